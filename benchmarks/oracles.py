@@ -40,8 +40,7 @@ from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import ReuseMethod, make_method, one_pass, prefer_neutral, reuse_every_hit
 from chunkweave.planning.plan import Plan
-from chunkweave.prompt.neutral import neutral_id
-from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, neutral_id
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import segment_id

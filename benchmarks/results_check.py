@@ -2,12 +2,15 @@
 
     python benchmarks/results_check.py            # what `make results-check` runs
     python benchmarks/results_check.py --update   # first write all generated tables anew
+    python benchmarks/results_check.py --changed weaving    # this code changed: its results are of an earlier state
+    python benchmarks/results_check.py --same weaving       # it changed, and gives the same numbers
     python benchmarks/results_check.py --stamp "make prove-faults"     # the head of a result that is text
 
 Files in docs/results: each names its command, commit and machine (JSON: the fields; text: its first lines; a picture:
 the JSON file that it is drawn from). The commit is in the history and clean, and has the script or command. Each is
 named on a page, and what pages name is there. Tables on pages and in docs/results/tables-*.md: made anew from their
-files, they are the same (docs_tables). Numbers in the text: they are those of the files that claims.toml names
+files, they are the same (docs_tables). The code that a result measured is what it was, or the result is listed as one
+of an earlier state (computations). Numbers in the text: they are those of the files that claims.toml names
 (docs_figures).
 
 What cannot be measured anew now is listed in `ALLOWED` with the reason; it is shown, and an entry that is not needed
@@ -18,12 +21,13 @@ import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from computations import computation_problems, note_change
 from docs_figures import Claims, FigureError, read_claims, sections
 from docs_tables import marked_tables, read_result, rewrite_page, table_of
 
@@ -187,7 +191,10 @@ def check(root: Path, allowed: Mapping[str, str], say: Callable[[str], None]) ->
     repository, folder = Repository(root), root / "docs" / "results"
     pages = {page.relative_to(root).as_posix(): page for page in pages_of(root)}
     files = sorted(path for path in folder.iterdir() if path.name[0] != "." and path.suffix not in (".md", ".toml"))
-    found = check_files(files, allowed, repository)
+    results, unreadable = read_results(files)
+    found = check_files(files, results, allowed, repository)
+    problems, notes = computation_problems(root, folder, results)
+    found.problems.extend([*unreadable, *problems])
     try:
         claims = read_claims(folder / "claims.toml")
     except FigureError as error:
@@ -198,7 +205,7 @@ def check(root: Path, allowed: Mapping[str, str], say: Callable[[str], None]) ->
     found.problems.extend(f"claims.toml: there is no page {name}" for name in claims.keys() - pages.keys())
     for name, page in pages.items():
         found.problems.extend(f"{name}: {one}" for one in page_problems(page, folder, claims.get(name, {})))
-    for one in (*found.allowed, *found.problems):
+    for one in (*found.allowed, *notes, *found.problems):
         say(one)
     if repository.why_no_history:
         say(f"{repository.why_no_history}: commits were not looked up")
@@ -207,16 +214,26 @@ def check(root: Path, allowed: Mapping[str, str], say: Callable[[str], None]) ->
     return len(found.problems)
 
 
-def check_files(files: Sequence[Path], allowed: Mapping[str, str], repository: Repository) -> Found:
-    """Where files come from."""
-    found = Found([f"{name}: is in ALLOWED, but not there" for name in allowed.keys() - {f.name for f in files}], [])
-    results = {}
+def read_results(files: Iterable[Path]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The results among `files` that are JSON, by name, and what is wrong with those that cannot be read."""
+    results, unreadable = {}, []
     for path in files:
         if path.suffix == ".json":
             try:
                 results[path.name] = read_result(path)
             except DocumentError as error:
-                found.problems.append(str(error))
+                unreadable.append(str(error))
+    return results, unreadable
+
+
+def check_files(
+    files: Sequence[Path],
+    results: Mapping[str, Mapping[str, Any]],
+    allowed: Mapping[str, str],
+    repository: Repository,
+) -> Found:
+    """Where files come from."""
+    found = Found([f"{name}: is in ALLOWED, but not there" for name in allowed.keys() - {f.name for f in files}], [])
     for path in files:
         if path.suffix == ".json" and path.name not in results:
             continue
@@ -248,7 +265,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--update", action="store_true", help="write the tables of all pages anew first")
     parser.add_argument("--stamp", metavar="COMMAND", help="print the head of a text file that this command writes")
+    parser.add_argument("--changed", metavar="FAMILY", help="list its results as of an earlier state of the code")
+    parser.add_argument("--same", metavar="FAMILY", help="its changed code gives the same numbers")
     arguments = parser.parse_args()
+    if name := arguments.changed or arguments.same:
+        folder = ROOT / "docs" / "results"
+        note_change(ROOT, folder, read_results(folder.glob("*.json"))[0], name, same=bool(arguments.same))
     if arguments.stamp:
         print(f"command: {arguments.stamp}\ncommit: {commit()}\nmachine: {' '.join(to_json(machine()).split())}\n")
         return

@@ -294,6 +294,12 @@ def settings_at(config: type[Any], place: Place) -> dict[str, Setting]:
     return {name: one for name, one in settings_of(config).items() if place in one.places}
 
 
+def by_name(given: Mapping[str, Any], known: Mapping[str, Setting]) -> dict[str, Any]:
+    """`given` by the names of `known` settings: one may also be called with its unit, as its field is."""
+    with_unit = {one.name + one.unit.suffix: name for name, one in known.items() if one.unit is not None}
+    return {with_unit.get(name, name): value for name, value in given.items()}
+
+
 def refuse_unknown(given: Iterable[Any], known: Iterable[str], where: str = "") -> None:
     """Refuse names that are no settings.
 

@@ -19,7 +19,7 @@ from chunkweave.models.threads import keep_within_cpus
 from chunkweave.prompt.builder import PromptLimit
 from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.shadow import ShadowMonitor
-from chunkweave.store.lease import TieredLease
+from chunkweave.store.index import TieredLease
 from chunkweave.types import Chunk, ChunkId, SegmentId
 from chunkweave_server.backend import AnswerEnd, BackendParts, Choice, Stage, Submission
 from chunkweave_server.errors import NOT_READY_AGAIN_S, HttpError

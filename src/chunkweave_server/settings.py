@@ -33,7 +33,17 @@ from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.queue import BatchingConfig
 from chunkweave.scheduling.routing import ROUTING, USUAL_IMBALANCE, USUAL_ROUTING, make_routing
 from chunkweave.scheduling.shadow import ShadowConfig
-from chunkweave.settings import SERVERS, Place, Setting, Unit, configuration, refuse_unknown, setting, settings_of
+from chunkweave.settings import (
+    SERVERS,
+    Place,
+    Setting,
+    Unit,
+    by_name,
+    configuration,
+    refuse_unknown,
+    setting,
+    settings_of,
+)
 from chunkweave.store.eviction import make_policy
 from chunkweave.tiers.blobs import without_secrets
 
@@ -349,14 +359,14 @@ def resolve(
     if file is None and environment.get(FILE_VARIABLE):
         file = Path(environment[FILE_VARIABLE])
     known = server_settings()
-    written = {} if file is None else read_settings_file(file)
+    written = {} if file is None else by_name(read_settings_file(file), known)
     refuse_unknown(written, known, f"{file}: ")
     given = {name: (known[name].check(value, str(file)), str(file)) for name, value in written.items()}
-    for name, text in _variables(environment).items():
+    for name, text in by_name(_variables(environment), known).items():
         if name in known:
             variable = PREFIX + name.upper()
             given[name] = (known[name].parse(text, variable), variable)
-    for name, value in flags.items():
+    for name, value in by_name(flags, known).items():
         if value is not None:
             given[name] = (known[name].check(value, known[name].flag), known[name].flag)
     chosen = backend or given.get("backend", (Backend.ENGINE, ""))[0]
@@ -391,8 +401,9 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 def unused_variables(environment: Mapping[str, str], backend: Backend | None = None) -> list[str]:
     """Variables that look like settings and are none of this backend, each with the setting that it is close to."""
-    known = [name.upper() for name in server_settings(backend)]
-    names = sorted(name.upper() for name in _variables(environment))
+    settings = server_settings(backend)
+    known = [name.upper() for name in settings]
+    names = sorted(name.upper() for name in by_name(_variables(environment), settings))
     return [unknown_names([name], known, PREFIX + "{}") for name in names if name not in known]
 
 

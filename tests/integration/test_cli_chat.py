@@ -55,7 +55,7 @@ def test_a_corpus_is_asked_for_every_question(documents, tmp_path):
 
 def test_without_questions_or_with_a_bad_one(documents):
     assert invoke(*CHAT, stdin="").exit_code == 0
-    refused = invoke(*CHAT, "--max-tokens", 40, "--docs", documents, stdin="When?\n")
+    refused = invoke(*CHAT, "--conversation-tokens", 40, "--docs", documents, stdin="When?\n")
     assert refused.exit_code == 2
     assert "new turn alone" in refused.stderr
     assert invoke(*CHAT, "--top-k", 2, stdin="").exit_code == 2

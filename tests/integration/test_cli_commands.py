@@ -152,7 +152,7 @@ def test_a_bad_document_is_refused_or_skipped_as_asked(documents):
         (("ask", "--shape", "demo", "--quality", "fast", "Why?"), 2, "chunkweave calibrate --shape demo"),
         (("ask", "--shape", "demo", "--quality", "exact", "--method", "epic", "Why?"), 2, "contradict"),
         (("ask", "--shape", "demo", " "), 2, "a question is empty"),
-        (("ask", "--shape", "demo", "--store-budget", "lots", "Why?"), 2, "lots"),
+        (("ask", "--shape", "demo", "--host-budget", "lots", "Why?"), 2, "lots"),
         (("ask", "--shape", "demo", "--docs", "/no/such/folder", "Why?"), 1, "/no/such/folder"),
         (("ask", "--shape", "demo", "--out", "/no/such/folder/a.json", "Why?"), 2, "/no/such/folder"),
         (("ask", "--model", "/no/such/model", "Why?"), 1, "/no/such/model"),

@@ -9,8 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from chunkweave.errors import StoreError
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
-from chunkweave.store.index import path_request_of
-from chunkweave.store.lease import Lease
+from chunkweave.store.index import Lease, path_request_of
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier

@@ -7,14 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from chunkweave.errors import NotRemovedError
-from chunkweave.store.index import RequestUse
-from chunkweave.store.lease import TieredLease
-from chunkweave.store.level import Level
+from chunkweave.store.index import RequestUse, TieredLease
+from chunkweave.store.level import BackgroundWriter, Level, VariantLimits
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.retention import VariantLimits
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import ChunkId, SegmentId
 from tests.unit.tier_fakes import (
     Clock,

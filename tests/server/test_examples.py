@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    settings = settings_of(shape=None, model="reader", served_name=None)
+    settings = settings_of(shape=None, model="reader", served_model_name=None)
     service = Service(settings, EngineBackend(settings), key_ring())
     with ServerThread(service) as server:
         wait_until(lambda: service.stage in (Stage.READY, Stage.FAILED), 120)

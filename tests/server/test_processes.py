@@ -54,7 +54,7 @@ def test_sigterm_lets_answers_end_and_writes_what_was_computed(tmp_path, checkpo
         assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] in ("length", "stop")
         assert server.process.wait(60) == 0
     assert list(tmp_path.rglob("*.safetensors"))
-    with ServerProcess(*cache, "--graceful-s", "0.2") as server:
+    with ServerProcess(*cache, "--graceful", "0.2") as server:
         url = f"{server.url}/v1/chat/completions"
         told = httpx.post(url, json=body(0), timeout=60).json()
         assert told["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

@@ -12,7 +12,7 @@ from chunkweave.settings import settings_of as declared_in
 from chunkweave_server.settings import GROUPS, resolve, server_settings, shown, unused_variables
 from tests.integration.command_line import invoke
 
-TOML = 'model = "reader"\nport = 9001\nmax-body = "1MB"\ncorpus = ["a", "b=c"]\ndeadline = 5\n'
+TOML = 'model = "reader"\nport = 9001\nmax_body = "1MB"\ncorpus = ["a", "b=c"]\ndeadline-s = 5\n'
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_every_setting_can_be_said_in_every_way(tmp_path: Path, backend: Backend
 
 def test_yaml_says_the_same_as_toml(tmp_path: Path, file: Path):
     yaml = tmp_path / "serve.yaml"
-    yaml.write_text("model: reader\nport: 9001\nmax-body: 1MB\ncorpus: [a, b=c]\ndeadline: 5\n")
+    yaml.write_text("model: reader\nport: 9001\nmax_body: 1MB\ncorpus: [a, b=c]\ndeadline-s: 5\n")
     assert resolve({}, {}, yaml).settings == resolve({}, {}, file).settings
     assert resolve({}, {"CHUNKWEAVE_CONFIG": str(yaml)}).settings.listen.port == 9001
 
@@ -118,8 +118,8 @@ def test_misspelt_variables_are_found():
 
 def test_misspelt_names_are_refused_with_the_setting_that_is_close(tmp_path: Path):
     file = tmp_path / "serve.toml"
-    file.write_text('prot = 1\nhost_budget_bytes = 1\ncolour = "red"\n')
-    close = r"colour, host_budget_bytes \(did you mean host_budget\?\), prot \(did you mean port\?\); there are: model"
+    file.write_text('prot = 1\nhost_bugdet = 1\ncolour = "red"\n')
+    close = r"colour, host_bugdet \(did you mean host_budget\?\), prot \(did you mean port\?\); there are: model"
     with pytest.raises(UsageError, match=close):
         resolve({}, {}, file)
     refused = invoke("serve", "--shape", "demo", "--prot=1")

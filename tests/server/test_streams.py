@@ -204,7 +204,7 @@ def test_a_full_queue_is_503_with_retry_after(gate: threading.Event):
         await asyncio.wait_for(asyncio.gather(running.task, waiting.task), 20)
         assert (running.status, waiting.status) == (200, 200)
 
-    serving(test, max_running=1, max_waiting=1)
+    serving(test, max_num_seqs=1, max_waiting=1)
 
 
 def test_a_deadline_before_the_first_token_is_504(gate: threading.Event):
@@ -223,7 +223,7 @@ def test_a_deadline_before_the_first_token_is_504(gate: threading.Event):
         assert waiting.status == 504
         assert '"code":"timeout"' in waiting.text
 
-    serving(test, max_running=1, deadline_s=0.2)
+    serving(test, max_num_seqs=1, deadline_s=0.2)
 
 
 def test_an_error_in_mid_stream_is_its_last_event():

@@ -13,8 +13,7 @@ from chunkweave.config import ReuseConfig
 from chunkweave.planning.method import make_method, prefer_neutral
 from chunkweave.planning.plan import KVSource, Plan, RecomputeScore, StopUnfocused
 from chunkweave.planning.scores import focused_by_gap
-from chunkweave.prompt.neutral import neutral_id
-from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, neutral_id
 from chunkweave.store.index import PromptLookup, look_up
 from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
 from chunkweave.types import ChunkId, Scattered, Span

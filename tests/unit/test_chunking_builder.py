@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from chunkweave.errors import PromptTooLongError, UsageError
 from chunkweave.prompt.builder import PromptBuilder, PromptLimit
-from chunkweave.prompt.neutral import is_neutral, neutral_passages
-from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, is_neutral, neutral_passages
 from chunkweave.prompt.template import PromptTemplate, plain_template, template_for
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer, TokenCache
 from chunkweave.types import Chunk

@@ -11,6 +11,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+from computations import definitions, note_change  # noqa: E402
 from docs_figures import FigureError, Line, evaluate, numbers_of  # noqa: E402
 from docs_tables import command_block, markdown_table, rewrite_page, update_page, without_places  # noqa: E402
 from results_check import check, program_of  # noqa: E402
@@ -34,6 +35,23 @@ CLAIMS = """["docs/page.md"]
     "3.3: the paper's",
 ]
 """
+COMPUTATIONS = """[times]
+about = "how soon answers come"
+digest = ""
+commands = ["bench ttft", "benchmarks/later.py"]
+files = ["src/chunkweave/loop.py", "src/chunkweave/rows.py"]
+earlier = []
+"""
+LOOP = '''"""The loop."""
+
+from chunkweave import rows
+
+
+def run(batch: list[int]) -> int:
+    """Run it."""
+    return _sum(batch)
+'''
+ROWS = "import math\n\nLONGEST = 3\n\n\ndef _sum(batch):\n    return math.fsum(batch)\n"
 
 
 class Checkout:
@@ -64,6 +82,12 @@ class Checkout:
         self.page.write_text(PAGE, encoding="utf-8")
         self.claims = self.results / "claims.toml"
         self.claims.write_text(CLAIMS, encoding="utf-8")
+        self.computations = self.results / "computations.toml"
+        self.computations.write_text(COMPUTATIONS, encoding="utf-8")
+        self.source = root / "src" / "chunkweave"
+        (self.source / "loop.py").write_text(LOOP, encoding="utf-8")
+        (self.source / "rows.py").write_text(ROWS, encoding="utf-8")
+        note_change(root, self.results, {}, "times", same=True)
         update_page(self.page, self.results / "a.json")
 
     def git(self, *arguments: str) -> str:
@@ -208,6 +232,60 @@ def test_without_history_it_says_so_and_checks_the_rest(checkout):
     assert checkout.said()[0].endswith("commits were not looked up")
     checkout.write("a.json", machine=None)
     assert "a.json: says no machine" in checkout.said()
+
+
+def test_a_move_changes_no_computation(checkout):
+    (checkout.source / "rows.py").unlink()
+    (checkout.source / "loop.py").write_text(f"{LOOP}\n\nLONGEST = 3\n", encoding="utf-8")
+    (checkout.source / "sums.py").write_text("import math as m\n\n\n" + ROWS.partition("3\n\n\n")[2], encoding="utf-8")
+    assert any("cannot read src/chunkweave/rows.py" in line for line in checkout.said())
+    text = checkout.computations.read_text(encoding="utf-8").replace("chunkweave/rows.py", "chunkweave/sums.py")
+    checkout.computations.write_text(text, encoding="utf-8")
+    assert checkout.said() == ["1 files, 2 pages: 0 problems, 0 files allowed"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('    """Run it."""\n', "    # as it comes\n"),
+        ("batch: list[int]) -> int:", "batch: 'Sequence[int]') -> 'int':"),
+        ("from chunkweave import rows", "if TYPE_CHECKING:\n    from collections.abc import Sequence"),
+        ("_sum(batch)", "(\n        sum(batch)\n    )"),
+    ],
+)
+def test_formats_words_and_imports_change_no_computation(old, new):
+    assert old in LOOP
+    assert definitions(LOOP.replace(old, new)) == definitions(LOOP)
+
+
+@pytest.mark.parametrize(("old", "new"), [("_sum(batch)", "_sum(batch[1:])"), ("run(", "walk("), ("batch: l", "*b: l")])
+def test_a_computation_is_what_is_computed(old, new):
+    assert definitions(LOOP.replace(old, new)) != definitions(LOOP)
+
+
+def test_changed_code_makes_results_earlier_unless_it_gives_the_same(checkout):
+    origins = {"a.json": checkout.result}
+    (checkout.source / "rows.py").write_text(ROWS.replace("fsum", "prod"), encoding="utf-8")
+    assert any("the code of times is not what it was" in line for line in checkout.said())
+    note_change(checkout.root, checkout.results, origins, "times", same=True)
+    assert checkout.said() == ["1 files, 2 pages: 0 problems, 0 files allowed"]
+    (checkout.source / "rows.py").write_text(ROWS, encoding="utf-8")
+    note_change(checkout.root, checkout.results, origins, "times", same=False)
+    assert checkout.said()[:-1] == ["times: 1 of 1 results are of earlier code"]
+    (checkout.source / "rows.py").write_text(ROWS.replace("fsum", "prod"), encoding="utf-8")
+    assert checkout.said()[-1].endswith("0 problems, 0 files allowed")  # no result says that it measured this code
+    with pytest.raises(DocumentError, match="no family hours, only times"):
+        note_change(checkout.root, checkout.results, origins, "hours", same=True)
+
+
+def test_every_result_belongs_to_a_computation(checkout):
+    text = checkout.computations.read_text(encoding="utf-8")
+    checkout.computations.write_text(text.replace('"bench ttft"', '"bench loading"'), encoding="utf-8")
+    assert any("a.json: its command belongs to no family" in line for line in checkout.said())
+    checkout.computations.write_text(text.replace("earlier = [", 'earlier = ["gone.json"'), encoding="utf-8")
+    assert any("times has no result gone.json" in line for line in checkout.said())
+    checkout.computations.write_text(text.replace("about", "for"), encoding="utf-8")
+    assert any("cannot read computations.toml" in line for line in checkout.said())
 
 
 def test_a_place_is_a_path_and_may_be_reckoned_with():

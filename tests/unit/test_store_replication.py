@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.index import RequestUse
-from chunkweave.store.level import Level
+from chunkweave.store.level import EVERY, Level
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.replication import EVERY
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier

@@ -8,11 +8,10 @@ from threading import Event, Thread
 import pytest
 
 from chunkweave.errors import NotRemovedError, UsageError
-from chunkweave.store.level import Level
+from chunkweave.store.level import BackgroundWriter, Level, Write
 from chunkweave.store.shared_folder import Tombstones
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.store.writer import BackgroundWriter, Write
 from chunkweave.types import ChunkId, SegmentId
 from tests.unit.tier_fakes import (
     Clock,

@@ -6,11 +6,9 @@ from threading import Barrier, Thread
 import pytest
 
 from chunkweave.errors import UsageError
-from chunkweave.store.level import Level
-from chunkweave.store.retention import ReuseFrequencies, VariantLimits
+from chunkweave.store.level import BackgroundWriter, Level, ReuseFrequencies, VariantLimits
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import ChunkId, SegmentId
 from tests.unit.tier_fakes import FaultyTier, Payload, SharedFaultyTier, id_of, payload_of, record_of
 

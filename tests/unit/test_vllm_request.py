@@ -13,8 +13,7 @@ from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.calibration import BOUNDS, CalibrationRecord, Quality, Target
 from chunkweave.planning.method_choice import Why
 from chunkweave.plugins import METHODS
-from chunkweave.prompt.neutral import neutral_id
-from chunkweave.prompt.parts import PartKind, chunk_id
+from chunkweave.prompt.parts import PartKind, chunk_id, neutral_id
 from chunkweave.types import Span
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse, promotion_params, to_params
 

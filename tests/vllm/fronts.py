@@ -73,7 +73,7 @@ class FrontProcess:
 @contextmanager
 def front_process(folder: Path, port: int, *options: str, model: str = "reader") -> Iterator[FrontProcess]:
     """A front with its servers; ended, gently, with the block."""
-    command = [sys.executable, "-c", START, "vllm-serve", model, "--port", str(port), "--graceful-s", "5"]
+    command = [sys.executable, "-c", START, "vllm-serve", model, "--port", str(port), "--graceful", "5"]
     command += [*options, *FLAGS]
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     log = folder / "front.log"

@@ -26,8 +26,7 @@ from chunkweave.planning.calibration import CalibrationRecord
 from chunkweave.planning.cost import CostModel, stored_cost_model
 from chunkweave.planning.method_choice import MethodOptions, MethodRequest
 from chunkweave.prompt.builder import PromptBuilder
-from chunkweave.prompt.neutral import neutral_passages
-from chunkweave.prompt.parts import Prompt
+from chunkweave.prompt.parts import Prompt, neutral_passages
 from chunkweave.prompt.request import Request
 from chunkweave.prompt.template import PromptTemplate, template_for
 from chunkweave.scheduling.queue import BatchingConfig

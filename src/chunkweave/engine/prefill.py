@@ -21,8 +21,7 @@ from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.outcome import LayerWork, Stop
 from chunkweave.planning.plan import KVSource, Pass, Plan, can_be_cut, cut
 from chunkweave.prompt.parts import Prompt
-from chunkweave.store.index import RequestUse
-from chunkweave.store.lease import TieredLease
+from chunkweave.store.index import RequestUse, TieredLease
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId, Span, joined, spans_of
 from chunkweave.weaving.sources import Prefetch, WeavingStore

@@ -29,8 +29,7 @@ from chunkweave.models.adapters import merge_adapter, read_adapter, warn_of_othe
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
 from chunkweave.models.gguf import checkpoint_folder
 from chunkweave.models.hub import hub_folder
-from chunkweave.models.huggingface import HuggingFaceModel, check_config, own_attention
-from chunkweave.models.weights import check_int8, keep_weights
+from chunkweave.models.huggingface import HuggingFaceModel, check_config, check_int8, keep_weights, own_attention
 from chunkweave.planning.cost import known_shape
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from chunkweave.settings import settings_of

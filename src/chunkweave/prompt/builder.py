@@ -5,8 +5,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from chunkweave.errors import PromptTooLongError, UsageError
-from chunkweave.prompt.neutral import neutral_id
-from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, neutral_id
 from chunkweave.prompt.rendering import Rendered
 from chunkweave.prompt.template import PromptTemplate
 from chunkweave.prompt.tokenizer import TextTokenizer, TokenCache

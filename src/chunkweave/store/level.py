@@ -1,16 +1,25 @@
-"""One level of the hierarchy: a segment store that survives its tier's failures."""
+"""One level of the hierarchy, and what happens to levels beside requests.
+
+Writes to slow ones in the background, limits of variants on all of them together (Cache-Craft §3.3), and copies of the
+hottest nodes of memory (RAGCache §6).
+"""
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from threading import Condition, Lock, Thread
 from typing import Generic
 
+from chunkweave.errors import UsageError
 from chunkweave.prompt.parts import PromptPart
-from chunkweave.store.records import SegmentRecord
+from chunkweave.store.prefix_trie import KnowledgeTree
+from chunkweave.store.records import SegmentRecord, segment_id, union
 from chunkweave.store.tier import ClosableTier, DatedTier, PayloadT
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.types import SegmentId
+from chunkweave.types import ChunkId, SegmentId
 
 logger = logging.getLogger(__name__)
 
@@ -133,3 +142,405 @@ class Level(Generic[PayloadT]):
     def _pause(self) -> None:
         self._paused_until_s = self._clock() + self._pause_s
         logger.warning("the %s tier is left alone for %.0f s", self.name, self._pause_s)
+
+
+_IDLE_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class Write(Generic[PayloadT]):
+    """One segment on its way to one level. `nbytes` is what its payload holds in memory meanwhile."""
+
+    level: Level[PayloadT]
+    record: SegmentRecord
+    payload: PayloadT
+    nbytes: int
+    cancelled: bool = False
+
+    def wanted(self) -> bool:
+        """Whether it is still to be published."""
+        return not self.cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class WriterStats:
+    """Writes accepted, done, refused for want of room in the queue, refused by the level, and failed."""
+
+    queued: int = 0
+    written: int = 0
+    skipped: int = 0
+    rejected: int = 0
+    failed: int = 0
+
+
+class BackgroundWriter(Generic[PayloadT]):
+    """A bounded queue and one thread that empties it. Offering a write never waits for one.
+
+    The thread starts with the first write, ends when it has been idle for a while, and is a daemon: a process that
+    ends without `close` loses what is queued, which costs time and no correctness. Thread-safe.
+    """
+
+    def __init__(self, *, max_items: int = 256, max_bytes: int = 1 << 30, threaded: bool = True) -> None:
+        """An empty queue.
+
+        Args:
+            max_items: most writes waiting.
+            max_bytes: most bytes of payload held by them and by the one being done.
+            threaded: False for a queue that only `write_one` and `flush` empty.
+        """
+        self._max_items = max_items
+        self._max_bytes = max_bytes
+        self._threaded = threaded
+        self._thread: Thread | None = None
+        self._changed = Condition()
+        self._queue: deque[Write[PayloadT]] = deque()
+        self._current: Write[PayloadT] | None = None
+        self._closed = False
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def stats(self) -> WriterStats:
+        """A snapshot of the counters."""
+        with self._changed:
+            return WriterStats(**self._counts)
+
+    def offer(self, write: Write[PayloadT]) -> bool:
+        """Queue a write; False, and no wait, if the queue is full or closed. One of the same segment is enough."""
+        with self._changed:
+            waiting = self._all()
+            if any(_same(write, other) for other in waiting):
+                return True
+            held_bytes = sum(other.nbytes for other in waiting)
+            full = len(self._queue) >= self._max_items or held_bytes + write.nbytes > self._max_bytes
+            if self._closed or full:
+                self._counts["skipped"] += 1
+                return False
+            self._queue.append(write)
+            self._counts["queued"] += 1
+            self._changed.notify_all()
+            self._start()
+            return True
+
+    def records(self) -> list[SegmentRecord]:
+        """What is waiting or being written."""
+        with self._changed:
+            return [write.record for write in self._all()]
+
+    def cancel(self, doomed: Callable[[SegmentRecord], bool]) -> int:
+        """Forget the writes of such records; one that is being done is not published. Returns how many."""
+        with self._changed:
+            cancelled = [write for write in self._all() if doomed(write.record)]
+            for write in cancelled:
+                write.cancelled = True
+            self._queue = deque(write for write in self._queue if not write.cancelled)
+            self._changed.notify_all()
+            return len(cancelled)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything offered so far is done; False if time ran out."""
+        if not self._threaded:
+            while self.write_one():
+                pass
+            return True
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                self._start()
+                if not (pending := self._all()):
+                    return True
+                left_s = _IDLE_S if deadline_s is None else deadline_s - time.monotonic()
+                if left_s <= 0:
+                    logger.warning("%d segments are still to be written", len(pending))
+                    return False
+                self._changed.wait(min(left_s, _IDLE_S))
+
+    def close(self, timeout_s: float | None = 30.0) -> bool:
+        """Flush, and take no more; False if time ran out and writes were dropped."""
+        with self._changed:
+            self._closed = True
+        try:
+            return self.flush(timeout_s)
+        finally:
+            with self._changed:
+                self._queue.clear()
+                self._changed.notify_all()
+
+    def write_one(self) -> bool:
+        """Do the oldest write in the calling thread; False if there is none."""
+        with self._changed:
+            if not self._queue:
+                return False
+            write = self._current = self._queue.popleft()
+        outcome = "failed"
+        try:
+            outcome = _perform(write)
+        finally:
+            with self._changed:
+                self._current = None
+                self._counts[outcome] += 1
+                self._changed.notify_all()
+        return True
+
+    def _all(self) -> list[Write[PayloadT]]:
+        return [*([self._current] if self._current is not None else []), *self._queue]
+
+    def _start(self) -> None:
+        # A forked child has the thread object but not the thread.
+        if self._threaded and (self._thread is None or not self._thread.is_alive()):
+            self._current = None
+            if not self._queue:
+                return
+            self._thread = Thread(target=self._run, name="chunkweave-writer", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._queue and not self._closed:
+                    self._changed.wait(_IDLE_S)
+                if not self._queue:
+                    self._thread = None
+                    return
+            self.write_one()
+
+
+def _perform(write: Write[PayloadT]) -> str:
+    """Do a write and say under which name of `WriterStats` it counts."""
+    level = write.level
+    if not level.available:
+        return "skipped"
+    try:
+        return "written" if level.insert(write.record, write.payload, wanted=write.wanted) else "rejected"
+    except OSError:
+        return "failed"  # the level has logged it
+    except Exception:  # this thread has no caller to tell, and a payload may be lost in its own way
+        logger.warning("segment %s could not be written to %s", write.record.id, level.name, exc_info=True)
+        return "failed"
+
+
+def _same(write: Write[PayloadT], other: Write[PayloadT]) -> bool:
+    return (
+        write.level is other.level
+        and write.record.id == other.record.id
+        and not other.cancelled
+        and (other.record.exact or not write.record.exact)
+    )
+
+
+_CAPACITY = 65_536
+"""Segments whose uses are remembered: far more than are stored with payloads, a few MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class VariantLimits:
+    """Most variants of one chunk (M of the paper) and most segments in all (its N x M); None: as many as fit.
+
+    A node of the path index is no variant: it is there for exact prefixes, as many as the byte budgets hold, and
+    counts only in all. Neither is what a conversation goes on from. An exact segment whose ancestors are gone has left
+    the path index and is a variant (DESIGN §3.4). A segment counts once, on however many levels it is. The instruction
+    counts as a chunk of its own.
+
+    Raises:
+        UsageError: a limit below 1.
+    """
+
+    per_chunk: int | None = None
+    in_all: int | None = None
+
+    def __post_init__(self) -> None:
+        for limit in (self.per_chunk, self.in_all):
+            if limit is not None and limit < 1:
+                raise UsageError(f"at least one variant must be allowed, not {limit}; None sets no limit")
+
+
+class ReuseFrequencies:
+    """What reuse of each segment has saved so far: f_r of Cache-Craft §3.3. Not thread-safe.
+
+    Each reuse adds 1 / max(CCI (1 - beta'), 1/|C|): one for a segment that had to be recomputed whole, its number of
+    tokens for one that needed nothing. A segment starts at 0 when it is stored, since nothing was reused yet (the
+    paper says nothing of the start); so does one that this process found, or whose uses it has forgotten, and one
+    that was evicted and is computed again. As in the paper, f_r does not age.
+    """
+
+    def __init__(self, capacity: int = _CAPACITY) -> None:
+        """Remember at most `capacity` segments; of more, those that were heard of longest ago are forgotten."""
+        self._capacity = capacity
+        self._known: dict[SegmentId, tuple[float, int]] = {}
+        self._ticks = 0
+
+    def start(self, segment: SegmentId) -> None:
+        """It is stored now; what was known of an earlier one under its id is over."""
+        self._enter(segment, 0.0)
+
+    def note(self, record: SegmentRecord, impact: float) -> None:
+        """It was reused; `impact` is its CCI (1 - beta') in that prompt."""
+        self._enter(record.id, self.of(record.id) + 1.0 / max(impact, 1.0 / len(record)))
+
+    def of(self, segment: SegmentId) -> float:
+        """The f_r of a segment, 0 if it is unknown."""
+        return self._known.get(segment, (0.0, 0))[0]
+
+    def least_first(self, records: Iterable[SegmentRecord]) -> list[SegmentRecord]:
+        """`records` by rising f_r; of equal ones, the one first that was stored or reused longest ago.
+
+        Those never heard of come first, in the order given.
+        """
+        return sorted(records, key=lambda record: self._known.get(record.id, (0.0, 0)))
+
+    def _enter(self, segment: SegmentId, frequency: float) -> None:
+        self._ticks += 1
+        self._known.pop(segment, None)
+        self._known[segment] = (frequency, self._ticks)
+        if len(self._known) > self._capacity:
+            del self._known[next(iter(self._known))]
+
+
+class VariantKeeper(Generic[PayloadT]):
+    """Keeps the segments on some levels, and on their way there, within limits.
+
+    What is dropped is dropped on all levels. Segments that are leased, pinned or being moved stay. The limit per chunk
+    drops no node of the path index; the one in all drops inner nodes last, and otherwise gives neither exact segments
+    nor those computed alone a privilege. What leaves for want of bytes is simply no more there. What other processes
+    put into a shared tier, and what left the path index, is not dropped at once, but counts when the next variant
+    comes in. Thread-safe.
+    """
+
+    def __init__(
+        self, levels: Sequence[Level[PayloadT]], writer: BackgroundWriter[PayloadT], limits: VariantLimits
+    ) -> None:
+        """Watch over `levels`, and over what `writer` has yet to bring there."""
+        self._levels = levels
+        self._writer = writer
+        self._limits = limits
+        self._placing = Lock()
+        self._lock = Lock()
+        self._frequencies = ReuseFrequencies()
+        self._held: set[SegmentId] = set()
+        self.dropped = 0
+        """Variants dropped because there were too many."""
+
+    def note_reuse(self, record: SegmentRecord, impact: float) -> None:
+        """Count one reuse of a stored segment whose CCI (1 - beta') was `impact`."""
+        with self._lock:
+            self._frequencies.note(record, impact)
+
+    def hold(self, segments: Iterable[SegmentId]) -> None:
+        """Do not count these as variants of their chunks: a conversation goes on from them."""
+        with self._lock:
+            self._held.update(segments)
+
+    def let_go(self, segments: Iterable[SegmentId]) -> None:
+        """They are variants again as all others."""
+        with self._lock:
+            self._held.difference_update(segments)
+
+    @contextmanager
+    def place_for(self, record: SegmentRecord) -> Iterator[bool]:
+        """Drop what a segment not stored yet would be too many for; False if what is left may not go.
+
+        Only one at a time comes in, or two would take the same place.
+        """
+        with self._lock:
+            self._frequencies.start(record.id)
+        with self._placing:
+            yield self._make_place(record)
+
+    def _make_place(self, new: SegmentRecord) -> bool:
+        in_use = [level.store for level in self._levels if level.available]
+        if self._limits.per_chunk is not None and not self._on_path(new):
+            waiting = [record for record in self._writer.records() if record.chunk_id == new.chunk_id]
+            siblings = union(*(store.records_of(new.chunk_id) for store in in_use), waiting)
+            variants = [record for record in siblings if record.id not in self._held and not self._on_path(record)]
+            if not self._drop_beyond(self._limits.per_chunk - 1, new, variants):
+                return False
+        if self._limits.in_all is not None:
+            stored = union(*(store.records() for store in in_use), self._writer.records())
+            return self._drop_beyond(self._limits.in_all - 1, new, stored)
+        return True
+
+    def _drop_beyond(self, limit: int, new: SegmentRecord, held: Sequence[SegmentRecord]) -> bool:
+        """Drop those of `held`, most recently used first, that have been least reusable until `limit` are left."""
+        others = [record for record in reversed(held) if record.id != new.id]
+        with self._lock:
+            ranked = self._frequencies.least_first(others)
+        ranked.sort(key=lambda record: self._has_children(record.id))
+        excess = len(others) - limit
+        for record in ranked:
+            if excess <= 0:
+                break
+            excess -= self._drop(record.id)
+        return excess <= 0
+
+    def _on_path(self, record: SegmentRecord) -> bool:
+        """Whether it is a node of the path index on some level, or would be one there."""
+        if not record.exact or not record.context or any(level.store.on_path(record.id) for level in self._levels):
+            return record.exact
+        parent = segment_id(record.context[-1], record.context[:-1])
+        return any(level.store.on_path(parent) for level in self._levels)
+
+    def _has_children(self, segment: SegmentId) -> bool:
+        return any(level.store.has_children(segment) for level in self._levels)
+
+    def _drop(self, segment: SegmentId) -> bool:
+        """Take a segment off every level and out of the queue, unless it is claimed; True if it is gone."""
+        if any(level.store.is_claimed(segment) for level in self._levels):
+            return False
+        self._writer.cancel(lambda record: record.id == segment)
+        in_use = [level.store for level in reversed(self._levels) if level.available]
+        for store in in_use:
+            store.drop(segment)
+        gone = all(segment not in store for store in in_use)
+        self.dropped += gone
+        return gone
+
+
+EVERY = 100
+"""Requests after which it is looked which nodes are the hottest."""
+
+
+class Replicator(Generic[PayloadT]):
+    """Keeps a copy of the `number` hottest upper nodes of the fastest memory level on the next one.
+
+    Without a second level in memory there is nothing to do: what is on disk or remote survives anyway. Payloads are
+    moved by the background writer. Thread-safe, as far as that a count may be lost.
+    """
+
+    def __init__(
+        self,
+        memory: Sequence[Level[PayloadT]],
+        copying: Callable[[], AbstractContextManager[Callable[[Write[PayloadT]], bool]]],
+        tree: KnowledgeTree[ChunkId],
+        number: int,
+        *,
+        every: int = EVERY,
+    ) -> None:
+        """Of the levels in `memory`, from fast to slow, the first is copied from and the second to.
+
+        Inside a `copying` block, what it gives queues a write, unless something was removed since the block began.
+        """
+        self._memory = memory[:2] if number else ()
+        self._copying = copying
+        self._tree = tree
+        self._number = number
+        self._every = every
+        self._requests = 0
+
+    def note_request(self) -> None:
+        """Another request was counted; every so often, replicate."""
+        self._requests += 1
+        if self._requests % self._every == 0:
+            self.replicate()
+
+    def replicate(self) -> int:
+        """Have copied what is hottest and lacks a copy; returns how many copies were queued."""
+        if len(self._memory) < 2:
+            return 0
+        source, target = self._memory
+        queued = 0
+        for path in self._tree.missing_replicas(self._number, source.name, target.name):
+            segment = segment_id(path[-1], path[:-1])
+            with self._copying() as offer:
+                record, payload = source.record(segment), source.get(segment)
+                if record is not None and payload is not None:
+                    queued += offer(Write(target, record, payload, record.nbytes))
+        return queued

@@ -1,13 +1,14 @@
 """What the store knows of a segment, without its tensors, and what it counts."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import exp, isfinite
 from typing import Self
 
-from chunkweave.prompt.neutral import is_neutral
+from chunkweave.prompt.parts import is_neutral
 from chunkweave.types import MOST_SOURCE_CHARACTERS, ChunkId, Context, SegmentId
 
 LEAST_CCI = 0.5
@@ -260,3 +261,67 @@ class TieredStats(StoreStats):
     variants: Mapping[int, int] = field(default_factory=dict)
     variants_dropped: int = 0
     levels: Mapping[str, StoreStats] = field(default_factory=dict)
+
+
+class Ages:
+    """When each segment was computed, in seconds since the epoch; a segment moved between levels does not get younger.
+
+    For what was stored before this process `stored_at_s` is called once; if that returns None, it counts from now, and
+    so does what was computed while the clock was ahead. Not thread-safe; interrupted at any point, a segment may at
+    worst get older.
+    """
+
+    def __init__(
+        self,
+        ttl_s: float,
+        clock: Callable[[], float],
+        stored_at_s: Callable[[SegmentId], float | None],
+        ageless: frozenset[SegmentId] = frozenset(),
+    ) -> None:
+        """No ages yet; `ageless` segments never expire."""
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._stored_at_s = stored_at_s
+        self._ageless = ageless
+        self._born_s: dict[SegmentId, float] = {}
+
+    def born(self, segment: SegmentId) -> None:
+        """It was computed now."""
+        self._born_s[segment] = self._clock()
+
+    def expired(self, segments: Iterable[SegmentId], now_s: float | None = None) -> list[SegmentId]:
+        """Those of `segments` that have outlived their time."""
+        oldest_s = (self._clock() if now_s is None else now_s) - self._ttl_s
+        return [s for s in segments if s not in self._ageless and self._since_s(s) <= oldest_s]
+
+    def keep_only(self, segments: Iterable[SegmentId]) -> None:
+        """Forget all others."""
+        kept = set(segments)
+        self._born_s = {segment: born_s for segment, born_s in tuple(self._born_s.items()) if segment in kept}
+
+    def _since_s(self, segment: SegmentId) -> float:
+        now_s = self._clock()
+        born_s = self._born_s[segment] if segment in self._born_s else self._stored_at_s(segment)
+        born_s = self._born_s[segment] = now_s if born_s is None else min(born_s, now_s)
+        return born_s
+
+
+class Sightings:
+    """Counters by segment, the least recently seen forgotten first. Not thread-safe."""
+
+    def __init__(self, capacity: int = 65_536) -> None:
+        self._capacity = capacity
+        self._counts: OrderedDict[SegmentId, int] = OrderedDict()
+
+    def see(self, segment: SegmentId) -> int:
+        """Count one more sighting; returns how many there are."""
+        count = self._counts.get(segment, 0) + 1
+        self._counts[segment] = count
+        self._counts.move_to_end(segment)
+        if len(self._counts) > self._capacity:
+            self._counts.popitem(last=False)
+        return count
+
+    def count(self, segment: SegmentId) -> int:
+        """Sightings so far, 0 if it is unknown or forgotten."""
+        return self._counts.get(segment, 0)

@@ -11,16 +11,12 @@ from typing import Generic
 
 from chunkweave.errors import NotRemovedError, StoreError, UsageError
 from chunkweave.prompt.parts import Prompt, PromptPart
-from chunkweave.store.index import PromptLookup, RequestUse, StoreFollower, look_up
-from chunkweave.store.lease import TieredLease
-from chunkweave.store.level import Level
+from chunkweave.store.index import PromptLookup, RequestUse, StoreFollower, TieredLease, look_up
+from chunkweave.store.level import BackgroundWriter, Level, Replicator, VariantKeeper, VariantLimits, Write
 from chunkweave.store.prefix_trie import KnowledgeTree
-from chunkweave.store.records import Removal, SegmentRecord, TieredStats, segment_id, union
-from chunkweave.store.replication import Replicator
-from chunkweave.store.retention import Ages, Sightings, VariantKeeper, VariantLimits
+from chunkweave.store.records import Ages, Removal, SegmentRecord, Sightings, TieredStats, segment_id, union
 from chunkweave.store.tier import PayloadT
 from chunkweave.store.tier_store import OnEvict, SegmentStore, Shares
-from chunkweave.store.writer import BackgroundWriter, Write
 from chunkweave.types import ChunkId, SegmentId
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ from chunkweave.planning.method_choice import (
     checked_whole,
     refuse_unknown_keys,
 )
-from chunkweave.prompt.neutral import neutral_id
-from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, neutral_id
 from chunkweave.types import ChunkId, Context, Span
 
 

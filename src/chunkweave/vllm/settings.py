@@ -8,7 +8,7 @@ from typing import Any
 from chunkweave.config import CaptureConfig, PluginConfig, RequestDefaults, ReuseConfig, StoreConfig, WeaveConfig
 from chunkweave.errors import UsageError, unknown_names
 from chunkweave.kv.segment import make_codec
-from chunkweave.settings import Place, read, settings_at
+from chunkweave.settings import Place, by_name, read, settings_at
 from chunkweave.store.eviction import make_policy
 from chunkweave.vllm.request import SETTINGS, Defaults
 
@@ -41,11 +41,12 @@ class PluginSettings:
             UsageError: an unknown key, or a value that is out of range or of the wrong type.
             UnknownMethodError: no such eviction policy, codec or method.
         """
-        if unknown := unknown_names(extra, {*_KNOWN, *SETTINGS}):
+        given = by_name(extra, _KNOWN)
+        if unknown := unknown_names(given, {*_KNOWN, *SETTINGS}):
             there = ", ".join(sorted(_KNOWN))
             raise UsageError(f"unknown keys of kv_connector_extra_config: {unknown}; there are: {there}")
         url = environment.get(REMOTE_URL_VARIABLE)
-        given = ({"remote_url": url} if url else {}) | dict(extra)
+        given = ({"remote_url": url} if url else {}) | given
         read(PluginConfig, given, Place.CONNECTOR)  # what the others name may be in its files
         store = read(StoreConfig, given, Place.CONNECTOR)
         if store.cache_dir is not None:

@@ -12,8 +12,7 @@ from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource
 from chunkweave.planning.cost import CostModel, preload_depth, too_slow
 from chunkweave.planning.method import ReuseMethod, with_history, without
 from chunkweave.planning.plan import KVSource, Plan
-from chunkweave.store.index import PromptLookup
-from chunkweave.store.lease import TieredLease
+from chunkweave.store.index import PromptLookup, TieredLease
 from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import BlockSegment, HostMemory, Send
 from chunkweave.tiers.preload import Gone, LayerLoader, LoadingSegment, LoadOrder

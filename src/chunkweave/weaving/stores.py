@@ -11,13 +11,11 @@ from chunkweave.config import StoreConfig
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.cost import stored_cost_model
 from chunkweave.store.eviction import PrefillSeconds, make_policy
-from chunkweave.store.level import Level
-from chunkweave.store.retention import VariantLimits
+from chunkweave.store.level import BackgroundWriter, Level, VariantLimits
 from chunkweave.store.shared_folder import Tombstones, pinned_segments
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import SharedTier, Tier
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.store.writer import BackgroundWriter
 from chunkweave.types import SegmentId
 
 if TYPE_CHECKING:

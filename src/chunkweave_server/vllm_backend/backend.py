@@ -10,8 +10,7 @@ from typing import Any
 
 from chunkweave.errors import QueueFullError
 from chunkweave.ordering.ordering import ChunkOrder
-from chunkweave.prompt.neutral import neutral_passages
-from chunkweave.prompt.parts import PromptPart
+from chunkweave.prompt.parts import PromptPart, neutral_passages
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.shadow import ShadowMonitor

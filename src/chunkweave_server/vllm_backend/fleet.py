@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from chunkweave.ordering.arrangement import Arranged, Arranger, Promotion
 from chunkweave.planning.adaptive_methods import promoted_length
-from chunkweave.prompt.neutral import is_neutral
-from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, is_neutral
 from chunkweave.scheduling.fairness import FairQueue, TenantWeights, VirtualTime
 from chunkweave.scheduling.queue import Waiting
 from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routing

@@ -20,8 +20,7 @@ from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.calibration import CALIBRATION_FILE, CalibrationRecord, stored_calibration
 from chunkweave.planning.method_choice import EXACT_METHODS, MethodChoice, MethodChooser, MethodRequest, checked_method
 from chunkweave.prompt.builder import PromptBuilder, PromptLimit
-from chunkweave.prompt.neutral import is_neutral
-from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, is_neutral
 from chunkweave.prompt.rendering import Messages, Rendered
 from chunkweave.prompt.request import Request
 from chunkweave.prompt.template import rendered_exchange, template_for, template_with
