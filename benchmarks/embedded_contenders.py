@@ -189,7 +189,7 @@ class OwnEngine:
 
     def __init__(self, spec: str, settings: Settings) -> None:
         from chunkweave import Engine
-        from chunkweave.kv.memory import keep_freed_memory
+        from chunkweave.kv.request_cache import keep_freed_memory
 
         keep_freed_memory()
         ((self._name, self._method),) = make_contenders([spec]).items()

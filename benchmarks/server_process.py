@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 from chunkweave.errors import ChunkweaveError
-from chunkweave_server.auth import new_key
+from chunkweave_server.tenants import new_key
 
 
 def api_keys(*tenants: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """How large the code is and how it hangs together; fails above the limits kept in pyproject.toml.
 
-    python benchmarks/structure.py [--no-rooms]
+    python benchmarks/structure.py [--no-rooms] [--list]
 
 It prints, and holds against `[tool.chunkweave.structure]`:
 
@@ -209,6 +209,7 @@ def main() -> None:
     """Print the figures; end with 1 if one is above its limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--no-rooms", action="store_true", help="do not run the engine and the server")
+    parser.add_argument("--list", action="store_true", help="name the files entered")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder with pyproject.toml and src")
     parser.add_argument("--watch-server", nargs=2, metavar=("FILE", "PORT"), help="serve; SIGUSR2 writes what ran")
     options = parser.parse_args()
@@ -223,6 +224,8 @@ def main() -> None:
     if not options.no_rooms:
         entered = {"generate": files_of_generate(source), "serve": files_of_serve(source)}
         found["files_entered"] = {name: len(files) for name, files in entered.items()}
+        if options.list:
+            print(json.dumps(entered, indent=1))
     for name, figure in found.items():
         for part, count in figure.items() if isinstance(figure, Mapping) else [("", figure)]:
             print(f"{count:8}  {name.replace('_', ' ')} {part}")

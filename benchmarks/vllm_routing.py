@@ -33,9 +33,8 @@ from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
 
-from chunkweave.scheduling.queue import CacheAwareQueue
+from chunkweave.scheduling.queue import CacheAwareQueue, waiting_path
 from chunkweave.scheduling.routing import ROUTING, Candidate, ReplicaContents, make_routing
-from chunkweave.scheduling.waiting import waiting_path
 from chunkweave.types import ChunkId
 from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 

@@ -36,8 +36,7 @@ from rich.table import Table
 from chunkweave import Engine
 from chunkweave.config import AttentionKernel, Weights
 from chunkweave.fusion.rows import ActiveRows
-from chunkweave.kv.memory import keep_freed_memory
-from chunkweave.kv.request_cache import RequestCache
+from chunkweave.kv.request_cache import RequestCache, keep_freed_memory
 from chunkweave.models.attention import FlatAttention
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.kernels.choice import make_attention

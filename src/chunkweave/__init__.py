@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from chunkweave.retrieval.corpus import Corpus
     from chunkweave.retrieval.documents import CorpusDocument
     from chunkweave.retrieval.pipeline import AsyncRagPipeline, RagAnswer, RagPipeline
-    from chunkweave.scheduling.queue import BatchingConfig
+    from chunkweave.scheduling.budget import BatchingConfig
     from chunkweave.types import Chunk
 
 __all__ = [
@@ -53,7 +53,7 @@ _HOMES = {
     "AnswerStream": "chunkweave.engine.async_engine",
     "AsyncEngine": "chunkweave.engine.async_engine",
     "AsyncRagPipeline": "chunkweave.retrieval.pipeline",
-    "BatchingConfig": "chunkweave.scheduling.queue",
+    "BatchingConfig": "chunkweave.scheduling.budget",
     "Chunk": "chunkweave.types",
     "ChunkweaveError": "chunkweave.errors",
     "Conversation": "chunkweave.engine.engine",

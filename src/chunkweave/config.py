@@ -8,7 +8,7 @@ from pathlib import Path
 
 from chunkweave.errors import UsageError
 from chunkweave.plugins import METHODS, POLICIES, load_plugin_files
-from chunkweave.settings import GIB, REQUESTS, SERVERS, Place, Unit, configuration, setting
+from chunkweave.settings import GIB, PROGRAMS, REQUESTS, SERVERS, Place, configuration, setting
 
 DEFAULT_RECOMPUTE_RATIO = 0.15
 """CacheBlend §5.1: the least ratio with negligible loss of quality in its Figure 16."""
@@ -75,12 +75,12 @@ class ModelConfig:
     model: str | None = setting(
         None,
         "Checkpoint folder in Hugging Face format, hub name, GGUF file, `smollm2`, or the bundled `reader`.",
-        places=_OWN_ENGINE | {Place.VLLM},
+        places=PROGRAMS,
     )
     adapter: str | None = setting(
         None,
         "LoRA adapter of the model: folder in PEFT's format, or the name of a bundled one.",
-        places=_OWN_ENGINE | {Place.VLLM},
+        places=PROGRAMS,
     )
     shape: str | None = setting(None, "Random-weight model of a known geometry, for timing: its text means nothing.")
     device: str = setting("auto", "auto, cpu or cuda.")
@@ -149,7 +149,7 @@ class RequestDefaults:
     order: str | None = setting(
         "fixed",
         "fixed: chunks stand as they come; free: as is best for reuse, which is another prompt than the one sent.",
-        places=_OWN_ENGINE | {Place.VLLM, Place.REQUEST},
+        places=PROGRAMS | {Place.REQUEST},
     )
     document_tag: str = setting(
         "",
@@ -175,34 +175,24 @@ class StoreConfig:
     1073741824
     """
 
-    host_budget_bytes: int = setting(4 * GIB, "Most host memory for stored segments.", unit=Unit.BYTES, least=0)
+    host_budget_bytes: int = setting(4 * GIB, "Most host memory for stored segments.", least=0)
     policy: str = setting("lru", "Eviction policy.", plugins=POLICIES)
     device_budget_bytes: int = setting(
-        0,
-        "Most accelerator memory for stored segments, beside vLLM's own; 0 keeps them on the host.",
-        unit=Unit.BYTES,
-        least=0,
+        0, "Most accelerator memory for stored segments, beside vLLM's own; 0 keeps them on the host.", least=0
     )
     cache_dir: Path | None = setting(
         None, "Folder that keeps segments on disk, for later runs and for other processes."
     )
-    disk_budget_bytes: int = setting(
-        64 * GIB, "Most disk space for stored segments, with cache_dir.", unit=Unit.BYTES, least=0
-    )
+    disk_budget_bytes: int = setting(64 * GIB, "Most disk space for stored segments, with cache_dir.", least=0)
     remote_url: str | None = setting(
         None, "Another machine that keeps segments too: redis://..., s3://..., file://...", secret=True
     )
     remote_budget_bytes: int | None = setting(
-        None,
-        "Most bytes that this process keeps at remote_url; none leaves it to the server.",
-        unit=Unit.BYTES,
-        least=0,
+        None, "Most bytes that this process keeps at remote_url; none leaves it to the server.", least=0
     )
     codec: str = setting("raw", "How segments are encoded on disk and remote: raw, int8 or fp8.")
     admission: int = setting(1, "Write a segment to disk or remote once it was seen so often.", least=1)
-    ttl_s: float | None = setting(
-        None, "Drop segments older than that: 30s, 90m, 12h or 7d.", unit=Unit.SECONDS, above=0
-    )
+    ttl_s: float | None = setting(None, "Drop segments older than that: 30s, 90m, 12h or 7d.", above=0)
     max_variants: int | None = setting(
         DEFAULT_MAX_VARIANTS, "Most segments of one chunk in different contexts, beside exact prefixes; none: all."
     )
@@ -215,7 +205,6 @@ class StoreConfig:
     pinned_bytes: int | None = setting(
         None,
         "With a GPU, most of host_budget that is page-locked, so that it reads while it computes; none: all.",
-        unit=Unit.BYTES,
         name="host_pinned",
         least=0,
     )
@@ -257,13 +246,9 @@ class ComputeConfig:
     pinned_bytes: int = setting(
         4 * GIB,
         "On CUDA, most page-locked host memory for segments on their way from slower tiers.",
-        unit=Unit.BYTES,
         name="staging_pinned",
         least=0,
     )
-
-
-_BEFOREHAND = frozenset({Place.COMMANDS, Place.ENGINE, Place.VLLM})
 
 
 @configuration()
@@ -296,14 +281,14 @@ class CaptureConfig:
         400,
         "Tokens of neutral passages that a chunk is computed behind when it is computed beforehand; 0: it is computed "
         "alone, without the instruction too.",
-        places=_BEFOREHAND,
+        places=PROGRAMS,
         least=0,
     )
     neutral_file: Path | None = setting(
         None,
         "Neutral passages, separated by empty lines, of the kind of your documents; none: neutral.txt beside the "
         "model, or the bundled ones.",
-        places=_BEFOREHAND,
+        places=PROGRAMS,
     )
     layers: int | None = 8
     heads: int | None = 4
@@ -417,10 +402,9 @@ class ReuseConfig:
 
 
 _WEAVES = frozenset({Place.VLLM, Place.CONNECTOR})
-_CONVERSATIONS = frozenset({Place.COMMANDS, Place.ENGINE, Place.VLLM})
 
 
-@configuration(_CONVERSATIONS)
+@configuration(PROGRAMS)
 @dataclass(frozen=True, slots=True)
 class ConversationConfig:
     """How long conversations may get and how many there may be.
@@ -464,7 +448,6 @@ class ConversationConfig:
     idle_s: float | None = setting(
         3600.0,
         "Forget a conversation that was idle for so long; none: never.",
-        unit=Unit.SECONDS,
         name="conversation_idle",
         places=SERVERS,
         above=0,
@@ -486,13 +469,10 @@ class WeaveConfig:
         least=1,
     )
     load_timeout_s: float = setting(
-        10.0, "Maximum wait for a request's segments before it is prefilled normally.", unit=Unit.SECONDS, above=0
+        10.0, "Maximum wait for a request's segments before it is prefilled normally.", above=0
     )
     lookup_timeout_s: float = setting(
-        0.5,
-        "Maximum wait for a remote lookup before the request is prefilled normally.",
-        unit=Unit.SECONDS,
-        above=0,
+        0.5, "Maximum wait for a remote lookup before the request is prefilled normally.", above=0
     )
 
 

@@ -29,6 +29,10 @@ class ChunkReport:
     start: int = 0
 
 
+TOKEN_SOURCES = ("prefix-exact", "reused", "recomputed", "computed")
+"""Where the KV of a prompt's token can be from, in the order in which they are drawn."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReuseReport:
     """Tokens by KV source and time by phase of one answer; every answer carries one.
@@ -88,6 +92,11 @@ class ReuseReport:
     loaded_fraction: float = 1.0
     looked_up_tokens: int = 0
     hits: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens_by_source(self) -> dict[str, int]:
+        """The prompt's tokens by `TOKEN_SOURCES`; they sum to the prompt."""
+        return {source: getattr(self, f"{source.replace('-', '_')}_tokens") for source in TOKEN_SOURCES}
 
     @property
     def flops_limit(self) -> float:

@@ -114,6 +114,8 @@ EVERYWHERE = frozenset(Place) - {Place.REQUEST}
 """Where the operator sets them."""
 REQUESTS = frozenset(Place)
 SERVERS = frozenset({Place.ENGINE, Place.VLLM})
+PROGRAMS = SERVERS | {Place.COMMANDS}
+"""Commands and servers, which have all that is around vLLM's connector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +129,10 @@ class Setting:
 
     default: Any
     meaning: str
-    unit: Unit | None = None
     name: str = ""
     attribute: str = ""
     kind: Any = None
+    unit: Unit | None = None
     places: frozenset[Place] = frozenset()
     defaults: Mapping[Place, Any] = field(default_factory=dict)
     secret: bool = False
@@ -256,7 +258,8 @@ class Setting:
 def setting(default: Any, meaning: str, **more: Any) -> Any:
     """A field of a configuration class that is a setting; `more` are fields of `Setting`.
 
-    Left out, `name` is the field's own without its unit, and `places` are those of the class.
+    Left out, `name` is the field's own without its unit, and `places` are those of the class. `attribute`, `kind` and
+    `unit` are those of the field, whose name says the unit.
     """
     return field(default=default, metadata={"setting": Setting(default, meaning, **more)})
 
@@ -274,7 +277,8 @@ def _declared(config: Any) -> Mapping[str, Setting]:
         declared: Setting | None = one.metadata.get("setting")
         if declared is None:
             continue
-        name = declared.name or (one.name.removesuffix(declared.unit.suffix) if declared.unit else one.name)
+        unit = next((unit for unit in Unit if one.name.endswith(unit.suffix)), None)
+        name = declared.name or (one.name.removesuffix(unit.suffix) if unit is not None else one.name)
         meaning = declared.meaning
         if declared.plugins is not None:
             meaning += f" There are: {declared.plugins.listed}."
@@ -283,6 +287,7 @@ def _declared(config: Any) -> Mapping[str, Setting]:
             name=name,
             attribute=one.name,
             kind=hints[one.name],
+            unit=unit,
             meaning=meaning,
             places=declared.places or config.places,
         )

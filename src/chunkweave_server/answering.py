@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, cast
 
@@ -16,14 +16,13 @@ from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.retrieval.speculation import Found, Retriever, SpeculativeAnswer
 from chunkweave.types import Chunk
-from chunkweave_server.auth import Tenant
 from chunkweave_server.backend import AnswerEnd, Backend, BackendAnswer, BackendParts, Event, Submission
 from chunkweave_server.corpora import Corpora
 from chunkweave_server.errors import HttpError
-from chunkweave_server.limits import Slot, TenantCounts, TenantLimits
 from chunkweave_server.observability import Observer, RequestMeta
 from chunkweave_server.requests import CompletionBody, check_limits, chunks_of, turn_of
-from chunkweave_server.settings import LimitSettings
+from chunkweave_server.tenants import Tenant, TenantCounts, TenantLimits
+from chunkweave_server.threads import TenantThreads
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +52,7 @@ class RunningAnswer:
     """An answer as it comes, with all that has to be given back when it ends. Leave it by `aclose`."""
 
     def __init__(
-        self, answering: "Answering", meta: RequestMeta, slot: Slot, salt: str, chunks: Iterable[Chunk]
+        self, answering: "Answering", meta: RequestMeta, slot: ExitStack, salt: str, chunks: Iterable[Chunk]
     ) -> None:
         self._salt = salt
         self._texts = frozenset(chunk.text for chunk in chunks)
@@ -106,7 +105,7 @@ class RunningAnswer:
             await self.retrieval.speculation.aclose()
         if self.answer is not None:
             await self.answer.aclose()
-        self._slot.release()
+        self._slot.close()
         self._answering.running.pop(self, None)
         self.ended.set()
 
@@ -128,7 +127,7 @@ class Answering:
         parts: BackendParts,
         corpora: Corpora,
         limits: TenantLimits,
-        settings: LimitSettings,
+        threads: TenantThreads,
         observer: Observer,
     ) -> None:
         self.counts: dict[str, TenantCounts] = defaultdict(TenantCounts)
@@ -139,7 +138,7 @@ class Answering:
         self._parts = parts
         self._corpora = corpora
         self._limits = limits
-        self._settings = settings
+        self._threads = threads
         self._starting: dict[RunningAnswer, None] = {}
         self._submitted: dict[BackendAnswer, None] = {}
         self._sweeps: set[asyncio.Task[None]] = set()
@@ -156,7 +155,7 @@ class Answering:
             try:
                 return await self._started(tenant, body, meta, slot)
             except BaseException:
-                slot.release()
+                slot.close()
                 raise
         except asyncio.CancelledError:
             self.observer.given_up(meta)
@@ -178,7 +177,7 @@ class Answering:
             return 0
         before = self._using(salt, gone)  # one that ends meanwhile may have stored it after it was removed
         try:
-            return await self._backend.forget(sorted(gone), salt, tenant=tenant.name)
+            return await self._backend.cache.forget(tenant.name, sorted(gone), salt)
         finally:
             if using := before | self._using(salt, gone):
                 sweep = asyncio.create_task(self._forget_after(using, sorted(gone), salt, tenant))
@@ -199,7 +198,7 @@ class Answering:
         """
         parts, limit = self._parts, PromptLimit(self._parts.most_tokens)
         if limit.doubts(text):
-            await parts.threads.run(tenant.name, lambda: limit.check(parts.tokenizer, text, what))
+            await self._threads.run(tenant.name, lambda: limit.check(parts.tokenizer, text, what))
 
     async def swept(self) -> None:
         """Wait until what is to be removed is removed."""
@@ -216,11 +215,11 @@ class Answering:
         await self.swept()
         await self.retriever.close()
 
-    async def _started(self, tenant: Tenant, body: CompletionBody, meta: RequestMeta, slot: Slot) -> RunningAnswer:
+    async def _started(self, tenant: Tenant, body: CompletionBody, meta: RequestMeta, slot: ExitStack) -> RunningAnswer:
         arrived_s = time.perf_counter()
         reuse, salt, question = body.chunkweave, tenant.salt(body.cache_salt), body.question
-        self._parts.check(body)
-        most_tokens = check_limits(body, self._settings, calibrated=self._parts.calibrated)
+        self._backend.check(body)
+        most_tokens = check_limits(body, self._limits.settings, calibrated=self._parts.calibrated)
         turn = turn_of(body, question)
         sampling = SamplingParams(most_tokens, body.temperature, body.top_p, body.seed, body.stops)
 
@@ -296,7 +295,7 @@ class Answering:
         async with self._corpora.locked(served):
             size = len(served.corpus)
             wanted = usual_top_k(size) if reuse.top_k is None else min(reuse.top_k, size) or reuse.top_k
-            k = min(self._settings.max_documents, wanted)
+            k = min(self._limits.settings.max_documents, wanted)
             if not k:
                 return Found()
             return await self.retriever.search(served.corpus, question, k, on_stage=on_stage, wait_for_thread=True)
@@ -319,4 +318,4 @@ class Answering:
         for running in using:
             await running.ended.wait()
         with suppress(NotRemovedError):  # logged, and tried again by the store
-            await self._backend.forget(texts, salt, tenant=tenant.name)
+            await self._backend.cache.forget(tenant.name, texts, salt)

@@ -19,10 +19,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 import chunkweave
 from chunkweave.errors import UsageError
 from chunkweave_server import page, routes
-from chunkweave_server.auth import Gate
 from chunkweave_server.backend import Stage
 from chunkweave_server.errors import install_error_handlers
-from chunkweave_server.hosts import HostGuard
+from chunkweave_server.gate import Gate
 from chunkweave_server.service import OnStage, Service
 from chunkweave_server.settings import ListenSettings
 
@@ -55,7 +54,7 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
         openapi_url="/openapi.json" if passthrough is None else None,
     )
-    app.state.service = service
+    app.state.service, app.state.limits, app.state.threads = service, service.limits, service.threads
     for router in (routes.completions, routes.corpora, routes.cache, routes.operation, routes.open_to_all):
         app.include_router(router)
     app.include_router(page.shell)
@@ -66,8 +65,14 @@ def create_app(service: Service) -> FastAPI:
     else:
         app.include_router(passthrough.router)
     own = ("GET", "/openapi.json" if passthrough is None else "/ping")
-    app.add_middleware(Gate, service=service, without_key=frozenset({*routes.WITHOUT_KEY, *page.WITHOUT_KEY, own}))
-    app.add_middleware(HostGuard, service=service)  # the last one added is the first that sees a request
+    app.add_middleware(
+        Gate,
+        settings=service.settings,
+        keys=service.keys,
+        limits=service.limits,
+        require_ready=service.require_ready,
+        without_key=frozenset({*routes.WITHOUT_KEY, *page.WITHOUT_KEY, own}),
+    )
     return app
 
 

@@ -1,9 +1,9 @@
 """What computes answers, as the server sees it: our own engine (`engine_backend`) or vLLM (`vllm_backend`)."""
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -15,13 +15,9 @@ from chunkweave.prompt.request import Request as EngineRequest
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.types import Chunk
-from chunkweave_server.auth import Tenant
-from chunkweave_server.metrics import SampleSource
+from chunkweave_server.metrics import MetricSample
 from chunkweave_server.requests import CompletionBody
 from chunkweave_server.threads import TenantThreads
-
-if TYPE_CHECKING:
-    from chunkweave_server.service import Parts
 
 
 class Stage(StrEnum):
@@ -106,29 +102,15 @@ class BackendAnswer(Protocol):
         """End it if it runs; a second time is harmless."""
 
 
-Warm = Callable[[str, Sequence[Chunk], str], Coroutine[None, None, int]]
-
-
 @dataclass(frozen=True, slots=True)
 class BackendParts:
-    """What a backend has once it has started, for the server to work with."""
+    """What is known of a backend once it has started."""
 
     tokenizer: TextTokenizer
     calibrated: bool
     """Whether a request may name a quality."""
-    check: Callable[[CompletionBody], None]
-    """Raises `HttpError` for a field or a model that the backend does not know."""
-    threads: TenantThreads
-    """Where requests are tokenized."""
     most_tokens: int
     """No prompt, and so no question, with more tokens is answered."""
-    warm: Warm
-    """Computes a tenant's chunks with a cache salt before anybody asks; says how many it did."""
-    cache: "CacheCommands"
-    samples: Sequence[SampleSource] = ()
-    """Read more metrics."""
-    more_metrics: Callable[[], Awaitable[bytes]] | None = None
-    """Metrics of other processes, in Prometheus's text format."""
     replicas: int = 1
     """How many prefills may run beside each other for searches that have not ended."""
     speculate: bool = False
@@ -136,11 +118,18 @@ class BackendParts:
 
 
 class CacheCommands(Protocol):
-    """What `/v1/cache` does to a backend's chunks, beside `warm` and `Backend.forget`."""
+    """What `/v1/cache` does to the chunks that a backend has stored. A tenant's salt keeps its chunks apart."""
 
     @property
     def pins(self) -> bool:
         """Whether chunks can be pinned."""
+
+    async def warm(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
+        """Compute chunks before a request needs them, behind all requests; returns how many were computed.
+
+        Raises:
+            ChunkweaveError, HttpError: one is too long, or was not computed; those before it are computed.
+        """
 
     async def pin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
         """Pin what is stored of chunks; returns how many segments are.
@@ -156,12 +145,24 @@ class CacheCommands(Protocol):
             HttpError: 501, this backend pins nothing.
         """
 
+    async def forget(self, tenant: str, texts: Sequence[str], salt: str) -> int:
+        """Remove the KV of chunks from every tier; returns how many copies of segments there were.
+
+        It costs `tenant` one of its turns, and no running answer a step.
+
+        Raises:
+            NotRemovedError: copies are still there. What could be removed is.
+        """
+
     async def clear(self) -> int:
         """Remove everything of all tenants; returns how many segments there were.
 
         Raises:
             NotRemovedError: copies are still there.
         """
+
+    def stats(self) -> Mapping[str, Any]:
+        """What `/v1/cache` shows admins; called in a thread."""
 
 
 class Passthrough(Protocol):
@@ -171,7 +172,7 @@ class Passthrough(Protocol):
     def router(self) -> APIRouter:
         """The paths of these servers that are handed on."""
 
-    async def plain(self, request: Request, parts: "Parts", tenant: Tenant) -> Response | None:
+    async def plain(self, request: Request) -> Response | None:
         """The answer to a completion request that says nothing of documents; None if it does.
 
         Raises:
@@ -202,15 +203,26 @@ class Backend(Protocol):
     def shadow(self) -> ShadowMonitor | None:
         """What checks woven answers against full prefill, if anything does."""
 
-    async def start(self) -> BackendParts:
-        """Load or start everything.
+    @property
+    def cache(self) -> CacheCommands:
+        """The chunks that are stored; there once it has started."""
+
+    async def start(self, threads: TenantThreads) -> BackendParts:
+        """Load or start everything. Requests are tokenized in `threads`.
 
         Raises:
             ChunkweaveError: it cannot start; what had been started is stopped again.
         """
 
     async def stop(self) -> None:
-        """End what is under way, write what is still to be written, and close everything; harmless if not started."""
+        """End what runs, write what is still to be written, and close everything; a no-op if it was not started."""
+
+    def check(self, body: CompletionBody) -> None:
+        """Hold a request against what this backend does.
+
+        Raises:
+            HttpError: a field or a model that the backend does not know, or it is not ready.
+        """
 
     async def submit(self, submission: Submission, *, speculative: bool = False) -> BackendAnswer:
         """Tokenize a request and let it wait for its turn. A `speculative` one delays no other until it is confirmed.
@@ -219,14 +231,8 @@ class Backend(Protocol):
             ChunkweaveError: the request is wrong, or too many wait.
         """
 
-    async def forget(self, texts: Sequence[str], salt: str, *, tenant: str) -> int:
-        """Remove the KV of chunks from every tier; returns how many copies of segments there were.
+    def samples(self) -> Iterator[MetricSample]:
+        """What its metrics are now; called in a thread."""
 
-        It costs `tenant` one of its turns, and no answer under way a step.
-
-        Raises:
-            NotRemovedError: copies are still there. What could be removed is.
-        """
-
-    def stats(self) -> Mapping[str, Any]:
-        """What `/v1/cache` shows admins; called in a thread."""
+    async def metrics(self) -> bytes:
+        """Metrics of other processes, in Prometheus's text format; empty where there are none."""

@@ -5,10 +5,11 @@ what such a call costs is bounded first, by the number of values.
 """
 
 import json
+import logging
 import math
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,12 +19,24 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
-from chunkweave_server.auth import Tenant
 from chunkweave_server.errors import HttpError, place_of
 from chunkweave_server.requests import Body
-from chunkweave_server.service import Parts
+from chunkweave_server.tenants import TenantLimits
+from chunkweave_server.threads import TenantThreads
 
-BodyT = TypeVar("BodyT", bound=Body)
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+NOTHING_NAMED = ("x-chunkweave", "no documents named: nothing woven")
+"""The header of an answer over nothing."""
+
+
+@cache
+def say_that_nothing_was_named() -> None:
+    """Log, once in a process, that a request named no documents: a client that expects weaving would wonder."""
+    logger.info("a request named no documents: nothing is woven; send `documents` or `chunkweave.corpus` (said once)")
+
 
 _LARGE_BYTES = 1 << 16
 """A smaller body is read where the request is: a thread would cost more."""
@@ -145,20 +158,17 @@ def _encodable(text: str) -> bool:
         return False
 
 
-def validated(kind: type[BodyT], fields: Any) -> BodyT:
-    """A body of that kind.
+def place_of_tenant(request: Request) -> ExitStack:
+    """One of its tenant's places for a request.
 
     Raises:
-        RequestValidationError: a field is wrong; it has the first errors, as FastAPI's handlers know them.
+        HttpError: 429, all places are taken.
     """
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        errors = error.errors(include_url=False)
-        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in errors], body=fields) from error
+    limits: TenantLimits = request.app.state.limits
+    return limits.occupy(request.state.tenant.name)
 
 
-def place_if_large(request: Request, parts: Parts, tenant: Tenant) -> AbstractContextManager[Any]:
+def place_if_large(request: Request) -> AbstractContextManager[Any]:
     """One of a tenant's places while a large body comes and is read, or nothing.
 
     Raises:
@@ -166,12 +176,13 @@ def place_if_large(request: Request, parts: Parts, tenant: Tenant) -> AbstractCo
     """
     length = request.headers.get("content-length", "")
     large = not length.isdecimal() or int(length) > _LARGE_BYTES
-    return parts.limits.occupy(tenant.name) if large else nullcontext()
+    return place_of_tenant(request) if large else nullcontext()
 
 
-async def beside(parts: Parts, tenant: Tenant, raw: bytes, work: Callable[[], Any]) -> Any:
+async def beside(request: Request, raw: bytes, work: Callable[[bytes], ResultT]) -> ResultT:
     """Do something with a body that was read: at once, or in one of its tenant's turns if it is large."""
-    return work() if len(raw) <= _LARGE_BYTES else await parts.started.threads.run(tenant.name, work)
+    threads: TenantThreads = request.app.state.threads
+    return work(raw) if len(raw) <= _LARGE_BYTES else await threads.run(request.state.tenant.name, partial(work, raw))
 
 
 class BodyRoute(APIRoute):
@@ -188,21 +199,20 @@ class BodyRoute(APIRoute):
             return handler
 
         async def handle(request: Request) -> Response:
-            tenant, parts = request.state.tenant, request.app.state.service.require_ready()
             if not (isinstance(kind, type) and issubclass(kind, Body)):  # a form, which its handler reads on
-                with parts.limits.occupy(tenant.name):
+                with place_of_tenant(request):
                     return await handler(request)
             if not _is_json(request):
                 raise HttpError(
                     400, "the body must be JSON: send `content-type: application/json`", code="invalid_json"
                 )
-            with place_if_large(request, parts, tenant):
-                read = await self.read(request, kind, parts, tenant)
+            with place_if_large(request):
+                read = await self.read(request, kind)
             return read if isinstance(read, Response) else await handler(read)
 
         return handle
 
-    async def read(self, request: Request, kind: type[Body], parts: Parts, tenant: Tenant) -> "Request | Response":
+    async def read(self, request: Request, kind: type[Body]) -> "Request | Response":
         """The request with a valid body; or an answer, if it is not ours to give.
 
         Raises:
@@ -210,8 +220,7 @@ class BodyRoute(APIRoute):
             RequestValidationError: a field is wrong.
         """
         raw = await request.body()
-        body = await beside(parts, tenant, raw, partial(_read, kind, raw))
-        return ReadRequest(request, raw, body)
+        return ReadRequest(request, raw, await beside(request, raw, partial(_read, kind)))
 
 
 class ReadRequest(Request):
@@ -232,8 +241,19 @@ class ReadRequest(Request):
 
 
 def _read(kind: type[Body], raw: bytes) -> Body:
+    """A valid body of that kind.
+
+    Raises:
+        HttpError: 400, it is no JSON, or has too many values.
+        RequestValidationError: a field is wrong; it has the first errors, as FastAPI's handlers know them.
+    """
     refuse_costly(raw, kind.most_values)
-    return validated(kind, parsed_json(raw))
+    fields = parsed_json(raw)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in errors], body=fields) from error
 
 
 def _is_json(request: Request) -> bool:

@@ -108,10 +108,10 @@ def _run(settings: Settings, model: str, vllm_flags: Sequence[str]) -> None:
     if vllm and not settings.fleet.upstream and find_spec("vllm") is None:
         raise UsageError(f"vLLM is not installed here: {install_extra('vllm')}, or give --upstream URL")
     from chunkweave_server.app import listening_socket, run
-    from chunkweave_server.auth import read_keys
     from chunkweave_server.backend import Stage
     from chunkweave_server.observability import configure_logging
     from chunkweave_server.service import Service, make_backend
+    from chunkweave_server.tenants import read_keys
 
     console = stderr()
     keys = read_keys(settings.listen.keys_file, os.environ.get(KEYS_VARIABLE, ""))
@@ -197,7 +197,7 @@ def new(
     output: Output,
 ) -> None:
     """Make a key. It is shown once: the keys file has its hash only."""
-    from chunkweave_server.auth import StoredKey, Tenant, add_to_file, new_key
+    from chunkweave_server.tenants import StoredKey, Tenant, add_to_file, new_key
 
     key = new_key()
     stored = StoredKey.of(Tenant(tenant, admin), key)

@@ -20,10 +20,10 @@ from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.retrieval.corpus import Corpus, CorpusChange
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.growth import GrowthLimits
-from chunkweave.scheduling.fairness import TenantWeights
-from chunkweave_server.auth import Tenant
+from chunkweave.scheduling.queue import TenantWeights
 from chunkweave_server.errors import HttpError
 from chunkweave_server.settings import LimitSettings
+from chunkweave_server.tenants import Tenant
 from chunkweave_server.threads import TenantThreads, in_thread
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,8 @@ class Corpora:
                 if NAME.fullmatch(folder.name) is None or not Corpus.exists(folder):
                     continue
                 try:
-                    own[folder.name] = ServedCorpus(folder.name, self._open(folder), folder=folder)
+                    corpus = Corpus.open(folder, tokenizer=self._tokenizer)
+                    own[folder.name] = ServedCorpus(folder.name, corpus, folder=folder)
                 except Exception:  # one damaged corpus must not keep the others from being served
                     logger.exception("the corpus in %s is not served", folder)
 
@@ -267,9 +268,6 @@ class Corpora:
                 raise HttpError(404, f"no corpus {served.name!r}", code="corpus_not_found")
             yield served
 
-    def _open(self, folder: Path) -> Corpus:
-        return Corpus.open(folder, tokenizer=self._tokenizer)
-
     def _new(self, folder: Path | None, split: SplitConfig) -> Corpus:
         if folder is None:
             return Corpus(split=split, tokenizer=self._tokenizer)
@@ -304,15 +302,11 @@ def _change(
 
     What was done is noted here, in the thread: a caller that was cancelled meanwhile gets no result.
     """
-    _refuse_known(corpus, new)
-    changes.append(corpus.update(documents, limits=limits))
-
-
-def _refuse_known(corpus: Corpus, documents: Iterable[CorpusDocument]) -> None:
-    for document in documents:
+    for document in new:
         if document.id in corpus and not corpus.holds(document):
             message = f"there is another document {document.id!r}: give `update`, or another id"
             raise HttpError(409, message, param="documents", code="document_exists")
+    changes.append(corpus.update(documents, limits=limits))
 
 
 def joined(changes: Sequence[CorpusChange]) -> CorpusChange:

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,17 +13,15 @@ from typing import Any, Self
 
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine, EngineOptions
-from chunkweave.errors import PromptTooLongError, RequestAbortedError, UnknownRequestError, UsageError
-from chunkweave.kv.memory import keep_freed_memory
+from chunkweave.errors import RequestAbortedError, UnknownRequestError, UsageError
+from chunkweave.kv.request_cache import keep_freed_memory
 from chunkweave.models.threads import keep_within_cpus
-from chunkweave.prompt.builder import PromptLimit
-from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.index import TieredLease
 from chunkweave.types import Chunk, ChunkId, SegmentId
 from chunkweave_server.backend import AnswerEnd, BackendParts, Choice, Stage, Submission
 from chunkweave_server.errors import NOT_READY_AGAIN_S, HttpError
-from chunkweave_server.metrics import batching_samples, store_samples
+from chunkweave_server.metrics import MetricSample, batching_samples, store_samples
 from chunkweave_server.requests import CompletionBody, refuse_for_engine
 from chunkweave_server.settings import Settings
 from chunkweave_server.threads import TenantThreads, in_thread
@@ -82,7 +80,10 @@ class EngineAnswer:
 
 
 class EngineBackend:
-    """One engine in this process, with its batching thread. `engine` and `batching` are there once it has started."""
+    """One engine in this process, with its batching thread.
+
+    `engine`, `batching` and `cache` are there once it has started.
+    """
 
     def __init__(self, settings: Settings, load: Callable[[Settings], Engine] | None = None) -> None:
         """`load` makes the engine that settings ask for; None is `load_engine`."""
@@ -91,10 +92,10 @@ class EngineBackend:
         self.passthrough = None
         self.engine: Engine
         self.batching: AsyncEngine
+        self.cache: EngineCache
         self._settings = settings
         self._load = load or load_engine
-        self._threads = TenantThreads(weights=TenantWeights.parse(settings.batching.tenant_weight))
-        self._cache: EngineCache | None = None
+        self._threads: TenantThreads | None = None
 
     @property
     def unavailable(self) -> str | None:
@@ -106,32 +107,37 @@ class EngineBackend:
         """The engine's shadow check, if it has one."""
         return self.engine.shadow
 
-    async def start(self) -> BackendParts:
+    async def start(self, threads: TenantThreads) -> BackendParts:
         """Load the model and start the batching thread."""
         engine = self.engine = await in_thread(lambda: self._load(self._settings))
         self.batching = AsyncEngine(engine, self._settings.batching)
-        self._cache = EngineCache(engine, self.batching, self._threads, self._settings.limits.pin_budget_bytes)
+        self.cache = EngineCache(engine, self.batching, threads, self._settings.limits.pin_budget_bytes)
+        self._threads = threads
         return BackendParts(
             engine.loaded.tokenizer,
             engine.calibration is not None,
-            self._check,
-            self._threads,
             min(engine.loaded.model.geometry.max_positions, self.batching.most_tokens),
-            self._cache.warm,
-            self._cache,
-            samples=[lambda: batching_samples(self.batching.stats), lambda: store_samples(engine.store)],
             speculate=self._settings.fleet.speculate,
         )
 
     async def stop(self) -> None:
         """Close the thread, write what is still to be written, and close the engine."""
-        self._threads.close()
-        cache, self._cache = self._cache, None
-        if cache is None:
+        threads, self._threads = self._threads, None
+        if threads is None:
             return
         await in_thread(self.batching.close)
-        cache.release_all()
+        self.cache.release_all()
         await in_thread(self._close)
+
+    def check(self, body: CompletionBody) -> None:
+        """Refuse fields that only vLLM has, and other models."""
+        if self.unavailable:
+            message = f"the server is not ready: {self.unavailable}"
+            raise HttpError(503, message, code="not_ready", retry_after_s=NOT_READY_AGAIN_S)
+        if body.model not in (None, self.name):
+            message = f"no model {body.model!r}: this server has {self.name!r}"
+            raise HttpError(404, message, param="model", code="model_not_found")
+        refuse_for_engine(body)
 
     async def submit(self, submission: Submission, *, speculative: bool = False) -> EngineAnswer:
         """Tokenize and submit in a thread: a long prompt must not keep others from their next token."""
@@ -143,33 +149,18 @@ class EngineBackend:
             speculative=speculative,
             tenant=submission.tenant,
         )
+        assert self._threads is not None, "it has started"
         stream = await self._threads.run(submission.tenant, work, undo=AnswerStream.aclose)
         return EngineAnswer(self.batching, stream)
 
-    async def forget(self, texts: Sequence[str], salt: str, *, tenant: str) -> int:
-        """Remove chunks beside the steps: the store is made for several threads."""
-        ids = await self._ids([Chunk(text) for text in texts], salt, tenant)
-        with suppress(RequestAbortedError):  # the engine has stopped
-            # What has ended is stored by then, and removed below.
-            await asyncio.wrap_future(self.batching.between_steps(lambda: None))
-        return await self._threads.run(tenant, lambda: self.engine.store.forget_chunks(ids))
+    def samples(self) -> Iterator[MetricSample]:
+        """What the engine does and what is stored."""
+        yield from batching_samples(self.batching.stats)
+        yield from store_samples(self.engine.store)
 
-    def stats(self) -> Mapping[str, Any]:
-        """What all tiers hold and what the engine does."""
-        return {"store": asdict(self.engine.store.stats), "engine": asdict(self.batching.stats)}
-
-    def _check(self, body: CompletionBody) -> None:
-        if self.unavailable:
-            message = f"the server is not ready: {self.unavailable}"
-            raise HttpError(503, message, code="not_ready", retry_after_s=NOT_READY_AGAIN_S)
-        if body.model not in (None, self.name):
-            message = f"no model {body.model!r}: this server has {self.name!r}"
-            raise HttpError(404, message, param="model", code="model_not_found")
-        refuse_for_engine(body)
-
-    async def _ids(self, chunks: Sequence[Chunk], salt: str, tenant: str) -> list[ChunkId]:
-        assert self._cache is not None, "the server has started"
-        return await self._cache.ids(chunks, salt, tenant)
+    async def metrics(self) -> bytes:
+        """There are no other processes."""
+        return b""
 
     def _close(self) -> None:
         if not self.engine.store.flush(_FLUSH_S):
@@ -196,7 +187,6 @@ class EngineCache:
         self._batching = batching
         self._threads = threads
         self._budget_bytes = budget_bytes
-        self._most_tokens = engine.loaded.model.geometry.max_positions
         self._pinning = threading.Lock()
         self._leases: dict[str, dict[ChunkId, TieredLease]] = {}
 
@@ -217,28 +207,32 @@ class EngineCache:
         return computed
 
     async def pin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
-        """Pin what is stored of chunks; returns how many segments are.
-
-        Raises:
-            HttpError: 403, that and what the tenant has pinned is more than it may.
-        """
-        ids = await self.ids(chunks, salt, tenant)
+        """Pin what is stored of chunks; returns how many segments are."""
+        ids = await self._ids(chunks, salt, tenant)
         return await self._threads.run(tenant, lambda: self._pin(tenant, ids))
 
     async def unpin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
         """Take pins back; returns how many chunks were pinned."""
-        ids = await self.ids(chunks, salt, tenant)
+        ids = await self._ids(chunks, salt, tenant)
         return await self._threads.run(tenant, lambda: self._unpin(tenant, ids))
 
-    async def clear(self) -> int:
-        """Remove everything of all tenants; returns how many segments there were.
+    async def forget(self, tenant: str, texts: Sequence[str], salt: str) -> int:
+        """Remove chunks beside the steps: the store is made for several threads."""
+        ids = await self._ids([Chunk(text) for text in texts], salt, tenant)
+        with suppress(RequestAbortedError):  # the engine has stopped
+            # What has ended is stored by then, and removed below.
+            await asyncio.wrap_future(self._batching.between_steps(lambda: None))
+        return await self._threads.run(tenant, lambda: self._engine.store.forget_chunks(ids))
 
-        Raises:
-            NotRemovedError: copies are still there.
-        """
+    async def clear(self) -> int:
+        """Remove everything of all tenants; returns how many segments there were."""
         before = len(self._engine.store)
         await in_thread(self._engine.store.clear)
         return before
+
+    def stats(self) -> Mapping[str, Any]:
+        """What all tiers hold and what the engine does."""
+        return {"store": asdict(self._engine.store.stats), "engine": asdict(self._batching.stats)}
 
     def release_all(self) -> None:
         """Take all pins back."""
@@ -248,21 +242,14 @@ class EngineCache:
                     lease.release()
             self._leases.clear()
 
-    async def ids(self, chunks: Sequence[Chunk], salt: str, tenant: str) -> list[ChunkId]:
+    async def _ids(self, chunks: Sequence[Chunk], salt: str, tenant: str) -> list[ChunkId]:
         """The ids of chunks, each once, without those that no context can hold: nothing can be stored of these."""
         found: dict[ChunkId, None] = {}
         for start in range(0, len(chunks), _AT_A_TIME):
             some = chunks[start : start + _AT_A_TIME]
-            found |= dict.fromkeys(await self._threads.run(tenant, partial(self._ids_of, some, salt)))
+            work = partial(self._engine.preparer.storable_parts, some, cache_salt=salt)
+            found |= dict.fromkeys(part.id for part in await self._threads.run(tenant, work) if part.id is not None)
         return list(found)
-
-    def _ids_of(self, chunks: Sequence[Chunk], salt: str) -> list[ChunkId]:
-        ids = []
-        for chunk in chunks:
-            with suppress(PromptTooLongError):
-                limit = PromptLimit(self._most_tokens)
-                ids.append(self._engine.builder.chunk_part(chunk, cache_salt=salt, limit=limit).id)
-        return [one for one in ids if one is not None]
 
     def _pin(self, tenant: str, ids: Sequence[ChunkId]) -> int:
         with self._pinning:

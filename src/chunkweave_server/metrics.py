@@ -277,25 +277,15 @@ class ServerMetrics:
         self._observe("e2e_request_latency_seconds", report.ttft_s + report.decode_s, method=method)
         if answer_tokens > 1:
             self._observe("request_time_per_output_token_seconds", report.decode_s / (answer_tokens - 1))
-        for phase, seconds in (
-            ("queue", report.queue_s),
-            ("lookup", report.lookup_s),
-            ("load", report.load_s),
-            ("prefill", report.weave_s),
-            ("decode", report.decode_s),
-        ):
-            self._observe(f"request_{phase}_time_seconds", seconds)
+        for phase in ("queue", "lookup", "load", "decode"):
+            self._observe(f"request_{phase}_time_seconds", getattr(report, f"{phase}_s"))
+        self._observe("request_prefill_time_seconds", report.weave_s)
         self._observe("request_prompt_tokens", report.prompt_tokens)
         self._observe("request_generation_tokens", answer_tokens)
         if report.reused_tokens + report.recomputed_tokens:
             self._observe("request_recompute_fraction", report.recompute_fraction, method=method)
         self._count("prompt_tokens", report.prompt_tokens, tenant=tenant)
-        for kv_source, tokens in (
-            ("prefix-exact", report.prefix_exact_tokens),
-            ("reused", report.reused_tokens),
-            ("recomputed", report.recomputed_tokens),
-            ("computed", report.computed_tokens),
-        ):
+        for kv_source, tokens in report.tokens_by_source.items():
             self._count("prompt_tokens_by_source", tokens, tenant=tenant, method=method, kv_source=kv_source)
         self._count("generation_tokens", answer_tokens, tenant=tenant)
         self._count("request_success", 1, finished_reason=finish_reason)

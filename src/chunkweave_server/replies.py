@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,17 +16,7 @@ from chunkweave.errors import ChunkweaveError
 from chunkweave.planning.method_choice import FIELD
 from chunkweave_server.backend import AnswerEnd, Choice, Event
 from chunkweave_server.errors import HttpError, http_error_of
-
-logger = logging.getLogger(__name__)
-
-NOTHING_NAMED = ("x-chunkweave", "no documents named: nothing woven")
-"""The header of an answer over nothing."""
-
-
-@cache
-def say_that_nothing_was_named() -> None:
-    """Log, once in a process, that a request named no documents: whoever expects weaving would wonder."""
-    logger.info("a request named no documents: nothing is woven; send `documents` or `chunkweave.corpus` (said once)")
+from chunkweave_server.threads import ClientGoneError, unless_gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,27 +193,7 @@ def joined_logprobs(before: Mapping[str, Any] | None, more: Mapping[str, Any]) -
     }
 
 
-ResultT = TypeVar("ResultT")
-
 _DONE = b"data: [DONE]\n\n"
-
-
-class ClientGoneError(HttpError):
-    """The client closed the connection; nobody reads the answer to this."""
-
-    def __init__(self) -> None:
-        super().__init__(499, "the client closed the connection")
-
-
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """What `work` returns, unless the client goes first: then it is cancelled.
-
-    The request's body has been read by now, so that all there is to receive is that its client has gone.
-
-    Raises:
-        ClientGoneError: it has.
-    """
-    return await _first_of(work, _gone(receive))
 
 
 class Closable(Protocol):
@@ -256,7 +224,7 @@ class EventStream(Response):
         """Send events until they end or the client goes; either way the request is over afterwards."""
         try:
             with suppress(ClientGoneError, TimeoutError):
-                await _first_of(self._send_all(send), _gone(receive))
+                await unless_gone(receive, self._send_all(send))
         finally:
             await self._source.aclose()
 
@@ -278,27 +246,3 @@ class EventStream(Response):
 
 def _event(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _first_of(work: Coroutine[Any, Any, ResultT], gone: Coroutine[Any, Any, None]) -> ResultT:
-    tasks = working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone)
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGoneError
-    finally:
-        await _cancelled(working)
-        await _cancelled(leaving)
-
-
-async def _cancelled(task: "asyncio.Future[Any]") -> None:
-    """Cancel a task that may be done, and wait for its end."""
-    if not task.done():
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

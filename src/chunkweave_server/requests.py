@@ -276,7 +276,7 @@ class Question:
 Stop = Annotated[Text, Field(min_length=1, max_length=1024)]
 
 
-class CompletionBody(Body):
+class _CompletionBody(Body):
     """What chat and plain completions have in common. Fields that are not named here are the backend's to check."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -300,7 +300,7 @@ class CompletionBody(Body):
     return_token_ids: bool = False
 
     @model_validator(mode="after")
-    def _consistent(self) -> "CompletionBody":
+    def _consistent(self) -> "_CompletionBody":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options can only be given with stream")
         if self.chunkweave.corpus is not None and self.documents:
@@ -312,30 +312,6 @@ class CompletionBody(Body):
         return self
 
     @property
-    def question(self) -> Question:
-        """The question.
-
-        Raises:
-            HttpError: nothing, or messages that mean nothing here.
-        """
-        raise NotImplementedError
-
-    @property
-    def texts_with_documents(self) -> list[str]:
-        """The texts in which documents may be marked."""
-        raise NotImplementedError
-
-    def with_texts(self, texts: Sequence[str]) -> Self:
-        """The same request with others in the place of `texts_with_documents`."""
-        raise NotImplementedError
-
-    @property
-    def names_something(self) -> bool:
-        """Whether there is something to be woven: documents, a corpus, a conversation, earlier messages."""
-        kept = self.chunkweave.corpus or self.chunkweave.conversation_id
-        return bool(self.documents or kept or self.question.history)
-
-    @property
     def answer_tokens(self) -> int | None:
         """Most tokens of the answer, if the request says."""
         return self.max_tokens
@@ -344,11 +320,6 @@ class CompletionBody(Body):
     def stops(self) -> tuple[str, ...]:
         """The texts that end the answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def alternatives(self) -> int | None:
-        """How many alternatives of each token are wanted; 0 is the token alone, None no log-probabilities."""
-        raise NotImplementedError
 
     @property
     def with_usage(self) -> bool:
@@ -376,7 +347,7 @@ def _as_left_out(name: str, value: Any) -> bool:
     return name in _VLLM_USUAL and value == _VLLM_USUAL[name]
 
 
-class ChatBody(CompletionBody):
+class ChatBody(_CompletionBody):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
@@ -391,8 +362,7 @@ class ChatBody(CompletionBody):
     @model_validator(mode="after")
     def _shallow_for_templates(self) -> "ChatBody":
         for name in ("tools", "tool_choice", "chat_template_kwargs"):
-            value = getattr(self, name)
-            if nested_too_deeply({name: value}):
+            if name in self.model_fields_set and nested_too_deeply({name: getattr(self, name)}):
                 raise ValueError(f"{name} may have {MOST_LEVELS} levels inside each other, and no more")
         if "tools" in self.chat_template_kwargs:
             raise ValueError("chat_template_kwargs cannot have tools: they have a field of their own")
@@ -413,13 +383,16 @@ class ChatBody(CompletionBody):
 
     @property
     def alternatives(self) -> int | None:
+        """How many alternatives of each token are wanted; 0 is the token alone, None no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
     @property
     def texts_with_documents(self) -> list[str]:
+        """The texts in which documents may be marked."""
         return [self.messages[place].text for place in self._places]
 
     def with_texts(self, texts: Sequence[str]) -> Self:
+        """The same request with others in the place of `texts_with_documents`."""
         messages = list(self.messages)
         for place, text in zip(self._places, texts, strict=True):
             messages[place] = messages[place].model_copy(update={"content": text})
@@ -444,6 +417,9 @@ class ChatBody(CompletionBody):
         Earlier turns may stand between them. In a conversation that this server keeps they only say which turn this is.
         Else they are turns of the prompt, and have to alternate: folded into the question they would make another
         prompt than the one that was meant. Behind each question the assistant may have called tools, and been answered.
+
+        Raises:
+            HttpError: nothing is asked, or messages mean nothing here.
         """
         messages = list(self.messages)
         system = messages.pop(0).text if messages[0].role in ("system", "developer") else None
@@ -503,7 +479,7 @@ def _turns(messages: Sequence[Message]) -> _Turns | None:
     return turns
 
 
-class PromptBody(CompletionBody):
+class PromptBody(_CompletionBody):
     """`POST /v1/completions`: the prompt is the question of a chat without a system message."""
 
     prompt: Annotated[Text, Field(min_length=1)] | Annotated[list[Text], Field(min_length=1, max_length=1)]
@@ -512,13 +488,16 @@ class PromptBody(CompletionBody):
 
     @property
     def alternatives(self) -> int | None:
+        """How many alternatives of each token are wanted; 0 is the token alone, None no log-probabilities."""
         return self.logprobs
 
     @property
     def texts_with_documents(self) -> list[str]:
+        """The text in which documents may be marked."""
         return [self._text]
 
     def with_texts(self, texts: Sequence[str]) -> Self:
+        """The same request with another text."""
         return self.model_copy(update={"prompt": texts[0]})
 
     @property
@@ -531,6 +510,10 @@ class PromptBody(CompletionBody):
     @property
     def _text(self) -> str:
         return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+
+
+CompletionBody = ChatBody | PromptBody
+"""What both backends answer."""
 
 
 class CorpusBody(Body):
@@ -613,29 +596,20 @@ def refuse_for_engine(body: CompletionBody) -> None:
         raise HttpError(400, f"stop takes at most {_MOST_STOPS} texts, not {len(body.stops)}", param="stop")
     if body.temperature > 2:
         raise HttpError(400, "temperature must be at most 2", param="temperature")
-    refuse_salted_corpus(body)
-
-
-def refuse_salted_corpus(body: CompletionBody) -> None:
-    """Refuse a salt of the client's own for what a corpus has: deleting a document must find all KV of its chunks.
-
-    Raises:
-        HttpError: 400.
-    """
-    if body.chunkweave.corpus is not None and body.cache_salt:
-        message = "cache_salt cannot be given with chunkweave.corpus: its removal has to find all KV"
-        raise HttpError(400, message, param="cache_salt")
 
 
 def check_limits(body: CompletionBody, limits: LimitSettings, *, calibrated: bool) -> int:
     """Hold a request against what it may ask for; returns the most tokens of its answer.
 
     Raises:
-        HttpError: 400, more documents, chunks or tokens than a request may have, or a quality that this model was not
-            `calibrated` for.
+        HttpError: 400, more documents, chunks or tokens than a request may have, a salt of the client's own for what a
+            corpus has, or a quality that this model was not `calibrated` for.
     """
     check_documents(len(body.documents), limits)
     reuse = body.chunkweave
+    if reuse.corpus is not None and body.cache_salt:
+        message = "cache_salt cannot be given with chunkweave.corpus: its removal has to find all KV"
+        raise HttpError(400, message, param="cache_salt")
     if reuse.top_k is not None and reuse.top_k > limits.max_documents:
         message = f"chunkweave.top_k must be at most {limits.max_documents}"
         raise HttpError(400, message, param="chunkweave.top_k")

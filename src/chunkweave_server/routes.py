@@ -1,4 +1,4 @@
-"""The endpoints of the server, and what their handlers depend on."""
+"""The endpoints of the server."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
@@ -8,9 +8,8 @@ from math import ceil, isfinite
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, File, Query, Request, Security, UploadFile
+from fastapi import APIRouter, File, Query, Request, UploadFile
 from fastapi.responses import JSONResponse, Response
-from fastapi.security import HTTPBearer
 from starlette.types import Receive
 
 import chunkweave
@@ -23,22 +22,15 @@ from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.types import Chunk
 from chunkweave_server.answering import RunningAnswer
-from chunkweave_server.auth import Tenant
 from chunkweave_server.backend import AnswerEnd, Choice, Event
-from chunkweave_server.bodies import BodyRoute
+from chunkweave_server.bodies import NOTHING_NAMED, BodyRoute, say_that_nothing_was_named
 from chunkweave_server.corpora import joined
 from chunkweave_server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses
+from chunkweave_server.gate import NEEDS_KEY, OfTenant
 from chunkweave_server.markers import with_marked_documents
 from chunkweave_server.metrics import CONTENT_TYPE
 from chunkweave_server.observability import RequestMeta
-from chunkweave_server.replies import (
-    NOTHING_NAMED,
-    EventStream,
-    ReplyForm,
-    WholeChoices,
-    say_that_nothing_was_named,
-    unless_gone,
-)
+from chunkweave_server.replies import EventStream, ReplyForm, WholeChoices
 from chunkweave_server.requests import (
     Body,
     ChatBody,
@@ -53,54 +45,22 @@ from chunkweave_server.requests import (
     check_documents,
     chunks_of,
 )
-from chunkweave_server.service import Parts, Service
-from chunkweave_server.threads import in_thread, to_its_end
+from chunkweave_server.service import AnyService, Parts, ReadyParts, Service
+from chunkweave_server.tenants import Tenant
+from chunkweave_server.threads import in_thread, to_its_end, unless_gone
 
-_scheme = HTTPBearer(auto_error=False, description="An API key, if the server was given any.")
-
-
-def service_of(request: Request) -> Service:
-    """The service that the app was made for."""
-    service: Service = request.app.state.service
-    return service
-
-
-def parts_of(request: Request) -> Parts:
-    """The parts of a server that is ready."""
-    return service_of(request).require_ready()
-
-
-def tenant_of(request: Request) -> Tenant:
-    """Whose request it is, as the gate has found out.
-
-    Raises:
-        HttpError: 401, the gate let it through without a key: a missing tenant may nothing.
-    """
-    tenant: Tenant | None = getattr(request.state, "tenant", None)
-    if tenant is None:
-        raise HttpError(401, "this needs an API key", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-    return tenant
-
-
-AnyService = Annotated[Service, Depends(service_of)]
-ReadyParts = Annotated[Parts, Depends(parts_of)]
-OfTenant = Annotated[Tenant, Depends(tenant_of)]
 WITHOUT_KEY = (("GET", "/health"), ("GET", "/ready"), ("GET", "/version"))
 """Methods and paths that need no key: probes ask for them."""
-NEEDS_KEY = [Security(_scheme)]
-"""For routers whose endpoints need a key; declares it in the schema, the gate enforces it."""
 
 
 class AnswerRoute(BodyRoute):
     """A route whose requests without documents go to vLLM untouched, if there is a vLLM."""
 
-    async def read(self, request: Request, kind: type[Body], parts: Parts, tenant: Tenant) -> Request | Response:
+    async def read(self, request: Request, kind: type[Body]) -> Request | Response:
         """The request with a valid body, or vLLM's answer to it."""
-        if (passthrough := parts.backend.passthrough) is not None:
-            passed = await passthrough.plain(request, parts, tenant)
-            if passed is not None:
-                return passed
-        return await super().read(request, kind, parts, tenant)
+        service: Service = request.app.state.service
+        passed = None if service.backend.passthrough is None else await service.backend.passthrough.plain(request)
+        return await super().read(request, kind) if passed is None else passed
 
 
 completions = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY, route_class=AnswerRoute)
@@ -138,14 +98,15 @@ async def _answered(body: CompletionBody, request: Request, service: Service, pa
         events = _events(running, first, form, body.n)
         response = EventStream(running, events, stalled_s=service.settings.listen.stalled_s)
     else:
-        response = JSONResponse(form.whole(*await whole_answer(running, request.receive)))
-    if not body.names_something:
+        response = JSONResponse(form.whole(*await _whole_answer(running, request.receive)))
+    reuse = body.chunkweave
+    if not (body.documents or reuse.corpus or reuse.conversation_id or body.question.history):
         say_that_nothing_was_named()
         response.headers.append(*NOTHING_NAMED)
     return response
 
 
-async def whole_answer(running: RunningAnswer, receive: Receive) -> tuple[Sequence[Choice], AnswerEnd]:
+async def _whole_answer(running: RunningAnswer, receive: Receive) -> tuple[Sequence[Choice], AnswerEnd]:
     """The choices of an answer and what is known at its end; unless its client goes before that.
 
     Raises:
@@ -374,13 +335,13 @@ cache = APIRouter(prefix="/v1/cache", tags=["cache"], dependencies=NEEDS_KEY, ro
 async def stats(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """What your answers reused so far; for admins also what the backend holds and does."""
     shown: dict[str, Any] = {"tenant": asdict(parts.answering.counts[tenant.name])}
-    return {**shown, **await in_thread(parts.backend.stats)} if tenant.admin else shown
+    return {**shown, **await in_thread(parts.backend.cache.stats)} if tenant.admin else shown
 
 
 @cache.post("/warm", responses=error_responses(400, 404, 502, 503))
 async def warm(body: ChunksBody, request: Request, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Compute what is not stored of documents, or of a whole corpus, before somebody asks."""
-    begin = parts.started.warm
+    begin = parts.backend.cache.warm
     with parts.limits.occupy(tenant.name):
         chunks = await _chunks(body, parts, tenant)
         computed = await unless_gone(request.receive, begin(tenant.name, chunks, tenant.salt(body.cache_salt)))
@@ -390,7 +351,7 @@ async def warm(body: ChunksBody, request: Request, parts: ReadyParts, tenant: Of
 @cache.post("/pin", responses=error_responses(400, 403, 404, 501, 503))
 async def pin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Keep what is stored of documents or of a corpus from eviction, until it is unpinned or the server ends."""
-    commands = parts.started.cache
+    commands = parts.backend.cache
     with parts.limits.occupy(tenant.name):
         chunks = await _chunks(body, parts, tenant)
         pinned = await commands.pin(tenant.name, chunks, tenant.salt(body.cache_salt))
@@ -400,7 +361,7 @@ async def pin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str
 @cache.post("/unpin", responses=error_responses(400, 404, 501, 503))
 async def unpin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Take pins back."""
-    commands = parts.started.cache
+    commands = parts.backend.cache
     with parts.limits.occupy(tenant.name):
         chunks = await _chunks(body, parts, tenant)
         unpinned = await commands.unpin(tenant.name, chunks, tenant.salt(body.cache_salt))
@@ -412,7 +373,7 @@ async def clear(body: ClearBody, parts: ReadyParts, tenant: OfTenant) -> dict[st
     """Remove what is stored of documents or of a corpus from every tier; `everything` of all tenants is for admins."""
     if body.everything and not tenant.admin:
         raise HttpError(403, "only an admin may clear everything: name documents or a corpus", code="not_admin")
-    commands = parts.started.cache
+    commands = parts.backend.cache
     with parts.limits.occupy(tenant.name):
         if body.everything:
             return {"segments_removed": await commands.clear()}

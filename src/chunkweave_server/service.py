@@ -4,22 +4,24 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
 
 from chunkweave.config import Backend as BackendName
-from chunkweave.errors import ChunkweaveError
+from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.models.adapters import read_adapter
 from chunkweave.retrieval.speculation import SpeculationCounts
-from chunkweave.scheduling.fairness import TenantWeights
+from chunkweave.scheduling.queue import TenantWeights
 from chunkweave_server.answering import Answering
-from chunkweave_server.auth import ANONYMOUS, KeyRing, Tenant, refuse_open_door, tenant_of
 from chunkweave_server.backend import Backend, BackendParts, Stage
 from chunkweave_server.corpora import Corpora
 from chunkweave_server.errors import NOT_READY_AGAIN_S, HttpError
-from chunkweave_server.limits import TenantLimits
 from chunkweave_server.metrics import ServerMetrics, shadow_samples, speculation_samples
 from chunkweave_server.observability import Observer, open_traces
 from chunkweave_server.settings import Settings
-from chunkweave_server.threads import in_thread
+from chunkweave_server.tenants import ANONYMOUS, KeyRing, TenantLimits
+from chunkweave_server.threads import TenantThreads, in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +39,7 @@ class Parts:
 
     async def metrics(self) -> bytes:
         """Ours, and those of the backend's own processes."""
-        ours = await in_thread(self.observer.metrics.exposition)
-        return ours if self.started.more_metrics is None else ours + await self.started.more_metrics()
+        return await in_thread(self.observer.metrics.exposition) + await self.backend.metrics()
 
 
 def make_backend(settings: Settings, model: str = "", vllm_flags: Sequence[str] = ()) -> Backend:
@@ -65,7 +66,13 @@ OnStage = Callable[[Stage, float], None]
 
 @dataclass(slots=True, eq=False)
 class Service:
-    """A server's state. Belongs to the event loop's thread; `parts` is there from `READY` on."""
+    """A server's state. Belongs to the event loop's thread; `parts` is there from `READY` on.
+
+    Requests are tokenized in `threads`.
+
+    Raises:
+        UsageError: there are no keys, other machines reach the address, and nothing says that they may.
+    """
 
     settings: Settings
     backend: Backend
@@ -75,13 +82,20 @@ class Service:
     failure: Exception | None = None
     parts: Parts | None = None
     limits: TenantLimits = field(init=False)
+    threads: TenantThreads = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     _started_s: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         self.stage = self.backend.first_stage
         self.limits = TenantLimits(self.settings.limits)
-        refuse_open_door(self.settings.listen, self.keys)
+        self.threads = TenantThreads(weights=TenantWeights.parse(self.settings.batching.tenant_weight))
+        listen = self.settings.listen
+        if not len(self.keys) and not listen.loopback and not listen.allow_anonymous:
+            raise UsageError(
+                f"{listen.host} can be reached from other machines: give API keys (keys_file, CHUNKWEAVE_API_KEYS), "
+                f"or allow_anonymous if everybody there may use the server"
+            )
 
     async def start(self) -> None:
         """Start everything, stage by stage, while the server already says how far it is.
@@ -94,7 +108,7 @@ class Service:
             if not isinstance(error, ChunkweaveError):
                 logger.exception("the server cannot start")
             self.failure = error
-            await self.backend.stop()
+            await self._stop_backend()
             self._enter(Stage.FAILED)
 
     async def stop(self) -> None:
@@ -105,20 +119,12 @@ class Service:
             parts.corpora.close()
             await parts.answering.close()
             await in_thread(parts.observer.close)
-        await self.backend.stop()
+        await self._stop_backend()
 
     def end_answers(self) -> None:
         """End all running answers now; their clients get an error that says that the server stops."""
         for running in list(self.parts.answering.running if self.parts is not None else ()):
             running.abort()
-
-    def tenant_of(self, key: str | None) -> Tenant:
-        """Whose request it is.
-
-        Raises:
-            HttpError: 401, a key is needed, and this is none.
-        """
-        return tenant_of(self.keys, key)
 
     def require_ready(self) -> Parts:
         """The parts.
@@ -149,18 +155,22 @@ class Service:
 
     async def _start(self) -> None:
         self._enter(self.backend.first_stage)
-        started = await self.backend.start()
+        started = await self.backend.start(self.threads)
         self._enter(Stage.OPENING_CORPORA)
         corpora = await in_thread(lambda: self._corpora(started))
-        observer = self._observer(started)
-        answering = Answering(self.backend, started, corpora, self.limits, self.settings.limits, observer)
+        observer = self._observer()
+        answering = Answering(self.backend, started, corpora, self.limits, self.threads, observer)
         self.parts = Parts(self.backend, answering, corpora, self.limits, observer, started)
         if self.stage is not Stage.STOPPING:
             self._enter(Stage.READY)
 
-    def _observer(self, started: BackendParts) -> Observer:
+    async def _stop_backend(self) -> None:
+        self.threads.close()
+        await self.backend.stop()
+
+    def _observer(self) -> Observer:
         watch = self.settings.watch
-        samples = [*started.samples, lambda: speculation_samples(self._speculations())]
+        samples = [self.backend.samples, lambda: speculation_samples(self._speculations())]
         if (monitor := self.backend.shadow) is not None:
             samples.append(lambda: shadow_samples(monitor))
         tenants = [tenant.name for tenant in self.keys.tenants] if watch.tenant_metrics else None
@@ -187,3 +197,18 @@ class Service:
         self.stage = stage
         if self.on_stage is not None:
             self.on_stage(stage, time.perf_counter() - self._started_s)
+
+
+async def _service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+async def _parts_of(request: Request) -> Parts:
+    return (await _service_of(request)).require_ready()
+
+
+AnyService = Annotated[Service, Depends(_service_of)]
+"""For handlers: the service that the app was made for."""
+ReadyParts = Annotated[Parts, Depends(_parts_of)]
+"""For handlers: the parts of a server that is ready."""

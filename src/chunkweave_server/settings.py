@@ -25,19 +25,18 @@ from chunkweave.config import (
     WeaveConfig,
 )
 from chunkweave.errors import UsageError, unknown_names
-from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
+from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.planning.calibration import Quality
 from chunkweave.planning.method import make_method
 from chunkweave.planning.method_choice import EXACT_METHOD
-from chunkweave.scheduling.fairness import TenantWeights
-from chunkweave.scheduling.queue import BatchingConfig
+from chunkweave.scheduling.budget import BatchingConfig
+from chunkweave.scheduling.queue import TenantWeights
 from chunkweave.scheduling.routing import ROUTING, USUAL_IMBALANCE, USUAL_ROUTING, make_routing
 from chunkweave.scheduling.shadow import ShadowConfig
 from chunkweave.settings import (
     SERVERS,
     Place,
     Setting,
-    Unit,
     by_name,
     configuration,
     refuse_unknown,
@@ -79,13 +78,10 @@ class ListenSettings:
         "Host that requests without keys may name, and whose web pages may send them, beside loopback and `host`: a "
         "name, *.NAME for all below it, an address, or * for any; repeatable. If given, it holds with keys too.",
     )
-    graceful_s: float = setting(
-        30.0, "How long running answers get to end when the server stops.", unit=Unit.SECONDS, above=0
-    )
+    graceful_s: float = setting(30.0, "How long running answers get to end when the server stops.", above=0)
     stalled_s: float = setting(
         60.0,
         "How long a client may keep the server waiting for the rest of its request, or stop reading its answer.",
-        unit=Unit.SECONDS,
         above=0,
     )
 
@@ -107,10 +103,8 @@ class ListenSettings:
 class LimitSettings:
     """What one request and one tenant may take."""
 
-    max_body_bytes: int = setting(
-        4 * _MIB, "Largest body of a request, but for documents that are ingested.", unit=Unit.BYTES
-    )
-    max_upload_bytes: int = setting(64 * _MIB, "Largest body of a request that ingests documents.", unit=Unit.BYTES)
+    max_body_bytes: int = setting(4 * _MIB, "Largest body of a request, but for documents that are ingested.")
+    max_upload_bytes: int = setting(64 * _MIB, "Largest body of a request that ingests documents.")
     max_documents: int = setting(
         64, "Documents of one request; documents of one call that warms, pins or clears.", least=1
     )
@@ -124,12 +118,9 @@ class LimitSettings:
     max_corpora: int = setting(32, "Corpora that one tenant may create.", least=1)
     max_corpus_chunks: int = setting(200_000, "Chunks of one corpus that was created over HTTP.", least=1)
     max_corpus_bytes: int = setting(
-        2 << 30,
-        "Texts, metadata and vectors of one corpus that was created over HTTP; they are in memory.",
-        unit=Unit.BYTES,
-        least=1,
+        2 << 30, "Texts, metadata and vectors of one corpus that was created over HTTP; they are in memory.", least=1
     )
-    pin_budget_bytes: int = setting(256 * _MIB, "Segments that one tenant may pin.", unit=Unit.BYTES)
+    pin_budget_bytes: int = setting(256 * _MIB, "Segments that one tenant may pin.")
 
 
 @configuration(SERVERS)
@@ -189,7 +180,7 @@ class FleetSettings:
     speculate: bool = setting(
         True, "Prefill for what a search of a corpus has found so far, while nothing else waits.", places=SERVERS
     )
-    start_timeout_s: float = setting(1800.0, "How long a vLLM server may take to start.", unit=Unit.SECONDS, above=0)
+    start_timeout_s: float = setting(1800.0, "How long a vLLM server may take to start.", above=0)
 
     def __post_init__(self) -> None:
         make_routing(self.routing, self.imbalance)
@@ -252,7 +243,6 @@ class Settings:
     vllm_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        make_ordering(self.ordering.ordering)
         make_policy(self.store.policy)
         ChunkOrder.parse(self.requests.order or "")
         TenantWeights.parse(self.batching.tenant_weight)

@@ -1,17 +1,20 @@
-"""Work in threads that a handler waits for, whatever happens to the handler; and whose turn it is."""
+"""Work that a handler waits for, whatever happens to the handler or its client; and whose turn it is in threads."""
 
 import asyncio
 import os
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from starlette.types import Receive
 
 from chunkweave.errors import RequestAbortedError
-from chunkweave.scheduling.fairness import TenantWeights
+from chunkweave.scheduling.queue import TenantWeights
+from chunkweave_server.errors import HttpError
 
 ResultT = TypeVar("ResultT")
 
@@ -34,6 +37,39 @@ async def to_its_end(work: Awaitable[ResultT]) -> ResultT:
         if not task.cancelled():
             task.exception()  # looked at, so that nobody complains that it was not
         raise
+
+
+class ClientGoneError(HttpError):
+    """The client closed the connection; nobody reads the answer to this."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client closed the connection")
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """What `work` returns, unless the client goes first: then it is cancelled.
+
+    The request's body has been read by now, so that all there is to receive is that its client has gone.
+
+    Raises:
+        ClientGoneError: it has.
+    """
+    tasks = working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        for task in (working, leaving):
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 _MOST_THREADS = 8

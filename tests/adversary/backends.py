@@ -5,9 +5,10 @@ import uuid
 from contextlib import ExitStack
 from typing import Any
 
+from chunkweave.prompt.builder import PromptBuilder
+from chunkweave.prompt.template import template_for
 from chunkweave.types import Chunk
-from chunkweave_server.auth import Tenant
-from chunkweave_server.vllm_backend.prepare import PromptPreparer
+from chunkweave_server.tenants import Tenant
 from tests.adversary.arena import Arena
 from tests.adversary.servers import ADMIN, VICTIM, Reply, Server
 from tests.adversary.texts import QUESTIONS, reader_tokenizer, text
@@ -109,7 +110,7 @@ class FrontArena(Arena):
     faults = ("full", "readonly", "slow", "upstream")
 
     def open(self, stack: ExitStack) -> list[Server]:
-        from tests.server.fake_vllm import CONTEXT, FakeVllm
+        from tests.server.fake_vllm import FakeVllm
 
         self._fakes: list[FakeVllm] = []
         self._asked: set[tuple[str, int]] = set()
@@ -123,7 +124,8 @@ class FrontArena(Arena):
                 Server(self.forks, self.folder / name, [*flags, "--log-level", "ERROR", "--data-dir", str(data)])
             )
             self._fakes.append(fake)
-        self._preparer = PromptPreparer(reader_tokenizer(), model="reader", most_tokens=CONTEXT)
+        tokenizer = reader_tokenizer()
+        self._builder = PromptBuilder(tokenizer, template_for(tokenizer), "front:reader")
         return self.twins
 
     def emptied(self, server: Server) -> bool:
@@ -160,7 +162,7 @@ class FrontArena(Arena):
 
     def prompt(self, tenant: str, numbers: list[int], question: int) -> list[int]:
         chunks = [Chunk(text(number)) for number in numbers]
-        return list(self._preparer.builder.build(QUESTIONS[question], chunks).token_ids)
+        return list(self._builder.build(QUESTIONS[question], chunks).token_ids)
 
     def warmed(self, tenant: str, numbers: list[int]) -> None:
         self._asked |= {(tenant, number) for number in numbers}

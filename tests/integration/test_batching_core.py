@@ -21,7 +21,7 @@ from chunkweave.errors import (
     UsageError,
 )
 from chunkweave.planning.method_choice import MethodRequest
-from chunkweave.scheduling.queue import BatchingConfig
+from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.testing import toy_model
 
 CHUNKS = [
@@ -68,7 +68,7 @@ class Driver:
     def __init__(self, engine: Engine, *, interrupt: Callable[[], bool] | None = None, **limits) -> None:
         self.now = 0.0
         self.engine = engine
-        self.core = BatchingCore(engine.preparer, BatchingConfig(**limits), clock=lambda: self.now, interrupt=interrupt)
+        self.core = BatchingCore(engine.parts, BatchingConfig(**limits), clock=lambda: self.now, interrupt=interrupt)
         self.inboxes: list[Inbox] = []
 
     def submit(

@@ -25,7 +25,7 @@ from chunkweave.testing import Link, ThrottledTier, toy_model
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
 from chunkweave.types import Span
-from chunkweave.weaving.sources import PlanSources
+from chunkweave.weaving.segments import PlanSources
 from chunkweave_lab.loading import (
     MEMORY,
     MODES,

@@ -7,7 +7,7 @@ import pytest
 from chunkweave import Engine, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.kv.segment import SegmentLost
-from chunkweave.scheduling.queue import BatchingConfig
+from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore

@@ -10,7 +10,7 @@ from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.tiers.preload import Gone
 from chunkweave.types import Geometry
-from chunkweave.weaving.sources import PlanSources, WeavingStore
+from chunkweave.weaving.segments import PlanSources, WeavingStore
 from chunkweave.weaving.stores import open_store
 from tests.integration.segments import FINGERPRINT, make_segment
 

@@ -14,7 +14,7 @@ from chunkweave.planning.plan import KeepTop, Pass, can_be_cut, cut
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import toy_model
 from chunkweave.types import Span
-from chunkweave.weaving.storing import segments_of
+from chunkweave.weaving.segments import segments_of
 from chunkweave_lab.baselines import bench_method
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt
 

@@ -1,6 +1,5 @@
 """The trainer of the bundled reader, at a size that trains in seconds."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,21 +12,13 @@ import torch
 TRAINING = Path(__file__).resolve().parents[2] / "training"
 sys.path.insert(0, str(TRAINING))
 
-from ask_questions import plausible, task  # noqa: E402
-from paragraphs import Asked, Paragraph, names_and_numbers, read_paragraphs, squad_of  # noqa: E402
 from reader_data import RowMaker, Stage, held_out_rows, stage_at  # noqa: E402
 from reader_model import PRESETS, Batch, Reader, Targets, _attend_in_kernel, _attend_in_steps  # noqa: E402
 from reader_scores import decoded_f1, exact_matches  # noqa: E402
 from reader_tokenizer import train_tokenizer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from train_reader_adapter import AnsweredPrompts, as_asked  # noqa: E402
 
-from chunkweave import Chunk  # noqa: E402
 from chunkweave.engine.engine import Engine  # noqa: E402
-from chunkweave_lab.adapt.prompts import PromptSizes  # noqa: E402
-from chunkweave_lab.worlds.questions import ask_about  # noqa: E402
-from chunkweave_lab.worlds.records import QuestionKind, Split  # noqa: E402
-from chunkweave_lab.worlds.world import generate_world  # noqa: E402
 
 CPU = torch.device("cpu")
 PRESET = PRESETS["test"]
@@ -126,84 +117,3 @@ def test_slices_add_up_to_one_run_and_the_export_loads(tmp_path):
     assert "| common |" in card
     with Engine.load(tmp_path / "model") as engine:
         assert engine.generate("Which?", ["The Halvik Museum has 17 rooms."], max_new_tokens=2).token_ids is not None
-
-
-TEXT = "The Harbour Bridge was built by Anna Vale in 1870. Its 34 arches are of granite from the quarry near Selby."
-
-
-def test_paragraphs_come_back_from_their_file(tmp_path):
-    paragraph = Paragraph(Chunk(TEXT, "Bridge#0"), (Asked("Who built the Harbour Bridge?", "Anna Vale", 32),))
-    (tmp_path / "asked.json").write_text(json.dumps(squad_of([paragraph])), encoding="utf-8")
-    [found] = read_paragraphs(tmp_path / "asked.json")
-    assert (found.chunk.text, found.asked) == (TEXT, paragraph.asked)
-
-
-def test_names_and_numbers_are_found_where_they_are():
-    found = names_and_numbers(TEXT)
-    assert [name for name, _ in found] == ["Harbour Bridge", "Anna Vale", "1870", "34", "Selby"]
-    assert all(TEXT[start:].startswith(name) for name, start in found)
-
-
-def test_the_asker_is_shown_an_answer_with_the_words_around_it():
-    shown = "The Harbour Bridge was built by Anna Vale in ____ . Its 34 arches are of granite from the"
-    wanted = f'Write a question that is answered by "1870", the blank in: {shown}'
-    assert task(TEXT, "1870", TEXT.index("1870")) == wanted
-
-
-@pytest.mark.parametrize(
-    ("question", "answer"),
-    [
-        ("Who built the Harbour Bridge in 1870?", "Anna Vale"),
-        ("How many arches of granite has it?", "34"),
-    ],
-)
-def test_questions_are_kept_that_can_be_right(question, answer):
-    asked = Asked(question, answer, TEXT.index(answer))
-    assert plausible(TEXT, [asked]) == [asked]
-
-
-@pytest.mark.parametrize(
-    ("question", "answer"),
-    [
-        ("How many arches of granite has it?", "Selby"),  # asks for a number
-        ("Who built the Harbour Bridge?", "1870"),  # does not
-        ("Who painted the famous picture?", "Anna Vale"),  # is about something else
-        ("Who?", "Anna Vale"),  # about nothing
-    ],
-)
-def test_questions_are_left_out_that_cannot_be_right(question, answer):
-    assert plausible(TEXT, [Asked(question, answer, TEXT.index(answer))]) == []
-
-
-def test_of_two_answers_to_one_question_neither_is_kept():
-    both = [Asked("Who built the Harbour Bridge?", name, TEXT.index(name)) for name in ("Anna Vale", "Selby")]
-    assert plausible(TEXT, both) == []
-
-
-def test_questions_about_worlds_are_of_all_kinds_and_different():
-    world = generate_world(7, Split.TRAIN)
-    passages = list(world.passages[:9])
-    worded = [one for _ in range(3) for one in ask_about(passages, Random(0), world.split, absent=world.passages[9:])]
-    asked = as_asked(worded, Random(1), 24)
-    assert len({one.text for one in asked}) == len(asked) == 24
-    assert sum(one.kind is QuestionKind.NOT_STATED for one in asked) < 8
-    only = [one for one in worded if one.kind is QuestionKind.NOT_STATED]
-    assert as_asked(only, Random(1), 24) == [], "what is not stated is asked beside other questions only"
-
-
-def test_answered_prompts_are_over_worlds_and_over_each_file():
-    files = [
-        [Paragraph(Chunk(f"{name} {i}", name), (Asked(f"{name} {i}?", str(i), 0),)) for i in range(9)] for name in "ab"
-    ]
-    sizes = PromptSizes(least_chunks=3, most_chunks=6, questions=8)
-    source = AnsweredPrompts(files, Split.TRAIN, sizes, seed="s", worlds=0.25)
-    prompts = [source.prompt(index) for index in range(40)]
-    texts = [prompt for prompt in prompts if prompt.chunks[0].source in "ab"]
-    assert len(texts) == 30
-    for prompt in prompts:
-        assert 3 <= len(prompt.chunks) <= 6
-        assert 1 <= len(prompt.questions) == len(prompt.answers) <= 8
-    assert {prompt.chunks[0].source for prompt in texts} == {"a", "b"}
-    for prompt in texts:
-        assert {chunk.text + "?" for chunk in prompt.chunks} == set(prompt.questions)
-    assert source.prompt(5) == prompts[5]

@@ -14,11 +14,11 @@ from chunkweave.models.huggingface import Int8Linear, PackedLinear
 from chunkweave.models.loading import load_folder, load_shape
 from chunkweave.testing import TOY_FAMILIES
 from chunkweave_server.app import create_app
-from chunkweave_server.auth import KeyRing
 from chunkweave_server.backend import Stage
 from chunkweave_server.engine_backend import EngineBackend, load_engine
 from chunkweave_server.service import Service
 from chunkweave_server.settings import resolve
+from chunkweave_server.tenants import KeyRing
 from tests.integration.adapter_files import write_adapter
 from tests.integration.test_loading import save_checkpoint
 from tests.server.conftest import Client, wait_until

@@ -18,11 +18,11 @@ from chunkweave.models.loading import bundled_tokenizer
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from chunkweave.testing import toy_model
 from chunkweave_server.app import create_app
-from chunkweave_server.auth import KeyRing, StoredKey, Tenant
 from chunkweave_server.backend import Stage
 from chunkweave_server.engine_backend import EngineBackend, engine_options
 from chunkweave_server.service import Parts, Service
 from chunkweave_server.settings import Settings, resolve
+from chunkweave_server.tenants import KeyRing, StoredKey, Tenant
 from chunkweave_server.vllm_backend.backend import VllmBackend
 from chunkweave_server.vllm_backend.process import VllmFlags
 from tests.server.fake_vllm import FakeVllm

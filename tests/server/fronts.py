@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 
 from chunkweave_server.app import Server, listening_socket
-from chunkweave_server.auth import KeyRing
 from chunkweave_server.backend import Stage
 from chunkweave_server.service import Service
 from chunkweave_server.settings import ListenSettings
+from chunkweave_server.tenants import KeyRing
 from tests.server.conftest import audit, bearer, vllm_service, wait_until
 from tests.server.fake_vllm import FakeVllm
 

@@ -237,14 +237,14 @@ def test_no_upload_costs_others_much(server: tuple[str, int], alone_s: float):
 
 
 @pytest.mark.parametrize("server", ["engine"], indirect=True)
-def test_no_form_of_the_page_costs_others_much(server: tuple[str, int], alone_s: float):
+def test_no_form_that_is_no_upload_costs_others_much(server: tuple[str, int], alone_s: float):
     forms = [
         ("fields", b"a=1&" * MIB),
         ("methods", b"methods=full&" * (BODY_BYTES // 13)),
         ("names", b"a" * BODY_BYTES),
     ]
     kind = "application/x-www-form-urlencoded"
-    assert hold(server, alone_s, "/v1/page/ask", forms, kind=kind) == 3
+    assert hold(server, alone_s, f"{INGEST}/files", forms, kind=kind) == 3
 
 
 def valid() -> Iterator[tuple[str, str, Any]]:

@@ -69,7 +69,7 @@ def test_methods_are_compared_one_after_the_other(page):
     shown = [one.inner_text() for one in page.query_selector_all("article.answer h3")]
     assert shown == ["cacheblend", "full-reuse", "full"]
     assert page.query_selector("article.answer:nth-of-type(2) rect.reused") is not None
-    steps = [what for what, url in sent if url.endswith(("/v1/page/answer", "/v1/page/warm"))]
+    steps = [what for what, url in sent if url.endswith(("/v1/chat/completions", "/v1/cache/warm"))]
     assert steps == ["sent", "done"] * 4
 
 
@@ -106,6 +106,32 @@ def test_what_went_wrong_is_said_in_place(page):
         box.set_checked(False)
     page.click("#ask button")
     assert page.locator("#answers [role=alert]").inner_text() == "choose a method"
+
+
+def test_what_the_api_refuses_is_said_in_place(page):
+    page.fill("#question", " ")
+    page.fill("#documents", PASSAGES)
+    for box in page.query_selector_all("input[name=methods]"):
+        box.set_checked(box.get_attribute("value") == "full")
+    page.click("#ask button")
+    sync_api.expect(page.locator("#answers [role=alert]")).to_have_text("the question is empty", timeout=20_000)
+
+
+def test_a_ratio_goes_to_methods_that_take_one(page):
+    sent = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if "completions" in request.url else None)
+    page.fill("#ratio", "0.5")
+    ask(page, "cacheblend", "full")
+    assert [one["chunkweave"].get("recompute_ratio") for one in sent] == [0.5, None]
+    assert page.locator("article.answer").first.inner_text().startswith("cacheblend")
+    page.fill("#ratio", "")
+
+
+def test_everything_is_cleared_after_a_question(page):
+    ask(page, "full-reuse")
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.click("#clear-all")
+    sync_api.expect(page.locator("#corpora [role=status]")).to_contain_text("segments removed", timeout=20_000)
 
 
 def test_a_wrong_key_is_said(browser, url):

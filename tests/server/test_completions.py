@@ -5,7 +5,8 @@ import json
 import pytest
 
 from chunkweave import Request, SamplingParams
-from chunkweave_server.replies import NOTHING_NAMED, ReplyForm, say_that_nothing_was_named
+from chunkweave_server.bodies import NOTHING_NAMED, say_that_nothing_was_named
+from chunkweave_server.replies import ReplyForm
 from tests.server.conftest import Client, Serve, toy_engine
 
 FERRY = "The ferry leaves the northern pier at nine and again at noon. "

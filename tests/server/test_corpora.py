@@ -188,7 +188,7 @@ def test_what_a_request_computes_while_its_document_is_removed_is_removed_too(no
     monkeypatch.setattr(store, "forget_chunks", forget)
     running = notes.portal.start_task_soon(
         lambda: notes.parts.answering.start(
-            notes.service.tenant_of(None), *_asked(chunkweave={"corpus": "notes", "top_k": 1}, max_tokens=200)
+            notes.service.keys.tenant_of(None), *_asked(chunkweave={"corpus": "notes", "top_k": 1}, max_tokens=200)
         )
     ).result()
     notes.delete("/v1/corpora/notes/documents/ferry")
@@ -210,7 +210,7 @@ def _asked(**body):
 @pytest.mark.backend("engine")
 def test_the_engine_prefills_while_a_corpus_is_searched(notes: Client):
     notes.post("/v1/corpora/notes/documents", json={"documents": [TOWER]})
-    served = notes.parts.corpora.get(notes.service.tenant_of(None), "notes")
+    served = notes.parts.corpora.get(notes.service.keys.tenant_of(None), "notes")
     served.corpus = slow = SlowCorpus(served.corpus)
     answers: list[dict] = []
     reuse = {"corpus": "notes", "top_k": 2}
@@ -317,7 +317,7 @@ def test_cache_commands_want_to_know_what(client: Client):
 
 def test_searches_of_a_corpus_go_on_side_by_side_and_changes_alone(notes: Client):
     """Two searches that each wait for the other one to have begun; a document that is added waits for both."""
-    served = notes.parts.corpora.get(notes.service.tenant_of(None), "notes")
+    served = notes.parts.corpora.get(notes.service.keys.tenant_of(None), "notes")
     search, together, go_on = served.corpus.search, threading.Barrier(2), threading.Event()
 
     def slow(question, k):

@@ -228,7 +228,10 @@ def test_the_rank_that_has_a_requests_chunks_is_told_to_vllm(vllm):
         first, second = vllm.ranks[:2]
         assert {first, second} == {"0", "1"}
         assert vllm.ranks[2:] == [second, first, first]
-        assert {one["name"] for one in front.service.backend.stats()["replicas"]} == {"upstream-0.0", "upstream-0.1"}
+        assert {one["name"] for one in front.service.backend.cache.stats()["replicas"]} == {
+            "upstream-0.0",
+            "upstream-0.1",
+        }
         metrics = front.get("/metrics").text
         assert 'replica="upstream-0.1"' in metrics
         assert metrics.count("vllm:requests{") == 1, "its server's, once"
@@ -248,7 +251,7 @@ def with_tools(tmp_path):
 
 
 def rendered(front, sent) -> str:
-    tokenizer = front.service.backend.context.preparer.tokenizer
+    tokenizer = front.service.backend.context.preparer.builder.tokenizer
     return tokenizer._tokenizer.decode(sent["prompt"])
 
 
@@ -334,7 +337,9 @@ def test_what_tools_said_stands_behind_the_question(with_tools):
         '</s>\n<|assistant|>\n<tool_call>{"name": "get_time", "arguments": {"town": "Halvik</s>"}}</tool_call></s>\n'
         "<|user|>\n<said>Noon.</s></said></s>\n<|assistant|>\n"
     )
-    stops = vllm.seen[0]["prompt"].count(front.service.backend.context.preparer.tokenizer._tokenizer.eos_token_id)
+    stops = vllm.seen[0]["prompt"].count(
+        front.service.backend.context.preparer.builder.tokenizer._tokenizer.eos_token_id
+    )
     assert stops == text.count("</s>") - 2, "what a tool says ends no turn"
 
     more = [{"role": "assistant", "content": "It is noon."}, {"role": "user", "content": "And in Lune?"}]

@@ -56,7 +56,7 @@ def slow_corpus(front: Front) -> SlowCorpus:
     added = front.post("/v1/corpora/sea/documents", json={"documents": [*DOCUMENTS, MORE]})
     assert added.status_code == 200, added.text
     corpora = front.service.parts.corpora
-    served = corpora.get(front.service.tenant_of(None), "sea")
+    served = corpora.get(front.service.keys.tenant_of(None), "sea")
     served.corpus = SlowCorpus(served.corpus)
     return served.corpus
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from chunkweave_server.vllm_backend import removal
-from chunkweave_server.vllm_backend.removal import RemovalTimes
-from chunkweave_server.vllm_backend.removal_journal import JOURNAL_FILE
+from chunkweave_server.vllm_backend.removal import JOURNAL_FILE, RemovalTimes
 from tests.server.conftest import ADMIN_KEY, KEYS, bearer, key_ring, vllm_of, wait_until
 from tests.server.fake_vllm import FakeVllm
 from tests.server.fronts import DOCUMENTS, MORE, Front, running_front

@@ -20,11 +20,11 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
 from chunkweave_server.app import create_app
-from chunkweave_server.auth import KeyRing
 from chunkweave_server.backend import Stage
 from chunkweave_server.engine_backend import EngineBackend
 from chunkweave_server.service import Service
 from chunkweave_server.settings import resolve
+from chunkweave_server.tenants import KeyRing
 from tests.server.conftest import audit, toy_service, vllm_service, wait_until
 from tests.server.fake_vllm import FakeVllm
 from tests.server.test_refusals import INSIDE

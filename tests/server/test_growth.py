@@ -17,7 +17,7 @@ from benchmarks.server_thread import ServerThread
 from chunkweave import StoreConfig
 from chunkweave.types import MOST_SOURCE_CHARACTERS
 from chunkweave_server.backend import Stage
-from chunkweave_server.recent import MOST_BYTES
+from chunkweave_server.observability import MOST_BYTES
 from chunkweave_server.service import Service
 from tests.server.conftest import Client, Serve, toy_service, vllm_service, wait_until
 from tests.server.fake_vllm import FakeVllm
@@ -27,7 +27,7 @@ DOCUMENTS = "/v1/corpora/notes/documents"
 
 
 def corpus_of(service: Service, name: str = "notes") -> Any:
-    return service.require_ready().corpora.get(service.tenant_of(None), name).corpus
+    return service.require_ready().corpora.get(service.keys.tenant_of(None), name).corpus
 
 
 def make(client: Client, **fields: Any) -> None:
@@ -249,7 +249,7 @@ def test_names_of_documents_take_no_more_room_than_their_bound(
     assert kept_bytes < 12 << 20, "of 156 MB of names"
     recent = client.parts.observer.recent
     assert recent.nbytes <= MOST_BYTES
-    reports = [one.report for one in recent.seen_by(client.service.tenant_of(None)) if one.report is not None]
+    reports = [one.report for one in recent.seen_by(client.service.keys.tenant_of(None)) if one.report is not None]
     assert all(len(chunk.source) <= MOST_SOURCE_CHARACTERS for report in reports for chunk in report.chunks)
     files = [file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file()]
     assert sum(files) < 8 << 20

@@ -4,17 +4,21 @@ import re
 
 import pytest
 
+from chunkweave.planning.method import METHODS
 from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, bearer, key_ring
 
 DOCUMENTS = ["The ferry leaves at seven, at noon and at six.", "Pilots board ships two miles west of the lighthouse."]
-FORM = {"question": "When does the ferry leave?", "documents": "\n\n".join(DOCUMENTS), "max_tokens": "4"}
 
 
-def piece(client: Client, path: str, key: str | None = None, **form):
-    headers = {"hx-request": "true", **bearer(key)}
-    if form:
-        return client.post(f"/v1/page/{path}", data=form, headers=headers)
-    return client.get(f"/v1/page/{path}", headers=headers)
+def piece(client: Client, path: str, key: str | None = None):
+    return client.get(f"/v1/page/{path}", headers={"hx-request": "true", **bearer(key)})
+
+
+def command(client: Client, what: str, **body):
+    """What a button of the page has the API do, in the words that it shows."""
+    done = client.post(f"/v1/cache/{what}", json=body)
+    assert done.status_code == 200, done.text
+    return ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in done.json().items())
 
 
 def keys_of(live: str) -> list[str]:
@@ -42,8 +46,10 @@ def test_pieces_need_a_key_where_there_are_keys(serve: Serve):
 
 
 def test_what_another_site_sends_is_refused(client):
-    assert client.post("/v1/page/clear").status_code == 403
-    assert client.get("/v1/page/live").status_code == 403
+    for path in ("live", "corpora", "corpora/options", "requests/x"):
+        assert client.get(f"/v1/page/{path}").status_code == 403
+    for path in ("cache/clear", "cache/warm", "chat/completions"):
+        assert client.post(f"/v1/{path}", data={"everything": "true", "documents": "x"}).status_code == 400
 
 
 def test_a_request_is_listed_and_shown_part_by_part(client):
@@ -103,44 +109,47 @@ def test_looking_does_not_use_up_the_requests_a_minute(serve: Serve):
         assert piece(client, "live", KEYS["acme"]).status_code == 200
 
 
-def test_methods_are_asked_one_by_one(client):
-    places = piece(client, "ask", **FORM, methods=["full", "query"], warm="yes")
-    assert places.status_code == 200
-    assert places.text.count('hx-post="/v1/page/answer"') == 2
-    assert piece(client, "warm", **FORM).status_code == 200
-    for method in ("full", "full-reuse"):
-        answer = piece(client, "answer", **FORM, method=method)
-        assert answer.status_code == 200, answer.text
-        assert f"<strong>{method}</strong>" in answer.text
+def test_the_page_says_which_methods_there_are_and_which_take_a_ratio(client):
+    boxes = re.findall(r'name="methods" value="([\w-]+)"( data-ratio)?( checked)?', client.get("/").text)
+    assert [name for name, *_ in boxes] == [
+        *(name for name in METHODS if name not in ("prefix", "full")),
+        "prefix",
+        "full",
+    ]
+    assert {name for name, ratio, _ in boxes if ratio} >= {"cacheblend", "query"}
+    assert not any(ratio for name, ratio, _ in boxes if name in ("full", "full-reuse", "prefix"))
+    assert {name for name, _, checked in boxes if checked} == {"cacheblend", "query", "full"}
 
 
-@pytest.mark.parametrize(
-    ("form", "words"),
-    [
-        ({"question": " "}, "question"),
-        ({"methods": []}, "method"),
-        ({"methods": ["none of ours"]}, "no method"),
-    ],
-)
-def test_the_box_says_what_is_wrong(client, form, words):
-    refused = piece(client, "ask", **{**FORM, "methods": ["full"], **form})
-    assert refused.status_code == 400
-    assert words in refused.json()["error"]["message"]
+@pytest.mark.parametrize("method", ["full", "full-reuse"])
+def test_an_answer_is_found_by_the_id_of_its_request(client, method):
+    assert "2 computed" in command(client, "warm", documents=DOCUMENTS)
+    answer = client.ask(documents=DOCUMENTS, max_tokens=4, chunkweave={"method": method})
+    shown = piece(client, f"requests/{answer.headers['x-request-id']}?compared=true")
+    assert shown.status_code == 200, shown.text
+    assert f"<strong>{method}</strong>" in shown.text
+    assert "<h2>" not in shown.text
 
 
-def test_a_number_that_is_none_is_named(client):
-    refused = piece(client, "answer", **{**FORM, "max_tokens": "many"}, method="full")
-    assert (refused.status_code, refused.json()["error"]["message"]) == (400, "tokens of answer: 'many' is no number")
+def test_of_one_id_the_last_request_is_found_and_none_of_another_tenant(serve: Serve):
+    client = serve(keys=key_ring())
+    body = {"messages": [{"role": "user", "content": "When?"}], "documents": DOCUMENTS, "max_tokens": 2}
+    for title in ("Ferries", "Pilots"):
+        named = {**body, "documents": [{"text": DOCUMENTS[0], "title": title}]}
+        headers = {"x-request-id": "mine", **bearer(KEYS["acme"])}
+        assert client.post("/v1/chat/completions", json=named, headers=headers).status_code == 200
+    assert "Pilots" in piece(client, "requests/mine", KEYS["acme"]).text
+    assert piece(client, "requests/mine", KEYS["bolt"]).status_code == 404
 
 
 def test_corpora_are_listed_and_warmed(client):
     client.post("/v1/corpora", json={"name": "harbour"})
     client.post("/v1/corpora/harbour/documents", json={"documents": DOCUMENTS})
-    assert "harbour" in piece(client, "corpora").text
+    shown = piece(client, "corpora").text
+    assert 'data-command="warm" data-corpus="harbour"' in shown
     assert 'value="harbour"' in piece(client, "corpora/options").text
-    done = piece(client, "corpora/harbour/warm", sent="yes")
-    assert "2 chunks" in done.text
-    answer = piece(client, "answer", question="When?", corpus="harbour", top_k="1", max_tokens="3", method="full")
+    assert "2 chunks" in command(client, "warm", corpus="harbour")
+    answer = client.ask(max_tokens=3, chunkweave={"corpus": "harbour", "top_k": 1, "method": "full"})
     assert answer.status_code == 200, answer.text
 
 
@@ -148,20 +157,27 @@ def test_corpora_are_listed_and_warmed(client):
 def test_what_is_stored_is_shown_pinned_and_cleared(client):
     client.post("/v1/corpora", json={"name": "harbour"})
     client.post("/v1/corpora/harbour/documents", json={"documents": DOCUMENTS})
+    assert 'id="pin-harbour"' in piece(client, "corpora").text
     for what, words in (("warm", "2 computed"), ("pin", "2 segments pinned"), ("unpin", "2 chunks unpinned")):
-        assert words in piece(client, f"corpora/harbour/{what}", sent="yes").text
+        assert words in command(client, what, corpus="harbour")
     client.ask(documents=DOCUMENTS)
     assert re.search(r"<td>host</td>", piece(client, "live").text)
-    assert "segments removed" in piece(client, "corpora/harbour/clear", sent="yes").text
-    assert "segments removed" in piece(client, "clear", sent="yes").text
+    assert "segments removed" in command(client, "clear", corpus="harbour")
+    assert "segments removed" in command(client, "clear", everything=True)
 
 
 @pytest.mark.backend("vllm")
 def test_over_vllm_what_is_stored_is_cleared_and_not_pinned(client):
     client.post("/v1/corpora", json={"name": "harbour"})
     client.post("/v1/corpora/harbour/documents", json={"documents": DOCUMENTS[:1]})
-    piece(client, "corpora/harbour/warm", sent="yes")
+    command(client, "warm", corpus="harbour")
     shown = piece(client, "corpora").text
     assert ("clear-harbour" in shown, "clear-all" in shown, "pin-harbour" in shown) == (True, True, False)
-    assert "1 segments removed" in piece(client, "corpora/harbour/clear", sent="yes").text
-    assert "segments removed" in piece(client, "clear", sent="yes").text
+    assert "1 segments removed" in command(client, "clear", corpus="harbour")
+    assert "segments removed" in command(client, "clear", everything=True)
+
+
+def test_only_an_admin_is_offered_to_clear_everything(serve: Serve):
+    client = serve(keys=key_ring())
+    assert "clear-all" in piece(client, "corpora", ADMIN_KEY).text
+    assert "clear-all" not in piece(client, "corpora", KEYS["acme"]).text

@@ -11,14 +11,24 @@ import torch
 from chunkweave import Chunk, StoreConfig
 from chunkweave.errors import RequestAbortedError, UsageError
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.scheduling.fairness import TenantWeights
+from chunkweave.scheduling.queue import TenantWeights
 from chunkweave.weaving.stores import open_store
-from chunkweave_server.auth import ANONYMOUS, KeyRing, StoredKey, Tenant, add_to_file, bearer, new_key, read_keys
 from chunkweave_server.errors import HttpError
-from chunkweave_server.limits import TenantLimits, TokenBucket
 from chunkweave_server.observability import RequestMeta
 from chunkweave_server.requests import ChatBody
 from chunkweave_server.settings import LimitSettings
+from chunkweave_server.tenants import (
+    ANONYMOUS,
+    KeyRing,
+    StoredKey,
+    Tenant,
+    TenantLimits,
+    TokenBucket,
+    add_to_file,
+    bearer,
+    new_key,
+    read_keys,
+)
 from chunkweave_server.threads import TenantThreads
 from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, key_ring, toy_service, wait_until
 from tests.server.conftest import bearer as auth
@@ -196,9 +206,9 @@ def test_a_tenant_may_do_so_much_at_once():
     with pytest.raises(HttpError, match="under way") as refused:
         limits.occupy("acme")
     assert refused.value.status_code == 429
-    limits.occupy("bolt").release()
-    slots[0].release()
-    slots[0].release()
+    limits.occupy("bolt").close()
+    slots[0].close()
+    slots[0].close()
     assert limits.running("acme") == 1
     limits.occupy("acme")
 
@@ -424,8 +434,8 @@ def test_a_stream_gets_a_token_in_every_step_while_a_tenant_warms(serve: Serve, 
 @pytest.mark.backend("engine")
 def test_whoever_goes_while_warming_leaves_nothing_under_way(serve: Serve):
     client = serve(max_num_batched_tokens=64)
-    stats, chunks = client.service.backend.stats, [Chunk(f"{number} {LONG}") for number in range(200)]
-    warming = client.portal.start_task_soon(client.parts.started.warm, "", chunks, "")
+    stats, chunks = client.service.backend.cache.stats, [Chunk(f"{number} {LONG}") for number in range(200)]
+    warming = client.portal.start_task_soon(client.service.backend.cache.warm, "", chunks, "")
     wait_until(lambda: stats()["engine"]["prefilled_tokens"])
     warming.cancel()
     wait_until(lambda: not stats()["engine"]["running"])
@@ -454,7 +464,7 @@ def test_documents_that_no_context_can_hold_are_removed_all_the_same(client: Cli
 @pytest.mark.backend("engine")
 def test_what_is_cleared_while_its_request_is_tokenized_is_cleared_again(client: Client, monkeypatch):
     gate, answers = slow_tokenizer(client, monkeypatch), []
-    monkeypatch.setattr(client.parts.started.threads, "_threads", 3)
+    monkeypatch.setattr(client.service.threads, "_threads", 3)
     asking = threading.Thread(target=lambda: answers.append(client.ask("slow?", documents=[LONG])))
     asking.start()
     try:

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from chunkweave.engine.scheduler import BlockPool
 from chunkweave.errors import StoreError, UsageError
-from chunkweave.scheduling.queue import BatchingConfig, Piece, Prefilling, TokenBudget
+from chunkweave.scheduling.budget import BatchingConfig, BlockPool, Piece, Prefilling, TokenBudget
 
 OWNERS = st.sampled_from("abcde")
 

@@ -9,8 +9,8 @@ from chunkweave.prompt.tokenizer import TokenCache
 from chunkweave.scheduling.routing import ReplicaContents
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import MOST_SOURCE_CHARACTERS, Chunk, ChunkId, Span
-from chunkweave_server.auth import Tenant
-from chunkweave_server.recent import MOST, MOST_BYTES, RecentRequests
+from chunkweave_server.observability import MOST, MOST_BYTES, RecentRequests
+from chunkweave_server.tenants import Tenant
 from tests.unit.test_explain import REPORT
 
 

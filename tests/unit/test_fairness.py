@@ -13,8 +13,8 @@ from chunkweave.engine.request_state import RequestState, RequestStatus
 from chunkweave.engine.scheduler import Scheduler
 from chunkweave.errors import QueueFullError, UsageError
 from chunkweave.planning.method_choice import MethodChoice, Why
-from chunkweave.scheduling.fairness import FairQueue, TenantWeights, VirtualTime
-from chunkweave.scheduling.queue import BatchingConfig, CacheAwareQueue
+from chunkweave.scheduling.budget import BatchingConfig
+from chunkweave.scheduling.queue import CacheAwareQueue, FairQueue, TenantWeights, VirtualTime
 from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunkweave.kv.memory import ReusedMemory, segment_memory
+from chunkweave.kv.request_cache import ReusedMemory, segment_memory
 
 MIB = 1 << 20
 
@@ -94,7 +94,7 @@ def test_many_threads_never_share_memory():
 
 FAULTS = """
 import resource, torch
-from chunkweave.kv.memory import keep_freed_memory
+from chunkweave.kv.request_cache import keep_freed_memory
 torch.set_num_threads(1)
 keep_freed_memory()
 def faults():

@@ -34,7 +34,7 @@ TORCH_FREE = (
     "chunkweave.retrieval.indexes",
     "chunkweave.retrieval.corpus_files",
     "chunkweave.cli",
-    "chunkweave_server.auth",
+    "chunkweave_server.tenants",
     "chunkweave_server.settings",
     "chunkweave.vllm.request",
     "chunkweave_lab.cli",

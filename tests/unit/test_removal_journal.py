@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chunkweave_server.vllm_backend.removal_journal import EVERYTHING, JOURNAL_FILE, Removal, RemovalJournal
+from chunkweave_server.vllm_backend.removal import EVERYTHING, JOURNAL_FILE, Removal, RemovalJournal
 
 FEW = Removal("salt", ((1, 2), (3,)), (0,))
 OTHER = Removal("", ((1, 2),))

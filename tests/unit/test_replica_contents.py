@@ -5,9 +5,8 @@ import random
 import pytest
 
 from chunkweave.errors import UsageError
-from chunkweave.scheduling.queue import CacheAwareQueue
+from chunkweave.scheduling.queue import CacheAwareQueue, waiting_path
 from chunkweave.scheduling.routing import ReplicaContents
-from chunkweave.scheduling.waiting import waiting_path
 
 SIZES = {"s": 10, "a": 100, "b": 200, "c": 50}
 

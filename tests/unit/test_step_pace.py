@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkweave.errors import UsageError
-from chunkweave.scheduling.pace import LEAST_TOKENS, StepPace
-from chunkweave.scheduling.queue import BatchingConfig, Piece, Prefilling, TokenBudget
+from chunkweave.scheduling.budget import LEAST_TOKENS, BatchingConfig, Piece, Prefilling, StepPace, TokenBudget
 from tests.unit.test_fairness import Simulation
 
 

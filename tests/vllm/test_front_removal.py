@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from chunkweave_server.vllm_backend.process import free_port
-from chunkweave_server.vllm_backend.removal_journal import JOURNAL_FILE
+from chunkweave_server.vllm_backend.removal import JOURNAL_FILE
 from tests.vllm.fronts import PASSAGES, QUESTION, FrontProcess, ask, front_process
 
 EXACT = {"method": "prefix", "order": "fixed"}

@@ -1,8 +1,8 @@
 """`chunkweave ask`: questions over documents or a corpus, and with `--explain` the plan of each answer."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chunkweave.cli.console import Output, reuse_summary, stderr, table_of, times, token_line
-from chunkweave.cli.corpus import AskedCorpus, TopK, how_many, open_corpus, retrieve
+from chunkweave.cli.corpus import TopK, how_many, open_corpus, retrieve
 from chunkweave.cli.options import (
     DocumentOptions,
     MethodOptions,
@@ -32,10 +32,38 @@ from chunkweave.types import Chunk, Span
 from chunkweave_lab.results import check_writable, write_text
 
 if TYPE_CHECKING:
-    from chunkweave.conversation.answer import Answer
+    from chunkweave.conversation.answer import Answer, StreamEvent
     from chunkweave.engine.engine import Engine
     from chunkweave.prompt.request import Request
     from chunkweave.retrieval.pipeline import AsyncRagPipeline, RagAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class AskedOptions:
+    """What is asked about, and how answers are sampled."""
+
+    documents: DocumentOptions
+    corpus: Annotated[
+        Path | None, typer.Option(help="Folder that `chunkweave ingest` made: its nearest chunks are the documents.")
+    ] = None
+    top_k: TopK = None
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128
+    temperature: Annotated[float, typer.Option(help="0 is greedy and deterministic.")] = 0.0
+    system: Annotated[str | None, typer.Option(help="Instruction instead of the template's own.")] = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How answers are sampled."""
+        return SamplingParams(self.max_new_tokens, self.temperature)
+
+    def check(self, paths: Sequence[Path]) -> None:
+        """Refuse documents beside a corpus, and a number of chunks without one.
+
+        Raises:
+            UsageError: there are both, or a number alone.
+        """
+        if (self.corpus is not None and paths) or (self.corpus is None and self.top_k is not None):
+            raise UsageError("give either --docs, or --corpus with or without --top-k")
 
 
 @with_blocks
@@ -50,15 +78,10 @@ def ask(
         ),
     ],
     *,
-    corpus: AskedCorpus = None,
-    top_k: TopK = None,
-    documents: DocumentOptions,
+    about: AskedOptions,
     model: ModelOptions,
     how: MethodOptions,
     stand: OrderOptions,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy and deterministic.")] = 0.0,
-    system: Annotated[str | None, typer.Option(help="Instruction instead of the template's own.")] = None,
     store: StoreConfig,
     precompute: Annotated[
         bool, typer.Option("--precompute", help="Compute every chunk first, so that any order can reuse it.")
@@ -79,12 +102,11 @@ def ask(
     model.named()
     if html is not None:
         check_writable(html)
-    sampling = SamplingParams(max_new_tokens, temperature)
-    engine_options = how.options(store=store, ordering=stand.config())
+    documents, corpus, top_k, sampling = about.documents, about.corpus, about.top_k, about.sampling
+    engine_options = how.options(store=store, ordering=stand.ordering)
     order = stand.said()
     paths, asked = _documents_first(documents.docs or [], questions)
-    if (corpus is not None and paths) or (corpus is None and top_k is not None):
-        raise UsageError("give either --docs, or --corpus with or without --top-k")
+    about.check(paths)
     if speculate and (corpus is None or precompute or html is not None):
         raise UsageError("--speculate needs --corpus, and cannot be had with --precompute or --html")
     found = [] if corpus is None or speculate else retrieve(corpus, asked, top_k)
@@ -97,7 +119,7 @@ def ask(
             _hint(engine, model, how)
             if corpus is None and not chunks:
                 warn("no documents: there is nothing to weave; give --docs or --corpus")
-        base = Request("", (), system, sampling, order=order)
+        base = Request("", (), about.system, sampling, order=order)
         given = [tuple(one.chunk for one in own) for own in found] or [tuple(chunks)] * len(asked)
         if corpus is not None and speculate:
             summary = answers_ahead(engine, corpus, asked, output, base=base, top_k=top_k, explain=explain)
@@ -147,14 +169,20 @@ def precompute_chunks(engine: "Engine", chunks: Sequence[Chunk]) -> None:
 def answer_aloud(engine: "Engine", request: "Request", output: Output, *, explain: bool = False) -> "Answer":
     """Stream one answer to the screen, then show what was reused for it, in full with `explain`."""
     output.show_text(f"> {request.question}\n")
-    answer = None
-    for event in engine.stream(request):
-        output.show_text(event.text)
-        answer = event.answer
-    assert answer is not None, "the last event of a stream carries the answer"
+    answer = spoken(engine.stream(request), output)
     output.show_text("\n\n")
     shown = explanation(answer.explanation, answer.report) if explain else reuse_summary(answer.report)
     output.show(shown, "")
+    return answer
+
+
+def spoken(events: "Iterable[StreamEvent]", output: Output) -> "Answer":
+    """The answer of a stream whose text is shown as it comes."""
+    answer = None
+    for event in events:
+        output.show_text(event.text)
+        answer = event.answer
+    assert answer is not None, "the last event of a stream carries the answer"
     return answer
 
 

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from chunkweave.cli.cache import CachedSegment, CacheFolder, SegmentOptions, Selection
+from chunkweave.cli.cache import CachedSegment, CacheFolder, SegmentOptions
 from chunkweave.cli.console import Output, progress, size, status, stderr
 from chunkweave.cli.options import DocumentOptions, ModelOptions, Only, with_blocks
 from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
@@ -106,16 +106,15 @@ def unpin(*, chosen: SegmentOptions, output: Output) -> None:
 
 
 def _change(chosen: SegmentOptions, output: Output, *, pinning: bool) -> None:
-    selection = chosen.selection()
     if chosen.everything:
         raise UsageError("say which segments: --document, --chunk, --segment or --fingerprint")
     folder = CacheFolder(chosen.cache_dir)
     matching = changed = 0
     with status("reading headers"):
-        for name, tier in folder.tiers(chosen.fingerprint):
-            ids = [one.record.id for one in folder.segments(name, tier, selection)]
+        for tier in folder.tiers(chosen.fingerprint):
+            ids = [one.record.id for one in folder.segments(tier, chosen)]
             matching += len(ids)
-            changed += (folder.pins.add if pinning else folder.pins.discard)(name, ids)
+            changed += (folder.pins.add if pinning else folder.pins.discard)(tier.folder.name, ids)
     if not matching:
         raise UsageError(f"no segment in {chosen.cache_dir} fits")
     output.show(f"{'pinned' if pinning else 'unpinned'} {changed} of {matching} segments that fit")
@@ -142,13 +141,24 @@ class _Cleared:
         return not (self.failed or self.unknown or self.remote_error)
 
 
+@dataclass(frozen=True, slots=True)
+class ClearedOptions(SegmentOptions):
+    """Which segments, as options name them."""
+
+    older_than: Annotated[
+        str | None, typer.Option(help="Only segments older than that, such as 7d; pinned ones stay.")
+    ] = None
+
+    @property
+    def created_before_s(self) -> float | None:
+        """When they were created at the latest, in seconds since the epoch; None: at any time."""
+        return None if self.older_than is None else time.time() - parse_duration(self.older_than)
+
+
 @with_blocks
 def clear(
     *,
-    chosen: SegmentOptions,
-    older_than: Annotated[
-        str | None, typer.Option(help="Only segments older than that, such as 7d; pinned ones stay.")
-    ] = None,
+    chosen: ClearedOptions,
     everything: Annotated[bool, typer.Option("--all", help="Every segment of every model.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     remote: Annotated[StoreConfig, Only("remote_url")],
@@ -159,9 +169,7 @@ def clear(
     Exit code 1 if any could not be removed, or if files that cannot be read may be among them.
     """
     remote_url = remote.remote_url
-    before_s = None if older_than is None else time.time() - parse_duration(older_than)
-    selection = chosen.selection(before_s)
-    if everything != (chosen.everything and before_s is None):
+    if everything != chosen.everything:
         raise UsageError("say what to remove: --document, --chunk, --segment, --older-than or --fingerprint, or --all")
     folder = CacheFolder(chosen.cache_dir)
     if everything and not yes:
@@ -169,32 +177,32 @@ def clear(
     cleared = _Cleared()
     tiers = _tiers(folder, chosen.fingerprint, remote=remote_url is not None)
     with status("removing segments"):
-        for name, tier in tiers:
-            _clear_model(folder, name, tier, selection, cleared, remote_url)
+        for tier in tiers:
+            _clear_model(folder, tier, chosen, cleared, remote_url)
     output.show(_summary(cleared))
     output.finish(asdict(cleared))
     if not cleared.complete:
         raise typer.Exit(1)
 
 
-def _tiers(folder: CacheFolder, fingerprint: str | None, *, remote: bool) -> list[tuple[str, "DiskTier"]]:
+def _tiers(folder: CacheFolder, fingerprint: str | None, *, remote: bool) -> list["DiskTier"]:
     """Models to go through: a whole fingerprint need not be in the folder if it may be in the remote."""
     if remote and fingerprint is not None and not any(name.startswith(fingerprint) for name in folder.fingerprints):
         from chunkweave.tiers.disk import DiskTier
 
-        return [(fingerprint, DiskTier(folder.root, fingerprint))]
+        return [DiskTier(folder.root, fingerprint)]
     return list(folder.tiers(fingerprint))
 
 
 def _clear_model(
-    folder: CacheFolder, name: str, tier: "DiskTier", selection: Selection, cleared: _Cleared, remote_url: str | None
+    folder: CacheFolder, tier: "DiskTier", chosen: SegmentOptions, cleared: _Cleared, remote_url: str | None
 ) -> None:
-    aged = selection.created_before_s is not None
-    found = [one for one in folder.segments(name, tier, selection) if not (aged and one.pinned)]
+    name, aged = tier.folder.name, chosen.created_before_s is not None
+    found = [one for one in folder.segments(tier, chosen) if not (aged and one.pinned)]
     ids = [one.record.id for one in found]
     if remote_url is not None:
         kept = folder.pins.read().get(name, frozenset()) if aged else frozenset()
-        _clear_remote(remote_url, name, selection, ids, kept, cleared)
+        _clear_remote(remote_url, name, chosen, ids, kept, cleared)
     left = []
     for one in found:
         try:
@@ -204,7 +212,7 @@ def _clear_model(
     removed = Tombstones(folder.root, name, "disk")
     removed.add(one.record for one in left)
     removed.discard(set(ids) - {one.record.id for one in left})
-    if selection.everything:
+    if chosen.whole_models:
         tier.repair()
     cleared.failed += sorted(one.record.id for one in left)
     gone = [one for one in found if one not in left]
@@ -217,7 +225,7 @@ def _clear_model(
 def _clear_remote(
     url: str,
     fingerprint: str,
-    selection: Selection,
+    chosen: SegmentOptions,
     known: Iterable[SegmentId],
     kept: frozenset[SegmentId],
     cleared: _Cleared,
@@ -233,7 +241,7 @@ def _clear_remote(
     known = set(known)
     try:
         for key in {BlobKey(fingerprint, segment) for segment in known} | set(blobs.keys(fingerprint)):
-            if key.segment not in kept and (key.segment in known or _fits(blobs, key, selection, cleared)):
+            if key.segment not in kept and (key.segment in known or _fits(blobs, key, chosen, cleared)):
                 cleared.remote_removed += blobs.size(key) is not None
                 blobs.delete(key)
     except (OSError, ValueError) as error:
@@ -242,11 +250,11 @@ def _clear_remote(
         blobs.close()
 
 
-def _fits(blobs: "BlobStore", key: "BlobKey", selection: Selection, cleared: _Cleared) -> bool:
+def _fits(blobs: "BlobStore", key: "BlobKey", chosen: SegmentOptions, cleared: _Cleared) -> bool:
     from chunkweave.tiers.remote import fetch_header
     from chunkweave.tiers.segment_header import SegmentRefused
 
-    if selection.everything:
+    if chosen.whole_models:
         return True
     try:
         header = fetch_header(blobs, key)
@@ -254,7 +262,7 @@ def _fits(blobs: "BlobStore", key: "BlobKey", selection: Selection, cleared: _Cl
         stderr().print(f"segment {key.segment} in the remote cannot be read: {refused}", markup=False)
         cleared.unknown += 1
         return False
-    return header is not None and selection.fits(header.record, header.created_s)
+    return header is not None and chosen.fits(header.record, header.created_s)
 
 
 def _summary(cleared: _Cleared) -> str:
@@ -288,12 +296,11 @@ def export(
 
     A .tar file is used by unpacking it into a folder.
     """
-    selection = chosen.selection()
     if everything != chosen.everything:
         raise UsageError("say what to export: --document, --chunk, --segment or --fingerprint, or --all")
     folder = CacheFolder(chosen.cache_dir)
     tiers = list(folder.tiers(chosen.fingerprint))
-    copied = [(tier, one) for name, tier in tiers for one in folder.segments(name, tier, selection)]
+    copied = [(tier, one) for tier in tiers for one in folder.segments(tier, chosen)]
     if not copied:
         raise UsageError(f"no segment in {chosen.cache_dir} fits")
     exported_bytes, left_out = 0, []
@@ -316,25 +323,17 @@ def export(
 
 
 def _add_to_folder(root: Path, one: CachedSegment, data: bytes) -> None:
-    """A copy in a folder that is, or becomes, a cache directory. Files appear whole, for their owner only."""
+    """A copy in a folder that is, or becomes, a cache directory."""
     final = root / _name(one)
     for folder in (final.parent.parent, final.parent):
         folder.mkdir(mode=0o700, exist_ok=True)
-    unfinished = final.with_name(f".{final.stem}.{secrets.token_hex(8)}.tmp")
-    try:
-        file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(file, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(file)
-        unfinished.replace(final)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with _written(final) as stream:
+        stream.write(data)
 
 
 def _add_to_archive(archive: tarfile.TarFile, one: CachedSegment, data: bytes) -> None:
     entry = tarfile.TarInfo(_name(one))
-    entry.size, entry.mode, entry.mtime = len(data), 0o600, int(one.created_s)
+    entry.size, entry.mode, entry.mtime = len(data), 0o600, int(one.header.created_s)
     archive.addfile(entry, io.BytesIO(data))
 
 
@@ -347,8 +346,9 @@ def _opened(source: Path, target: Path) -> Iterator[_Add]:
     """
     try:
         if target.suffix == ".tar":
-            with _archive(target) as add:
-                yield add
+            check_writable(target)
+            with _written(target) as stream, tarfile.open(fileobj=stream, mode="w") as archive:
+                yield partial(_add_to_archive, archive)
         else:
             if target.exists():
                 CacheFolder(target)
@@ -362,14 +362,16 @@ def _opened(source: Path, target: Path) -> Iterator[_Add]:
 
 
 @contextmanager
-def _archive(target: Path) -> Iterator[_Add]:
-    check_writable(target)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.partial")
+def _written(final: Path) -> Iterator[IO[bytes]]:
+    """A file that appears whole, for its owner only, if nothing is raised."""
+    unfinished = final.with_name(f".{final.stem}.{secrets.token_hex(8)}.tmp")
     try:
-        file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(file, "wb") as stream, tarfile.open(fileobj=stream, mode="w") as archive:
-            yield partial(_add_to_archive, archive)
-        unfinished.replace(target)
+        file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(file, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(file)
+        unfinished.replace(final)
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -394,4 +396,4 @@ def _verified(tier: "DiskTier", one: CachedSegment) -> bytes | None:
 
 
 def _name(one: CachedSegment) -> str:
-    return f"{one.fingerprint}/{one.record.id[:2]}/{one.record.id}.safetensors"
+    return f"{one.header.fingerprint}/{one.record.id[:2]}/{one.record.id}.safetensors"

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from chunkweave.cli.ask import answer_dict
+from chunkweave.cli.ask import AskedOptions, answer_dict, spoken
 from chunkweave.cli.console import Out, Output, conversation_line, stderr, times, token_line
-from chunkweave.cli.corpus import AskedCorpus, TopK, how_many, open_corpus
-from chunkweave.cli.options import DocumentOptions, MethodOptions, ModelOptions, with_blocks
+from chunkweave.cli.corpus import how_many, open_corpus
+from chunkweave.cli.options import MethodOptions, ModelOptions, with_blocks
 from chunkweave.config import ConversationConfig, SamplingParams, StoreConfig
-from chunkweave.errors import ChunkweaveError, UsageError
+from chunkweave.errors import ChunkweaveError
 from chunkweave.models.gguf import BUNDLED_READER
 from chunkweave.types import Chunk
 
@@ -30,14 +30,9 @@ ChunksFor = Callable[[str], Sequence[Chunk]]
 @with_blocks
 def chat(
     *,
-    corpus: AskedCorpus = None,
-    top_k: TopK = None,
-    documents: DocumentOptions,
+    about: AskedOptions,
     model: ModelOptions,
     how: MethodOptions,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy and deterministic.")] = 0.0,
-    system: Annotated[str | None, typer.Option(help="Instruction instead of the template's own.")] = None,
     limits: ConversationConfig,
     store: StoreConfig,
     as_json: Annotated[bool, typer.Option("--json", help="Print each answer as a line of JSON on stdout.")] = False,
@@ -53,20 +48,19 @@ def chat(
     if model.model.model is None and model.model.shape is None:
         model = replace(model, model=replace(model.model, model=BUNDLED_READER))
     engine_options = how.options(store=store, conversations=limits)
-    sampling = SamplingParams(max_new_tokens, temperature)
-    if (corpus is not None and documents.docs) or (corpus is None and top_k is not None):
-        raise UsageError("give either --docs, or --corpus with or without --top-k")
-    read = documents.read(documents.docs or [])
+    documents = about.documents.docs or []
+    about.check(documents)
+    read = about.documents.read(documents)
     with model.open(**engine_options) as engine:
         if model.random_weights:
             stderr().print(f"[yellow]{model.name} has random weights: its text means nothing.[/yellow]")
-        if corpus is not None:
-            chunks_for = _nearest(corpus, top_k)
+        if about.corpus is not None:
+            chunks_for = _nearest(about.corpus, about.top_k)
         else:
-            fixed = documents.chunks(engine, read)
+            fixed = about.documents.chunks(engine, read)
             chunks_for = lambda _: fixed  # noqa: E731
-        conversation = engine.conversation(system=system)
-        turns = list(_hold(conversation, chunks_for, sampling, output))
+        conversation = engine.conversation(system=about.system)
+        turns = list(_hold(conversation, chunks_for, about.sampling, output))
     output.save({"model": model.name, "turns": turns})
 
 
@@ -103,11 +97,7 @@ def _answer(
     sampling: SamplingParams,
     output: Output,
 ) -> dict[str, Any]:
-    answer = None
-    for event in conversation.stream(question, chunks, sampling=sampling):
-        output.show_text(event.text)
-        answer = event.answer
-    assert answer is not None, "the last event of a stream carries the answer"
+    answer = spoken(conversation.stream(question, chunks, sampling=sampling), output)
     output.show_text("\n")
     output.show(token_line(answer.report), conversation_line(answer.report), times(answer.report), "")
     summary = answer_dict(question, answer)

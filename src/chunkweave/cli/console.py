@@ -9,7 +9,7 @@ from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from threading import Event, Thread
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -198,13 +198,13 @@ def times(report: ReuseReport) -> str:
 
 def table_of(
     rows: Iterable[RowT],
-    *columns: tuple[str, Callable[[RowT], str]],
+    *columns: tuple[str, str | Callable[[RowT], str]],
     title: str | None = None,
     caption: str | None = None,
     left: int = 1,
     section: Callable[[RowT], object] = lambda _: None,
 ) -> Table:
-    """One line a row, each column with its heading and what it says of a row.
+    """One line a row, each column with its heading and what it says of a row, which is a text if it names a key.
 
     The first `left` columns are text, the others numbers. A rule ends rows that have a `section` in common.
     """
@@ -213,7 +213,9 @@ def table_of(
         table.add_column(heading, justify="left" if place < left else "right", overflow="fold")
     for _, group in groupby(rows, key=section):
         for row in group:
-            table.add_row(*(cell(row) for _, cell in columns))
+            table.add_row(
+                *(escape(str(cast(Any, row)[cell])) if isinstance(cell, str) else cell(row) for _, cell in columns)
+            )
         table.add_section()
     return table
 

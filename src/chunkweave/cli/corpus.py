@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="List, search and remove the documents of a corpus.")
 
 
-AskedCorpus = Annotated[
-    Path | None,
-    typer.Option("--corpus", help="Folder that `chunkweave ingest` made: its nearest chunks are the documents."),
-]
-
-
 CorpusFolder = Annotated[Path, typer.Argument(metavar="CORPUS", help="Folder that `chunkweave ingest` made.")]
 
 

@@ -33,8 +33,8 @@ from chunkweave.errors import UsageError
 from chunkweave.models.adapters import read_adapter
 from chunkweave.models.gguf import dequantize, dequantized_folder, gguf_file, models_folder
 from chunkweave.models.hub import cache_folder, cached_folder, hub_folder
-from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
-from chunkweave.prompt.documents import Document, read_documents
+from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
+from chunkweave.prompt.documents import Document, SplitConfig, read_documents, split_text
 from chunkweave.settings import Place, Setting, Unit, read, settings_at, settings_of
 from chunkweave.tiers.blobs import without_secrets
 from chunkweave.types import Chunk
@@ -342,7 +342,7 @@ class ModelOptions:
         with status(f"loading {self.name}"):
             _quiet_transformers()
             from chunkweave.engine.engine import Engine
-            from chunkweave.kv.memory import keep_freed_memory
+            from chunkweave.kv.request_cache import keep_freed_memory
             from chunkweave.models.threads import keep_within_cpus
 
             keep_freed_memory()
@@ -469,15 +469,11 @@ class DocumentOptions:
             DocumentError: one is not there, or cannot be read and is not to be left out.
             UsageError: no chunk can have the tokens asked for.
         """
-        from chunkweave.prompt.documents import SplitConfig
-
         SplitConfig(self.chunk_tokens, self.overlap_tokens)  # refused now, not after the model is loaded
         return read_documents(paths, on_error="skip" if self.skip_bad_docs else "raise")
 
     def chunks(self, engine: "Engine", documents: Sequence[Document]) -> list[Chunk]:
         """The chunks of documents in order, bounded in the engine's own tokens."""
-        from chunkweave.prompt.documents import SplitConfig, split_text
-
         tokenizer, config = engine.loaded.tokenizer, SplitConfig(self.chunk_tokens, self.overlap_tokens)
         return [chunk for one in documents for chunk in split_text(one.text, tokenizer, config, source=one.name)]
 
@@ -488,16 +484,6 @@ class OrderOptions:
 
     requests: Annotated[RequestDefaults, Only("order")]
     ordering: OrderingConfig
-
-    def config(self) -> OrderingConfig:
-        """How a free order is chosen.
-
-        Raises:
-            UnknownMethodError: there is no such ordering.
-            UsageError: a threshold below 1.
-        """
-        make_ordering(self.ordering.ordering)
-        return self.ordering
 
     def said(self) -> str:
         """What requests say.

@@ -48,7 +48,7 @@ def profile(
 
     Exit code 1 if a tier could not be measured; the file has the rest then.
     """
-    cache_dir, remote_url = store.cache_dir, store.remote_url
+    cache_dir = store.cache_dir
     if out is None and cache_dir is None:
         raise UsageError("where should the cost model go? Give --cache-dir, or --out FILE")
     if out is not None:
@@ -59,12 +59,15 @@ def profile(
     with model.open() as engine:
         loaded = engine.loaded
     cost = _prefill_times(loaded, cached, new, repeats)
-    tiers = _throughputs(loaded, cache_dir, remote_url, store.codec, segment_tokens, segments)
+    tiers = _throughputs(loaded, store, segment_tokens, segments)
     cost = replace(cost, tier_bytes_per_s=tiers)
     path = out or _default_place(cache_dir, loaded.fingerprint)
-    _save_costs(cost, path)
+    try:
+        cost.save(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
     _show_costs(Output(json), cost, path, model.name)
-    asked = {"disk": cache_dir, "remote": remote_url}
+    asked = {"disk": cache_dir, "remote": store.remote_url}
     if any(place is not None and name not in tiers for name, place in asked.items()):
         raise typer.Exit(1)
 
@@ -82,34 +85,32 @@ def _prefill_times(loaded: "LoadedModel", cached: list[int], new: list[int], rep
 
 
 def _axis(text: str, least: int, option: str) -> list[int]:
-    values = options.numbers(text, option)
-    if any(value != int(value) or value < least for value in values):
+    values = options.whole_numbers(text, option)
+    if min(values) < least:
         raise UsageError(f"{option} takes whole numbers from {least} on, not {text!r}")
-    return sorted({int(value) for value in values})
+    return sorted(set(values))
 
 
-def _throughputs(
-    loaded: "LoadedModel", cache_dir: Path | None, remote_url: str | None, codec: str, tokens: int, segments: int
-) -> dict[str, float]:
+def _throughputs(loaded: "LoadedModel", store: StoreConfig, tokens: int, segments: int) -> dict[str, float]:
     """Bytes of KV per second of each tier asked for; one that fails is reported and left out."""
     from chunkweave.engine.profiling import measure_throughput
 
     measured: dict[str, float] = {}
     geometry, dtype = loaded.model.geometry, loaded.model.dtype
-    try:
-        if cache_dir is not None:
-            with status("measuring the disk"), _scratch_disk(cache_dir, codec) as (tier, forget):
-                measured["disk"] = measure_throughput(
+    tiers: dict[str, tuple[Any, Any]] = {
+        "disk": (store.cache_dir, _scratch_disk),
+        "remote": (store.remote_url, _scratch_remote),
+    }
+    for name, (place, scratch) in tiers.items():
+        if place is None:
+            continue
+        try:
+            with status(f"measuring the {name}"), scratch(place, store.codec) as (tier, forget):
+                measured[name] = measure_throughput(
                     tier, geometry, dtype, tokens=tokens, segments=segments, drop_cache=forget
                 )
-    except OSError as error:
-        stderr().print(f"[red]the disk could not be measured: {escape(str(error))}[/red]")
-    try:
-        if remote_url is not None:
-            with status("measuring the remote"), _scratch_remote(remote_url, codec) as remote:
-                measured["remote"] = measure_throughput(remote, geometry, dtype, tokens=tokens, segments=segments)
-    except OSError as error:
-        stderr().print(f"[red]the remote could not be measured: {escape(str(error))}[/red]")
+        except OSError as error:
+            stderr().print(f"[red]the {name} could not be measured: {escape(str(error))}[/red]")
     return measured
 
 
@@ -130,15 +131,16 @@ def _scratch_disk(cache_dir: Path, codec: str) -> Iterator[tuple[Any, Any]]:
 
 
 @contextmanager
-def _scratch_remote(url: str, codec: str) -> Iterator[Any]:
-    """A tier in the remote under a name that no model has."""
+def _scratch_remote(url: str, codec: str) -> Iterator[tuple[Any, Any]]:
+    """A tier in the remote under a name that no model has; there is nothing to make the system forget."""
     from chunkweave.kv.segment import make_codec
     from chunkweave.tiers.blobs import open_blobs
     from chunkweave.tiers.remote import RemoteTier
 
     blobs = open_blobs(url)
     try:
-        yield RemoteTier(blobs, f"profile-{os.urandom(8).hex()}", codec=make_codec(codec), deadline_s=30.0)
+        name = f"profile-{os.urandom(8).hex()}"
+        yield RemoteTier(blobs, name, codec=make_codec(codec), deadline_s=30.0), lambda _segment: None
     finally:
         blobs.close()
 
@@ -151,20 +153,13 @@ def _default_place(cache_dir: Path | None, fingerprint: str) -> Path:
     return path
 
 
-def _save_costs(cost: CostModel, path: Path) -> None:
-    try:
-        cost.save(path)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
-
-
 def _show_costs(output: Output, cost: CostModel, path: Path, name: str) -> None:
-    table = Table(title=f"{name}: prefill of new tokens behind cached ones", title_justify="left")
-    table.add_column("cached")
-    for new in cost.new_tokens:
-        table.add_column(f"{new} new", justify="right")
-    for cached, row in zip(cost.cached_tokens, cost.prefill_s, strict=True):
-        table.add_row(str(cached), *(seconds(value) for value in row))
+    rows = [
+        {"cached": cached, **{f"{new} new": seconds(value) for new, value in zip(cost.new_tokens, row, strict=True)}}
+        for cached, row in zip(cost.cached_tokens, cost.prefill_s, strict=True)
+    ]
+    title = f"{name}: prefill of new tokens behind cached ones"
+    table = table_of(rows, *((column, column) for column in rows[0]), title=title)
     tiers = [
         f"{tier}: {size(int(speed))} of KV a second, {seconds(cost.load(512, tier))} for 512 tokens"
         for tier, speed in cost.tier_bytes_per_s.items()
@@ -215,7 +210,7 @@ def advise(
 def _devices_table(rows: Sequence[dict[str, Any]], tokens: int, recompute_ratio: float) -> Table:
     return table_of(
         rows,
-        ("device", lambda row: row["device"]),
+        ("device", "device"),
         ("price per GiB-hour", lambda row: f"{row['price_per_gib_hour']:g}"),
         ("loading", lambda row: seconds(row["load_s"])),
         ("recomputing", lambda row: seconds(row["recompute_s"])),

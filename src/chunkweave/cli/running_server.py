@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from chunkweave.cli import console
 from chunkweave.cli.console import Json, Output, size
+from chunkweave.cli.options import with_blocks
 from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.prompt.documents import read_documents
 
@@ -24,11 +26,6 @@ app = typer.Typer(no_args_is_help=True, help="Fill, pin and empty the cache of a
 
 Url = Annotated[str, typer.Argument(help="The server, such as http://127.0.0.1:8000.")]
 Key = Annotated[str | None, typer.Option(help=f"An API key; left out: that in {KEY_VARIABLE}.")]
-Docs = Annotated[
-    list[Path] | None,
-    typer.Option("--docs", help="Text file or folder of them, each file as one document of a request; repeatable."),
-]
-CorpusName = Annotated[str | None, typer.Option("--corpus", help="A corpus of the server's, instead of documents.")]
 
 
 class ServerError(ChunkweaveError):
@@ -52,62 +49,73 @@ def status(url: Url, key: Key = None, json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command()
-def warm(url: Url, docs: Docs = None, corpus: CorpusName = None, key: Key = None, json: Json = False) -> None:
-    """Compute what is not stored of documents, or of a corpus, before somebody asks."""
-    done = _change(url, "warm", docs, corpus, key)
-    _told(f"computed {done['computed']} of {done['chunks']} chunks; the others were there", done, json)
+@dataclass(frozen=True, slots=True)
+class ServedChunks:
+    """Which chunks of which server."""
+
+    url: Url
+    docs: Annotated[
+        list[Path] | None,
+        typer.Option("--docs", help="Text file or folder of them, each file as one document of a request; repeatable."),
+    ] = None
+    corpus: Annotated[str | None, typer.Option(help="A corpus of the server's, instead of documents.")] = None
+    key: Key = None
+    json: Json = False
+
+    def change(self, what: str, line: str, *, everything: bool = False) -> None:
+        """Have the server do it, and show what it answers, for people as `line`.
+
+        Raises:
+            UsageError: neither documents nor a corpus are named, or both.
+            ServerError: the server refuses.
+        """
+        if everything:
+            body: dict[str, Any] = {"everything": True}
+        elif (self.docs is None) == (self.corpus is None):
+            raise UsageError("say what: either --docs or --corpus")
+        elif self.corpus is not None:
+            body = {"corpus": self.corpus}
+        else:
+            body = {"documents": [{"text": one.text, "id": one.name} for one in read_documents(self.docs or [])]}
+        with console.status(f"{what}: waiting for the server"):
+            done = _call(self.url, f"/v1/cache/{what}", self.key, body, timeout_s=_LONG_S)
+        output = Output(self.json)
+        output.show(line.format_map(done))
+        output.finish(done)
 
 
 @app.command()
-def pin(url: Url, docs: Docs = None, corpus: CorpusName = None, key: Key = None, json: Json = False) -> None:
+@with_blocks
+def warm(*, chosen: ServedChunks) -> None:
+    """Compute what is not stored of documents, or of a corpus, before a request needs it."""
+    chosen.change("warm", "computed {computed} of {chunks} chunks; the others were there")
+
+
+@app.command()
+@with_blocks
+def pin(*, chosen: ServedChunks) -> None:
     """Keep what is stored of them from eviction, until it is unpinned or the server ends."""
-    done = _change(url, "pin", docs, corpus, key)
-    _told(f"pinned {done['segments_pinned']} segments of {done['chunks']} chunks", done, json)
+    chosen.change("pin", "pinned {segments_pinned} segments of {chunks} chunks")
 
 
 @app.command()
-def unpin(url: Url, docs: Docs = None, corpus: CorpusName = None, key: Key = None, json: Json = False) -> None:
+@with_blocks
+def unpin(*, chosen: ServedChunks) -> None:
     """Take pins back."""
-    done = _change(url, "unpin", docs, corpus, key)
-    _told(f"unpinned {done['chunks_unpinned']} of {done['chunks']} chunks", done, json)
+    chosen.change("unpin", "unpinned {chunks_unpinned} of {chunks} chunks")
 
 
 @app.command()
+@with_blocks
 def clear(
-    url: Url,
-    docs: Docs = None,
-    corpus: CorpusName = None,
+    *,
+    chosen: ServedChunks,
     everything: Annotated[bool, typer.Option("--all", help="Of all tenants; takes an admin's key.")] = False,
-    key: Key = None,
-    json: Json = False,
 ) -> None:
     """Remove what is stored of them from every tier. Exit code 1 if anything could not be removed."""
-    if everything and (docs or corpus):
+    if everything and (chosen.docs or chosen.corpus):
         raise UsageError("give either --all or what to remove")
-    done = _change(url, "clear", docs, corpus, key, everything=everything)
-    _told(f"removed {done['segments_removed']} segments", done, json)
-
-
-def _told(line: str, done: dict[str, Any], as_json: bool) -> None:
-    output = Output(as_json)
-    output.show(line)
-    output.finish(done)
-
-
-def _change(
-    url: str, what: str, docs: list[Path] | None, corpus: str | None, key: str | None, *, everything: bool = False
-) -> dict[str, Any]:
-    if everything:
-        body: dict[str, Any] = {"everything": True}
-    elif (docs is None) == (corpus is None):
-        raise UsageError("say what: either --docs or --corpus")
-    elif corpus is not None:
-        body = {"corpus": corpus}
-    else:
-        body = {"documents": [{"text": one.text, "id": one.name} for one in read_documents(docs or [])]}
-    with console.status(f"{what}: waiting for the server"):
-        return _call(url, f"/v1/cache/{what}", key, body, timeout_s=_LONG_S)
+    chosen.change("clear", "removed {segments_removed} segments", everything=everything)
 
 
 def _call(

@@ -22,8 +22,8 @@ from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.planning.method_choice import MethodOptions, MethodRequest
 from chunkweave.prompt.request import Request
-from chunkweave.scheduling.fairness import TenantWeights
-from chunkweave.scheduling.queue import BatchingConfig
+from chunkweave.scheduling.budget import BatchingConfig
+from chunkweave.scheduling.queue import TenantWeights
 from chunkweave.types import Chunk
 
 logger = logging.getLogger(__name__)
@@ -156,12 +156,9 @@ class AsyncEngine:
             engine.store.share_by(self._weights.share)
         self._preparer = engine.preparer
         self._checks = engine.shadow_checks
+        self._store = engine.store
         self._core = BatchingCore(
-            engine.preparer,
-            self._config,
-            interrupt=lambda: self._urgent,
-            arrived=lambda: self._arrived,
-            checks=engine.shadow_checks,
+            engine.parts, self._config, interrupt=lambda: self._urgent, arrived=lambda: self._arrived
         )
         self._changed = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
@@ -331,7 +328,7 @@ class AsyncEngine:
             RequestAbortedError: the engine is closed.
         """
         self.between_steps(self._core.check).result()
-        self.between_steps(self._preparer.runner.store.check).result()
+        self.between_steps(self._store.check).result()
 
     def close(self) -> None:
         """End what is under way with `RequestAbortedError` and stop the thread; once is enough."""

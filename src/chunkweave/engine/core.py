@@ -3,22 +3,21 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from chunkweave.conversation.answer import StreamEvent
+from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
 from chunkweave.conversation.report import Durations
 from chunkweave.conversation.turns import TurnUnderWay
 from chunkweave.engine.decode import DecodeState
 from chunkweave.engine.prefill import PrefillJob, PrefillOptions
-from chunkweave.engine.prepare import PreparedRequest, RequestPreparer
 from chunkweave.engine.request_state import RequestState, RequestStatus
-from chunkweave.engine.runner import Decoding
-from chunkweave.engine.scheduler import BatchingStats, Scheduler
+from chunkweave.engine.runner import Decoding, Runner
+from chunkweave.engine.scheduler import BatchingStats, Scheduler, StepGroup
 from chunkweave.engine.shadow import ShadowChecks
-from chunkweave.engine.step_planner import StepGroup
 from chunkweave.errors import (
     ChunkweaveError,
     DeadlineError,
@@ -31,14 +30,23 @@ from chunkweave.errors import (
 from chunkweave.fusion.loop import PassInterrupted
 from chunkweave.kv.segment import SegmentLost
 from chunkweave.planning.plan import KVSource
-from chunkweave.scheduling.queue import BatchingConfig
-from chunkweave.scheduling.waiting import StoredTokens
+from chunkweave.scheduling.budget import BatchingConfig
+from chunkweave.scheduling.queue import StoredTokens
 
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
 _NOTHING = torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CoreParts:
+    """What an engine's step loops work with. Woven answers are offered to `checks`, which outlive a loop."""
+
+    preparer: RequestPreparer
+    runner: Runner
+    checks: ShadowChecks | None = None
 
 
 class BatchingCore:
@@ -58,27 +66,25 @@ class BatchingCore:
 
     def __init__(
         self,
-        preparer: RequestPreparer,
+        parts: CoreParts,
         config: BatchingConfig,
         *,
         clock: Clock = time.perf_counter,
         interrupt: Callable[[], bool] | None = None,
         arrived: Callable[[], Sequence[RequestState]] = tuple,
-        checks: ShadowChecks | None = None,
     ) -> None:
         """Nothing waits yet.
 
         `interrupt` is asked between the layers of a step of requests that yield whether to stop it; of any other step
-        `arrived` is asked for the requests that have come since it began. Woven answers are offered to `checks`, which
-        outlive the core.
+        `arrived` is asked for the requests that have come since it began.
         """
-        self._preparer = preparer
-        self._runner = preparer.runner
+        self._preparer = parts.preparer
+        self._runner = parts.runner
         self._config = config
         self._clock = clock
         self._interrupt = interrupt
         self._arrived = arrived
-        self._checks = checks
+        self._checks = parts.checks
         self._scheduler = Scheduler(StoredTokens(self._runner.store), config, preempting=self._preempting, clock=clock)
         self._planner = self._scheduler.planner
         self.pool = self._scheduler.pool
@@ -351,7 +357,7 @@ class BatchingCore:
             request.decode.go_on_with(prefilled)
             self._advance(request, prefilled.logits)
             return
-        decode = DecodeState(request.prepared, prefilled, self._preparer.loaded.tokenizer, self._runner.store)
+        decode = DecodeState(request.prepared, prefilled, self._preparer.builder.tokenizer, self._runner.store)
         approximate = any(part.kv_source is KVSource.REUSED for part in prefilled.plan.parts)
         request.plan = prefilled.plan if approximate else None
         decode.advance(prefilled.logits)

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from chunkweave.config import SamplingParams
 from chunkweave.conversation.answer import Answer
+from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.conversation.report import Durations, Outcome, PartSource, TokenCounts, build_report
 from chunkweave.conversation.turns import NextTurn, history_after
 from chunkweave.engine.prefill import Prefilled
@@ -17,12 +17,9 @@ from chunkweave.ordering.arrangement import Arranged
 from chunkweave.planning.method_choice import MethodChoice
 from chunkweave.planning.outcome import explain_plan, full_prefill_flops, prefill_flops
 from chunkweave.planning.plan import KVSource
-from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
+from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Geometry, SegmentId
-
-if TYPE_CHECKING:
-    from chunkweave.engine.prepare import PreparedRequest
 
 
 class Sampler:
@@ -104,9 +101,9 @@ class DecodeState:
 
     def __init__(
         self,
-        prepared: "PreparedRequest",
+        prepared: PreparedRequest,
         prefilled: Prefilled,
-        tokenizer: HuggingFaceTokenizer,
+        tokenizer: TextTokenizer,
         store: TieredStore[SegmentSource],
     ) -> None:
         """A request without a token yet.

@@ -1,5 +1,6 @@
 """The public engine: a model, a segment store and a reuse method behind `generate`."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,32 +11,35 @@ from uuid import uuid4
 
 from chunkweave.config import ComputeConfig, ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
 from chunkweave.conversation.answer import Answer, StreamEvent
+from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
 from chunkweave.conversation.registry import Conversations, ConversationState
 from chunkweave.conversation.turns import TurnBuilder
-from chunkweave.engine.core import BatchingCore
-from chunkweave.engine.prepare import PreparedRequest, RequestPreparer, open_chooser, refuse_unknown
+from chunkweave.engine.core import BatchingCore, CoreParts
 from chunkweave.engine.request_state import RequestState
 from chunkweave.engine.runner import Runner
 from chunkweave.engine.shadow import ShadowChecks
-from chunkweave.errors import ConversationEndedError
+from chunkweave.errors import ConversationEndedError, UsageError
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel, load_folder, load_shape
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
-from chunkweave.planning.calibration import CalibrationRecord
+from chunkweave.planning.calibration import CalibrationRecord, Quality, stored_calibration
 from chunkweave.planning.cost import CostModel, stored_cost_model
-from chunkweave.planning.method_choice import MethodOptions, MethodRequest
+from chunkweave.planning.method import make_method
+from chunkweave.planning.method_choice import MethodChooser, MethodOptions, MethodRequest, Why
 from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.prompt.parts import Prompt, neutral_passages
 from chunkweave.prompt.request import Request
 from chunkweave.prompt.template import PromptTemplate, template_for
-from chunkweave.scheduling.queue import BatchingConfig
+from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
 from chunkweave.store.records import segment_id
 from chunkweave.store.shared_folder import require_writable
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Chunk, SegmentId
 from chunkweave.weaving.stores import open_store
+
+logger = logging.getLogger(__name__)
 
 
 class EngineOptions(TypedDict, total=False):
@@ -218,7 +222,7 @@ class Engine:
         make_ordering(ordering.ordering)  # refused now, not after a store is open
         passages = neutral_passages(self._reuse.capture.neutral_file, loaded.folder)
         cache_dir = _cache_dir(store)
-        self._chooser = open_chooser(
+        self._chooser = _open_chooser(
             loaded, MethodRequest.of(method, quality), self._reuse, calibration=calibration, cache_dir=cache_dir
         )
         self._owns_store = not isinstance(store, TieredStore)
@@ -233,16 +237,22 @@ class Engine:
         self.conversations = Conversations(conversations, kept=store.hold, released=store.let_go)
         self.shadow = None if shadow is None else ShadowMonitor(shadow)
         self.shadow_checks = None if self.shadow is None else ShadowChecks(self.runner, self.shadow)
+        context_tokens = loaded.model.geometry.max_positions
         self.preparer = RequestPreparer(
-            loaded,
             self.builder,
-            self.runner,
             self._chooser,
-            Arranger(ordering, store.tree, order=usual_order),
-            TurnBuilder(self.builder, self.conversations, loaded.model.geometry.max_positions),
+            TurnBuilder(self.builder, self.conversations, context_tokens),
+            context_tokens,
+            loaded.model.geometry.num_layers,
             passages,
+            self._reuse.capture.neutral_tokens,
+            usual_order,
+            Arranger(ordering, store.tree),
+            store,
+            cost,
             self.shadow,
         )
+        self.parts = CoreParts(self.preparer, self.runner, self.shadow_checks)
 
     @classmethod
     def load(
@@ -455,13 +465,48 @@ class Engine:
     @contextmanager
     def _core(self, prepared: Sequence[PreparedRequest]) -> Iterator[BatchingCore]:
         """The step loop of one call; at its end, whatever has not ended of `prepared` is given up."""
-        core = BatchingCore(self.preparer, _NO_LIMITS, checks=self.shadow_checks)
+        core = BatchingCore(self.parts, _NO_LIMITS)
         try:
             yield core
         finally:
             core.close()
             for one in prepared:
                 self.preparer.abandon(one)
+
+
+def _open_chooser(
+    loaded: LoadedModel,
+    method_request: MethodRequest,
+    reuse: ReuseConfig,
+    *,
+    calibration: CalibrationRecord | None,
+    cache_dir: Path | None,
+) -> MethodChooser:
+    """What chooses the method of each request for a model; `method_request` is for those that name nothing.
+
+    `reuse` are the settings of a method that is named. `calibration` is the record that quality targets resolve by;
+    None means the one in `cache_dir`, the folder that the engine keeps segments in, beside the model (with an adapter:
+    beside that), or shipped.
+
+    Raises:
+        UnknownMethodError: no such method.
+        UsageError: a record of another model, or a quality target without a record; the message says how to make one.
+    """
+    record = calibration or stored_calibration(cache_dir, loaded.record_folder, loaded.fingerprint)
+    if record is not None and record.fingerprint != loaded.fingerprint:
+        raise UsageError(f"the calibration record is that of {record.model}, not of {loaded.name}")
+    where = f"--shape {loaded.name} --cache-dir DIR" if loaded.folder is None else str(loaded.folder)
+    if loaded.adapter is not None:
+        where += f" --adapter {loaded.adapter}"
+    chooser = MethodChooser(method_request, reuse, record, f"chunkweave calibrate {where}")
+    usual = chooser.choose_usual()
+    make_method(usual.method, usual.reuse)
+    if record is None and usual.why is Why.EXACT:
+        logger.info(
+            "only exact prefixes are reused unless a method is named; `%s` finds out what more is safe",
+            chooser.how_to_calibrate,
+        )
+    return chooser
 
 
 def _cache_dir(store: StoreConfig | TieredStore[SegmentSource] | None) -> Path | None:
@@ -483,7 +528,11 @@ def _refuse_early(options: EngineOptions) -> None:
         UnknownMethodError: no such method.
         UsageError: no such quality, or a cache directory that cannot be written.
     """
-    refuse_unknown(options.get("method"), options.get("quality"))
+    method, quality = options.get("method"), options.get("quality")
+    if method is not None:
+        make_method(method)
+    if quality is not None:
+        Quality.parse(quality)
     _cache_dir(options.get("store"))
 
 

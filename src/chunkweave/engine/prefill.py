@@ -24,8 +24,7 @@ from chunkweave.prompt.parts import Prompt
 from chunkweave.store.index import RequestUse, TieredLease
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId, Span, joined, spans_of
-from chunkweave.weaving.sources import Prefetch, WeavingStore
-from chunkweave.weaving.storing import new_captures, parts_to_keep, segments_of
+from chunkweave.weaving.segments import Prefetch, WeavingStore, new_captures, parts_to_keep, segments_of
 
 logger = logging.getLogger(__name__)
 

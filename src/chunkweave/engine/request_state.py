@@ -1,24 +1,24 @@
-"""A request of the step loop, from its arrival to its end. Imports no torch."""
+"""A request of the step loop, from its arrival to its end, and where it waits. Imports no torch."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from chunkweave.conversation.answer import StreamEvent
+from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.planning.method import reuses_nothing
 from chunkweave.planning.plan import Plan
-from chunkweave.scheduling.queue import Waiting
-from chunkweave.scheduling.waiting import waiting_path
+from chunkweave.scheduling.queue import FairQueue, StoredPrefixes, VirtualTime, Waiting, waiting_path
 from chunkweave.store.index import RequestUse
 from chunkweave.types import ChunkId
 
 if TYPE_CHECKING:  # they import torch
     from chunkweave.engine.decode import DecodeState
     from chunkweave.engine.prefill import PrefillJob
-    from chunkweave.engine.prepare import PreparedRequest
-    from chunkweave.weaving.sources import Prefetch
+    from chunkweave.weaving.segments import Prefetch
 
 Deliver = Callable[[StreamEvent | Exception], None]
 """Takes each event of a request as it comes; the last one has the answer, or is the reason why there is none."""
@@ -42,7 +42,7 @@ class RequestState:
     """
 
     id: int
-    prepared: "PreparedRequest"
+    prepared: PreparedRequest
     deliver: Deliver
     arrived_s: float
     deadline_s: float | None = None
@@ -128,3 +128,97 @@ class RequestState:
         if self.prefetch is not None:
             self.prefetch.close()
             self.prefetch = None
+
+
+Fits = Callable[[RequestState], bool]
+
+_BEHIND_ALL = 1 << 60
+"""Numbers of requests in the background: they are younger than all others."""
+
+
+class RequestQueue:
+    """The tenants' cache-aware queues; behind them speculations, then what is computed in the background, by arrival.
+
+    A speculation that is confirmed takes its place in the queue then, as if it had arrived only now, so speculation
+    never lets a request overtake others. Used by one thread.
+    """
+
+    def __init__(self, tree: StoredPrefixes, time: VirtualTime, *, window: int) -> None:
+        self._queue: FairQueue[RequestState] = FairQueue(tree, time, window=window)
+        self._speculations: dict[int, RequestState] = {}
+        self._background: dict[int, RequestState] = {}
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._speculations) + len(self._background)
+
+    @property
+    def requests(self) -> int:
+        """How many of those that wait are confirmed."""
+        return len(self._queue)
+
+    def add(self, request: RequestState) -> None:
+        """Let a request wait, and give it its number."""
+        request.number = next(self._numbers) + (_BEHIND_ALL if request.background else 0)
+        if request.yields:
+            self._yielding(request)[request.number] = request
+        else:
+            queue = self._queue.of(request.tenant)
+            request.place = queue.submit(request, request.path, len(request.prepared.prompt))
+
+    def put_back(self, request: RequestState) -> None:
+        """Let a request that was taken out wait again in its old place."""
+        if request.yields:
+            self._yielding(request)[request.number] = request
+        else:
+            assert request.place is not None, "it had a place in the queue"
+            self._queue.of(request.tenant).put_back(request.place)
+
+    def confirm(self, request: RequestState) -> None:
+        """A speculation becomes a request like others, whether it waits or runs."""
+        waits = self._speculations.pop(request.number, None) is not None
+        request.speculative = False
+        if waits:
+            self.add(request)
+        else:
+            queue = self._queue.of(request.tenant)
+            request.place = queue.place(request, request.path, len(request.prepared.prompt))
+            request.number = next(self._numbers)
+
+    def remove(self, request: RequestState) -> None:
+        """A request is given up; one that does not wait is left alone."""
+        if request.yields:
+            self._yielding(request).pop(request.number, None)
+        else:
+            self._queue.of(request.tenant).remove(request)
+
+    def forget(self, tenant: str) -> None:
+        """A tenant has nothing under way any more that is confirmed."""
+        self._queue.forget(tenant)
+
+    def pop(self, fits: Fits, promised: Mapping[str, float], may: Callable[[str], bool]) -> RequestState | None:
+        """Take out the confirmed request that is served next among those that fit; see `FairQueue.pop`."""
+        place = self._queue.pop(lambda one: fits(one.request), promised, may)
+        return None if place is None else place.request
+
+    def pop_yielding(self, fits: Fits) -> RequestState | None:
+        """Take out the oldest speculation, or else what waits longest in the background, if no confirmed request waits.
+
+        None also if that does not fit.
+        """
+        waiting = self._speculations or self._background
+        oldest = min(waiting, default=None)
+        if oldest is None or len(self._queue) or not fits(waiting[oldest]):
+            return None
+        return waiting.pop(oldest)
+
+    def next(self, count: int) -> list[RequestState]:
+        """The confirmed requests that would be served next now."""
+        return [place.request for place in self._queue.next(count)]
+
+    def close(self) -> None:
+        """Follow the tree no longer; the queue is of no use afterwards."""
+        self._queue.close()
+
+    def _yielding(self, request: RequestState) -> dict[int, RequestState]:
+        return self._background if request.background else self._speculations

@@ -10,7 +10,6 @@ import torch
 
 from chunkweave.config import CaptureConfig, ComputeConfig
 from chunkweave.engine.prefill import LayeredPass, PrefillContext, Prefilled, PrefillJob, PrefillOptions
-from chunkweave.errors import PromptTooLongError
 from chunkweave.fusion.loop import LoopTimes, PassInterrupted, PassRun
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import RequestCache
@@ -27,8 +26,7 @@ from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import host_memory_for, streams_of
 from chunkweave.tiers.preload import LoadOrder
 from chunkweave.types import SegmentId
-from chunkweave.weaving.sources import Prefetch, WeavingStore
-from chunkweave.weaving.storing import segments_of
+from chunkweave.weaving.segments import Prefetch, WeavingStore, segments_of
 
 if TYPE_CHECKING:  # it imports Triton, which need not be there
     from chunkweave.fusion.graphed_decode import GraphedDecode
@@ -87,14 +85,7 @@ class Runner:
         Raises:
             PromptTooLongError: it leaves none; the message says how long the prompt and its longest part are.
         """
-        limit = self.model.geometry.max_positions
-        if len(prompt) >= limit:
-            longest = max(prompt.parts, key=len)
-            raise PromptTooLongError(
-                f"the prompt has {len(prompt)} tokens (its longest part, {longest.source or longest.kind}, "
-                f"has {len(longest)}), but the model's context is {limit}; send fewer or smaller chunks"
-            )
-        return limit - len(prompt)
+        return prompt.room_in(self.model.geometry.max_positions)
 
     @torch.inference_mode()
     def prefill(

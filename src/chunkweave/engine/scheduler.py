@@ -1,142 +1,194 @@
 """Decides which requests wait and run, which are preempted, and what a step runs. The core computes.
 
-Imports no torch.
+Between two tokens of an answer others' prefills run for `step_time_s` at most. And of several tenants none is slowed by
+others' work more than if the machine were divided by weight: a step that a tenant's answers wait for takes no longer
+than they take alone, divided by the tenant's share. That holds against tenants that were served more. Imports no torch.
 """
 
-import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
+from sys import maxsize
 
-from chunkweave.engine.request_state import RequestState, RequestStatus
-from chunkweave.engine.step_planner import StepGroup, StepPlanner
-from chunkweave.errors import StoreError, UsageError
-from chunkweave.scheduling.fairness import DECODED_COST, FairQueue, TenantWeights, VirtualTime
-from chunkweave.scheduling.queue import BatchingConfig, StoredPrefixes, TokenBudget
+from chunkweave.engine.request_state import RequestQueue, RequestState, RequestStatus
+from chunkweave.errors import StoreError
+from chunkweave.scheduling.budget import LEAST_TOKENS, BatchingConfig, BlockPool, Prefilling, StepPace, TokenBudget
+from chunkweave.scheduling.queue import DECODED_COST, StoredPrefixes, TenantWeights, VirtualTime
+
+_LEAST_SHARE = 1 / 8
+"""What prefills get at least of the time in which the answers beside them decode, so that they come to an end."""
+
+_LONGEST_S = 1.0
+"""How long a request that decodes waits at most for answers of tenants that were served less."""
 
 
-class BlockPool:
-    """Limits how much KV memory requests may hold. It counts blocks; the memory itself belongs to the requests' caches.
+@dataclass(frozen=True, slots=True, eq=False)
+class StepGroup:
+    """Requests that share one run through the layers: those that decode, and so many tokens of some prefills.
 
-    Owned by one thread. An owner reserves before it allocates, and frees its memory before it releases; only the pool
-    changes its `blocks`. What no owner needs may be lent to one borrower, who gives it up once an owner needs it.
+    One prefill goes `by_layers`, alone, if it is still read, or was left between two layers since it held answers for
+    too long: as many as the work of so many tokens allows.
     """
 
-    def __init__(self, blocks: int, block_tokens: int) -> None:
-        """A pool of `blocks`, each the KV of `block_tokens` tokens through all layers.
-
-        Raises:
-            UsageError: no blocks, or blocks of no tokens.
-        """
-        if blocks < 1 or block_tokens < 1:
-            raise UsageError(f"a pool needs at least one block ({blocks}) of at least one token ({block_tokens})")
-        self.blocks = blocks
-        self.block_tokens = block_tokens
-        self._reserved = 0
-        self._lent = 0
-        self._take_back: Callable[[], None] | None = None
+    decoding: Sequence[RequestState]
+    pieces: Sequence[tuple[RequestState, int]]
+    by_layers: bool = False
 
     @property
-    def tokens(self) -> int:
-        """Most tokens that all requests together may hold."""
-        return self.blocks * self.block_tokens
+    def requests(self) -> list[RequestState]:
+        """All requests of the group."""
+        return [*self.decoding, *(request for request, _ in self.pieces)]
+
+
+class StepPlanner:
+    """Shares out steps, and learns from them how much work fits into the time that answers may be held.
+
+    Used by one thread, which says what each step has done.
+    """
+
+    def __init__(
+        self, shares: VirtualTime, step_time_s: float | None, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`shares` says whose turn it is. Without `step_time_s` a prefill holds answers for a step of any length."""
+        self.pace = StepPace()
+        self._shares = shares
+        self._step_time_s = inf if step_time_s is None else step_time_s
+        self._clock = clock
+        self._answering: Counter[str] = Counter()
+        self._decoding_s = 0.0
+        self._decoded_s: float | None = None  # when the last step of answers ended, if there are any
+        self._credit_s = 0.0
+        self._limited: frozenset[RequestState] = frozenset()  # of this step's prefills those that it is for
+
+    def begin(self, requests: Sequence[RequestState]) -> None:
+        """A step is made of `requests`, which are then shared out."""
+        self._answering = Counter(request.tenant for request in requests if request.job is None)
+        if not self._answering:
+            self._decoded_s = None
+        elif self._decoded_s is None:
+            self._decoded_s = self._clock()
+        self._add_credit([request for request in requests if request.job is not None])
+
+    def share(self, requests: Sequence[RequestState], budget: TokenBudget) -> list[StepGroup]:
+        """What of `requests` goes into a step, together or by layers; notes in each prefill if it was passed over.
+
+        All of it shares one budget. Prefills none of whose layers has come in wait, and are not passed over.
+        """
+        decoding = self._next_tokens([request for request in requests if request.job is None])
+        self._decoding_s = self.pace.decoding_s(len(decoding))
+        seen, by_layers, prefilling = [], set[int](), {}
+        jobs = [(request, request.job) for request in requests if request.job is not None]
+        for request, job in jobs:
+            layers, next_tokens = job.layers_ready, job.next_tokens
+            if layers == 0:
+                continue
+            most = self._most_tokens(request, by_layers=layers is not None)
+            if layers is not None:
+                by_layers.add(request.number)
+                next_tokens = job.tokens_through(layers)
+            prefilling[request.number] = request
+            seen.append(
+                Prefilling(
+                    request.number,
+                    next_tokens,
+                    job.remaining_tokens,
+                    layers is not None or job.can_be_cut,
+                    request.passed_over,
+                    request.background,
+                    self._shares.of(request.tenant),
+                    self._shares.under_way(request.tenant) == 1,
+                    most,
+                )
+            )
+        pieces = {piece.number: piece.tokens for piece in budget.pieces(len(decoding), seen)}
+        whole: list[tuple[RequestState, int]] = []
+        layered: list[tuple[RequestState, int]] = []
+        for number, request in prefilling.items():
+            request.passed_over = 0 if number in pieces else request.passed_over + 1
+            if number in pieces:
+                (layered if number in by_layers else whole).append((request, pieces[number]))
+        together = [StepGroup(decoding, whole)] if decoding or whole else []
+        return [*together, *(StepGroup((), [piece], by_layers=True) for piece in layered)]
 
     @property
-    def reserved(self) -> int:
-        """Blocks that owners hold now; those lent are free."""
-        return self._reserved
+    def holds(self) -> bool:
+        """Whether there are answers, which the step holds."""
+        return self._decoded_s is not None
 
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` take."""
-        return -(-tokens // self.block_tokens)
-
-    def fits(self, tokens: int, *, without: Iterable[RequestState] = ()) -> bool:
-        """Whether a new owner could reserve so much now, or if the owners `without` were gone."""
-        return self.blocks_for(tokens) <= self.blocks - self._reserved + sum(owner.blocks for owner in without)
-
-    def reserve(self, owner: RequestState, tokens: int) -> bool:
-        """Give a new `owner` the blocks for `tokens`; False, and nothing, if there are too few.
-
-        Raises:
-            UsageError: it has some already.
-        """
-        if owner.blocks:
-            raise UsageError(f"{owner!r} holds blocks already; let it grow instead")
-        return self._grow(owner, tokens)
-
-    def grow(self, owner: RequestState, tokens: int) -> bool:
-        """Let `owner` have at least the blocks for `tokens`; False, and nothing more, if there are too few.
-
-        Raises:
-            UsageError: it has reserved nothing.
-        """
-        self._check_owner(owner)
-        return self._grow(owner, tokens)
-
-    def lend(self, tokens: int, take_back: Callable[[], None]) -> bool:
-        """Lend the blocks for `tokens`, until `give_back` or until an owner needs them; False, and nothing, if too few.
-
-        `take_back` is called in the latter case: the borrower's memory must be free when it returns. For owners the
-        blocks count as free all the time.
-
-        Raises:
-            UsageError: some are lent already.
-        """
-        if self._take_back is not None:
-            raise UsageError("the pool lends to one borrower at a time")
-        if not self.fits(tokens):
+    def late(self, part_done: float = 0.0) -> bool:
+        """Whether prefills have held answers for long enough, if of their next tokens that part is computed."""
+        if self._decoded_s is None:
             return False
-        self._lent, self._take_back = self.blocks_for(tokens), take_back
-        return True
+        return self._clock() - part_done * self._decoding_s >= self._decoded_s + self._step_time_s
 
-    def give_back(self) -> None:
-        """The borrower needs its blocks no more; without a loan nothing happens."""
-        self._lent, self._take_back = 0, None
+    def ran(self, group: StepGroup, since_s: float) -> None:
+        """A step that `holds` answers has run what `group` says, since then."""
+        now = self._clock()
+        tokens, seconds = sum(tokens for _, tokens in group.pieces), now - since_s
+        if group.decoding:
+            for request in group.decoding:
+                request.last_token_s = now
+            self._decoded_s = now
+            if not tokens:
+                self.pace.decoded(len(group.decoding), seconds)
+            seconds -= self._decoding_s
+        if tokens:
+            self.pace.prefilled(tokens, seconds, by_layers=group.by_layers)
+            if any(request in self._limited for request, _ in group.pieces):
+                self._credit_s -= max(0.0, seconds)
 
-    def capacity(self, owner: RequestState) -> int:
-        """Tokens that the blocks of `owner` hold."""
-        return owner.blocks * self.block_tokens
+    def _next_tokens(self, answers: Sequence[RequestState]) -> list[RequestState]:
+        """The requests that decode in this step: in turns, those of tenants that were served more as far as is fair.
 
-    def release(self, owner: RequestState) -> None:
-        """Take all blocks of `owner` back.
-
-        Raises:
-            UsageError: it has reserved nothing.
+        The one that waits longest does after `step_time_s`, or after `_LONGEST_S`, whatever is fair.
         """
-        self._check_owner(owner)
-        self._reserved -= owner.blocks
-        owner.blocks = 0
+        chosen: list[RequestState] = []
+        now, wait_s = self._clock(), min(self._step_time_s, _LONGEST_S)
+        longest = min(answers, key=lambda one: one.last_token_s, default=None)
+        for one in sorted(answers, key=lambda one: (self._shares.of(one.tenant), one.last_token_s)):
+            waits_s = now - one.last_token_s
+            fits = self.pace.decoding_s(len(chosen) + 1) <= self._fair_s(one)
+            if fits or (one is longest and waits_s >= wait_s):
+                chosen.append(one)
+        return chosen
 
-    def check(self, owners: Iterable[RequestState] = ()) -> None:
-        """Audit the counts; `owners` are all who may hold some.
+    def _fair_s(self, request: RequestState) -> float:
+        """Longest step that a request may be in, for the answers of other tenants that were served less."""
+        least = inf
+        for tenant, requests in self._answering.items():
+            served_less = request.background or self._shares.of(tenant) < self._shares.of(request.tenant)
+            alone_s = self.pace.decoding_s(requests)
+            if tenant != request.tenant and served_less and alone_s:
+                least = min(least, alone_s / self._shares.share(tenant))
+        return least
 
-        Raises:
-            StoreError: they do not add up.
+    def _add_credit(self, prefilling: Sequence[RequestState]) -> None:
+        """Let prefills have this step's part of the time that is fair, or what is left of it after what they overdrew.
+
+        A pass that cannot be cut takes one layer at least, however long that is, and pauses for it afterwards.
         """
-        held = sum(owner.blocks for owner in owners)
-        if self._reserved != held or not 0 <= self._reserved <= self.blocks:
-            raise StoreError(f"{self._reserved} of {self.blocks} blocks are reserved, but owners hold {held}")
-        if self._reserved + self._lent > self.blocks:
-            raise StoreError(f"{self._lent} blocks are lent, but owners need {self._reserved} of {self.blocks}")
+        fair = {request: self._fair_s(request) for request in prefilling}
+        self._limited = frozenset(request for request, fair_s in fair.items() if isfinite(fair_s))
+        fair_s = max((fair[request] for request in self._limited), default=0.0)
+        more_s = max(fair_s - self._decoding_s, _LEAST_SHARE * self._decoding_s)
+        self._credit_s = min(more_s, self._credit_s + more_s)
 
-    def _grow(self, owner: RequestState, tokens: int) -> bool:
-        more = self.blocks_for(tokens) - owner.blocks
-        if more > self.blocks - self._reserved:
-            return False
-        if self._take_back is not None and more > self.blocks - self._reserved - self._lent:
-            self._take_back()
-            self.give_back()
-        if more > 0:
-            owner.blocks += more
-            self._reserved += more
-        return True
-
-    def _check_owner(self, owner: RequestState) -> None:
-        if not owner.blocks:
-            raise UsageError(f"{owner!r} holds no blocks")
-
-
-Fits = Callable[[RequestState], bool]
+    def _most_tokens(self, request: RequestState, *, by_layers: bool) -> int:
+        """Tokens that all prefills together may have with this one among them."""
+        if self._decoded_s is None:
+            return maxsize
+        if self.pace.stale:
+            return 0
+        seconds = self._decoded_s + self._step_time_s - self._clock()
+        if request in self._limited:
+            if self._credit_s <= 0:
+                return 0
+            seconds = min(seconds, self._credit_s)
+        if not isfinite(seconds):
+            return maxsize
+        return max(LEAST_TOKENS, self.pace.tokens_within(seconds, by_layers=by_layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,99 +222,8 @@ class BatchingStats:
     prefetched_bytes: int = 0
 
 
-class RequestQueue:
-    """The tenants' cache-aware queues; behind them speculations, then what is computed in the background, by arrival.
-
-    A speculation that is confirmed takes its place in the queue then, as if it had arrived only now, so speculation
-    never lets a request overtake others. Used by one thread.
-    """
-
-    def __init__(self, tree: StoredPrefixes, time: VirtualTime, *, window: int) -> None:
-        self._queue: FairQueue[RequestState] = FairQueue(tree, time, window=window)
-        self._speculations: dict[int, RequestState] = {}
-        self._background: dict[int, RequestState] = {}
-        self._numbers = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._queue) + len(self._speculations) + len(self._background)
-
-    @property
-    def requests(self) -> int:
-        """How many of those that wait are confirmed."""
-        return len(self._queue)
-
-    def add(self, request: RequestState) -> None:
-        """Let a request wait, and give it its number."""
-        request.number = next(self._numbers) + (_BEHIND_ALL if request.background else 0)
-        if request.yields:
-            self._yielding(request)[request.number] = request
-        else:
-            queue = self._queue.of(request.tenant)
-            request.place = queue.submit(request, request.path, len(request.prepared.prompt))
-
-    def put_back(self, request: RequestState) -> None:
-        """Let a request that was taken out wait again in its old place."""
-        if request.yields:
-            self._yielding(request)[request.number] = request
-        else:
-            assert request.place is not None, "it had a place in the queue"
-            self._queue.of(request.tenant).put_back(request.place)
-
-    def confirm(self, request: RequestState) -> None:
-        """A speculation becomes a request like others, whether it waits or runs."""
-        waits = self._speculations.pop(request.number, None) is not None
-        request.speculative = False
-        if waits:
-            self.add(request)
-        else:
-            queue = self._queue.of(request.tenant)
-            request.place = queue.place(request, request.path, len(request.prepared.prompt))
-            request.number = next(self._numbers)
-
-    def remove(self, request: RequestState) -> None:
-        """A request is given up; one that does not wait is left alone."""
-        if request.yields:
-            self._yielding(request).pop(request.number, None)
-        else:
-            self._queue.of(request.tenant).remove(request)
-
-    def forget(self, tenant: str) -> None:
-        """A tenant has nothing under way any more that is confirmed."""
-        self._queue.forget(tenant)
-
-    def pop(self, fits: Fits, promised: Mapping[str, float], may: Callable[[str], bool]) -> RequestState | None:
-        """Take out the confirmed request that is served next among those that fit; see `FairQueue.pop`."""
-        place = self._queue.pop(lambda one: fits(one.request), promised, may)
-        return None if place is None else place.request
-
-    def pop_yielding(self, fits: Fits) -> RequestState | None:
-        """Take out the oldest speculation, or else what waits longest in the background, if no confirmed request waits.
-
-        None also if that does not fit.
-        """
-        waiting = self._speculations or self._background
-        oldest = min(waiting, default=None)
-        if oldest is None or len(self._queue) or not fits(waiting[oldest]):
-            return None
-        return waiting.pop(oldest)
-
-    def next(self, count: int) -> list[RequestState]:
-        """The confirmed requests that would be served next now."""
-        return [place.request for place in self._queue.next(count)]
-
-    def close(self) -> None:
-        """Follow the tree no longer; the queue is of no use afterwards."""
-        self._queue.close()
-
-    def _yielding(self, request: RequestState) -> dict[int, RequestState]:
-        return self._background if request.background else self._speculations
-
-
 _BURST_STEPS = 16
 """Steps of which a tenant that asks seldom may have all tokens before it takes turns: a few prompts with answers."""
-
-_BEHIND_ALL = 1 << 60
-"""Numbers of requests in the background: they are younger than all others."""
 
 
 class Scheduler:

@@ -10,10 +10,10 @@ from chunkweave.config import ReuseConfig
 from chunkweave.engine.decode import DecodeState
 from chunkweave.engine.prefill import Prefilled, PrefillOptions
 from chunkweave.engine.runner import Runner
-from chunkweave.engine.scheduler import BlockPool
 from chunkweave.planning.methods.positional import FullPrefill
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt
+from chunkweave.scheduling.budget import BlockPool
 from chunkweave.scheduling.shadow import Divergence, ShadowMonitor
 from chunkweave.store.index import look_up
 

@@ -8,7 +8,7 @@ from math import ceil
 import torch
 
 from chunkweave.config import CaptureConfig, Combine
-from chunkweave.kv.memory import segment_memory
+from chunkweave.kv.request_cache import segment_memory
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.models.attention import ALONE, KeyParts, Measured, Ranks
 from chunkweave.models.attention_mass import AttentionMeter

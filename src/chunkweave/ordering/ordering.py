@@ -11,7 +11,7 @@ from typing import Protocol
 
 from chunkweave.errors import UsageError
 from chunkweave.plugins import ORDERINGS
-from chunkweave.settings import SERVERS, Place, configuration, setting
+from chunkweave.settings import PROGRAMS, SERVERS, Place, configuration, setting
 from chunkweave.store.prefix_trie import TreePlace
 from chunkweave.types import ChunkId
 
@@ -37,12 +37,11 @@ class ChunkOrder(StrEnum):
             raise UsageError(f"unknown order {text!r}; there are: {', '.join(cls)}") from None
 
 
-_ARRANGED = SERVERS | {Place.COMMANDS}
 _EVERY_PATH = {Place.COMMANDS: None, Place.ENGINE: None, Place.VLLM: None}
 """Commands and servers keep every exact path: a command counts its own few questions only."""
 
 
-@configuration(_ARRANGED)
+@configuration(PROGRAMS)
 @dataclass(frozen=True, slots=True)
 class OrderingConfig:
     """How requests of free order are arranged (CRAFT §4), and what is promoted.
@@ -82,6 +81,9 @@ class OrderingConfig:
         defaults={Place.COMMANDS: None},
         least=1,
     )
+
+    def __post_init__(self) -> None:
+        make_ordering(self.ordering)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,10 @@
 """From reports to what is drawn: a prompt and its time as bars, shares by kind, and what full prefill would take."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from chunkweave.metrics import ChunkReport, ReuseReport
+from chunkweave.metrics import TOKEN_SOURCES, ChunkReport, ReuseReport
 from chunkweave.types import Span
-
-KINDS = ("prefix-exact", "reused", "recomputed", "computed")
-"""What became of a token, in the order in which they are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +83,10 @@ _CELLS = 800
 """About as many can be told apart on a screen."""
 
 
-def share_of_kinds(reports: Iterable[ReuseReport]) -> dict[str, float]:
-    """Which share of all prompts' tokens became what, by `KINDS`; all 0 without a prompt."""
-    tokens = dict.fromkeys(KINDS, 0)
-    for report in reports:
-        for kind, of_kind in zip(KINDS, kind_tokens(report), strict=True):
-            tokens[kind] += of_kind
-    total = sum(tokens.values())
-    return {kind: of_kind / total if total else 0.0 for kind, of_kind in tokens.items()}
-
-
-def kind_tokens(report: ReuseReport) -> tuple[int, int, int, int]:
-    """Tokens of a prompt by `KINDS`."""
-    return report.prefix_exact_tokens, report.reused_tokens, report.recomputed_tokens, report.computed_tokens
+def share_of_kinds(reports: Sequence[ReuseReport]) -> dict[str, float]:
+    """Which share of all prompts' tokens became what, by `TOKEN_SOURCES`; all 0 without a prompt."""
+    total = max(1, sum(report.prompt_tokens for report in reports))
+    return {kind: sum(report.tokens_by_source[kind] for report in reports) / total for kind in TOKEN_SOURCES}
 
 
 def share_of_tiers(reports: Iterable[ReuseReport]) -> dict[str, float]:

@@ -95,7 +95,7 @@ class PromptBuilder:
         cache_tokens: int = 500_000,
         cache: TokenCache | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._template = template
         self._fingerprint = fingerprint
         self._cache = TokenCache(cache_tokens) if cache is None else cache
@@ -115,7 +115,7 @@ class PromptBuilder:
         """
         if template.chunk_format != self._template.chunk_format:
             raise UsageError("both templates have to write chunks alike")
-        return PromptBuilder(self._tokenizer, template, fingerprint, cache=self._cache)
+        return PromptBuilder(self.tokenizer, template, fingerprint, cache=self._cache)
 
     def build(
         self,
@@ -275,7 +275,7 @@ class PromptBuilder:
 
     def answer_ids(self, answer: str) -> tuple[int, ...]:
         """An answer as the model would write it behind a prompt, without the token that ends it."""
-        return tuple(self._tokenizer.encode(answer if self._tail_ids else f" {answer}"))
+        return tuple(self.tokenizer.encode(answer if self._tail_ids else f" {answer}"))
 
     @cached_property
     def turn_break_ids(self) -> tuple[int, ...]:
@@ -286,7 +286,7 @@ class PromptBuilder:
         """
         text = self._template.turn_break
         if text is None:
-            return self._tokenizer.end_ids
+            return self.tokenizer.end_ids
         if not text:
             raise UsageError("the model's chat template takes no second turn: it cannot hold a conversation")
         return self._rendered_ids(Rendered(text, self._template.ordinary.turn_break))
@@ -309,7 +309,7 @@ class PromptBuilder:
             return _counted(self._stored(PartKind.TURN, turn.token_ids, cache_salt), limit)
         asked = self._question(question, "an earlier question", limit)
         if limit is not None:
-            limit.check(self._tokenizer, answer, "an earlier answer")
+            limit.check(self.tokenizer, answer, "an earlier answer")
         return _counted(self.turn_part(asked, self.answer_ids(answer.strip()), cache_salt=cache_salt), limit)
 
     def _question(
@@ -321,7 +321,7 @@ class PromptBuilder:
         if behind is None:
             return PromptPart(PartKind.QUESTION, (*text_ids, *self._tail_ids))
         if limit is not None:
-            limit.check(self._tokenizer, behind.text, f"what follows {which}")
+            limit.check(self.tokenizer, behind.text, f"what follows {which}")
         return PromptPart(PartKind.QUESTION, (*text_ids, *self._rendered_ids(behind)))
 
     def _stored(self, kind: PartKind, token_ids: tuple[int, ...], cache_salt: str, source: str = "") -> PromptPart:
@@ -335,12 +335,12 @@ class PromptBuilder:
         return token_ids
 
     def _rendered_ids(self, rendered: Rendered) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(rendered.text, control_tokens=True, ordinary=rendered.ordinary))
+        return tuple(self.tokenizer.encode(rendered.text, control_tokens=True, ordinary=rendered.ordinary))
 
     def _encode(self, text: str, what: str, limit: PromptLimit | None) -> list[int]:
         if limit is not None:
-            limit.check(self._tokenizer, text, what)
-        return self._tokenizer.encode(text)
+            limit.check(self.tokenizer, text, what)
+        return self.tokenizer.encode(text)
 
 
 def _counted(part: PromptPart, limit: PromptLimit | None) -> PromptPart:

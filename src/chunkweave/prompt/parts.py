@@ -15,7 +15,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from chunkweave.errors import UsageError
+from chunkweave.errors import PromptTooLongError, UsageError
 from chunkweave.types import ChunkId, Context, Span
 
 
@@ -88,6 +88,20 @@ class Prompt:
     def turn_tokens(self) -> int:
         """Tokens of earlier turns."""
         return sum(len(part) for part in self.parts if part.kind is PartKind.TURN)
+
+    def room_in(self, context_tokens: int) -> int:
+        """How many tokens a context of so many leaves for the answer.
+
+        Raises:
+            PromptTooLongError: it leaves none; the message says how long the prompt and its longest part are.
+        """
+        if len(self) >= context_tokens:
+            longest = max(self.parts, key=len)
+            raise PromptTooLongError(
+                f"the prompt has {len(self)} tokens (its longest part, {longest.source or longest.kind}, "
+                f"has {len(longest)}), but the model's context is {context_tokens}; send fewer or smaller chunks"
+            )
+        return context_tokens - len(self)
 
     def spans(self) -> tuple[Span, ...]:
         """The positions of each part."""

@@ -1,17 +1,21 @@
-"""How much a batching engine takes on: which waiting request is next (RAGCache §5.2), and what one step takes in."""
+"""Which request is served next: of the tenant that was served least, the one of which most is cached. Imports no torch.
+
+Among tenants, VTC of "Fairness in Serving Large Language Models" (OSDI 2024): virtual time is tokens computed, divided
+by the weight. They count as they are computed, and cached ones not at all. What a tenant is already promised is added
+where the next request is chosen, so that one tenant does not get all places that are free at a time. Within a tenant,
+the cache-aware order of RAGCache §5.2.
+"""
 
 import heapq
 from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
-from sys import maxsize
-from typing import Generic, Protocol, TypeVar
+from math import isfinite
+from typing import Generic, Protocol, Self, TypeVar
 
 from chunkweave.errors import QueueFullError, UsageError
-from chunkweave.settings import SERVERS, Place, Unit, configuration, setting
-from chunkweave.store.prefix_trie import PrefixWatch
+from chunkweave.store.prefix_trie import KnowledgeTree, PrefixWatch
 from chunkweave.types import ChunkId
 
 RequestT = TypeVar("RequestT", bound=Hashable)
@@ -243,179 +247,260 @@ class CacheAwareQueue(Generic[RequestT]):
         return found
 
 
-_TAIL = 8
-"""A step may be longer by this part if it ends a pass so: by itself the end would read all weights for few tokens."""
+Path = tuple[ChunkId, ...]
+Listener = Callable[[Path], None]
 
-DEFAULT_PATIENCE = 4
-"""Steps that a prefill is passed over at most before it goes first; few, since a step may last a second."""
+WEAVES = ChunkId("weaves")
+"""Stands before the path of a waiting request that weaves: no id of a chunk has fewer than 32 characters."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilling:
-    """A request that is being prefilled, as a budget sees it.
+def waiting_path(path: Sequence[ChunkId], *, weaves: bool, recomputed: float = 0.0) -> Path:
+    """A prompt's path as it enters a queue over `StoredTokens`, or over what a replica holds.
 
-    `number` is its place in the order of arrival. The next pass has `next_tokens`, all passes that are left
-    `remaining_tokens`; one that cannot be cut goes whole. `passed_over` is how many steps in a row it got nothing. One
-    in the `background` takes what the others leave. `due` is how much its tenant was served (`VirtualTime`), `lone`
-    whether that has no other request. It is in the step only while all its prefills have at most `most_tokens`.
+    Of a request that weaves, about the share `recomputed` of the chunks that it reuses is computed again.
+    """
+    return (WEAVES, ChunkId(f"{recomputed:.3g}"), *path) if weaves else tuple(path)
+
+
+def share_reused(path: Sequence[ChunkId]) -> float:
+    """Of the path of a request that weaves, the share of reused chunks that is not computed again."""
+    return 1.0 - float(path[1])
+
+
+class ChunkStore(Protocol):
+    """What is asked of a hierarchy of tiers."""
+
+    tree: KnowledgeTree[ChunkId]
+
+    def chunk_tokens(self, chunk: ChunkId) -> int:
+        """Tokens of a chunk of which a segment is stored in any context; 0 if none is."""
+
+
+class StoredTokens:
+    """How many tokens of a waiting request need not be computed, for a `CacheAwareQueue` over a store.
+
+    Paths are those of `waiting_path`: of an exact request the longest exact prefix counts, of one that weaves also
+    every other chunk that is stored in any context, but for the share that is computed again. Thread-safe.
     """
 
-    number: int
-    next_tokens: int
-    remaining_tokens: int
-    can_be_cut: bool
-    passed_over: int = 0
-    background: bool = False
-    due: float = 0.0
-    lone: bool = False
-    most_tokens: int = maxsize
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+        self._tellers: dict[Listener, Listener] = {}
+
+    def stored_tokens(self, keys: Sequence[ChunkId]) -> int:
+        """Of a waiting path, the tokens that need not be computed."""
+        if not keys or keys[0] != WEAVES:
+            return self._store.tree.stored_tokens(keys)
+        path = keys[2:]
+        exact = self._store.tree.match(path)
+        woven = sum(map(self._store.chunk_tokens, path[exact.nodes :]))
+        return exact.tokens + int(share_reused(keys) * woven)
+
+    def subscribe(self, listener: Listener) -> None:
+        """Call `listener` with each path that came or went, and with the beginning of all paths that weave."""
+
+        def tell(path: Path) -> None:
+            listener(path)
+            listener((WEAVES,))
+
+        self._tellers[listener] = tell
+        self._store.tree.subscribe(tell)
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Call `listener` no more."""
+        self._store.tree.unsubscribe(self._tellers.pop(listener))
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """So many `tokens` of the prefill of request `number`."""
-
-    number: int
-    tokens: int
+DECODED_COST = 2.0
+"""What a generated token costs at least, if one of a prefill costs 1 (OSDI 2024, §5.1); by time it may cost more."""
 
 
-class TokenBudget:
-    """Shares out the tokens of each step.
+class TenantWeights:
+    """How much of what tenants share each of them is to have: 1 unless it is said otherwise."""
 
-    Decoding requests come first, one token each, so that no prefill delays running answers by more than a step. The
-    rest goes to prefills: to those of the tenant that was served least, and of these to the one with the fewest tokens
-    left first, which minimizes the mean time to first token; but one that was passed over `patience` times goes before
-    all others of its tenant, longest waiting first. A pass that cannot be cut is taken if it fits or is the first. The
-    end of a pass comes along if an eighth (`_TAIL`) more than the budget holds it. Only by these two is it exceeded.
-    Beside answers the time of a step bounds prefills further (`Prefilling.most_tokens`).
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._weights = dict(weights or {})
 
-    The step in which a tenant's only prefill ends is not filled up for tenants that were served more: it ends sooner.
-    """
-
-    def __init__(self, *, tokens: int, max_running: int, patience: int = DEFAULT_PATIENCE) -> None:
-        """A budget of so many `tokens` a step for at most `max_running` requests.
+    @classmethod
+    def parse(cls, entries: Iterable[str]) -> Self:
+        """Of `NAME=WEIGHT` each.
 
         Raises:
-            UsageError: nobody may run, or they could leave no token to a prefill.
+            UsageError: one is not that, or no positive number.
         """
-        if max_running < 1 or tokens <= max_running or patience < 1:
-            raise UsageError(
-                f"a step needs a request that runs ({max_running}), more tokens than requests ({tokens}), and patience "
-                f"of at least a step ({patience})"
+        weights: dict[str, float] = {}
+        for entry in entries:
+            name, _, given = entry.rpartition("=")
+            try:
+                weight = float(given)
+            except ValueError:
+                weight = 0.0
+            if not name or not isfinite(weight) or weight <= 0:
+                raise UsageError(f"a tenant's weight must be NAME=WEIGHT with a positive number, not {entry!r}")
+            weights[name] = weight
+        return cls(weights)
+
+    def __getitem__(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+    def share(self, tenant: str, among: Iterable[str]) -> float:
+        """The part of the whole that is a tenant's, if it and those `among` want some: above 0, at most 1."""
+        return self[tenant] / sum(self[one] for one in {tenant, *among})
+
+    def refuse_if_full(self, tenant: str, waiting: Mapping[str, int], most: int) -> None:
+        """Refuse one more request of a tenant that has its share of `most` waiting, if as many wait in all.
+
+        Raises:
+            QueueFullError: so it is.
+        """
+        total, own = sum(waiting.values()), waiting.get(tenant, 0)
+        if total >= most and own >= self.share(tenant, waiting) * most:
+            raise QueueFullError(
+                f"{total} requests wait already, and no more may; try again later or raise max_waiting"
             )
-        self.tokens = tokens
-        self.max_running = max_running
-        self.patience = patience
-
-    def pieces(self, decoding: int, prefilling: Sequence[Prefilling]) -> list[Piece]:
-        """Which prefills a step goes on with, beside `decoding` requests, and by how much."""
-        left = self.tokens - decoding
-        chosen: list[Piece] = []
-        latest = inf
-        for one in sorted(prefilling, key=self._rank):
-            if left <= 0 or one.due > latest:
-                break
-            room = min(left, one.most_tokens - sum(piece.tokens for piece in chosen))
-            if room <= 0:
-                continue
-            if one.can_be_cut:
-                tail = 0 if one.background else min(self.tokens, one.most_tokens) // _TAIL
-                chosen.append(Piece(one.number, one.next_tokens if one.next_tokens <= room + tail else room))
-            elif one.next_tokens <= room or not chosen:
-                chosen.append(Piece(one.number, one.next_tokens))
-            else:
-                continue
-            left -= chosen[-1].tokens
-            if one.lone and chosen[-1].tokens == one.remaining_tokens:
-                latest = min(latest, one.due)
-        return chosen
-
-    def _rank(self, one: Prefilling) -> tuple[bool, float, bool, int, int]:
-        overdue = one.passed_over >= self.patience
-        return one.background, one.due, not overdue, -one.passed_over if overdue else one.remaining_tokens, one.number
 
 
-_ENGINE = frozenset({Place.ENGINE})
-_DEADLINE = {Place.ENGINE: 600.0, Place.VLLM: 600.0}
+class VirtualTime:
+    """How much was computed for each tenant, by its weight. Used by one thread.
 
-
-@configuration(_ENGINE)
-@dataclass(frozen=True, slots=True)
-class BatchingConfig:
-    """The limits of a batching engine.
-
-    Speculations run only in steps in which nothing else can: whoever arrives meanwhile waits for one layer of
-    `speculation_tokens` at most; fewer of them read the weights more often.
-
-    >>> from chunkweave import AsyncEngine, BatchingConfig, Engine
-    >>> with Engine.load("reader") as engine:
-    ...     batching = AsyncEngine(engine, BatchingConfig(max_running=2))
-    ...     batching.close()
+    A tenant that had nothing under way begins close to the one that was served least: it has saved up `burst` tokens at
+    most, so that one which asks seldom need not take turns for its first tokens.
     """
 
-    max_running: int = setting(8, "Requests worked on at once.", name="max_num_seqs")
-    step_tokens: int = setting(
-        512,
-        "Tokens of one step of the engine; the end of a prompt may take an eighth more.",
-        name="max_num_batched_tokens",
-    )
-    step_time_s: float | None = setting(
-        0.1,
-        "How long prefills may hold a request that decodes, to the end of a layer; none: for a step of any length.",
-        unit=Unit.SECONDS,
-        above=0,
-    )
-    kv_tokens: int = setting(32768, "Tokens that the KV memory of all running requests holds.")
-    block_tokens: int = setting(32, "Tokens of a block of KV memory.", name="block_size")
-    max_waiting: int = setting(
-        256,
-        "Requests that may wait; a server answers further ones of a tenant with 503, if it has its share of them.",
-        places=SERVERS,
-        least=1,
-    )
-    tenant_weight: tuple[str, ...] = setting(
-        (), "NAME=WEIGHT, how much a tenant is to have of what all share; 1 if left out; repeatable.", places=SERVERS
-    )
-    store_by_tenant: bool = setting(
-        False, "Where a tier has no room, evict first of tenants that hold more than their share of it, by weight."
-    )
-    window: int = setting(
-        DEFAULT_WINDOW,
-        "How often a waiting request may be passed over by ones of which more is cached.",
-        name="queue_window",
-        places=SERVERS,
-        least=0,
-    )
-    deadline_s: float | None = setting(
-        None,
-        "Longest time that a request may take; none: any.",
-        unit=Unit.SECONDS,
-        places=SERVERS,
-        defaults=_DEADLINE,
-        above=0,
-    )
-    queue_timeout_s: float | None = setting(
-        None, "Longest time that a request may wait before it is begun; none: any.", unit=Unit.SECONDS, above=0
-    )
-    max_prompt_tokens: int | None = setting(
-        None, "Tokens that a prompt may have; none: as many as the model's context and kv_tokens allow.", least=1
-    )
-    speculation_tokens: int | None = setting(
-        None, "Tokens of a step of speculations; none: as many as of any other step."
-    )
-    prefetch_requests: int = setting(
-        2, "Waiting requests whose segments are read ahead from slow tiers; 0: none.", least=0
-    )
-    prefetch_bytes: int = setting(256 << 20, "Most bytes that are read ahead at any time.", unit=Unit.BYTES, least=0)
-
-    def __post_init__(self) -> None:
-        TokenBudget(tokens=self.step_tokens, max_running=self.max_running)
-        if self.speculation_tokens is not None:
-            TokenBudget(tokens=self.speculation_tokens, max_running=self.max_running)
-        if not 1 <= self.block_tokens <= self.kv_tokens:
-            raise UsageError(f"{self.kv_tokens} tokens of KV have no block of {self.block_tokens} tokens")
+    def __init__(self, weights: TenantWeights | None = None, *, burst: float = 0.0) -> None:
+        self.weights = weights or TenantWeights()
+        self._burst = burst
+        self._served: dict[str, float] = {}
+        self._under_way: Counter[str] = Counter()
+        self._floor = 0.0  # of the tenants under way, or of those that were the last time there were any
 
     @property
-    def tokens_of_speculations(self) -> int:
-        """Tokens in a step of speculations, at most those of any other step."""
-        return self.step_tokens if self.speculation_tokens is None else min(self.step_tokens, self.speculation_tokens)
+    def tenants(self) -> Iterable[str]:
+        """Those that have requests under way."""
+        return self._under_way.keys()
+
+    def under_way(self, tenant: str) -> int:
+        """How many requests of a tenant are under way."""
+        return self._under_way[tenant]
+
+    def of(self, tenant: str, promised: float = 0.0) -> float:
+        """The virtual time of a tenant with requests under way, or what it will be once `promised` is computed too."""
+        return self._served.get(tenant, float("-inf")) + promised / self.weights[tenant]
+
+    def share(self, tenant: str, *coming: str) -> float:
+        """The part of places and memory that is a tenant's, among those that have requests under way or are coming."""
+        return self.weights.share(tenant, {*self.tenants, *coming})
+
+    def join(self, tenant: str) -> None:
+        """One more request of a tenant is under way."""
+        if not self._under_way[tenant]:
+            self._served[tenant] = self._joining(tenant)
+        self._under_way[tenant] += 1
+
+    def behind(self, tenant: str) -> float:
+        """Tokens of its own that a tenant with nothing under way could have before it takes turns; others have 0."""
+        if not self._under_way or self._under_way[tenant]:
+            return 0.0
+        joining = self._joining(tenant)  # notes the floor
+        return (self._floor - joining) * self.weights[tenant]
+
+    def leave(self, tenant: str) -> bool:
+        """One has ended; returns whether it was the tenant's last."""
+        self._note_floor()
+        self._under_way[tenant] -= 1
+        if self._under_way[tenant]:
+            return False
+        del self._under_way[tenant]
+        return True
+
+    def charge(self, tenant: str, cost: float) -> None:
+        """Something was computed for a tenant that has a request under way."""
+        self._served[tenant] = self.of(tenant, cost)
+
+    def _joining(self, tenant: str) -> float:
+        """The virtual time at which a tenant with nothing under way begins."""
+        self._note_floor()
+        saved = self._burst / self.weights[tenant] if self._under_way else 0.0
+        return max(self.of(tenant), self._floor - saved)
+
+    def _note_floor(self) -> None:
+        times = [self._served[one] for one in self._under_way]
+        self._floor = max(self._floor, min(times, default=self._floor))
+        kept = self._floor - self._burst / min((self.weights[one] for one in self._served), default=1.0)
+        self._served = {one: t for one, t in self._served.items() if t > kept or one in self._under_way}
+
+
+class FairQueue(Generic[RequestT]):
+    """A cache-aware queue for each tenant: which of them is next is decided first, then which of its requests.
+
+    A tenant none of whose requests fits is passed over `window` times, then none is served until one does: room is
+    being made. With one tenant this is its queue. Used by one thread.
+    """
+
+    def __init__(self, tree: StoredPrefixes, time: VirtualTime, *, window: int) -> None:
+        """Nothing waits. `tree` and `window` are those of every tenant's queue."""
+        self._tree = tree
+        self._time = time
+        self._window = window
+        self._queues: dict[str, CacheAwareQueue[RequestT]] = {}
+        self._passed_over: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def waiting(self, tenant: str) -> int:
+        """How many requests of a tenant wait."""
+        return len(self._queues[tenant]) if tenant in self._queues else 0
+
+    @property
+    def tenants(self) -> list[str]:
+        """Those that have requests waiting."""
+        return [tenant for tenant, queue in self._queues.items() if len(queue)]
+
+    def of(self, tenant: str) -> CacheAwareQueue[RequestT]:
+        """A tenant's own queue: to let requests wait, to put them back, or to remove them."""
+        if tenant not in self._queues:
+            self._queues[tenant] = CacheAwareQueue(self._tree, window=self._window)
+        return self._queues[tenant]
+
+    def pop(
+        self,
+        fits: Callable[[Waiting[RequestT]], bool] = lambda _: True,
+        promised: Mapping[str, float] | None = None,
+        may: Callable[[str], bool] = lambda _: True,
+    ) -> Waiting[RequestT] | None:
+        """Take out the request that is served next among those that fit; None if there is none.
+
+        `promised` is the cost of what is still to be computed of each tenant's requests that were taken out before.
+        Tenants that `may` not have another one served now are left out.
+        """
+        unfit: list[str] = []
+        for tenant in filter(may, self._by_time(promised or {})):
+            found = self._queues[tenant].pop(fits)
+            if found is not None:
+                self._passed_over.update(unfit)
+                del self._passed_over[tenant]
+                return found
+            if self._passed_over[tenant] >= self._window:
+                return None
+            unfit.append(tenant)
+        return None
+
+    def next(self, count: int) -> list[Waiting[RequestT]]:
+        """The `count` requests that are served next as things stand, of each tenant one at a time."""
+        turns = [self._queues[tenant].next(count) for tenant in self._by_time({})]
+        return [turn[place] for place in range(count) for turn in turns if place < len(turn)][:count]
+
+    def forget(self, tenant: str) -> None:
+        """A tenant has nothing under way any more."""
+        del self._passed_over[tenant]
+        if tenant in self._queues:
+            self._queues.pop(tenant).close()
+
+    def close(self) -> None:
+        """Follow the tree no longer; the queue is of no use afterwards."""
+        for queue in self._queues.values():
+            queue.close()
+
+    def _by_time(self, promised: Mapping[str, float]) -> Sequence[str]:
+        return sorted(self.tenants, key=lambda tenant: self._time.of(tenant, promised.get(tenant, 0.0)))

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Protocol
 
 from chunkweave.errors import StoreError, UnknownMethodError, UsageError
-from chunkweave.scheduling.waiting import WEAVES, Listener, Path, share_reused
+from chunkweave.scheduling.queue import WEAVES, Listener, Path, share_reused
 from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
 

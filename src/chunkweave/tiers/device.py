@@ -17,7 +17,7 @@ from math import prod
 
 import torch
 
-from chunkweave.kv.memory import segment_memory
+from chunkweave.kv.request_cache import segment_memory
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers.host import HostTier

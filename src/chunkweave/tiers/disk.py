@@ -161,9 +161,13 @@ class DiskTier:
         header = self._header(segment)
         return None if header is None else header.created_s
 
-    def verify(self) -> None:
-        """Read every layer of every segment; those that fail are used no more and listed by `problems`."""
+    def verify(self, progress: Callable[[], None] = lambda: None) -> None:
+        """Read every layer of every segment; those that fail are used no more and listed by `problems`.
+
+        `progress` is called for each segment.
+        """
         for record in self.records():
+            progress()
             source = self.get(record.id)
             if source is None:
                 continue
@@ -171,8 +175,9 @@ class DiskTier:
                 for layer in range(source.header.layout.num_layers):
                     source.layer(layer)
             except SegmentLost as error:
-                if not isinstance(error.__cause__, OSError):  # what cannot be read just now need not be damaged
-                    self._refuse_unless_replaced(source, str(error))
+                unread = isinstance(error.__cause__, OSError)  # what cannot be read just now need not be damaged
+                problem = FileProblem.UNREADABLE if unread else FileProblem.CORRUPT
+                self._refuse_unless_replaced(source, problem, str(error))
 
     def problems(self) -> tuple[ProblemFile, ...]:
         """Files that are not used, by path. `verify` finds damage that the headers do not show."""
@@ -240,13 +245,13 @@ class DiskTier:
             self._held.pop(SegmentId(path.stem), None)
             self._refused[path] = ProblemFile(path, problem, reason), identity
 
-    def _refuse_unless_replaced(self, source: DiskSegment, reason: str) -> None:
-        """Its data turned out to be corrupt; the file may have been replaced since its header was read."""
+    def _refuse_unless_replaced(self, source: DiskSegment, problem: FileProblem, reason: str) -> None:
+        """Its data cannot be read or is corrupt; the file may have been replaced since its header was read."""
         identity = _identity(source.path)
         with self._lock:
             held = self._held.get(source.header.record.id)
         if held is not None and held[0] is source.header and held[1] == identity:
-            self._refuse(source.path, FileProblem.CORRUPT, reason, identity)
+            self._refuse(source.path, problem, reason, identity)
 
     def _remove(self, path: Path) -> bool:
         """Remove a file and forget it. One that cannot be removed is logged and refused from now on."""

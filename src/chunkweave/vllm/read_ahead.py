@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 from chunkweave.vllm.request import WeaveRequest
-from chunkweave.weaving.sources import Prefetch
+from chunkweave.weaving.segments import Prefetch
 
 logger = logging.getLogger("vllm.chunkweave")
 

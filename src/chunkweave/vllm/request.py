@@ -22,7 +22,7 @@ from chunkweave.planning.method_choice import (
     checked_whole,
     refuse_unknown_keys,
 )
-from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, neutral_id
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, is_neutral, neutral_id
 from chunkweave.types import ChunkId, Context, Span
 
 
@@ -196,6 +196,31 @@ def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None
     if num_layers is not None and (layer := choice.reuse.check_layers[-1]) >= num_layers:
         raise UsageError(f"layer {layer} is to be checked, but the model has {num_layers} layers")
     return choice, defaults.chooser.kept(choice, _capture(params, defaults.capture))
+
+
+def weave_params(
+    prompt: Prompt, choice: MethodChoice, promotion: Promotion | None, *, raisable: bool = False
+) -> dict[str, Any] | None:
+    """What a prompt's request tells the connector; None if there is nothing for it to do."""
+    spans = [
+        [span.start, span.stop]
+        for part, span in zip(prompt.parts, prompt.spans(), strict=True)
+        if part.kind in (PartKind.CHUNK, PartKind.TURN)
+    ]
+    if not spans or choice.method == "full":
+        return None
+    start = sum(len(part) for part in prompt.parts if part.kind is PartKind.START)
+    neutral = sum(part.id is not None and is_neutral(part.id) for part in prompt.parts)
+    more: dict[str, Any] = {"neutral": neutral} if neutral else {}
+    if promotion is not None:
+        more |= promotion_params(prompt, promotion)
+    return {
+        "chunks": spans,
+        "start_tokens": start,
+        "method": choice.method,
+        **more,
+        **to_params(choice.reuse, raisable=raisable),
+    }
 
 
 def to_params(reuse: ReuseConfig, *, raisable: bool = False) -> dict[str, Any]:

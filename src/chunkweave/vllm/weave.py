@@ -28,7 +28,7 @@ from chunkweave.vllm.orders import PLACED_PER_COMPUTED
 from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.rotation import BEFORE_ROPE
 from chunkweave.vllm.stock_layers import StockLayers
-from chunkweave.weaving.storing import new_captures, parts_to_keep, segments_of
+from chunkweave.weaving.segments import new_captures, parts_to_keep, segments_of
 
 START = -1
 """In place of a layer's number: what a pass started with."""

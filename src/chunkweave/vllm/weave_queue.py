@@ -20,7 +20,7 @@ from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 from chunkweave.vllm.orders import NotWoven, WeaveOrder
 from chunkweave.vllm.weave import WeaveJob
-from chunkweave.weaving.sources import PlanSources
+from chunkweave.weaving.segments import PlanSources
 
 AHEAD = 4
 """Weaves that are prepared before their turn: more would only read against one another, and take memory."""

@@ -36,7 +36,7 @@ from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
 from chunkweave.vllm.weave import CapturedParts, Choices, WeaveJob
 from chunkweave.vllm.weave_queue import Alone, PreparedWeave, QueuedWeave, WeaveQueue
-from chunkweave.weaving.sources import Prefetch, WeavingStore
+from chunkweave.weaving.segments import Prefetch, WeavingStore
 from chunkweave.weaving.stores import open_store, store_counts
 
 logger = logging.getLogger("vllm.chunkweave")

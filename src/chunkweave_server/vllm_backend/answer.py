@@ -9,15 +9,16 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
 from chunkweave.conversation.report import Durations
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
 from chunkweave.planning.method_choice import FIELD
+from chunkweave.vllm.request import weave_params
 from chunkweave_server.backend import AnswerEnd, Choice, Event
 from chunkweave_server.errors import HttpError
 from chunkweave_server.replies import WholeChoices
 from chunkweave_server.vllm_backend.fleet import Fleet, Placed, Replica
 from chunkweave_server.vllm_backend.parsing import AnswerForms, AnswerParser
-from chunkweave_server.vllm_backend.prepare import PreparedPrompt, PromptPreparer, weave_params
 from chunkweave_server.vllm_backend.reports import ReportInbox, cached_tokens, reuse_report, shown_report
 from chunkweave_server.vllm_backend.shadow import VllmShadow
 from chunkweave_server.vllm_backend.upstream import UpstreamFailedError, UpstreamLostError, failed_reply
@@ -32,7 +33,7 @@ TRIES = 2
 class AnswerContext:
     """What all answers share. `retries` counts requests that were given to a second replica."""
 
-    preparer: PromptPreparer
+    preparer: RequestPreparer
     fleet: Fleet
     inbox: ReportInbox | None
     shadow: VllmShadow | None
@@ -52,7 +53,7 @@ class VllmAnswer:
     def __init__(
         self,
         context: AnswerContext,
-        prepared: PreparedPrompt,
+        prepared: PreparedRequest,
         body: dict[str, Any],
         *,
         arrived_s: float,
@@ -225,10 +226,16 @@ class VllmAnswer:
             context.shadow.offer(placed, self._body, choice)
 
     def _end_turn(self, placed: Placed, choice: Choice) -> None:
-        cut = isinstance(choice.get("stop_reason"), str)
-        self._context.preparer.end(
-            self._prepared, placed.prompt, choice["token_ids"], text=choice["text"] if cut else None
-        )
+        """Keep a complete answer for its conversation, if it is one's; what was cut away is not in its tokens then."""
+        preparer, turn = self._context.preparer, self._prepared.turn
+        if turn is None:
+            return
+        cut, tokenizer = isinstance(choice.get("stop_reason"), str), preparer.builder.tokenizer
+        said = tokenizer.encode(choice["text"]) if cut else choice["token_ids"]
+        while said and said[-1] in tokenizer.stop_ids:  # what ends a turn comes from the template
+            said = said[:-1]
+        turns = preparer.turn_builder
+        turns.end(turn, placed.prompt, turns.said(turn, placed.prompt, said))
 
     def _left_s(self) -> float | None:
         if self._aborted:
@@ -238,7 +245,7 @@ class VllmAnswer:
 
 
 async def compute_ahead(
-    context: AnswerContext, prepared: PreparedPrompt, body: Mapping[str, Any], *, tenant: str, tries: int = 1
+    context: AnswerContext, prepared: PreparedRequest, body: Mapping[str, Any], *, tenant: str, tries: int = 1
 ) -> Placed:
     """Have one token computed behind a prompt, which nobody sees; returns where.
 

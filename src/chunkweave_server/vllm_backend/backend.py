@@ -3,39 +3,35 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chunkweave.errors import QueueFullError
+from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
+from chunkweave.conversation.registry import Conversations
+from chunkweave.conversation.turns import TurnBuilder
 from chunkweave.ordering.ordering import ChunkOrder
-from chunkweave.prompt.parts import PromptPart, neutral_passages
+from chunkweave.prompt.builder import PromptBuilder
+from chunkweave.prompt.parts import neutral_passages
+from chunkweave.prompt.template import template_for
 from chunkweave.prompt.tokenizer import TextTokenizer
-from chunkweave.scheduling.fairness import TenantWeights
 from chunkweave.scheduling.shadow import ShadowMonitor
-from chunkweave.types import Chunk
 from chunkweave.vllm.report_socket import REPLICA, VARIABLE
 from chunkweave_server.backend import BackendParts, Stage, Submission
 from chunkweave_server.errors import HttpError
 from chunkweave_server.metrics import MetricSample, counted_samples
-from chunkweave_server.requests import ChatBody, CompletionBody, refuse_salted_corpus
+from chunkweave_server.requests import ChatBody, CompletionBody
 from chunkweave_server.settings import Settings
-from chunkweave_server.threads import TenantThreads, in_thread, to_its_end
-from chunkweave_server.vllm_backend.answer import TRIES, AnswerContext, VllmAnswer, compute_ahead
+from chunkweave_server.threads import TenantThreads, in_thread
+from chunkweave_server.vllm_backend.answer import AnswerContext, VllmAnswer
+from chunkweave_server.vllm_backend.cache import VllmCache
 from chunkweave_server.vllm_backend.fleet import Fleet, NoReplicaError, Replica, fleet_samples, labelled
 from chunkweave_server.vllm_backend.parsing import PARSE, TOOL_FLAGS, is_forced
 from chunkweave_server.vllm_backend.passthrough import Passthrough
-from chunkweave_server.vllm_backend.prepare import (
-    ChatDetails,
-    PreparedPrompt,
-    PromptPreparer,
-    chooser_for,
-    load_tokenizer,
-)
+from chunkweave_server.vllm_backend.prepare import ChatDetails, ChatPrompts, chooser_for, load_tokenizer
 from chunkweave_server.vllm_backend.process import Parsers, VllmFlags, VllmProcess
-from chunkweave_server.vllm_backend.removal import FleetRemovals, VllmCache
-from chunkweave_server.vllm_backend.removal_journal import Removal, RemovalJournal
+from chunkweave_server.vllm_backend.removal import FleetRemovals, RemovalJournal
 from chunkweave_server.vllm_backend.reports import ReportInbox
 from chunkweave_server.vllm_backend.shadow import VllmShadow
 from chunkweave_server.vllm_backend.upstream import Upstream, UpstreamLostError
@@ -69,7 +65,7 @@ _UNSUPPORTED = (
 
 
 class VllmBackend:
-    """One or several vLLM servers with the connector. `fleet` and `context` are there once it has started.
+    """One or several vLLM servers with the connector. `fleet`, `context` and `cache` are there once it has started.
 
     `tokenizer` takes the place of what is loaded, for tests.
     """
@@ -81,17 +77,16 @@ class VllmBackend:
         self.passthrough = Passthrough(self._started_fleet, settings.requests.document_tag, model=model)
         self.shadow: ShadowMonitor | None = None
         self.context: AnswerContext
+        self.cache: VllmCache
         self.fleet: Fleet | None = None
         self.processes: list[VllmProcess] = []
         self._settings = settings
         self._flags = flags
         self._given_tokenizer = tokenizer
         self._upstreams: list[Upstream] = []
-        self._threads = TenantThreads(weights=TenantWeights.parse(settings.batching.tenant_weight))
         self._watching: list[asyncio.Task[None]] = []
         self._inbox: ReportInbox | None = None
         self._removals: FleetRemovals | None = None
-        self._passages: tuple[str, ...] = ()
         self._parsers = flags.parsers
 
     @property
@@ -99,11 +94,12 @@ class VllmBackend:
         """Nobody answers if no server is up."""
         return None if self.fleet is not None and self.fleet.ready else "no vLLM server is ready"
 
-    async def start(self) -> BackendParts:
+    async def start(self, threads: TenantThreads) -> BackendParts:
         """Start the servers, or wait for those that run already, and load the tokenizer."""
+        self._threads = threads
         settings = self._settings.fleet
         source = await in_thread(lambda: self._flags.source)  # a GGUF file is dequantized before vLLM has its folder
-        self._passages = neutral_passages(self._settings.capture.neutral_file, Path(source))
+        passages = neutral_passages(self._settings.capture.neutral_file, Path(source))
         if settings.upstream:
             urls = {f"upstream-{number}": url for number, url in enumerate(settings.upstream)}
             if settings.report_socket is not None:
@@ -122,31 +118,22 @@ class VllmBackend:
             self._parsers = Parsers(tools=True)  # whether it has any only an answer tells
         shadowing = self._settings.shadow
         self.shadow = None if shadowing is None else ShadowMonitor(shadowing)
-        preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens))
+        preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens, passages))
         shadow = None if self.shadow is None else VllmShadow(self.shadow, fleet)
+        self._chats = ChatPrompts(preparer.builder, self.name)
         self.context = AnswerContext(preparer, fleet, self._inbox, shadow, self._settings.batching.deadline_s)
+        self.cache = VllmCache(self.context, removals, threads, model=self.name)
         self.fleet = fleet
         return BackendParts(
             tokenizer,
             preparer.chooser.record is not None,
-            self._check,
-            self._threads,
             most_tokens,
-            self.warm,
-            VllmCache(removals),
-            samples=[
-                lambda: fleet_samples(fleet, self.processes, self.context.retries),
-                removals.samples,
-                self._store_samples,
-            ],
-            more_metrics=self._metrics,
             replicas=len(fleet.replicas),
             speculate=settings.speculate,
         )
 
     async def stop(self) -> None:
         """End the checks, then the vLLM servers."""
-        self._threads.close()
         if self.fleet is not None and self.context.shadow is not None:
             await self.context.shadow.close()
         for task in self._watching:
@@ -162,10 +149,10 @@ class VllmBackend:
 
     async def submit(self, submission: Submission, *, speculative: bool = False) -> VllmAnswer:
         """Tokenize in a thread; the answer finds its replica when it is read."""
-        preparer = self.context.preparer
+        preparer, build = self.context.preparer, partial(self._chats.build, _details(submission.body))
         prepared = await self._threads.run(
             submission.tenant,
-            lambda: preparer.prepare(submission.request, submission.method_request, _details(submission.body)),
+            lambda: preparer.prepare(submission.request, submission.method_request, build=build),
             undo=lambda prepared: in_thread(lambda: preparer.abandon(prepared)),
         )
         body = self._upstream_body(submission.body, prepared)
@@ -180,74 +167,28 @@ class VllmBackend:
             streamed=submission.body.stream,
         )
 
-    async def warm(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
-        """Have chunks computed, one after the other and each as a request of one token; returns how many.
+    def samples(self) -> Iterator[MetricSample]:
+        """What this server knows of its replicas, and what the segment stores in vLLM's workers count, all together."""
+        assert self._removals is not None, "it has started"
+        yield from fleet_samples(self.context.fleet, self.processes, self.context.retries)
+        yield from self._removals.samples()
+        if self._inbox is not None and (counts := self._inbox.store_counts()) is not None:
+            yield from counted_samples(counts)
 
-        Each is sent, stored or not: only the plug-in knows what is. What is stored costs it a lookup. While as many
-        requests wait as may, it waits too.
+    async def metrics(self) -> bytes:
+        """Those of every vLLM server that answers."""
+        up = {one.upstream.server: one.upstream for one in self._started_fleet().replicas if one.up}
+        texts = await asyncio.gather(*(one.text("/metrics") for one in up.values()), return_exceptions=True)
+        found = {server: text for server, text in zip(up, texts, strict=True) if isinstance(text, str)}
+        return labelled(found).encode()
 
-        Raises:
-            ChunkweaveError, HttpError: one is too long, or vLLM did not answer; those before it are computed.
-        """
-        tokens, preparer = self._settings.capture.neutral_tokens, self.context.preparer
-        for chunk in chunks:
-            prepare = partial(preparer.prepare_beforehand, chunk, self._passages, tokens, cache_salt=salt)
-            prepared = await self._threads.run(tenant, prepare)
-            body = {"model": self.name, **({"cache_salt": salt} if salt else {})}
-            await self._compute(prepared, body, tenant)
-        return len(chunks)
-
-    async def _compute(self, prepared: PreparedPrompt, body: Mapping[str, Any], tenant: str) -> None:
-        """Have a prompt computed, on another replica if one goes, and once there is room in the queues."""
-        while True:
-            try:
-                await compute_ahead(self.context, prepared, body, tenant=tenant, tries=TRIES)
-                return
-            except QueueFullError:
-                await asyncio.sleep(_POLL_S)
-            except UpstreamLostError as error:
-                message = "the vLLM server that computed this went away; its log says why"
-                raise HttpError(502, message, code="replica_lost") from error
-
-    async def forget(self, texts: Sequence[str], salt: str, *, tenant: str) -> int:
-        """Have every replica remove chunks from its stores, and what vLLM's own prefix cache has of their salt."""
-        assert self._removals is not None, "the server has started"
-        preparer, parts = self.context.preparer, list[PromptPart]()
-        for start in range(0, len(texts), _AT_A_TIME):
-            some = [Chunk(text) for text in texts[start : start + _AT_A_TIME]]
-            parts += await self._threads.run(tenant, partial(preparer.chunk_parts, some, cache_salt=salt))
-        if not parts:
-            return 0
-        chunks = tuple(dict.fromkeys(part.token_ids for part in parts))
-        removal = Removal(salt, chunks, tuple(preparer.tokenizer.start_ids))
-        ids = frozenset(part.id for part in parts if part.id is not None)
-        return await to_its_end(self._removals.remove(removal, ids))
-
-    def stats(self) -> Mapping[str, Any]:
-        """The replicas as the server sees them."""
-        replicas = () if self.fleet is None else self.fleet.replicas
-        return {
-            "replicas": [
-                {
-                    "name": one.name,
-                    "up": one.up,
-                    "running": one.running,
-                    "waiting": len(one.queue),
-                    "outstanding_tokens": one.outstanding_tokens,
-                    "mirror_tokens": one.contents.tokens,
-                    "answered": one.served,
-                }
-                for one in replicas
-            ]
-        }
-
-    def _check(self, body: CompletionBody) -> None:
+    def check(self, body: CompletionBody) -> None:
+        """Refuse what only vLLM's chats do, and tools where vLLM does not parse them."""
         given = {**body.passed_on, "echo": body.echo}
         refused = (*_UNSUPPORTED, "echo", *(_UNSUPPORTED_IN_CHAT if isinstance(body, ChatBody) else ()))
         if unsupported := [name for name in refused if given.get(name) not in (None, [], {}, False)]:
             message = f"not supported with documents or chunkweave: {', '.join(unsupported)}"
             raise HttpError(400, message, param=unsupported[0], code="unsupported_field")
-        refuse_salted_corpus(body)
         if isinstance(body, ChatBody) and (body.tools or is_forced(body.tool_choice)):
             self._check_tools(body)
 
@@ -279,11 +220,11 @@ class VllmBackend:
             chat |= {"tools": body.tools, **choice}
         return chat
 
-    def _upstream_body(self, body: CompletionBody, prepared: PreparedPrompt) -> dict[str, Any]:
+    def _upstream_body(self, body: CompletionBody, prepared: PreparedRequest) -> dict[str, Any]:
         given = body.passed_on
         stops = set(given.get("stop_token_ids") or ())
         if not given.get("ignore_eos"):
-            stops |= self.context.preparer.tokenizer.stop_ids
+            stops |= self.context.preparer.builder.tokenizer.stop_ids
         upstream: dict[str, Any] = {
             **given,
             "model": body.model or self.name,
@@ -306,18 +247,6 @@ class VllmBackend:
         if self.fleet is None:
             raise NoReplicaError
         return self.fleet
-
-    def _store_samples(self) -> Iterator[MetricSample]:
-        """What the segment stores in vLLM's workers count, all together."""
-        counts = None if self._inbox is None else self._inbox.store_counts()
-        return iter(()) if counts is None else counted_samples(counts)
-
-    async def _metrics(self) -> bytes:
-        """Those of every vLLM server that answers."""
-        up = {one.upstream.server: one.upstream for one in self._started_fleet().replicas if one.up}
-        texts = await asyncio.gather(*(one.text("/metrics") for one in up.values()), return_exceptions=True)
-        found = {server: text for server, text in zip(up, texts, strict=True) if isinstance(text, str)}
-        return labelled(found).encode()
 
     async def _start_servers(self, removals: FleetRemovals) -> None:
         if not self.processes:
@@ -367,8 +296,9 @@ class VllmBackend:
         flags = {name: self._flags.value(f"--{name.replace('_', '-')}") for name in ("revision", "chat_template")}
         return load_tokenizer(self._flags.tokenizer, flags)
 
-    def _preparer(self, tokenizer: TextTokenizer, most_tokens: int) -> PromptPreparer:
+    def _preparer(self, tokenizer: TextTokenizer, most_tokens: int, passages: tuple[str, ...]) -> RequestPreparer:
         settings, usual = self._settings, self._settings.requests
+        builder = PromptBuilder(tokenizer, template_for(tokenizer), f"front:{self.name}")
         chooser = chooser_for(
             self._flags.source,
             method=usual.method,
@@ -377,14 +307,15 @@ class VllmBackend:
             dtype=self._flags.value("--dtype"),
             adapter=self._flags.adapter,
         )
-        return PromptPreparer(
-            tokenizer,
-            model=self.name,
-            most_tokens=most_tokens,
-            chooser=chooser,
-            usual_order=ChunkOrder.parse(usual.order or ""),
+        return RequestPreparer(
+            builder,
+            chooser,
+            TurnBuilder(builder, Conversations(settings.conversations), most_tokens),
+            most_tokens,
+            passages=passages,
+            neutral_tokens=settings.capture.neutral_tokens,
+            order=ChunkOrder.parse(usual.order or ""),
             shadow=self.shadow,
-            conversations=settings.conversations,
         )
 
 

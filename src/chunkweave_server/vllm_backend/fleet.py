@@ -8,18 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.ordering.arrangement import Arranged, Arranger, Promotion
 from chunkweave.planning.adaptive_methods import promoted_length
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, is_neutral
-from chunkweave.scheduling.fairness import FairQueue, TenantWeights, VirtualTime
-from chunkweave.scheduling.queue import Waiting
+from chunkweave.scheduling.queue import FairQueue, TenantWeights, VirtualTime, Waiting, waiting_path
 from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routing
-from chunkweave.scheduling.waiting import waiting_path
 from chunkweave.types import ChunkId
 from chunkweave_server.errors import HttpError
 from chunkweave_server.metrics import MetricSample
 from chunkweave_server.settings import Settings
-from chunkweave_server.vllm_backend.prepare import PreparedPrompt
 from chunkweave_server.vllm_backend.process import VllmProcess
 from chunkweave_server.vllm_backend.upstream import Upstream, UpstreamLostError
 
@@ -45,7 +43,7 @@ class Placed:
     """
 
     replica: "Replica"
-    prepared: PreparedPrompt
+    prepared: PreparedRequest
     arranged: Arranged
     expected_tokens: int
     work_tokens: int
@@ -146,7 +144,7 @@ class Fleet:
 
     async def place(
         self,
-        prepared: PreparedPrompt,
+        prepared: PreparedRequest,
         *,
         avoid: Replica | None = None,
         like: Placed | None = None,
@@ -232,7 +230,7 @@ class Fleet:
             path, sizes = path[:length], sizes[:length]
         contents.note(path, sizes, weaves=weaves)
 
-    def _choose(self, prepared: PreparedPrompt, replicas: Sequence[Replica], like: Placed | None) -> Placed:
+    def _choose(self, prepared: PreparedRequest, replicas: Sequence[Replica], like: Placed | None) -> Placed:
         options: dict[str, Placed] = {}
         candidates: list[Candidate] = []
         if like is not None and like.replica in replicas:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -14,14 +14,20 @@ from starlette.types import Receive, Scope, Send
 
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.vllm.removal import FORGET
-from chunkweave_server.auth import Tenant
-from chunkweave_server.bodies import beside, parsed_json, place_if_large, refuse_costly
+from chunkweave_server.bodies import (
+    NOTHING_NAMED,
+    beside,
+    parsed_json,
+    place_if_large,
+    place_of_tenant,
+    refuse_costly,
+    say_that_nothing_was_named,
+)
 from chunkweave_server.errors import HttpError
-from chunkweave_server.limits import TenantLimits
+from chunkweave_server.gate import OfTenant
 from chunkweave_server.markers import marks_documents
-from chunkweave_server.replies import NOTHING_NAMED, ClientGoneError, say_that_nothing_was_named, unless_gone
-from chunkweave_server.routes import OfTenant, ReadyParts
-from chunkweave_server.service import Parts
+from chunkweave_server.tenants import Tenant
+from chunkweave_server.threads import ClientGoneError, unless_gone
 from chunkweave_server.vllm_backend.fleet import Fleet, Replica
 from chunkweave_server.vllm_backend.upstream import (
     UpstreamFailedError,
@@ -129,20 +135,21 @@ class Passthrough:
                     self.router.add_api_route(path, handler, methods=[method], include_in_schema=False)
         self._fleet = fleet
 
-    async def plain(self, request: Request, parts: Parts, tenant: Tenant) -> Response | None:
+    async def plain(self, request: Request) -> Response | None:
         """The answer to a completion request that says nothing of documents; None if it does.
 
         Raises:
             HttpError: 400, the body has more values than vLLM is handed.
         """
-        raw = await request.body()
-        body = await beside(parts, tenant, raw, partial(self._plain, request.scope["path"], raw, tenant))
+        body = await beside(
+            request, await request.body(), partial(self._plain, request.scope["path"], request.state.tenant)
+        )
         if body is None:
             return None
         say_that_nothing_was_named()
-        return PassedThrough(self._fleet(), request, body, parts.limits, tenant, also=NOTHING_NAMED)
+        return PassedThrough(self._fleet(), request, body, place_of_tenant, also=NOTHING_NAMED)
 
-    def _plain(self, path: str, raw: bytes, tenant: Tenant) -> bytes | None:
+    def _plain(self, path: str, tenant: Tenant, raw: bytes) -> bytes | None:
         """What vLLM is sent for a completion request; None if the request is the server's."""
         body = _parsed(raw)
         if body is not None and (any(body.get(name) for name in _OURS) or self._marked(body)):
@@ -155,26 +162,25 @@ class Passthrough:
 
     async def _ping(self, request: Request) -> Response:
         """Whether vLLM is well; needs no key."""
-        return PassedThrough(self._fleet(), request, b"")
+        return PassedThrough(self._fleet(), request, b"", lambda _: nullcontext())
 
-    async def _for_all(self, request: Request, parts: ReadyParts, tenant: OfTenant) -> Response:
+    async def _for_all(self, request: Request, tenant: OfTenant) -> Response:
         """What keeps tenants apart, as vLLM serves it."""
         path: str = request.scope["path"]
         _refuse_other_paths(path)
-        with place_if_large(request, parts, tenant):
+        with place_if_large(request):
             body = await request.body()
             if path in SALTED and body:
-                work = partial(lambda raw: self._completed(path, raw, _parsed(raw), tenant), body)
-                body = await beside(parts, tenant, body, work)
-        return PassedThrough(self._fleet(), request, body, parts.limits, tenant)
+                body = await beside(request, body, lambda raw: self._completed(path, raw, _parsed(raw), tenant))
+        return PassedThrough(self._fleet(), request, body, place_of_tenant)
 
-    async def _for_admins(self, request: Request, parts: ReadyParts, tenant: OfTenant) -> Response:
+    async def _for_admins(self, request: Request, tenant: OfTenant) -> Response:
         """The rest, where there are tenants."""
         path: str = request.scope["path"]
         if not tenant.admin:
             raise HttpError(403, f"only an admin may use {path} here", code="not_admin")
         _refuse_other_paths(path)
-        return PassedThrough(self._fleet(), request, await request.body(), parts.limits, tenant)
+        return PassedThrough(self._fleet(), request, await request.body(), place_of_tenant)
 
     def _completed(self, path: str, raw: bytes, body: dict[str, Any] | None, tenant: Tenant) -> bytes:
         """A completion request with the tenant's own salt in the place of its own, and a model; else as it came."""
@@ -244,14 +250,13 @@ class PassedThrough(Response):
         fleet: Fleet,
         request: Request,
         body: bytes,
-        limits: TenantLimits | None = None,
-        tenant: Tenant | None = None,
+        place: Callable[[Request], AbstractContextManager[Any]],
         *,
         also: tuple[str, str] | None = None,
     ) -> None:
-        """`also` is one more header of the answer. A request of a `tenant` takes one of its places."""
+        """`place` is what it holds meanwhile; `also` is one more header of the answer."""
         super().__init__()
-        self._place = nullcontext if limits is None or tenant is None else partial(limits.occupy, tenant.name)
+        self._place = place
         self._also = [] if also is None else [(also[0].encode(), also[1].encode())]
         self._fleet = fleet
         self._request = request
@@ -261,31 +266,31 @@ class PassedThrough(Response):
         """Hand it through; once more to another server if the first one cannot be reached."""
         failed: Replica | None = None
         try:
-            with self._place():
+            with self._place(self._request):
                 for _ in range(_TRIES):
-                    try:
-                        await self._pass(self._fleet.least_loaded(avoid=failed), receive, send)
+                    replica = self._fleet.least_loaded(avoid=failed)
+                    if await self._pass(replica, receive, send):
                         return
-                    except _UnsentError as lost:
-                        failed = lost.replica
+                    failed = replica
             raise HttpError(502, "the vLLM server went away; its log says why", code="replica_lost")
         except HttpError as error:
             await error.response(scope, receive, send)
 
-    async def _pass(self, replica: Replica, receive: Receive, send: Send) -> None:
+    async def _pass(self, replica: Replica, receive: Receive, send: Send) -> bool:
+        """Whether the request is over; false if the server could not be reached and its client was sent nothing."""
         request = self._request
         query: str = request.scope["query_string"].decode("latin-1")
         path = quote(request.scope["path"])
         path = f"{path}?{query}" if query else path
         replica.handed_through += 1
         try:
-            await unless_gone(receive, self._copy(replica, request.method, path, send))
+            return await unless_gone(receive, self._copy(replica, request.method, path, send))
         except ClientGoneError:
-            return
+            return True
         finally:
             replica.handed_through -= 1
 
-    async def _copy(self, replica: Replica, method: str, path: str, send: Send) -> None:
+    async def _copy(self, replica: Replica, method: str, path: str, send: Send) -> bool:
         begun = streams = False
         try:
             async with replica.upstream.passed(method, path, self._request.headers.raw, self._body) as reply:
@@ -293,34 +298,26 @@ class PassedThrough(Response):
                     error = await _error_of(reply)
                     begun = True
                     await error.response(self._request.scope, self._request.receive, send)
-                    return
+                    return True
                 headers = [*handed_back(reply.headers), *self._also]
                 await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
                 begun, streams = True, reply.headers.get("content-type", "").startswith("text/event-stream")
-                chunks = _raw(reply.aiter_raw())
-                async for data in _with_our_errors(chunks) if streams else chunks:
+                async for data in _with_our_errors(reply.aiter_raw()) if streams else reply.aiter_raw():
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except UpstreamLostError as error:
-            if not begun:
-                raise _UnsentError(replica) from error
-            if not streams:
-                raise  # half a body: the connection is closed before its end, so that nobody takes it for a whole one
-            await send({"type": "http.response.body", "body": _lost_event(), "more_body": False})
-
-
-class _UnsentError(Exception):
-    """A server could not be reached, and its client has been sent nothing."""
-
-    def __init__(self, replica: Replica) -> None:
-        super().__init__(replica.name)
-        self.replica = replica
+        except UpstreamLostError:
+            if begun and not streams:
+                raise  # half a body: the connection is closed before its end, so that it is not taken for a whole one
+            if begun:
+                await send({"type": "http.response.body", "body": _lost_event(), "more_body": False})
+            return begun
+        return True
 
 
 async def _error_of(reply: httpx.Response) -> HttpError:
     """An answer of vLLM's with an error's status, in this server's form and with the same status."""
     body = b""
-    async for data in _raw(reply.aiter_bytes()):
+    async for data in reply.aiter_bytes():
         body += data
         if len(body) > _MOST_ERROR_BYTES:
             break
@@ -355,14 +352,6 @@ async def _with_our_errors(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]
 def _our_error(line: bytes) -> bytes:
     found = refusal(500, line.removeprefix(_DATA))
     return _DATA + json.dumps((failed_reply() if isinstance(found, UpstreamFailedError) else found).body).encode()
-
-
-async def _raw(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    try:
-        async for data in chunks:
-            yield data
-    except (httpx.HTTPError, httpx.StreamError) as error:
-        raise UpstreamLostError(f"gone: {error}") from error
 
 
 def _lost_event() -> bytes:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 CONNECTOR = "ChunkweaveConnector"
 SERVER = "vllm.entrypoints.openai.api_server"
+_LEASH = "chunkweave_server.vllm_backend.parent_death_signal"
 
 _REFUSED = {
     "--api-key": "give keys to the server: --keys-file or CHUNKWEAVE_API_KEYS",
@@ -253,12 +254,7 @@ class VllmProcess:
         self._set_up(False)
 
     async def _start_once(self) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "chunkweave_server.vllm_backend.parent_death_signal",
-            *self._command(self.port),
-        ]
+        command = [sys.executable, "-m", _LEASH, *self._command(self.port)]
         self._said.clear()
         self._first_error = None
         self._process = await asyncio.create_subprocess_exec(

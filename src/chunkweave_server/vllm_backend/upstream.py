@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -93,8 +93,8 @@ class Upstream:
         """
         ended = False
         request = self._posting(COMPLETIONS, body, {"x-request-id": request_id, **self._rank})
-        try:
-            async with _streamed(self._client, request) as reply:
+        with self._lost_if_silent("is gone"):
+            async with self._streamed(request) as reply:
                 if reply.status_code != 200:
                     raise refusal(reply.status_code, await reply.aread())
                 async for line in reply.aiter_lines():
@@ -105,8 +105,6 @@ class Upstream:
                         ended = True
                         break
                     yield _event(data)
-        except (httpx.HTTPError, httpx.StreamError) as error:
-            raise UpstreamLostError(f"{self.name} is gone: {type(error).__name__} {error}") from error
         if not ended:
             raise UpstreamLostError(f"{self.name} ended an answer before its end")
 
@@ -127,10 +125,13 @@ class Upstream:
             request = self._client.build_request(method, path, headers=kept, content=body)
         except httpx.InvalidURL as error:
             raise HttpError(400, "the path or its query cannot be handed on") from error
-        try:
-            reply = await self._client.send(request, stream=True)
-        except httpx.HTTPError as error:
-            raise UpstreamLostError(f"{self.name} is gone: {type(error).__name__} {error}") from error
+        with self._lost_if_silent("is gone"):
+            async with self._streamed(request) as reply:
+                yield reply
+
+    @asynccontextmanager
+    async def _streamed(self, request: httpx.Request) -> AsyncIterator[httpx.Response]:
+        reply = await self._client.send(request, stream=True)
         try:
             yield reply
         finally:
@@ -147,13 +148,19 @@ class Upstream:
             HttpError: it refused the body, in its own words; or the body is not JSON.
         """
         request = self._posting(path, body, headers or {})
-        try:
+        with self._lost_if_silent(f"does not answer {path}"):
             reply = await self._client.send(request)
-        except httpx.HTTPError as error:
-            raise UpstreamLostError(f"{self.name} does not answer {path}: {type(error).__name__} {error}") from error
         if reply.status_code != 200:
             raise refusal(reply.status_code, reply.content)
         return _object(reply.content)
+
+    @contextmanager
+    def _lost_if_silent(self, what: str) -> Iterator[None]:
+        """Raise `UpstreamLostError` for errors of the connection."""
+        try:
+            yield
+        except (httpx.HTTPError, httpx.StreamError) as error:
+            raise UpstreamLostError(f"{self.name} {what}: {type(error).__name__} {error}") from error
 
     async def healthy(self) -> bool:
         """Whether the server says so: one that failed at a request, and is, may be asked for others."""
@@ -214,11 +221,8 @@ class Upstream:
         Raises:
             UpstreamLostError: it does not answer.
         """
-        try:
-            reply = await self._client.post(path, json={})
-        except httpx.HTTPError as error:
-            raise UpstreamLostError(f"{self.name} does not answer {path}: {error}") from error
-        return reply.status_code in (400, 422)
+        with self._lost_if_silent(f"does not answer {path}"):
+            return (await self._client.post(path, json={})).status_code in (400, 422)
 
     async def text(self, path: str, *, timeout_s: float = 5.0) -> str:
         """The body of a GET.
@@ -226,12 +230,8 @@ class Upstream:
         Raises:
             UpstreamLostError: there is none.
         """
-        try:
-            reply = await self._client.get(path, timeout=timeout_s)
-            reply.raise_for_status()
-        except httpx.HTTPError as error:
-            raise UpstreamLostError(f"{self.name} does not answer {path}: {error}") from error
-        return reply.text
+        with self._lost_if_silent(f"does not answer {path}"):
+            return (await self._client.get(path, timeout=timeout_s)).raise_for_status().text
 
     async def most_tokens(self) -> int | None:
         """The context length that it was started with; None if it does not say.
@@ -251,15 +251,6 @@ def handed_back(headers: httpx.Headers) -> RawHeaders:
 
 def _end_to_end(headers: RawHeaders) -> RawHeaders:
     return [(name, value) for name, value in headers if name.lower().decode("latin-1") not in _HOP_BY_HOP]
-
-
-@asynccontextmanager
-async def _streamed(client: httpx.AsyncClient, request: httpx.Request) -> AsyncIterator[httpx.Response]:
-    reply = await client.send(request, stream=True)
-    try:
-        yield reply
-    finally:
-        await reply.aclose()
 
 
 def _event(data: str) -> Event:

@@ -1,26 +1,22 @@
-"""Who may use the server: keys, tenants, and what every HTTP request passes first."""
+"""Who may use the server, as keys say, and how much of it each tenant may have at once and in a while."""
 
-import asyncio
 import hashlib
 import hmac
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chunkweave.errors import UsageError
+from chunkweave.metrics import ReuseReport
 from chunkweave_server.errors import HttpError
-from chunkweave_server.observability import request_id_of, serving
-from chunkweave_server.settings import ListenSettings
-
-if TYPE_CHECKING:
-    from chunkweave_server.service import Service
+from chunkweave_server.settings import LimitSettings
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _HEX = re.compile(r"[0-9a-f]{32,64}")
@@ -116,6 +112,20 @@ class KeyRing:
                 found = key.tenant
         return found
 
+    def tenant_of(self, key: str | None) -> Tenant:
+        """Whose request it is that presents `key`.
+
+        Raises:
+            HttpError: 401, a key is needed, and this is none.
+        """
+        if not self._keys:
+            return ANONYMOUS
+        tenant = None if key is None else self.find(key)
+        if tenant is None:
+            message = "give an API key as `Authorization: Bearer KEY`" if key is None else "no such API key"
+            raise HttpError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return tenant
+
 
 def new_key() -> str:
     """A key with 256 random bits."""
@@ -184,123 +194,106 @@ def bearer(headers: Mapping[str, str]) -> str | None:
     return key.strip() if scheme.lower() == "bearer" and key.strip() else None
 
 
-def tenant_of(keys: KeyRing, key: str | None) -> Tenant:
-    """Whose request it is that presents `key`.
-
-    Raises:
-        HttpError: 401, a key is needed, and this is none.
-    """
-    if not len(keys):
-        return ANONYMOUS
-    tenant = None if key is None else keys.find(key)
-    if tenant is None:
-        message = "give an API key as `Authorization: Bearer KEY`" if key is None else "no such API key"
-        raise HttpError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-    return tenant
+Clock = Callable[[], float]
 
 
-def refuse_open_door(listen: ListenSettings, keys: KeyRing) -> None:
-    """Refuse to serve everybody on a network by accident.
+class TokenBucket:
+    """Holds up to `burst` tokens and gains `per_s` of them a second; a request takes one. Not thread-safe."""
 
-    Raises:
-        UsageError: there are no keys, other machines reach the address, and nobody said that they may.
-    """
-    if not len(keys) and not listen.loopback and not listen.allow_anonymous:
-        raise UsageError(
-            f"{listen.host} can be reached from other machines: give API keys (keys_file, CHUNKWEAVE_API_KEYS), "
-            f"or allow_anonymous if everybody there may use the server"
-        )
+    def __init__(self, per_s: float, burst: int, *, clock: Clock = time.monotonic) -> None:
+        self._per_s = per_s
+        self._burst = burst
+        self._clock = clock
+        self._tokens = float(burst)
+        self._at_s = clock()
+
+    def take(self) -> float:
+        """Take a token; returns 0, or the seconds until there is one."""
+        now = self._clock()
+        self._tokens = min(self._burst, self._tokens + (now - self._at_s) * self._per_s)
+        self._at_s = now
+        if self._tokens >= 1:
+            self._tokens -= 1
+            return 0.0
+        return (1 - self._tokens) / self._per_s
 
 
-_INGESTING = re.compile(r"/v1/corpora/[^/]+/documents(/files)?")
+class TenantLimits:
+    """Rate and concurrency of every tenant. Belongs to the event loop's thread.
 
-_UNCOUNTED = ("/v1/page/live", "/metrics")
-"""What a program asks for every few seconds: it does not count towards the rate."""
-
-
-class Gate:
-    """ASGI middleware around the whole app; a request that it refuses costs neither a parsed nor a read body.
-
-    If the server has keys, everything needs one but the methods and paths of `without_key`. The tenant goes into
-    `request.state.tenant`.
+    Tenants come from the operator's keys, so the counts that are kept are as many as these.
     """
 
-    def __init__(self, app: ASGIApp, service: "Service", *, without_key: Collection[tuple[str, str]]) -> None:
-        self._app = app
-        self._service = service
-        self._without_key = without_key
-        self._max_body_bytes = service.settings.limits.max_body_bytes
-        self._max_upload_bytes = service.settings.limits.max_upload_bytes
-        self._stalled_s = service.settings.listen.stalled_s
+    def __init__(self, settings: LimitSettings, *, clock: Clock = time.monotonic) -> None:
+        self.settings = settings
+        self._clock = clock
+        self._buckets: dict[str, TokenBucket] = {}
+        self._running: Counter[str] = Counter()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
+    def count_request(self, tenant: str) -> None:
+        """Count one request of a tenant.
+
+        Raises:
+            HttpError: 429, there were too many of late.
+        """
+        per_minute = self.settings.requests_per_minute
+        if per_minute is None:
             return
-        headers = Headers(scope=scope)
-        request_id = request_id_of(headers.get("x-request-id"))
-        state: MutableMapping[str, Any] = scope.setdefault("state", {})
-        state["request_id"] = request_id
-
-        async def named_send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
-
-        try:
-            if (scope["method"], scope["path"]) not in self._without_key:
-                state["tenant"] = self._admitted(headers, counted=scope["path"] not in _UNCOUNTED)
-            limit_bytes = self._max_upload_bytes if _INGESTING.fullmatch(scope["path"]) else self._max_body_bytes
-            limited = _limited(receive, headers, limit_bytes, self._stalled_s)
-        except HttpError as error:
-            await error.response(scope, receive, named_send)
-            return
-        with serving(request_id):
-            await self._app(scope, limited, named_send)
-
-    def _admitted(self, headers: Headers, *, counted: bool) -> Tenant:
-        tenant = self._service.tenant_of(bearer(headers))
-        if counted:
-            self._service.limits.count_request(tenant.name)
-        self._service.require_ready()
-        return tenant
-
-
-_LEAST_BYTES_PER_S = 500
-"""A slower body is not waited for; the usual rate of Apache's `RequestReadTimeout`."""
-
-
-def _limited(receive: Receive, headers: Headers, limit_bytes: int, stalled_s: float) -> Receive:
-    """`receive` that gives at most `limit_bytes` of body, which has `stalled_s` to come and more for what did come.
-
-    Raises:
-        HttpError: 413, the request says that it has more; the returned function raises it when more comes, and 408 when
-            the rest does not come in time.
-    """
-    too_large = HttpError(413, f"the body may have {limit_bytes} bytes", code="body_too_large")
-    length = headers.get("content-length", "")
-    if length.isdecimal() and int(length) > limit_bytes:
-        raise too_large
-    taken, whole, begun_s = 0, False, None
-
-    async def limited() -> Message:
-        nonlocal taken, whole, begun_s
-        if whole:  # what comes now is that the client has gone
-            return await receive()
-        now_s = asyncio.get_running_loop().time()
-        begun_s = now_s if begun_s is None else begun_s
-        try:
-            async with asyncio.timeout_at(begun_s + stalled_s + taken / _LEAST_BYTES_PER_S):
-                message = await receive()
-        except TimeoutError:
+        bucket = self._buckets.get(tenant)
+        if bucket is None:
+            bucket = self._buckets[tenant] = TokenBucket(per_minute / 60, self.settings.burst, clock=self._clock)
+        if wait_s := bucket.take():
             raise HttpError(
-                408, "the rest of the body did not come", code="body_too_slow", headers={"connection": "close"}
-            ) from None
-        taken += len(message.get("body", b""))
-        whole = not message.get("more_body", False)
-        if taken > limit_bytes:
-            raise too_large
-        return message
+                429,
+                f"more than {per_minute:g} requests a minute; try again in {ceil(wait_s)} s",
+                code="rate_limit_exceeded",
+                retry_after_s=wait_s,
+            )
 
-    return limited
+    def occupy(self, tenant: str) -> ExitStack:
+        """A place among the tenant's requests at once; it is given back when the stack is closed.
+
+        Raises:
+            HttpError: 429, all are taken.
+        """
+        if self._running[tenant] >= self.settings.max_concurrent:
+            raise HttpError(
+                429,
+                f"{self.settings.max_concurrent} requests of yours are under way already, and no more may",
+                code="too_many_requests_at_once",
+                retry_after_s=1,
+            )
+        self._running[tenant] += 1
+        place = ExitStack()
+        place.callback(self._leave, tenant)
+        return place
+
+    def running(self, tenant: str) -> int:
+        """How many requests of the tenant are under way."""
+        return self._running[tenant]
+
+    def _leave(self, tenant: str) -> None:
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]
+
+
+@dataclass(slots=True)
+class TenantCounts:
+    """What one tenant's answers reused so far, in tokens."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    prefix_exact_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    computed_tokens: int = 0
+    answer_tokens: int = 0
+
+    def add(self, report: ReuseReport) -> None:
+        """Count one answer."""
+        self.requests += 1
+        self.answer_tokens += report.new_tokens
+        for name in ("prompt", "prefix_exact", "reused", "recomputed", "computed"):
+            field = f"{name}_tokens"
+            setattr(self, field, getattr(self, field) + getattr(report, field))

@@ -1,0 +1,217 @@
+"""From a question over chunks to a prompt, an order and a method, for every backend: a tokenizer is all it needs."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from chunkweave.config import SamplingParams
+from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
+from chunkweave.errors import PromptTooLongError
+from chunkweave.ordering.arrangement import Arranged, Arranger
+from chunkweave.ordering.ordering import ChunkOrder
+from chunkweave.planning.adaptive_methods import LoadAwareMethod, PrefixGrowingMethod
+from chunkweave.planning.cost import CostModel
+from chunkweave.planning.method import ReuseMethod, make_method
+from chunkweave.planning.method_choice import EXACT_METHODS, Kept, MethodChoice, MethodChooser, MethodRequest
+from chunkweave.prompt.builder import PromptBuilder, PromptLimit
+from chunkweave.prompt.parts import Prompt, PromptPart
+from chunkweave.prompt.request import Request
+from chunkweave.scheduling.shadow import ShadowMonitor
+from chunkweave.store.store import TieredStore
+from chunkweave.types import Chunk, SegmentId
+
+Build = Callable[[Request, PromptLimit], Prompt]
+"""Makes the prompt of a request that belongs to no conversation."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedRequest:
+    """A request with its prompt, the method chosen for it, what it keeps, and how many tokens it may generate.
+
+    `order` says whether chunks may be reordered: a preparer without an arranger leaves that to its caller. A `raisable`
+    request has not said how much is to be recomputed, so that it may be more where that hides loading.
+    """
+
+    request: Request
+    order: ChunkOrder
+    arranged: Arranged
+    choice: MethodChoice
+    method: ReuseMethod
+    kept: Kept
+    room: int
+    turn: TurnUnderWay | None = None
+    raisable: bool = False
+
+    @property
+    def closing(self) -> tuple[int, ...]:
+        """Tokens that are computed after its answer: those that end a conversation's turn."""
+        return () if self.turn is None else self.turn.closing
+
+    @property
+    def history(self) -> Mapping[int, SegmentId] | None:
+        """Of a conversation, the segments of its earlier turns by the number of their part."""
+        return None if self.turn is None else self.turn.places(self.prompt)
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt with its chunks in order."""
+        return self.arranged.prompt
+
+    @property
+    def weaves(self) -> bool:
+        """Whether KV of chunks may come from other prompts."""
+        return self.choice.method not in EXACT_METHODS
+
+
+@dataclass(eq=False)
+class RequestPreparer:
+    """Makes prompts, puts their chunks in order, and chooses methods, for one model.
+
+    Its only state is what the arranger has counted, and what conversations have said. May be called from several
+    threads; they tokenize beside each other. Prompt and answer have at most `context_tokens`; layers that a request
+    names are held against `num_layers`, where they are known. Chunks are computed beforehand behind `neutral_tokens` of
+    the neutral `passages`. `order` is for requests that say nothing.
+
+    A backend that computes KV itself has an `arranger` and a `store`, and perhaps a `cost` model by which methods are
+    raised. `shadow`, if there is one, may replace the method that was chosen by the exact one.
+    """
+
+    builder: PromptBuilder
+    chooser: MethodChooser
+    turn_builder: TurnBuilder
+    context_tokens: int
+    num_layers: int | None = None
+    passages: tuple[str, ...] = ()
+    neutral_tokens: int = 0
+    order: ChunkOrder = ChunkOrder.FIXED
+    arranger: Arranger | None = None
+    store: TieredStore[Any] | None = None
+    cost: CostModel | None = None
+    shadow: ShadowMonitor | None = None
+    _arranging: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def prepare(
+        self,
+        request: Request,
+        method_request: MethodRequest,
+        *,
+        most_tokens: int | None = None,
+        speculative: bool = False,
+        build: Build | None = None,
+    ) -> PreparedRequest:
+        """Everything that is known of a request before anything is computed. It counts as asked for then.
+
+        `end` or `abandon` it. A `speculative` one counts once it is confirmed. A conversation is cut down to
+        `most_tokens`, its answer among them; a prompt with far more is refused before all of it is tokenized. `build`
+        takes the place of the builder's usual prompt.
+
+        Raises:
+            UsageError: an empty question or chunk, no such order, a conversation that is still being answered, or a
+                method_request that cannot be met.
+            PromptTooLongError: chunks and question do not fit the model's context.
+        """
+        order = self.order if request.order is None else ChunkOrder.parse(request.order)
+        if self.num_layers is not None:
+            method_request.refuse_layers_beyond(self.num_layers)
+        choice, raisable = self.chooser.choose(method_request), not method_request.sets_budget
+        method = self._method(choice, raisable=raisable)
+        if self.shadow is not None and (allowed := self.shadow.allowed(choice)) != choice:
+            choice, method = allowed, self._method(allowed)
+        turn: TurnUnderWay | None = None
+        if request.conversation_id is None:
+            limit = PromptLimit(min(self.context_tokens, most_tokens or self.context_tokens))
+            prompt = (build or self._built)(request, limit)
+        else:
+            turn, prompt = self.turn_builder.begin(request, most_tokens=most_tokens)
+        room = prompt.room_in(self.context_tokens) - (0 if turn is None else len(turn.closing))
+        arranged = self._arrange(prompt, order, counted=not speculative)
+        if arranged.promotion is not None and turn is None:  # a conversation keeps all that its next turn builds on
+            method = PrefixGrowingMethod(method, arranged.promotion)
+        kept = self.chooser.kept(choice)
+        if turn is not None:  # its later turns may be answered by another method
+            kept = replace(kept, kv=True)
+        room = min(request.sampling.max_new_tokens, room)
+        return PreparedRequest(request, order, arranged, choice, method, kept, room, turn, raisable)
+
+    def prepare_beforehand(
+        self, chunk: Chunk | str, *, cache_salt: str = "", most_tokens: int | None = None
+    ) -> PreparedRequest | None:
+        """What computes a chunk before a request needs it, with one token behind it; None if that is stored.
+
+        What its tokens attend to is kept if the usual method reads it, or if it is configured (`CaptureConfig`).
+
+        Raises:
+            UsageError: an empty chunk.
+            PromptTooLongError: the chunk alone does not fit the model's context, or `most_tokens`.
+        """
+        prompt = self.prompt_beforehand(chunk, cache_salt=cache_salt, most_tokens=most_tokens)
+        if self.store is not None:
+            context, variants = prompt.contexts()[-1], self.store.lookup(prompt).parts[-1].variants
+            if any(record.context == context for record in variants):
+                return None
+        room = min(1, prompt.room_in(self.context_tokens))
+        choice = self.chooser.choose(MethodRequest.of("prefix"))
+        kept = Kept(profiles=self.chooser.kept(self.chooser.choose(MethodRequest())).profiles)
+        request = Request("", (chunk,), sampling=SamplingParams(1, temperature=0.0), cache_salt=cache_salt)
+        method = self._method(choice)
+        return PreparedRequest(request, ChunkOrder.FIXED, Arranged(prompt), choice, method, kept, room)
+
+    def prompt_beforehand(self, chunk: Chunk | str, *, cache_salt: str = "", most_tokens: int | None = None) -> Prompt:
+        """The prompt that a chunk is computed in before a request needs it, the chunk last.
+
+        Raises:
+            UsageError: an empty chunk.
+            PromptTooLongError: the chunk alone does not fit the model's context, or `most_tokens`.
+        """
+        most = min(self.context_tokens, most_tokens or self.context_tokens)
+        return self.builder.beforehand(
+            chunk, self.passages, self.neutral_tokens, most_tokens=most, cache_salt=cache_salt
+        )
+
+    def preamble(self, opening: Sequence[PromptPart]) -> tuple[PromptPart, ...]:
+        """What chunks are computed behind beforehand with this opening."""
+        return self.builder.preamble(self.passages, self.neutral_tokens, opening=opening)
+
+    def storable_parts(self, chunks: Sequence[Chunk], *, cache_salt: str) -> list[PromptPart]:
+        """Chunks as they are in every prompt, without those that no context can hold: nothing is stored of these."""
+        parts = []
+        for chunk in chunks:
+            with suppress(PromptTooLongError):
+                limit = PromptLimit(self.context_tokens)
+                parts.append(self.builder.chunk_part(chunk, cache_salt=cache_salt, limit=limit))
+        return parts
+
+    def confirm(self, prepared: PreparedRequest) -> None:
+        """A speculative request is asked for."""
+        if self.arranger is not None:
+            with self._arranging:
+                self.arranger.count(prepared.prompt, free=prepared.arranged.promotion is not None)
+
+    def abandon(self, prepared: PreparedRequest) -> None:
+        """A request ends without an answer; a no-op after its end."""
+        if prepared.turn is not None:
+            self.turn_builder.abandon(prepared.turn)
+
+    def _built(self, request: Request, limit: PromptLimit) -> Prompt:
+        return self.builder.build(
+            request.question,
+            request.chunks,
+            system=request.system,
+            history=request.history,
+            cache_salt=request.cache_salt,
+            limit=limit,
+        )
+
+    def _arrange(self, prompt: Prompt, order: ChunkOrder, *, counted: bool) -> Arranged:
+        if self.arranger is None:
+            return Arranged(prompt)
+        with self._arranging:
+            return self.arranger.arrange(prompt, order, counted=counted)
+
+    def _method(self, choice: MethodChoice, *, raisable: bool = False) -> ReuseMethod:
+        """The method of a choice; with a cost model and no ratio asked for, the loading controller may raise its."""
+        if self.store is None or self.cost is None or not raisable:
+            return make_method(choice.method, choice.reuse)
+        return LoadAwareMethod(choice.method, choice.reuse, self.cost, self.store.tier_of)
