@@ -15,15 +15,14 @@ before it, which chooses what is recomputed, mean and 10th percentile over chunk
 """
 
 import argparse
-import shlex
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench_program import parse, settings, write
 from docs_tables import markdown_table
 from rich.console import Console
 from rich.progress import Progress
@@ -38,7 +37,6 @@ from chunkweave.prompt.parts import Prompt
 from chunkweave.settings import GIB
 from chunkweave.store.records import AttentionProfile
 from chunkweave_lab.datasets import PromptMaker, bundled_examples, load_dataset
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.worlds.world import world_examples
 
 OFF = CaptureConfig(profile=False)
@@ -198,8 +196,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=numbers, default=(default.layers,), help="for example 4,8,12")
     parser.add_argument("--heads", type=numbers, default=(default.heads,), help="for example 2,4,8")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    return parse(parser)
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -225,8 +222,6 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
 
 def main() -> None:
     args = arguments()
-    if args.out:
-        check_writable(args.out)
     store = StoreConfig(host_budget_bytes=8 * GIB)
     options: dict[str, Any] = {"device": args.device, "dtype": args.dtype, "store": store}
     if args.model:
@@ -238,11 +233,9 @@ def main() -> None:
     rows = measure(args, engine, prompts)
     show(rows, f"Capturing attention: {loaded.name}, {len(prompts)} prompts, the first one {len(prompts[0])} tokens")
     Console().print(fewest(rows))
-    if args.out:
-        config = {name: str(value) for name, value in vars(args).items()}
-        config |= {"prompt_tokens": len(prompts[0]), "computed_in": str(loaded.model.dtype)}
-        command = shlex.join(["python", *sys.argv])
-        write_json(args.out, BenchmarkResult("attention-mass", command, args.seed, config, rows, {}).as_dict())
+    config: dict[str, Any] = {name: str(value) for name, value in settings(args).items()}
+    config |= {"prompt_tokens": len(prompts[0]), "computed_in": str(loaded.model.dtype)}
+    write("attention-mass", args, config, rows)
 
 
 if __name__ == "__main__":

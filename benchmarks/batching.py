@@ -15,22 +15,18 @@ With `--shuffle` every request has the chunks, each computed beforehand, in an o
 import argparse
 import asyncio
 import random
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from docs_tables import markdown_table, update_page
+from bench_program import parse, settings, show, write
+from docs_tables import markdown_table
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from chunkweave import Answer, AsyncEngine, BatchingConfig, Chunk, Engine, Request, SamplingParams
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 PASSAGE = "The ferry of day {day} leaves the harbour at seven, at noon and at six, and carries {day} carts of peat. "
 HEADS = ["running at once", "tokens/s", "of one at a time", "token every", "TTFT", "steps"]
@@ -52,11 +48,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["prefix"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
-    arguments = parser.parse_args()
-    if arguments.out is not None:
-        check_writable(arguments.out)
+    arguments = parse(parser)
     torch.set_num_threads(arguments.threads)
     if arguments.model is not None:
         engine = Engine.load(arguments.model)
@@ -74,13 +66,7 @@ def main() -> None:
             engine.precompute([Chunk(passage) for passage in _passages(arguments)])
         rows.append(asyncio.run(_measure(engine, requests, running, method)))
     _show(rows, arguments)
-    if arguments.out is not None:
-        config = {key: value for key, value in vars(arguments).items() if key not in ("out", "update_docs", "seed")}
-        command = shlex.join(["python", *sys.argv])
-        result = BenchmarkResult("batching", command, arguments.seed, config, rows, {})
-        write_json(arguments.out, result.as_dict())
-    if arguments.update_docs is not None:
-        update_page(arguments.update_docs, arguments.out)
+    write("batching", arguments, settings(arguments, "seed"), rows)
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
@@ -160,13 +146,8 @@ def _prefill_table(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 def _show(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     title = f"{arguments.model or arguments.shape}: {arguments.requests} requests, {arguments.new_tokens} tokens each"
-    table = Table(title=title, title_justify="left")
     prefills = arguments.new_tokens == 1
-    for head in PREFILL_HEADS if prefills else HEADS:
-        table.add_column(head, justify="right")
-    for line in (_prefill_table if prefills else _table)(rows):
-        table.add_row(*line)
-    Console(file=sys.stdout).print(table)
+    show(PREFILL_HEADS if prefills else HEADS, (_prefill_table if prefills else _table)(rows), title)
 
 
 if __name__ == "__main__":

@@ -15,19 +15,16 @@ which order to serve them, which no server can do that has not seen them all: bo
 
 import argparse
 import json
-import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from bench_program import parse, settings, show, write
 from docs_tables import markdown_table
 from ordering_overhead import requests as zipf_requests
-from rich.console import Console
-from rich.table import Table
 
 from chunkweave.cli.console import status
 from chunkweave.errors import UsageError
@@ -41,7 +38,6 @@ from chunkweave_lab.chunk_order import (
     replay_arranged,
     saving_bound,
 )
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.simulator.trace import Arrival, Part
 
 OURS = ("original", "frequency", "tree-greedy")
@@ -142,10 +138,7 @@ def main() -> None:
     parser.add_argument("--zipf", type=float, default=1.0)
     parser.add_argument("--budget-share", type=float, default=0.25)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    if arguments.out is not None:
-        check_writable(arguments.out)
+    arguments = parse(parser)
     if arguments.trace == "zipf":
         drawn = zipf_requests(arguments.requests, arguments.top_k, arguments.documents, arguments.zipf, arguments.seed)
         arrivals = [Arrival(float(i), tuple(Part(one, 128) for one in ids)) for i, ids in enumerate(drawn)]
@@ -162,12 +155,9 @@ def main() -> None:
     total = sum(part.tokens for one in arrivals for part in one.documents)
     bound = saving_bound(arrivals) / total
     _show(rows, bound, len(arrivals), budget)
-    if arguments.out is not None:
-        config = {name: str(value) for name, value in vars(arguments).items() if name not in ("out", "contextpilot")}
-        command = shlex.join(["python", *sys.argv])
-        more = {"bound_hit_rate": bound, "budget_tokens": budget, "contextpilot": "0.5.0"}
-        result = BenchmarkResult("contextpilot-comparison", command, arguments.seed, config, rows, more)
-        write_json(arguments.out, result.as_dict())
+    config = {name: str(value) for name, value in settings(arguments, "contextpilot").items()}
+    more = {"bound_hit_rate": bound, "budget_tokens": budget, "contextpilot": "0.5.0"}
+    write("contextpilot-comparison", arguments, config, rows, more)
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
@@ -186,14 +176,13 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _show(rows: Sequence[dict[str, Any]], bound: float, requests: int, budget: int) -> None:
-    table = Table(title=f"{requests} requests; no order in an unlimited cache exceeds {bound:.1%}")
-    for head in ("contender", "unlimited cache", f"{budget} tokens, LRU", "median us", "mean us"):
-        table.add_column(head, justify="left" if head == "contender" else "right")
+    heads = ("contender", "unlimited cache", f"{budget} tokens, LRU", "median us", "mean us")
+    cells = []
     for row in rows:
         rates = (f"{row[name]:.1%}" for name in ("unlimited_hit_rate", "limited_hit_rate"))
         times = (f"{row[name] * 1e6:,.1f}" for name in ("order_median_s", "order_mean_s"))
-        table.add_row(row["contender"], *rates, *times)
-    Console(width=120).print(table)
+        cells.append([row["contender"], *rates, *times])
+    show(heads, cells, f"{requests} requests; no order in an unlimited cache exceeds {bound:.1%}")
 
 
 if __name__ == "__main__":

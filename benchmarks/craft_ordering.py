@@ -19,18 +19,17 @@ A contender is a method, an ordering behind `+`, and a threshold of promotion or
 """
 
 import argparse
-import shlex
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench_program import parse, settings, write
 from craft_composing import RATIOS, region_table, regions, shares_of, shares_table
 from craft_serving import Contender, close, contenders, row, serve_all
-from docs_tables import command_block, markdown_table, update_page
+from docs_tables import command_block, markdown_table
 from recurring_requests import dataset_requests, zipf_worlds
 from rich.console import Console
 
@@ -41,7 +40,6 @@ from chunkweave.ordering.ordering import OrderingConfig
 from chunkweave.settings import GIB
 from chunkweave_lab.chunk_order import ORACLE, ReplayConfig, overlap_of, replay, saving_bound
 from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.simulator.trace import Arrival, Part, poisson_times
 from chunkweave_lab.simulator.workloads import QUESTION_TOKENS, Corpus, bundled_token_count, draw_requests
 
@@ -264,27 +262,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--lock", type=Path, metavar="FILE", help="held while times are taken, behind the warm-up")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
-    arguments = parser.parse_args()
-    if arguments.out is not None:
-        check_writable(arguments.out)
+    arguments = parse(parser)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     parts = {"savings": savings, "sensitivity": sensitivity, "serve": serve, "composing": composing}
     rows, more = parts[arguments.part](arguments)
-    command = shlex.join(["python", *sys.argv])
     shown = table(arguments.part, rows, more)
     console = Console(width=160)
     console.print(shown, highlight=False)
     if "ttft_ratio_of_means" in more:
         console.print(f"{more['combination']}: {more['ttft_ratio_of_means']:.2f}x by mean TTFT", highlight=False)
-    if arguments.out is not None:
-        config = {name: str(value) for name, value in vars(arguments).items() if name not in ("out", "update_docs")}
-        result = BenchmarkResult(f"craft-{arguments.part}", command, arguments.seed, config, rows, more)
-        write_json(arguments.out, result.as_dict())
-    if arguments.update_docs is not None:
-        update_page(arguments.update_docs, arguments.out)
+    config = {name: str(value) for name, value in settings(arguments).items()}
+    write(f"craft-{arguments.part}", arguments, config, rows, more)
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:

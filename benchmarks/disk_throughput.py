@@ -13,10 +13,8 @@ channels differ in size.
 
 import argparse
 import os
-import shlex
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_program import parse, settings, write
 from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
@@ -42,7 +41,7 @@ from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId, SegmentId
-from chunkweave_lab.results import BenchmarkResult, drop_page_cache, write_json
+from chunkweave_lab.results import drop_page_cache
 
 FINGERPRINT = "b" * 32
 PIECE_BYTES = 1 << 20
@@ -250,8 +249,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--loaders", type=int, default=2, help="threads that read, check and decode side by side")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shape", default="demo", help="random-weight model whose KV the codecs' error is measured on")
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    return parse(parser)
 
 
 def main() -> None:
@@ -265,11 +263,8 @@ def main() -> None:
     errors = codec_rows(args)
     show(rows, "Reading segments, page cache dropped (bar: 0.8 of sequential)")
     show(errors, "Codecs")
-    if args.out:
-        config = {name: str(value) for name, value in vars(args).items()}
-        command = shlex.join(["python", *sys.argv])
-        result = BenchmarkResult("disk-throughput", command, args.seed, config, rows, {"codecs": errors})
-        write_json(args.out, result.as_dict())
+    config = {name: str(value) for name, value in settings(args).items()}
+    write("disk-throughput", args, config, rows, {"codecs": errors})
 
 
 if __name__ == "__main__":

@@ -7,21 +7,17 @@ paragraph is among the k best. Seconds are for embedding all paragraphs and all 
 """
 
 import argparse
-import shlex
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_program import parse, show, write
 from docs_tables import markdown_table
-from rich.console import Console
-from rich.table import Table
 
 from chunkweave.retrieval.embedders import make_embedder
 from chunkweave_lab.datasets import load_dataset
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 RANKS = (1, 3, 6)
 
@@ -46,26 +42,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", type=Path, required=True)
     parser.add_argument("--embedders", default="hashed-ngrams")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    if arguments.out is not None:
-        check_writable(arguments.out)
+    arguments = parse(parser)
     examples = load_dataset(arguments.dataset, squad_chunks=1)
     paragraphs = list(dict.fromkeys(example.chunks[0].text for example in examples))
     own = [paragraphs.index(example.chunks[0].text) for example in examples]
     questions = [example.question for example in examples]
     rows = [measured(name, questions, own, paragraphs) for name in arguments.embedders.split(",")]
-    table = Table(title=f"{len(questions)} questions, {len(paragraphs)} paragraphs", title_justify="left")
-    for column in rows[0]:
-        table.add_column(column, justify="left" if column == "embedder" else "right")
-    for row in rows:
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
-    if arguments.out is not None:
-        sizes = {"questions": len(questions), "paragraphs": len(paragraphs)}
-        config = {"dataset": arguments.dataset.name, "embedders": arguments.embedders, **sizes}
-        command = shlex.join(["python", *sys.argv])
-        write_json(arguments.out, BenchmarkResult("embedders", command, 0, config, rows, {}).as_dict())
+    cells = [[f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+    show(list(rows[0]), cells, f"{len(questions)} questions, {len(paragraphs)} paragraphs")
+    sizes = {"questions": len(questions), "paragraphs": len(paragraphs)}
+    write("embedders", arguments, {"dataset": arguments.dataset.name, "embedders": arguments.embedders, **sizes}, rows)
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:

@@ -8,17 +8,15 @@ longer, than promotion would. `arrange` is what the engine calls: it reorders a 
 
 import argparse
 import gc
-import shlex
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
-from pathlib import Path
 from random import Random
 from statistics import median, quantiles
 from typing import Any
 
+from bench_program import parse, settings, write
 from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +27,6 @@ from chunkweave.plugins import ORDERINGS
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 SYSTEM = ChunkId("system")
 TOKENS = 128
@@ -160,10 +157,7 @@ def main() -> None:
     parser.add_argument("--zipf", type=float, default=1.0)
     parser.add_argument("--window", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    if arguments.out is not None:
-        check_writable(arguments.out)
+    arguments = parse(parser)
     rows, more = measure(arguments)
     table = Table(title=f"{arguments.k} chunks a request, microseconds (median / 99th percentile)")
     for name in rows[0]:
@@ -179,11 +173,7 @@ def main() -> None:
         f"table: {more['table_chunks']} chunks, {more['table_bytes'] / 1e6:.2f} MB; "
         f"tree: {more['tree_nodes']} nodes, {more['tree_bytes'] / 1e6:.2f} MB"
     )
-    if arguments.out is not None:
-        config = {name: value for name, value in vars(arguments).items() if name != "out"}
-        command = shlex.join(["python", *sys.argv])
-        result = BenchmarkResult("ordering-overhead", command, arguments.seed, config, rows, {"memory": more})
-        write_json(arguments.out, result.as_dict())
+    write("ordering-overhead", arguments, settings(arguments), rows, {"memory": more})
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:

@@ -8,15 +8,13 @@ request is planned and checked once. Bar: 10 chunks with 5 variants each in 0.2 
 """
 
 import argparse
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from random import Random
 from typing import Any
 
+from bench_program import parse, settings, write
 from docs_tables import markdown_table
 from rich.console import Console
 from rich.progress import track
@@ -28,7 +26,6 @@ from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.index import PromptLookup, look_up
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Geometry
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 GEOMETRY = Geometry(24, 896, 14, 2, 64, 4864, 151_936, 32_768)
 """Of Qwen2.5 0.5B."""
@@ -73,10 +70,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    if arguments.out is not None:
-        check_writable(arguments.out)
+    arguments = parse(parser)
     method = make_method("cachecraft", ReuseConfig())
     lookup = lookup_of(arguments.chunks, arguments.variants, arguments.tokens, arguments.seed)
     method.plan(lookup, GEOMETRY)  # what follows from a profile alone is worked out once
@@ -97,10 +91,7 @@ def main() -> None:
     for row in rows:
         table.add_row(str(row["step"]), f"{row['median_s'] * 1e3:.3f} ms", f"{row['least_s'] * 1e3:.3f} ms")
     Console().print(table)
-    if arguments.out is not None:
-        config = {name: str(value) for name, value in vars(arguments).items()}
-        command = shlex.join(["python", *sys.argv])
-        write_json(arguments.out, BenchmarkResult("planning-time", command, arguments.seed, config, rows, {}).as_dict())
+    write("planning-time", arguments, {name: str(value) for name, value in settings(arguments).items()}, rows)
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:

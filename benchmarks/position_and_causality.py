@@ -9,8 +9,6 @@ those of `chunkweave bench quality`.
 """
 
 import argparse
-import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from bench_program import parse, settings, write
 from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
@@ -27,7 +26,6 @@ from chunkweave.cli.console import progress
 from chunkweave.engine.engine import Engine
 from chunkweave.kv.request_cache import RequestCache, Rotate
 from chunkweave_lab.quality import QualityConfig, measure_quality
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.summaries import QualitySample, summarize_quality
 from chunkweave_lab.worlds.world import world_examples
 
@@ -58,10 +56,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=300)
     parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    if arguments.out is not None:
-        check_writable(arguments.out)
+    arguments = parse(parser)
     config = QualityConfig(
         methods=(arguments.method,),
         ratios=(arguments.recompute_ratio,),
@@ -87,11 +82,7 @@ def main() -> None:
         f1, crossing, rouge, recomputed = (f"{cell:.3f}" for cell in cells)
         table.add_row(row["method"], f1, interval, crossing, rouge, recomputed)
     Console().print(table)
-    if arguments.out is not None:
-        origin: dict[str, Any] = {name: str(value) for name, value in vars(arguments).items()}
-        command = shlex.join(["python", *sys.argv])
-        result = BenchmarkResult("position-and-causality", command, arguments.seed, origin, rows, {})
-        write_json(arguments.out, result.as_dict())
+    write("position-and-causality", arguments, {name: str(value) for name, value in settings(arguments).items()}, rows)
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:

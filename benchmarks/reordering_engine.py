@@ -15,27 +15,23 @@ chunk alone, but that of `prefix`, which the requests before have filled.
 
 import argparse
 import asyncio
-import shlex
 import statistics
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
-from pathlib import Path
 from typing import Any
 
 import torch
-from docs_tables import markdown_table, update_page
+from bench_program import parse, settings, show, write
+from docs_tables import markdown_table
 from load_generator import LoadResult, SustainableRate, poisson_arrivals, run_load, sustainable_rate
 from passages import passages
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from chunkweave import AsyncEngine, BatchingConfig, Engine, Request, ReuseReport, SamplingParams, StoreConfig
 from chunkweave.models.loading import LoadedModel, load_shape
 from chunkweave.scheduling.queue import DEFAULT_WINDOW
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.simulator.workloads import Corpus, draw_requests, exponent_for
 
 REORDER_HEADS = ["memory", "requests/s", "TTFT in order", "reordered", "ratio", "token hits in order", "reordered"]
@@ -215,23 +211,13 @@ def main() -> None:
     parser.add_argument("--max-running", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
-    arguments = parser.parse_args()
-    if arguments.out is not None:
-        check_writable(arguments.out)
+    arguments = parse(parser)
     torch.set_num_threads(arguments.threads)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         rows, rates = asyncio.run(_measure(arguments, progress))
-    _show(REORDER_HEADS, _reorder_cells(rows))
-    _show(RATE_HEADS, _rate_cells(rates))
-    if arguments.out is not None:
-        config = {key: value for key, value in vars(arguments).items() if key not in ("out", "update_docs", "seed")}
-        command = shlex.join(["python", *sys.argv])
-        result = BenchmarkResult("reordering-engine", command, arguments.seed, config, rows, {"sustained": rates})
-        write_json(arguments.out, result.as_dict())
-    if arguments.update_docs is not None:
-        update_page(arguments.update_docs, arguments.out)
+    show(REORDER_HEADS, _reorder_cells(rows))
+    show(RATE_HEADS, _rate_cells(rates))
+    write("reordering-engine", arguments, settings(arguments, "seed"), rows, {"sustained": rates})
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
@@ -292,15 +278,6 @@ def _rate_cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
         ]
         for row in rows
     ]
-
-
-def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table()
-    for head in heads:
-        table.add_column(head, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 if __name__ == "__main__":

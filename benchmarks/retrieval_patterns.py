@@ -15,8 +15,6 @@ with the seed. The same figures as in the papers' motivation, each with the ques
 """
 
 import argparse
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,17 +25,15 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from docs_tables import markdown_table, update_page
+from bench_program import parse, show, write
+from docs_tables import markdown_table
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 from chunkweave.retrieval.embedders import make_embedder
 from chunkweave.retrieval.faiss_indexes import new_faiss_index
 from chunkweave.retrieval.indexes import IndexConfig, IndexKind, SearchStage, VectorIndex
 from chunkweave_lab.chunk_order import overlap_of, replay
 from chunkweave_lab.datasets import load_dataset
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.simulator.trace import Arrival, Part
 from chunkweave_lab.simulator.workloads import bundled_token_count
 
@@ -154,11 +150,7 @@ def main() -> None:
     parser.add_argument("--indexes", default=",".join(INDEXES))
     parser.add_argument("--top-k", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", type=Path)
-    arguments = parser.parse_args()
-    if arguments.out is not None:
-        check_writable(arguments.out)
+    arguments = parse(parser)
     examples = load_dataset(arguments.dataset, squad_chunks=1)
     documents = list(dict.fromkeys(chunk.text for example in examples for chunk in example.chunks))
     questions = Random(arguments.seed).sample([example.question for example in examples], len(examples))
@@ -175,22 +167,15 @@ def main() -> None:
             searched = [list(index.stages(vector, arguments.top_k)) for vector in asked]
             rows.append({"embedder": name, "index": kind, **row(searched, tokens, best.tolist())})
     _show(rows, f"{len(questions)} questions, {len(documents)} documents, top-{arguments.top_k}")
-    if arguments.out is not None:
-        config = {
-            "dataset": arguments.dataset.name,
-            "top_k": arguments.top_k,
-            "questions": len(questions),
-            "documents": len(documents),
-            "document_tokens_mean": fmean(tokens),
-            "question_tokens_mean": fmean(count(question) for question in questions),
-        }
-        command = shlex.join(["python", *sys.argv])
-        write_json(
-            arguments.out,
-            BenchmarkResult("retrieval-patterns", command, arguments.seed, config, rows, {}).as_dict(),
-        )
-    if arguments.update_docs is not None:
-        update_page(arguments.update_docs, arguments.out)
+    config = {
+        "dataset": arguments.dataset.name,
+        "top_k": arguments.top_k,
+        "questions": len(questions),
+        "documents": len(documents),
+        "document_tokens_mean": fmean(tokens),
+        "question_tokens_mean": fmean(count(question) for question in questions),
+    }
+    write("retrieval-patterns", arguments, config, rows)
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
@@ -233,15 +218,13 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    table = Table(title=title, title_justify="left")
-    for column in ("embedder", "index", "recall", "first to 3 %", "all to 5 %", "prefix", "total", "saved"):
-        table.add_column(column)
+    cells = []
     for one in rows:
         shares = (one["recall"], one["first_to_top"]["0.03"], one["all_to_top"]["0.05"])
         shares += (one["prefix_overlap"], one["total_overlap"])
         saved = " ".join(f"{share:.1%}" for share in one["saved"].values())
-        table.add_row(one["embedder"], one["index"], *(f"{share:.1%}" for share in shares), saved)
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
+        cells.append([one["embedder"], one["index"], *(f"{share:.1%}" for share in shares), saved])
+    show(("embedder", "index", "recall", "first to 3 %", "all to 5 %", "prefix", "total", "saved"), cells, title)
 
 
 if __name__ == "__main__":

@@ -15,27 +15,23 @@ Times are the clock's: on a shared machine the p99 says mostly who else was runn
 
 import argparse
 import gc
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from bench_program import parse, show, write
 from docs_tables import markdown_table
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from chunkweave.planning.cost import analytic_cost, known_shape
 from chunkweave.retrieval.speculation import Speculation
 from chunkweave.scheduling.queue import CacheAwareQueue
 from chunkweave.store.eviction import make_policy
-from chunkweave.store.tree_cache import TreeCache, TreeTier
 from chunkweave.types import ChunkId
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.simulator.trace import TraceRequest, build_trace, poisson_times
+from chunkweave_lab.simulator.tree_cache import TreeCache, TreeTier
 from chunkweave_lab.simulator.workloads import draw_requests, mmlu_like
 
 PARTS = ("lookup", "update", "reordering", "speculation")
@@ -88,10 +84,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=5_000, help="measured, after the tree is full")
     parser.add_argument("--policy", default="pgdsf")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    if arguments.out is not None:
-        check_writable(arguments.out)
+    arguments = parse(parser)
     scheduler, requests = _full_tree(arguments)
     nodes = len(scheduler.cache.tree)
     gc.collect()
@@ -107,11 +100,8 @@ def main() -> None:
     rows = [_row(part, scheduler.times[part]) for part in PARTS]
     rows.append(_row("in all", [sum(parts) for parts in zip(*scheduler.times.values(), strict=True)]))
     _show(rows, nodes, arguments.waiting)
-    if arguments.out is not None:
-        config = {"policy": arguments.policy, "waiting": arguments.waiting, "nodes": nodes}
-        command = shlex.join(["python", *sys.argv])
-        result = BenchmarkResult("scheduling-time", command, arguments.seed, config, rows, {})
-        write_json(arguments.out, result.as_dict())
+    config = {"policy": arguments.policy, "waiting": arguments.waiting, "nodes": nodes}
+    write("scheduling-time", arguments, config, rows)
 
 
 def _full_tree(arguments: argparse.Namespace) -> tuple[Scheduler, list[TraceRequest]]:
@@ -138,12 +128,10 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _show(rows: list[dict[str, object]], nodes: int, waiting: int) -> None:
-    table = Table(title=f"scheduling a request: tree of {nodes} nodes, {waiting} waiting", title_justify="left")
-    for title in ("part", "p50", "p99"):
-        table.add_column(title, justify="left" if title == "part" else "right")
-    for row in rows:
-        table.add_row(str(row["part"]), *(f"{float(str(row[key])) * 1e6:.1f} us" for key in ("p50_s", "p99_s")))
-    Console(file=sys.stdout).print(table)
+    cells = [
+        [str(row["part"]), *(f"{float(str(row[key])) * 1e6:.1f} us" for key in ("p50_s", "p99_s"))] for row in rows
+    ]
+    show(("part", "p50", "p99"), cells, f"scheduling a request: tree of {nodes} nodes, {waiting} waiting")
 
 
 if __name__ == "__main__":

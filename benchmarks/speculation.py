@@ -15,9 +15,7 @@ engine can serve; both contenders get the same arrivals, in rounds that alternat
 
 import argparse
 import asyncio
-import shlex
 import statistics
-import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,21 +23,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench_program import parse, settings, show, write
 from clustered_index import World, at_ratio, open_index
-from docs_tables import markdown_table, update_page
+from docs_tables import markdown_table
 from load_generator import LoadResult, poisson_arrivals, run_load
 from numpy.typing import NDArray
 from passages import passages
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from chunkweave import AsyncEngine, AsyncRagPipeline, Chunk, Engine, RagAnswer, SamplingParams, StoreConfig
 from chunkweave.models.loading import load_shape
 from chunkweave.retrieval.faiss_indexes import FaissIndex, import_faiss
 from chunkweave.retrieval.indexes import Hits, timed_stages
 from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 WITH, WITHOUT = "speculation", "without"
 LIST_HEADS = ["search ratio", "search", "not overlapped: with", "without", "less by", "TTFT with", "without", "sooner"]
@@ -230,24 +227,14 @@ def main() -> None:
     parser.add_argument("--searches", type=int, default=1, help="at a time")
     parser.add_argument("--threads", type=int, default=1, help="of the model, and of a search")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
-    arguments = parser.parse_args()
-    if arguments.out is not None:
-        check_writable(arguments.out)
+    arguments = parse(parser)
     torch.set_num_threads(arguments.threads)
     import_faiss().omp_set_num_threads(arguments.threads)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         rows, more = asyncio.run(measure(arguments, progress))
-    _show(LIST_HEADS, _ratio_cells(rows))
-    _show(LOAD_HEADS, _load_cells(more["under_load"]))
-    if arguments.out is not None:
-        left_out = ("out", "update_docs", "seed", "index_file")
-        config = {key: value for key, value in vars(arguments).items() if key not in left_out}
-        result = BenchmarkResult("speculation", shlex.join(["python", *sys.argv]), arguments.seed, config, rows, more)
-        write_json(arguments.out, result.as_dict())
-    if arguments.update_docs is not None:
-        update_page(arguments.update_docs, arguments.out)
+    show(LIST_HEADS, _ratio_cells(rows))
+    show(LOAD_HEADS, _load_cells(more["under_load"]))
+    write("speculation", arguments, settings(arguments, "seed", "index_file"), rows, more)
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
@@ -291,15 +278,6 @@ def _load_cells(load: dict[str, Any]) -> list[list[str]]:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms"
-
-
-def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table()
-    for head in heads:
-        table.add_column(head, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ hidden. `hidden` is that rest as a share of the search.
 """
 
 import argparse
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_program import parse, settings, show, write
 from clustered_index import World, at_ratio, exact_rows, open_index
 from docs_tables import markdown_table
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from chunkweave.retrieval.faiss_indexes import FaissIndex
 from chunkweave.retrieval.indexes import SearchStage, timed_stages
-from chunkweave_lab.results import BenchmarkResult, check_writable, peak_rss_bytes, write_json
+from chunkweave_lab.results import peak_rss_bytes
 
 
 @dataclass(frozen=True)
@@ -108,10 +106,7 @@ def main() -> None:
     parser.add_argument("--ratios", default="0.125,0.25,0.5,1.0")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--index-file", type=Path, help="where the index is kept, and resumed from")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    if arguments.out is not None:
-        check_writable(arguments.out)
+    arguments = parse(parser)
     stages = arguments.stages if arguments.index == "ivf" else 2
     world = World(arguments.index, arguments.vectors, arguments.dimension, arguments.lists, arguments.seed)
     built = open_index(world, arguments.index_file)
@@ -122,13 +117,9 @@ def main() -> None:
         searched = measured(at_ratio(built.index, ratio, stages), queries, arguments.top_k, f"ratio {ratio}")
         rows.append(row(ratio, searched, exact))
     _show(rows, f"{arguments.index}, {arguments.vectors} x {arguments.dimension}, top-{arguments.top_k}")
-    if arguments.out is not None:
-        origin = {name: str(value) for name, value in vars(arguments).items()}
-        more = {"build_s": built.build_s, "peak_rss_bytes": peak_rss_bytes()}
-        command = shlex.join(["python", *sys.argv])
-        write_json(
-            arguments.out, BenchmarkResult("staged-search", command, arguments.seed, origin, rows, more).as_dict()
-        )
+    config = {name: str(value) for name, value in settings(arguments).items()}
+    more = {"build_s": built.build_s, "peak_rss_bytes": peak_rss_bytes()}
+    write("staged-search", arguments, config, rows, more)
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
@@ -164,11 +155,9 @@ def _known(shares: Sequence[float]) -> str:
 
 
 def _show(rows: Sequence[dict[str, Any]], title: str) -> None:
-    table = Table(title=title, title_justify="left")
-    for name in ("ratio", "recall", "search", "staged", "of it", "extra", "stages, median ms", "final at, %", "hidden"):
-        table.add_column(name, justify="right")
-    for one in rows:
-        table.add_row(
+    heads = ("ratio", "recall", "search", "staged", "of it", "extra", "stages, median ms", "final at, %", "hidden")
+    cells = [
+        (
             f"{one['search_ratio']:.1%}",
             f"{one['recall']:.2f}",
             f"{one['search_median_s'] * 1e3:.1f} ms",
@@ -179,7 +168,9 @@ def _show(rows: Sequence[dict[str, Any]], title: str) -> None:
             " ".join(f"{share * 100:.0f}" for share in one["final_at_stage"]),
             f"{one['hidden_mean']:.0%}",
         )
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
+        for one in rows
+    ]
+    show(heads, cells, title)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ are not counted.
 """
 
 import argparse
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from bench_program import parse, settings, write
 from docs_tables import markdown_table
 from rich.console import Console
 from rich.progress import track
@@ -37,7 +36,6 @@ from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import PartKind
 from chunkweave.settings import GIB
 from chunkweave.types import Chunk
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.worlds.world import bundled_corpus
 
 REFERENCE = "prefix"
@@ -137,12 +135,9 @@ def main() -> None:
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the popularity")
     parser.add_argument("--alpha", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if (arguments.model is None) == (arguments.shape is None):
         parser.error("give either --model or --shape")
-    if arguments.out is not None:
-        check_writable(arguments.out)
     loaded = load_folder(arguments.model) if arguments.model else load_shape(arguments.shape)
     field_of = contenders(loaded, arguments.alpha, 4 * GIB)
     requests = zipf_requests(arguments.warm_up + arguments.queries, arguments.chunks, arguments.zipf, arguments.seed)
@@ -152,10 +147,7 @@ def main() -> None:
             one.serve(question, chunks, counted=number >= arguments.warm_up)
     rows = [one.row(field_of[0]) for one in field_of]
     _show(rows)
-    if arguments.out is not None:
-        origin = {name: str(value) for name, value in vars(arguments).items()}
-        result = BenchmarkResult("steady-state", shlex.join(["python", *sys.argv]), arguments.seed, origin, rows, {})
-        write_json(arguments.out, result.as_dict())
+    write("steady-state", arguments, {name: str(value) for name, value in settings(arguments).items()}, rows)
 
 
 def _show(rows: Sequence[dict[str, Any]]) -> None:

@@ -6,7 +6,7 @@ It prints, and holds against `[tool.chunkweave.structure]`:
 
 - `code_lines` of each package and of `all`: lines without blank ones, comments and docstrings.
 - `files_entered` by one warm `Engine.generate`, and by one answer of `chunkweave serve`: files of the packages in which
-  a function runs (--no-rooms leaves them out: they take half a minute).
+  a function runs (--no-rooms leaves them out: they take half a minute; --list names them).
 - `files_in_cycles`: files whose imports lead back to them. Type-checking and function-level imports count, and so do
   imports of packages (`__init__.py`).
 """

@@ -21,9 +21,7 @@ of that size. With vLLM it needs an environment that has it (`make test-vllm` ma
 
 import argparse
 import os
-import shlex
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, cycle
@@ -32,16 +30,15 @@ from random import Random
 from typing import Any
 
 import torch
-from docs_tables import markdown_table, update_page
+from bench_program import parse, settings, show, write
+from docs_tables import markdown_table
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from sustained_engines import FULL, FirstToken, Query, Sizes, opened
 
 from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.models.gguf import checkpoint_folder
 from chunkweave_lab.datasets import load_dataset
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.simulator.simulation import bounds_of
 from chunkweave_lab.simulator.trace import Arrival, Part, build_trace
 from chunkweave_server.vllm_backend.prepare import load_tokenizer
@@ -197,9 +194,7 @@ def main() -> None:
     parser.add_argument("--budget-share", type=float, default=0.25, help="of the corpus's KV")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
-    args = parser.parse_args()
+    args = parse(parser)
     if args.queries < 200:
         parser.error("the first hundred queries are compared with the last: give --queries 200 or more")
     if (args.model is None) != (args.dataset is None):
@@ -209,8 +204,6 @@ def main() -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if args.out is not None:
-        check_writable(args.out)
     torch.set_num_threads(args.threads)
     sizes = Sizes(args.model, args.shape, args.layers, args.dtype, 0, args.seed)
     token_bytes = sizes.bytes_per_token()
@@ -222,21 +215,11 @@ def main() -> None:
         parser.error(str(error))
     bound = workload.bound(budget, token_bytes)
     rows = [measure(method, workload, sizes, args) for method in args.methods]
-    config = {key: value for key, value in vars(args).items() if key not in ("out", "update_docs")}
+    config = settings(args)
     config["dataset"] = None if args.dataset is None else args.dataset.name
     cells = [_cells(row, bound, config) for row in rows]
-    table = Table(title=f"{args.queries} queries, {args.engine}", title_justify="left")
-    for head in _heads(config):
-        table.add_column(head)
-    for line in cells:
-        table.add_row(*line)
-    Console(width=140).print(table)
-    if args.out is not None:
-        command = shlex.join(["python", *sys.argv])
-        more = {"budget_bytes": budget, "belady_hit_rate": bound}
-        write_json(args.out, BenchmarkResult("sustained", command, args.seed, config, rows, more).as_dict())
-    if args.update_docs is not None:
-        update_page(args.update_docs, args.out)
+    show(_heads(config), cells, f"{args.queries} queries, {args.engine}")
+    write("sustained", args, config, rows, {"budget_bytes": budget, "belady_hit_rate": bound})
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:

@@ -23,18 +23,16 @@ first part.
 import argparse
 import asyncio
 import os
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from docs_tables import command_block, markdown_table, update_page
+from bench_program import parse, settings, write
+from docs_tables import command_block, markdown_table
 from recurring_requests import zipf_worlds
 from rich.console import Console
 
@@ -48,7 +46,6 @@ from chunkweave.prompt.template import template_for
 from chunkweave.scheduling.routing import ReplicaContents
 from chunkweave.settings import GIB
 from chunkweave_lab.dataset_formats import Example
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.scores import f1, mean_interval
 from chunkweave_server.vllm_backend.prepare import load_tokenizer
 from chunkweave_server.vllm_backend.process import VllmFlags
@@ -364,29 +361,15 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
-    args = parser.parse_args()
+    args = parse(parser)
     if not {way.name for way in WAYS[:2]} <= set(args.contenders):
         parser.error(f"the others are compared with {WAYS[0].name!r} and {WAYS[1].name!r}: name them too")
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if args.out is not None:
-        check_writable(args.out)
-    command = shlex.join(["python", *sys.argv])
-    config = {key: value for key, value in vars(args).items() if key not in ("out", "update_docs")}
-
-    def write(rows: list[dict[str, Any]], *, complete: bool = False) -> None:
-        if args.out is not None:
-            result = BenchmarkResult("vllm-contenders", command, args.seed, config, rows, {}, complete)
-            write_json(args.out, result.as_dict())
-
-    rows = measure(args, write)
-    write(rows, complete=True)
+    rows = measure(args, lambda found: write("vllm-contenders", args, settings(args), found, complete=False))
     Console(width=180).print(table_of(rows), highlight=False)
-    if args.update_docs is not None:
-        update_page(args.update_docs, args.out)
+    write("vllm-contenders", args, settings(args), rows)
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:

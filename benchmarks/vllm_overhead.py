@@ -22,7 +22,6 @@ Every case has its own share of the pairs' quotients, time without over time wit
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -30,15 +29,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from random import Random
 from typing import Any
 
-from docs_tables import markdown_table, update_page
+from bench_program import parse, settings, write
+from docs_tables import markdown_table
 from rich.console import Console
 
 from chunkweave.cli.console import progress
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.scores import median_interval
 from chunkweave_server.vllm_backend.process import VllmFlags
 
@@ -280,10 +278,8 @@ def main() -> None:
     parser.add_argument("--cache-tokens", type=int, default=8192, help="that vLLM's KV cache holds")
     parser.add_argument("--rest", type=float, default=0.2, help="seconds after each request")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", type=Path, help="page whose table is rewritten")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parse(parser)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -292,22 +288,10 @@ def main() -> None:
     if args.serve:
         serve(args)
         return
-    if args.out is not None:
-        check_writable(args.out)
-    config = {name: value for name, value in vars(args).items() if name not in ("out", "update_docs", "serve", "seed")}
-
-    def keep(rows: list[dict[str, Any]], *, complete: bool = False) -> None:
-        if args.out is not None:
-            result = BenchmarkResult(
-                "vllm-overhead", shlex.join(["python", *sys.argv]), args.seed, config, rows, {}, complete=complete
-            )
-            write_json(args.out, result.as_dict())
-
-    rows = measure(args, keep)
-    keep(rows, complete=True)
+    config = settings(args, "serve", "seed")
+    rows = measure(args, lambda found: write("vllm-overhead", args, config, found, complete=False))
     Console().print(table_of({"rows": rows}))
-    if args.update_docs is not None:
-        update_page(args.update_docs, args.out)
+    write("vllm-overhead", args, config, rows)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import heapq
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from bench_program import parse, write
 from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
@@ -36,7 +36,6 @@ from rich.table import Table
 from chunkweave.scheduling.queue import CacheAwareQueue, waiting_path
 from chunkweave.scheduling.routing import ROUTING, Candidate, ReplicaContents, make_routing
 from chunkweave.types import ChunkId
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 
 SYSTEM_TOKENS, QUESTION_TOKENS = 32, 32
 
@@ -320,15 +319,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--recompute", type=float, default=0.15, help="share of reused tokens computed again")
     parser.add_argument("--store-tokens", type=int, default=100_000, help="of each simulated replica")
     parser.add_argument("--at-once", type=int, default=4, help="requests that a simulated replica is given at once")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("vllm", nargs="*", help="with --real, flags of vLLM behind --")
-    return parser.parse_args()
+    return parse(parser)
 
 
 def main() -> None:
     args = arguments()
-    if args.out is not None:
-        check_writable(args.out)
     workload = Workload(
         args.requests, args.rate, args.documents, args.top_k, args.neighbours, args.tokens, args.exponent, args.seed
     )
@@ -340,12 +336,9 @@ def main() -> None:
         for policy in args.policies.split(",")
     ]
     Console().print(table(outcomes))
-    if args.out is not None:
-        config: dict[str, Any] = {"simulated": not args.real, "replicas": args.replicas, "imbalance": args.imbalance}
-        config |= {"workload": asdict(workload), "replica": None if args.real else asdict(machine)}
-        rows = [asdict(one) for one in outcomes]
-        result = BenchmarkResult("vllm-routing", shlex.join(["python", *sys.argv]), args.seed, config, rows, {})
-        write_json(args.out, result.as_dict())
+    config: dict[str, Any] = {"simulated": not args.real, "replicas": args.replicas, "imbalance": args.imbalance}
+    config |= {"workload": asdict(workload), "replica": None if args.real else asdict(machine)}
+    write("vllm-routing", args, config, [asdict(one) for one in outcomes])
 
 
 if __name__ == "__main__":

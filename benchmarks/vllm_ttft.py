@@ -17,19 +17,17 @@ Then, while `--streams` other requests decode, one more request comes in, and th
 import argparse
 import asyncio
 import os
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from random import Random
 from typing import Any
 
+from bench_program import parse, settings, write
 from docs_tables import markdown_table
 from rich.console import Console
 from rich.table import Table
@@ -40,7 +38,6 @@ from chunkweave.models.huggingface import geometry_of
 from chunkweave.models.loading import shape_config
 from chunkweave.planning.outcome import LayerWork, prefill_flops
 from chunkweave.types import Geometry
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_server.vllm_backend.process import VllmFlags
 
 FULL, PREFIX_CACHING = "full", "prefix caching"
@@ -304,23 +301,17 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--compile", action="store_true", help="let vLLM compile its own forward")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parse(parser)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if args.out is not None:
-        check_writable(args.out)
     contenders = [FULL, PREFIX_CACHING, *args.methods.split(",")]
     rows: list[dict[str, Any]] = []
     for layers in (None,) if args.model else map(int, args.layers.split(",")):
         rows += asyncio.run(measure(layers, contenders, args))
     Console().print(_table(rows))
-    if args.out is not None:
-        config = {key: value for key, value in vars(args).items() if key != "out"}
-        command = shlex.join(["python", *sys.argv])
-        write_json(args.out, BenchmarkResult("vllm-ttft", command, args.seed, config, rows, {}).as_dict())
+    write("vllm-ttft", args, settings(args), rows)
 
 
 if __name__ == "__main__":

@@ -15,20 +15,19 @@ takes a C++ compiler and minutes.
 """
 
 import argparse
-import shlex
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo
 import torch._inductor.config as inductor
-from docs_tables import markdown_table, update_page
+from bench_program import parse, settings, write
+from docs_tables import markdown_table
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -44,7 +43,6 @@ from chunkweave.models.loading import load_folder
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import Prompt
 from chunkweave_lab.datasets import bundled_examples
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.ttft import (
     HF_REFERENCE,
     REFERENCE,
@@ -120,26 +118,15 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
-    arguments = parser.parse_args()
-    if arguments.out is not None:
-        check_writable(arguments.out)
+    arguments = parse(parser)
     torch.set_num_threads(1)
     keep_freed_memory()
     engine = Engine.load(arguments.model)
     rows = _measured(engine, arguments)
     table = _table(rows)
     _show(table, arguments)
-    if arguments.out is not None:
-        config = {key: value for key, value in vars(arguments).items() if key not in ("out", "update_docs", "seed")}
-        config["dtype"] = str(engine.loaded.model.dtype).removeprefix("torch.")
-        command = shlex.join(["python", *sys.argv])
-        write_json(
-            arguments.out, BenchmarkResult("where_time_goes", command, arguments.seed, config, rows, {}).as_dict()
-        )
-    if arguments.update_docs is not None:
-        update_page(arguments.update_docs, arguments.out)
+    dtype = str(engine.loaded.model.dtype).removeprefix("torch.")
+    write("where_time_goes", arguments, settings(arguments, "seed") | {"dtype": dtype}, rows)
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:

@@ -8,8 +8,6 @@ KV: once without what no window reaches, and once with it. The two take turns.
 """
 
 import argparse
-import shlex
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +15,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from docs_tables import command_block, markdown_table, update_page
+from bench_program import parse, settings, write
+from docs_tables import command_block, markdown_table
 from rich.console import Console
 
 from chunkweave.engine.engine import Engine
@@ -30,7 +29,6 @@ from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import Link, ThrottledTier
 from chunkweave_lab.datasets import alone_prompts, load_dataset
-from chunkweave_lab.results import BenchmarkResult, check_writable, write_json
 from chunkweave_lab.ttft import TtftConfig, make_workload
 
 REUSE = "full-reuse"
@@ -98,12 +96,7 @@ def main() -> None:
     parser.add_argument("--quotient", type=float, default=0.25)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", type=Path)
-    arguments = parser.parse_args()
-    for path in (arguments.out, arguments.update_docs):
-        if path is not None:
-            check_writable(path)
+    arguments = parse(parser)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     rows = []
@@ -115,13 +108,8 @@ def main() -> None:
                 {"chunks": chunks, **row} for row in measure(engine, prompt, arguments.quotient, arguments.repeats)
             ]
     Console(width=150).print(table(rows), highlight=False)
-    if arguments.out is not None:
-        origin: dict[str, Any] = {name: str(value) for name, value in vars(arguments).items()}
-        origin["threads"] = torch.get_num_threads()
-        command = shlex.join(["python", *sys.argv])
-        write_json(arguments.out, BenchmarkResult("window-loading", command, 0, origin, rows, {}).as_dict())
-    if arguments.update_docs is not None:
-        update_page(arguments.update_docs, arguments.out)
+    config: dict[str, Any] = {name: str(value) for name, value in settings(arguments).items()}
+    write("window-loading", arguments, config | {"threads": torch.get_num_threads()}, rows)
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:

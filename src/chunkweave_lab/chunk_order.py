@@ -15,11 +15,11 @@ from chunkweave.ordering.ordering import Unordered, make_ordering
 from chunkweave.planning.adaptive_methods import promoted_length
 from chunkweave.store.eviction import make_policy
 from chunkweave.store.prefix_trie import KnowledgeTree, PrefixTrie
-from chunkweave.store.tree_cache import TreeCache, TreeTier
 from chunkweave.types import ChunkId
 from chunkweave_lab.dataset_formats import Example
 from chunkweave_lab.datasets import load_dataset
 from chunkweave_lab.simulator.trace import Arrival, Part, PathRecords, key_of, read_trace
+from chunkweave_lab.simulator.tree_cache import TreeCache, TreeTier
 from chunkweave_lab.simulator.workloads import bundled_token_count
 
 

@@ -17,9 +17,8 @@ from typing import Any
 from chunkweave.errors import CorpusError, UsageError
 from chunkweave.prompt.documents import SplitConfig
 from chunkweave.prompt.tokenizer import TextTokenizer
-from chunkweave.retrieval.corpus import Corpus, CorpusChange
+from chunkweave.retrieval.corpus import Corpus, CorpusChange, GrowthLimits
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
-from chunkweave.retrieval.growth import GrowthLimits
 from chunkweave.scheduling.queue import TenantWeights
 from chunkweave_server.errors import HttpError
 from chunkweave_server.settings import LimitSettings

@@ -14,9 +14,9 @@ from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.store.tree_cache import TreeCache, TreeTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId
+from chunkweave_lab.simulator.tree_cache import TreeCache, TreeTier
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,8 @@ import pytest
 from chunkweave.errors import UsageError
 from chunkweave.prompt import documents as cutting
 from chunkweave.prompt.documents import SplitConfig, split_pieces, split_text
-from chunkweave.retrieval.corpus import Corpus
+from chunkweave.retrieval.corpus import Corpus, GrowthLimits, document_bytes
 from chunkweave.retrieval.documents import CorpusDocument
-from chunkweave.retrieval.growth import GrowthLimits, document_bytes
 from tests.unit.retrieval_fakes import LetterTokenizer, SubjectEmbedder, document, memory_corpus, new_corpus
 
 LONG = "The ferry crosses the harbour in a storm. " * 2000

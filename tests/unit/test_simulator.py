@@ -13,10 +13,10 @@ from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.planning.cost import CostModel
 from chunkweave.store.eviction import GDSFPolicy, LFUPolicy, LRUPolicy
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.tree_cache import TreeCache, TreeTier
 from chunkweave.types import ChunkId
 from chunkweave_lab.simulator.simulation import SimulationConfig, Tier, bounds_of, simulate
 from chunkweave_lab.simulator.trace import Arrival, Part, build_trace, poisson_times
+from chunkweave_lab.simulator.tree_cache import TreeCache, TreeTier
 from chunkweave_lab.simulator.workloads import Corpus, draw_requests
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

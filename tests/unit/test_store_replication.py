@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.index import RequestUse
-from chunkweave.store.level import EVERY, Level
+from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.store import TieredStore
+from chunkweave.store.store import REPLICATED_EVERY, TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId
@@ -51,7 +51,7 @@ def test_the_hottest_nodes_get_a_copy_that_answers_when_the_device_is_empty():
 def test_requests_replicate_every_so_often():
     store = _store("device", "host")
     _insert(store, "s")
-    for number in range(EVERY):
+    for number in range(REPLICATED_EVERY):
         assert not store.levels[1].store.records(), number
         _ask(store, "s")
     assert store.flush(5)

@@ -1,5 +1,7 @@
 """Documents that can be searched: cut into chunks, embedded, kept in a folder or in memory."""
 
+import json
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,6 @@ from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, Store
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.embedders import Embedder, make_embedder
 from chunkweave.retrieval.faiss_indexes import FaissIndex, build_index, check_available, save_index, stored_index
-from chunkweave.retrieval.growth import Growth, GrowthLimits, document_bytes
 from chunkweave.retrieval.indexes import (
     Hits,
     IndexConfig,
@@ -146,6 +147,66 @@ class _Searcher:
             chunk = document_chunks(document)[place]
             found.append(RetrievedChunk(chunk, document.id, place, rank, score, document.title, document.metadata))
         return tuple(found)
+
+
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthLimits:
+    """Most chunks and bytes of a corpus, and whether to go on; bytes as `document_bytes` counts them.
+
+    `stopped` is asked between chunks, in the thread that changes the corpus.
+    """
+
+    max_chunks: int = sys.maxsize
+    max_bytes: int = sys.maxsize
+    stopped: Callable[[], bool] = lambda: False
+
+
+def document_bytes(document: StoredDocument, dimension: int) -> int:
+    """Bytes of a document's names, metadata and chunks in UTF-8, and of its vectors of `dimension` columns."""
+    return _head_bytes(document) + sum(_chunk_bytes(text, dimension) for text in document.chunks)
+
+
+class Growth:
+    """What one change may still add to a corpus. Used by one thread."""
+
+    def __init__(self, limits: GrowthLimits, *, chunks: int, nbytes: int, dimension: int) -> None:
+        """For a corpus that has so many `chunks` and bytes now."""
+        self._limits = limits
+        self._chunks = chunks
+        self._nbytes = nbytes
+        self._dimension = dimension
+
+    def take(
+        self, document: CorpusDocument, pieces: Iterable[str], replaced: StoredDocument | None
+    ) -> StoredDocument | None:
+        """The document of these `pieces` in the place of `replaced`, which leaves; the pieces are counted as they come.
+
+        None, and no more pieces are asked for, if there is no room for it, or the change is stopped.
+        """
+        bare = StoredDocument(document.id, document.title, document.digest, (), dict(document.metadata))
+        chunks, nbytes = self._chunks, self._nbytes + _head_bytes(bare)
+        if replaced is not None:
+            chunks, nbytes = chunks - len(replaced.chunks), nbytes - document_bytes(replaced, self._dimension)
+        texts: list[str] = []
+        for text in pieces:
+            nbytes += _chunk_bytes(text, self._dimension)
+            texts.append(text)
+            full = chunks + len(texts) > self._limits.max_chunks or nbytes > self._limits.max_bytes
+            if full or self._limits.stopped():
+                return None
+        self._chunks, self._nbytes = chunks + len(texts), nbytes
+        return StoredDocument(bare.id, bare.title, bare.digest, tuple(texts), bare.metadata)
+
+
+def _head_bytes(document: StoredDocument) -> int:
+    return len(json.dumps([document.id, document.title, document.metadata], ensure_ascii=False).encode())
+
+
+def _chunk_bytes(text: str, dimension: int) -> int:
+    return len(text.encode()) + _FLOAT_BYTES * dimension
 
 
 Progress = Callable[[int, int], None]
@@ -446,7 +507,7 @@ class Corpus:
         todo = [document for document in documents if not self.holds(document)]
         old = {document.id: self._by_id[document.id] for document in todo if document.id in self._by_id}
         growth = Growth(limits, chunks=len(self), nbytes=self.nbytes, dimension=self._manifest.dimension)
-        cut = (self._cut(document, growth, old.get(document.id)) for document in todo)
+        cut = (growth.take(one, split_pieces(one.text, self._tokenizer, self.split), old.get(one.id)) for one in todo)
         fitting = (document for document in takewhile(lambda one: one is not None, cut) if document is not None)
         done = len(unchanged)
         while batch := next_batch(fitting):
@@ -466,9 +527,6 @@ class Corpus:
             gone=self._gone([old[one] for one in replaced]),
             left=tuple(document.id for document in todo[len(put) :]),
         )
-
-    def _cut(self, document: CorpusDocument, growth: Growth, replaced: StoredDocument | None) -> StoredDocument | None:
-        return growth.take(document, split_pieces(document.text, self._tokenizer, self.split), replaced)
 
     def _embed(
         self,

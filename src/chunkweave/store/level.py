@@ -1,25 +1,23 @@
 """One level of the hierarchy, and what happens to levels beside requests.
 
-Writes to slow ones in the background, limits of variants on all of them together (Cache-Craft §3.3), and copies of the
-hottest nodes of memory (RAGCache §6).
+Writes to slow ones in the background, and limits of variants on all of them together (Cache-Craft §3.3).
 """
 
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Condition, Lock, Thread
 from typing import Generic
 
 from chunkweave.errors import UsageError
 from chunkweave.prompt.parts import PromptPart
-from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.store.records import SegmentRecord, segment_id, union
 from chunkweave.store.tier import ClosableTier, DatedTier, PayloadT
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.types import ChunkId, SegmentId
+from chunkweave.types import SegmentId
 
 logger = logging.getLogger(__name__)
 
@@ -162,17 +160,6 @@ class Write(Generic[PayloadT]):
         return not self.cancelled
 
 
-@dataclass(frozen=True, slots=True)
-class WriterStats:
-    """Writes accepted, done, refused for want of room in the queue, refused by the level, and failed."""
-
-    queued: int = 0
-    written: int = 0
-    skipped: int = 0
-    rejected: int = 0
-    failed: int = 0
-
-
 class BackgroundWriter(Generic[PayloadT]):
     """A bounded queue and one thread that empties it. Offering a write never waits for one.
 
@@ -199,10 +186,13 @@ class BackgroundWriter(Generic[PayloadT]):
         self._counts: Counter[str] = Counter()
 
     @property
-    def stats(self) -> WriterStats:
-        """A snapshot of the counters."""
+    def counts(self) -> Counter[str]:
+        """How many writes were `queued`, `done`, `rejected` by the level, `failed`, and `skipped` so far.
+
+        What finds no room in the queue, or a paused level, is skipped.
+        """
         with self._changed:
-            return WriterStats(**self._counts)
+            return self._counts.copy()
 
     def offer(self, write: Write[PayloadT]) -> bool:
         """Queue a write; False, and no wait, if the queue is full or closed. One of the same segment is enough."""
@@ -305,12 +295,12 @@ class BackgroundWriter(Generic[PayloadT]):
 
 
 def _perform(write: Write[PayloadT]) -> str:
-    """Do a write and say under which name of `WriterStats` it counts."""
+    """Do a write and say under which name of `BackgroundWriter.counts` it counts."""
     level = write.level
     if not level.available:
         return "skipped"
     try:
-        return "written" if level.insert(write.record, write.payload, wanted=write.wanted) else "rejected"
+        return "done" if level.insert(write.record, write.payload, wanted=write.wanted) else "rejected"
     except OSError:
         return "failed"  # the level has logged it
     except Exception:  # this thread has no caller to tell, and a payload may be lost in its own way
@@ -492,55 +482,3 @@ class VariantKeeper(Generic[PayloadT]):
         gone = all(segment not in store for store in in_use)
         self.dropped += gone
         return gone
-
-
-EVERY = 100
-"""Requests after which it is looked which nodes are the hottest."""
-
-
-class Replicator(Generic[PayloadT]):
-    """Keeps a copy of the `number` hottest upper nodes of the fastest memory level on the next one.
-
-    Without a second level in memory there is nothing to do: what is on disk or remote survives anyway. Payloads are
-    moved by the background writer. Thread-safe, as far as that a count may be lost.
-    """
-
-    def __init__(
-        self,
-        memory: Sequence[Level[PayloadT]],
-        copying: Callable[[], AbstractContextManager[Callable[[Write[PayloadT]], bool]]],
-        tree: KnowledgeTree[ChunkId],
-        number: int,
-        *,
-        every: int = EVERY,
-    ) -> None:
-        """Of the levels in `memory`, from fast to slow, the first is copied from and the second to.
-
-        Inside a `copying` block, what it gives queues a write, unless something was removed since the block began.
-        """
-        self._memory = memory[:2] if number else ()
-        self._copying = copying
-        self._tree = tree
-        self._number = number
-        self._every = every
-        self._requests = 0
-
-    def note_request(self) -> None:
-        """Another request was counted; every so often, replicate."""
-        self._requests += 1
-        if self._requests % self._every == 0:
-            self.replicate()
-
-    def replicate(self) -> int:
-        """Have copied what is hottest and lacks a copy; returns how many copies were queued."""
-        if len(self._memory) < 2:
-            return 0
-        source, target = self._memory
-        queued = 0
-        for path in self._tree.missing_replicas(self._number, source.name, target.name):
-            segment = segment_id(path[-1], path[:-1])
-            with self._copying() as offer:
-                record, payload = source.record(segment), source.get(segment)
-                if record is not None and payload is not None:
-                    queued += offer(Write(target, record, payload, record.nbytes))
-        return queued

@@ -12,7 +12,7 @@ from typing import Generic
 from chunkweave.errors import NotRemovedError, StoreError, UsageError
 from chunkweave.prompt.parts import Prompt, PromptPart
 from chunkweave.store.index import PromptLookup, RequestUse, StoreFollower, TieredLease, look_up
-from chunkweave.store.level import BackgroundWriter, Level, Replicator, VariantKeeper, VariantLimits, Write
+from chunkweave.store.level import BackgroundWriter, Level, VariantKeeper, VariantLimits, Write
 from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.store.records import Ages, Removal, SegmentRecord, Sightings, TieredStats, segment_id, union
 from chunkweave.store.tier import PayloadT
@@ -20,6 +20,9 @@ from chunkweave.store.tier_store import OnEvict, SegmentStore, Shares
 from chunkweave.types import ChunkId, SegmentId
 
 logger = logging.getLogger(__name__)
+
+REPLICATED_EVERY = 100
+"""Requests after which it is looked which nodes are the hottest."""
 
 _OWN = ("hits", "misses", "promotions", "demotions", "expired")
 _SUMMED = ("bytes", "inserts", "evictions", "rejected", "lost", "mismatched", "undeletable")
@@ -93,7 +96,8 @@ class TieredStore(Generic[PayloadT]):
             level.store.on_evict = self._demoter(self._memory[index + 1 :])
             faster = [other.store for other in self._memory[:index]]
             level.store.above = partial(_held_by_any, faster)
-        self._replicator = Replicator(self._memory, self._copying, self.tree, replicas)
+        self._replicas = replicas if len(self._memory) > 1 else 0
+        self._requests = 0
 
     @property
     def budget_bytes(self) -> int:
@@ -110,7 +114,7 @@ class TieredStore(Generic[PayloadT]):
         """A snapshot of the counters of all levels."""
         with self._lock:
             own = self._counts.copy()
-        writer, records = self._writer.stats, self.records()
+        writer, records = self._writer.counts, self.records()
         by_name = {level.name: level.store.stats for level in self.levels}
         sums = {name: own[name] + sum(getattr(one, name) for one in by_name.values()) for name in _SUMMED}
         variants = Counter(record.chunk_id for record in records)
@@ -119,12 +123,9 @@ class TieredStore(Generic[PayloadT]):
             chunks=len(variants),
             variants=dict(sorted(Counter(variants.values()).items())),
             variants_dropped=0 if self._keeper is None else self._keeper.dropped,
-            writes_queued=writer.queued,
-            writes_done=writer.written,
-            writes_skipped=own["writes_skipped"] + writer.skipped,
-            writes_rejected=writer.rejected,
-            writes_failed=writer.failed,
+            writes_skipped=own["writes_skipped"] + writer["skipped"],
             levels=by_name,
+            **{f"writes_{name}": writer[name] for name in ("queued", "done", "rejected", "failed")},
             **sums,
             **{name: own[name] for name in _OWN},
         )
@@ -207,7 +208,9 @@ class TieredStore(Generic[PayloadT]):
         for level in self.levels:
             level.store.note_request(use.path, use.used)
         self.tree.used(use.chunks)
-        self._replicator.note_request()
+        self._requests += 1  # without the lock: a count may be lost
+        if self._requests % REPLICATED_EVERY == 0:
+            self.replicate()
         if self._slow:
             for segment in use.used:
                 self._note_use(segment)
@@ -275,8 +278,21 @@ class TieredStore(Generic[PayloadT]):
             return promoted
 
     def replicate(self) -> int:
-        """Have the hottest upper nodes copied to the second memory now; returns how many copies were queued."""
-        return self._replicator.replicate()
+        """Have the hottest upper nodes copied to the second memory now; returns how many copies were queued.
+
+        Without a second level in memory there is nothing to do: what is on disk or remote survives anyway.
+        """
+        if not self._replicas:
+            return 0
+        source, target = self._memory[:2]
+        queued = 0
+        for path in self.tree.missing_replicas(self._replicas, source.name, target.name):
+            segment = segment_id(path[-1], path[:-1])
+            with self._moving() as unchanged:
+                record, payload = source.record(segment), source.get(segment)
+                if record is not None and payload is not None:
+                    queued += self._offer(Write(target, record, payload, record.nbytes), unchanged)
+        return queued
 
     def note_reuse(self, segment: SegmentId, impact: float) -> None:
         """Count one reuse of a segment, for when variants are too many; unknown ones are ignored.
@@ -508,12 +524,6 @@ class TieredStore(Generic[PayloadT]):
             yield unchanged
         finally:
             del self._moving_now.unchanged
-
-    @contextmanager
-    def _copying(self) -> Iterator[Callable[[Write[PayloadT]], bool]]:
-        """While a payload is copied to another level: queues the write, unless something was removed since it began."""
-        with self._moving() as unchanged:
-            yield partial(self._offer, unchanged=unchanged)
 
     def _count(self, **more: int) -> None:
         with self._lock:

@@ -57,23 +57,6 @@ class SharedTier(Protocol):
         """
 
 
-class Described(Protocol):
-    """What a payload from a shared tier says it is: read from the same bytes as the tensors."""
-
-    @property
-    def record(self) -> SegmentRecord:
-        """The record that it was stored under."""
-
-
-@runtime_checkable
-class DescribedPayload(Protocol):
-    """A payload that knows what it is, so that one which another process has replaced is noticed."""
-
-    @property
-    def header(self) -> Described:
-        """What was stored with it."""
-
-
 @runtime_checkable
 class DatedTier(Protocol):
     """A tier that remembers when a segment came in, so that age survives the process."""

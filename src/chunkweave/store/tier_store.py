@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Condition, RLock
-from typing import Generic
+from typing import Any, Generic
 
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.prompt.parts import Prompt, PromptPart
@@ -15,7 +15,7 @@ from chunkweave.store.index import Claim, Claims, Lease, Pins, PromptLookup, Seg
 from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.store.records import Removal, SegmentRecord, StoreStats, segment_id
 from chunkweave.store.shared_folder import Tombstones
-from chunkweave.store.tier import DescribedPayload, PayloadT, SharedTier, Tier
+from chunkweave.store.tier import PayloadT, SharedTier, Tier
 from chunkweave.types import ChunkId, SegmentId
 
 logger = logging.getLogger(__name__)
@@ -638,10 +638,14 @@ def _is_sound(record: SegmentRecord) -> bool:
 
 
 def _is_replaced(payload: object, record: SegmentRecord) -> bool:
-    """Whether a payload says of itself that it is not, or no longer, as good as its record."""
-    if not isinstance(payload, DescribedPayload):
+    """Whether a payload says of itself that it is not, or no longer, as good as its record.
+
+    Payloads from shared tiers have a header, read from the same bytes as the tensors; others have none.
+    """
+    header: Any = getattr(payload, "header", None)
+    if header is None:
         return False
-    found = payload.header.record
+    found: SegmentRecord = header.record
     return (found.id, found.token_ids) != (record.id, record.token_ids) or (record.exact and not found.exact)
 
 

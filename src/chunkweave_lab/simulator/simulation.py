@@ -11,9 +11,9 @@ from chunkweave.planning.cost import CostModel
 from chunkweave.scheduling.queue import CacheAwareQueue
 from chunkweave.store.eviction import make_policy
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.tree_cache import TreeCache, TreeCounts, TreeTier, TreeUse
 from chunkweave.types import SegmentId
 from chunkweave_lab.simulator.trace import Trace, TraceRequest
+from chunkweave_lab.simulator.tree_cache import TreeCache, TreeCounts, TreeTier, TreeUse
 
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
