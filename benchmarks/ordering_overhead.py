@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from chunkweave.ordering.arrangement import AccessTable, Arranger
-from chunkweave.ordering.ordering import ORDERINGS, ChunkOrder, OrderingConfig, Unordered, make_ordering
+from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, Unordered, make_ordering
+from chunkweave.plugins import ORDERINGS
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
@@ -136,7 +137,7 @@ def measure(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[s
     requested = requests(arguments.requests, arguments.k, arguments.documents, arguments.zipf, arguments.seed)
     rows = []
     for ordering in sorted(
-        ORDERINGS, key=lambda name: name != "original"
+        ORDERINGS.names, key=lambda name: name != "original"
     ):  # what the others are held against comes first
         taken = list(parts(ordering, requested, arguments.window))[arguments.requests // 5 :]
         row: dict[str, Any] = {"ordering": ordering}

@@ -3,10 +3,11 @@
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import ceil, isfinite
+from math import ceil
 from pathlib import Path
 
 from chunkweave.errors import UsageError
+from chunkweave.plugins import METHODS, POLICIES, load_plugin_files
 from chunkweave.settings import GIB, PROGRAMS, REQUESTS, SERVERS, Place, configuration, setting
 
 DEFAULT_RECOMPUTE_RATIO = 0.15
@@ -113,6 +114,23 @@ class ModelConfig:
         return adapted_name(model if is_hub_name(model) else Path(model).resolve().name, self.adapter)
 
 
+@configuration()
+@dataclass(frozen=True, slots=True)
+class PluginConfig:
+    """Files that bring methods, orderings and eviction policies.
+
+    They run when this is made. They are code: what is read from a request never gets here.
+    """
+
+    method_file: tuple[str, ...] = setting(
+        (),
+        "Python file with a reuse method, ordering or eviction policy of your own (docs/extending.md); repeatable.",
+    )
+
+    def __post_init__(self) -> None:
+        load_plugin_files(self.method_file)
+
+
 @configuration(REQUESTS)
 @dataclass(frozen=True, slots=True)
 class RequestDefaults:
@@ -121,7 +139,7 @@ class RequestDefaults:
     method: str | None = setting(
         None,
         "Reuse method of requests that name none; `prefix` is exact. Else `balanced` if calibrated, or prefix.",
-        plugins="chunkweave.planning.methods",
+        plugins=METHODS,
     )
     quality: str | None = setting(
         None,
@@ -158,7 +176,7 @@ class StoreConfig:
     """
 
     host_budget_bytes: int = setting(4 * GIB, "Most host memory for stored segments.", least=0)
-    policy: str = setting("lru", "Eviction policy.", plugins="chunkweave.store.policies")
+    policy: str = setting("lru", "Eviction policy.", plugins=POLICIES)
     device_budget_bytes: int = setting(
         0, "Most accelerator memory for stored segments, beside vLLM's own; 0 keeps them on the host.", least=0
     )
@@ -233,13 +251,6 @@ class ComputeConfig:
     )
 
 
-class FocusReading(StrEnum):
-    """How the focused chunks are separated from the others (Cache-Craft, Algorithm 1)."""
-
-    AS_PRINTED = "as-printed"
-    LARGEST_GAP = "largest-gap"
-
-
 @configuration()
 @dataclass(frozen=True, slots=True)
 class CaptureConfig:
@@ -262,7 +273,7 @@ class CaptureConfig:
 
     profile: bool | None = setting(
         None,
-        "Keep what the tokens of new chunks attend to, for cachecraft and h2o; none: if the request's method or the "
+        "Keep what the tokens of new chunks attend to, for cachecraft; none: if the request's method or the "
         "usual one reads it.",
         name="capture",
     )
@@ -323,57 +334,26 @@ class DeviationFactor(StrEnum):
     NONE = "none"
     STORED = "stored"
     """What the token gave to earlier chunks when it was computed in a context (Cache-Craft eq. 14)."""
-    MEASURED = "measured"
-    """How far its KV is off at the first check layer (CacheBlend §4.1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryConfig:
     """How the method `query` reads the question's attention and what it makes of it.
 
-    The attention of the question's last `tail` tokens (None: of all) is read in `layers` (a rule, or the layers
-    themselves) and combined by `over_heads` (a sum ranks as a mean does), then `over_tokens`, then `over_layers`.
-    `factor` multiplies it; where that is measured, `widen` times the budget starts active up to the check layer.
-
-    The first `first_tokens` of every chunk are always among the chosen; `mixed_share` of the budget goes to the tokens
-    that depended most on their context (or, if that is not known, on what came before: those nearest to the chunk's
-    start). With 2 `rounds` the question is asked again after half the budget was spent, about the other half. Above the
-    lower `until` of the layers, a share, chosen tokens keep their stored KV.
+    The attention of the question's last `tail` tokens (None: of all) is read in `layers` and multiplied by `factor`.
+    With 2 `rounds` the question is asked again after half the budget was spent, about the other half.
     """
 
     tail: int | None = 1
-    layers: WatchedLayers | tuple[int, ...] = WatchedLayers.ALL
-    over_heads: Combine = Combine.MAX
-    over_tokens: Combine = Combine.SUM
-    over_layers: Combine = Combine.SUM
+    layers: WatchedLayers = WatchedLayers.ALL
     factor: DeviationFactor = DeviationFactor.NONE
-    widen: float = 3.0
-    first_tokens: int = 0
-    mixed_share: float = 0.0
     rounds: int = 1
-    until: float = 1.0
 
     def __post_init__(self) -> None:
-        layers = self.layers
-        if isinstance(layers, tuple) and (not layers or min(layers) < 0 or list(layers) != sorted(set(layers))):
-            raise UsageError(f"the watched layers must be ascending layer numbers from 0 on, not {layers}")
         if self.tail is not None and self.tail < 1:
             raise UsageError(f"at least one token of the question must be watched, not {self.tail}")
-        if not (isfinite(self.widen) and self.widen >= 1.0):
-            raise UsageError(f"widen must be at least 1, not {self.widen}")
-        if self.first_tokens < 0 or not 0.0 <= self.mixed_share <= 1.0:
-            raise UsageError(
-                f"first_tokens must be 0 or more and mixed_share between 0 and 1, not {self.first_tokens}, "
-                f"{self.mixed_share}"
-            )
         if self.rounds not in (1, 2):
             raise UsageError(f"there are 1 or 2 rounds, not {self.rounds}")
-        if not 0.0 < self.until <= 1.0:
-            raise UsageError(f"until must be a share of the layers, above 0 and at most 1, not {self.until}")
-
-    def watched(self, num_layers: int) -> tuple[int, ...]:
-        """The watched layers of a model with `num_layers`, ascending."""
-        return self.layers.of(num_layers) if isinstance(self.layers, WatchedLayers) else self.layers
 
 
 @configuration(REQUESTS)
@@ -386,12 +366,8 @@ class ReuseConfig:
     recomputed, its eq. 12). `seed` feeds what is drawn at random; with `focus` Cache-Craft stops recomputing chunks
     that the question does not attend to.
 
-    The others are for experiments, from Python alone; no request and no setting names them. `focus_reading` is how
-    focused chunks are found. Three are for ablations of Cache-Craft (its Figure 26): without `use_cci` the share does
-    not depend on how much a chunk attends to others and tokens are drawn at random; without `use_overlap` a chunk
-    counts as if nothing of its old context came before it now; with `use_coverage` (not in the paper) chunks that are
-    new before a chunk lessen its overlap. `query` has the variants of that method. `capture` is no method's: it says
-    what is kept of a prefill for the methods of later ones.
+    `query` has the settings of that method, which a calibration chooses. `capture` is no method's: it says what is kept
+    of a prefill for the methods of later ones.
 
     >>> from chunkweave import Engine, ReuseConfig
     >>> with Engine.load("reader", method="cacheblend", reuse=ReuseConfig(recompute_ratio=0.3)) as engine:
@@ -414,11 +390,6 @@ class ReuseConfig:
         "Have cachecraft stop to compute again chunks that the question does not attend to.",
         places=frozenset({Place.CONNECTOR}),
     )
-    # For experiments, from Python alone:
-    focus_reading: FocusReading = FocusReading.LARGEST_GAP
-    use_cci: bool = True
-    use_overlap: bool = True
-    use_coverage: bool = False
     query: QueryConfig = QueryConfig()
     capture: CaptureConfig = CaptureConfig()
 

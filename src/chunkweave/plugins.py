@@ -1,36 +1,181 @@
-"""Plug-ins: each module of a package is one, named for its file (`full_reuse.py` is "full-reuse").
+"""Plug-ins by name: reuse methods, orderings and eviction policies.
 
-A module whose name begins with `_` is none: what several plug-ins share may lie beside them.
+Each kind has those of this package, those of installed packages (entry points of the kind's groups), and those of files
+that the operator names: `chunk_ends.py` with a `METHOD` in it brings the method `chunk-ends`. All are found the same
+way, so that one from outside works wherever a bundled one does. A file is code that runs: no request names one.
 """
 
-import pkgutil
-from functools import cache
-from importlib import import_module
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from chunkweave.errors import UnknownMethodError, UsageError
 
-
-@cache
-def plugin_names(package: ModuleType) -> tuple[str, ...]:
-    """The names of a package's plug-ins, sorted. The folder is read once."""
-    modules = (module.name for module in pkgutil.iter_modules(package.__path__))
-    return tuple(sorted(name.replace("_", "-") for name in modules if not name.startswith("_")))
+_FILES: dict[str, ModuleType] = {}
+"""What `load_plugin_file` has loaded, by the name of the plug-ins in it."""
 
 
-@cache
-def plugin(package: ModuleType, name: str, kind: str, constant: str) -> Any:
-    """What builds the plug-in of that name: the `constant` of its module, which is imported only now.
+@dataclass(frozen=True)
+class Plugins:
+    """The plug-ins of one kind.
+
+    `kind` is what messages call one, `constant` its name in a file. `groups` are those of entry points; `bundled` says
+    where this package has which, as an entry point does.
+    """
+
+    kind: str
+    constant: str
+    groups: tuple[str, ...]
+    bundled: Mapping[str, str]
+
+    @cached_property
+    def _entries(self) -> tuple[EntryPoint, ...]:
+        own = [EntryPoint(name, value, "") for name, value in self.bundled.items()]
+        return (*own, *(entry for group in self.groups for entry in _installed().select(group=group)))
+
+    @cached_property
+    def _by_name(self) -> dict[str, EntryPoint]:
+        found: dict[str, EntryPoint] = {}
+        for entry in self._entries:
+            if entry.name in found:
+                raise UsageError(
+                    f"two {self.kind}s are called {entry.name!r}: one of {_origin(found[entry.name])} and one of "
+                    f"{_origin(entry)}; uninstall that package, or rename its entry point"
+                )
+            found[entry.name] = entry
+        return found
+
+    @cached_property
+    def _loaded(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all that there are, sorted."""
+        files = (name for name, module in _FILES.items() if hasattr(module, self.constant))
+        return tuple(sorted({*(entry.name for entry in self._entries), *files}))
+
+    @property
+    def listed(self) -> str:
+        """The same for a text."""
+        return ", ".join(self.names)
+
+    def get(self, name: str) -> Any:
+        """What builds the plug-in of that name; its module is imported only now.
+
+        Raises:
+            UnknownMethodError: there is none; the message lists those there are.
+            UsageError: it cannot be imported, or two packages bring one of the same name; the message names them.
+        """
+        if hasattr(_FILES.get(name), self.constant):
+            return getattr(_FILES[name], self.constant)
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
+
+    def _load(self, name: str) -> Any:
+        entry = self._by_name.get(name)
+        if entry is None:
+            raise UnknownMethodError(f"unknown {self.kind} {name!r}; there are: {self.listed}")
+        try:
+            return entry.load()
+        except Exception as error:
+            raise UsageError(
+                f"the {self.kind} {name!r} of {_origin(entry)} cannot be loaded from {entry.value}: {_said(error)}"
+            ) from error
+
+
+METHODS = Plugins(
+    "reuse method",
+    "METHOD",
+    ("chunkweave.methods",),
+    {
+        "cacheblend": "chunkweave.planning.methods.cacheblend:CacheBlend",
+        "cachecraft": "chunkweave.planning.methods.cachecraft:CacheCraft",
+        "epic": "chunkweave.planning.methods.positional:Epic",
+        "full": "chunkweave.planning.methods.positional:FullPrefill",
+        "full-reuse": "chunkweave.planning.methods.positional:FullReuse",
+        "prefix": "chunkweave.planning.methods.positional:ExactPrefix",
+        "query": "chunkweave.planning.methods.query:QueryAware",
+    },
+)
+ORDERINGS = Plugins(
+    "ordering",
+    "ORDERING",
+    ("chunkweave.orderings",),
+    {
+        "frequency": "chunkweave.ordering.ordering:FrequencyOrder",
+        "original": "chunkweave.ordering.ordering:OriginalOrder",
+        "tree-greedy": "chunkweave.ordering.ordering:TreeGreedyOrder",
+    },
+)
+POLICIES = Plugins(
+    "eviction policy",
+    "POLICY",
+    ("chunkweave.policies",),
+    {
+        "fifo": "chunkweave.store.eviction:FIFOPolicy",
+        "gdsf": "chunkweave.store.eviction:GDSFPolicy",
+        "lfu": "chunkweave.store.eviction:LFUPolicy",
+        "lru": "chunkweave.store.eviction:LRUPolicy",
+        "pgdsf": "chunkweave.store.eviction:PGDSFPolicy",
+        "reuse-frequency": "chunkweave.store.eviction:ReuseFrequencyPolicy",
+    },
+)
+
+
+def load_plugin_files(paths: Iterable[str]) -> None:
+    """Run files and add the plug-ins that they define. A file that was loaded before is passed over.
 
     Raises:
-        UnknownMethodError: there is none; the message says of what `kind`, and lists those there are.
-        UsageError: its module has no such constant.
+        UsageError: a file is not there, fails, defines no plug-in, or one whose name another has; the message names it.
     """
-    names = plugin_names(package)
-    if name not in names:
-        raise UnknownMethodError(f"unknown {kind} {name!r}; there are: {', '.join(names)}")
-    module = import_module(f"{package.__name__}.{name.replace('-', '_')}")
-    if not hasattr(module, constant):
-        raise UsageError(f"{module.__name__} has no {constant}: end it with `{constant} = <the class of the {kind}>`")
-    return getattr(module, constant)
+    for path in paths:
+        file = Path(path).expanduser().resolve()
+        name = file.stem.replace("_", "-")
+        if name in _FILES and _FILES[name].__file__ == str(file):
+            continue
+        module = _run(file)
+        kinds = (METHODS, ORDERINGS, POLICIES)
+        brought = [kind for kind in kinds if hasattr(module, kind.constant)]
+        if not brought:
+            raise UsageError(f"{file} brings no plug-in: it has none of {', '.join(kind.constant for kind in kinds)}")
+        if name in _FILES:
+            raise UsageError(f"{file} and {_FILES[name].__file__} both bring {name!r}: rename one of them")
+        if taken := [kind.kind for kind in brought if name in kind.names]:
+            raise UsageError(f"{file} brings {name!r}, but there is another {taken[0]} of that name: rename the file")
+        _FILES[name] = module
+
+
+def _run(file: Path) -> ModuleType:
+    """The module that a file makes."""
+    spec = spec_from_file_location(f"chunkweave_file_{file.stem}", file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise UsageError(f"{file} is no file of Python code")
+    module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[spec.name]
+        raise UsageError(f"{file} cannot be loaded: {_said(error)}") from error
+    return module
+
+
+@cache
+def _installed() -> Any:
+    """The entry points of all installed packages, read once for all kinds."""
+    return entry_points()
+
+
+def _origin(entry: EntryPoint) -> str:
+    return "chunkweave itself" if entry.dist is None else f"the package {entry.dist.name}"
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

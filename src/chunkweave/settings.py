@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, wraps
-from importlib import import_module
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from chunkweave.errors import UsageError, unknown_names
-from chunkweave.plugins import plugin_names
+from chunkweave.plugins import Plugins
 
 GIB = 1 << 30
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
@@ -125,7 +124,7 @@ class Setting:
 
     `name` is what it is called outside of Python, `attribute` its field; `kind` its type. `defaults` has the places
     where another default than `default` holds. A `secret` is shown without user, password and options. A number is
-    finite, at least `least` or above `above`, and at most `most`. With `plugins` it names a plug-in of that package.
+    finite, at least `least` or above `above`, and at most `most`. With `plugins` it names one of these.
     """
 
     default: Any
@@ -140,7 +139,7 @@ class Setting:
     least: float | None = None
     above: float | None = None
     most: float | None = None
-    plugins: str | None = None
+    plugins: Plugins | None = None
 
     @property
     def plain(self) -> Any:
@@ -282,7 +281,7 @@ def _declared(config: Any) -> Mapping[str, Setting]:
         name = declared.name or (one.name.removesuffix(unit.suffix) if unit is not None else one.name)
         meaning = declared.meaning
         if declared.plugins is not None:
-            meaning += f" There are: {', '.join(plugin_names(import_module(declared.plugins)))}."
+            meaning += f" There are: {declared.plugins.listed}."
         found[name] = replace(
             declared,
             name=name,

@@ -12,7 +12,6 @@ from functools import cache, partial
 from itertools import count
 from statistics import fmean
 
-from chunkweave.calibration.contenders import make_contenders
 from chunkweave.calibration.fidelity import (
     EXACT,
     FULL_REUSE,
@@ -34,6 +33,7 @@ from chunkweave.engine.engine import Engine, Progress
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import ALPHA, ReuseMethod, make_method, parameter_of
 from chunkweave.prompt.parts import Prompt
+from chunkweave_lab.baselines import BENCH_METHODS, bench_contenders
 from chunkweave_lab.prompt_baselines import PromptBaseline, split_baselines
 
 OF_BASE = " of base"
@@ -86,17 +86,17 @@ class FidelityConfig(Comparison):
     def contenders(self, values: Mapping[str, float | None] | None = None) -> dict[str, ReuseMethod]:
         """As `Comparison.contenders`; `values` are those of the fitted methods."""
         fixed = [spec for spec in (REFERENCE, FULL_REUSE, *self._reuse_methods) if spec not in self.fitted]
-        made = make_contenders(fixed, self.ratios, self.alphas, self.reuse)
+        made = bench_contenders(tuple(dict.fromkeys(fixed)), self.ratios, self.alphas, self.reuse)
         found = {label: self.at(label.rpartition("@")[0], x) for label, x in (values or {}).items() if x is not None}
         return {**made, **found}
 
     def at(self, spec: str, value: float) -> ReuseMethod:
         """A method with its settings at one value of its parameter."""
-        return next(iter(make_contenders((f"{spec}@{value!r}",), reuse=self.reuse).values()))
+        return next(iter(bench_contenders((f"{spec}@{value!r}",), reuse=self.reuse).values()))
 
 
 def parameter_of_spec(spec: str) -> str | None:
-    return parameter_of(spec.partition(":")[0])
+    return parameter_of(spec.partition(":")[0], BENCH_METHODS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

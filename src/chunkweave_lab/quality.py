@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from chunkweave.calibration.contenders import make_contenders
 from chunkweave.calibration.fidelity import answer_text, decode_greedily, measured_report
 from chunkweave.calibration.prompts import Warmth, company_of, prefill_and_store
 from chunkweave.calibration.questions import Example
@@ -13,6 +12,7 @@ from chunkweave.engine.engine import Engine, Progress
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.prompt.parts import Prompt
+from chunkweave_lab.baselines import bench_contenders
 from chunkweave_lab.prompt_baselines import PromptBaseline, split_baselines
 from chunkweave_lab.summaries import QualitySample, best_scores
 
@@ -45,7 +45,7 @@ class QualityConfig:
         """
         reuse = ReuseConfig(check_layers=self.check_layers, seed=self.seed)
         methods, _ = split_baselines(self.methods, self.ratios)
-        return make_contenders(("full", "full-reuse", *methods), self.ratios, self.alphas, reuse)
+        return bench_contenders(("full", "full-reuse", *methods), self.ratios, self.alphas, reuse)
 
     def baselines(self) -> dict[str, PromptBaseline]:
         """The prompt baselines among the methods, by the name of their row.

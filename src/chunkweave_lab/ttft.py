@@ -8,7 +8,6 @@ from random import Random
 
 import torch
 
-from chunkweave.calibration.contenders import make_contenders
 from chunkweave.calibration.fidelity import REFERENCE, measured_report, woven_prefill
 from chunkweave.calibration.prompts import PromptMaker, Warmth, company_of, prefill_and_store
 from chunkweave.calibration.questions import Example
@@ -19,6 +18,7 @@ from chunkweave.errors import UsageError
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.prompt.parts import Prompt
+from chunkweave_lab.baselines import bench_contenders
 from chunkweave_lab.summaries import TtftSample
 
 HF_REFERENCE = "hf-forward"
@@ -55,7 +55,7 @@ class TtftConfig:
             UsageError: a value or a setting of one that it cannot have.
         """
         reuse = ReuseConfig(check_layers=self.check_layers, seed=self.seed)
-        methods = make_contenders((REFERENCE, *self.methods), self.ratios, self.alphas, reuse)
+        methods = bench_contenders((REFERENCE, *self.methods), self.ratios, self.alphas, reuse)
         hugging_face = {HF_REFERENCE: None} if self.hf_reference else {}
         return {REFERENCE: methods[REFERENCE], **hugging_face, **methods}
 

@@ -16,7 +16,8 @@ from chunkweave.metrics import ReuseReport
 from chunkweave.page import AnswerView, Bar, FullEstimate, asset, render, share_of_kinds
 from chunkweave.page.render import STATIC
 from chunkweave.page.views import share_of_tiers
-from chunkweave.planning.method import METHODS, parameter_of
+from chunkweave.planning.method import parameter_of
+from chunkweave.plugins import METHODS
 from chunkweave_server.errors import HttpError
 from chunkweave_server.gate import NEEDS_KEY, OfTenant
 from chunkweave_server.service import AnyService, Parts, ReadyParts
@@ -49,9 +50,9 @@ pieces = APIRouter(prefix="/v1/page", include_in_schema=False, dependencies=[*NE
 @shell.get("/")
 async def page(service: AnyService) -> HTMLResponse:
     """The page, empty."""
-    methods = [*(name for name in METHODS if name not in _EXACT), *_EXACT]
+    methods = [*(name for name in METHODS.names if name not in _EXACT), *_EXACT]
     names = {"model": service.backend.name, "version": chunkweave.__version__}
-    with_ratio = [name for name in METHODS if parameter_of(name) == "recompute_ratio"]
+    with_ratio = [name for name in METHODS.names if parameter_of(name) == "recompute_ratio"]
     asking = {"methods": methods, "usual": _USUAL, "with_ratio": with_ratio}
     text = render("page.html", **names, **asking, keys=bool(len(service.keys)))
     headers = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "cache-control": "no-store"}

@@ -9,7 +9,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.calibration import Quality
-from chunkweave.planning.method import METHODS
 from chunkweave.planning.method_choice import (
     MethodRequest,
     checked_alpha,
@@ -18,6 +17,7 @@ from chunkweave.planning.method_choice import (
     checked_ratio,
     refuse_unknown_keys,
 )
+from chunkweave.plugins import METHODS
 from chunkweave.retrieval.documents import MOST_LEVELS, nested_too_deeply
 from chunkweave.types import Chunk
 from chunkweave_server.errors import HttpError
@@ -217,12 +217,14 @@ def _quality(value: Any) -> str:
     return str(Quality.parse(value))
 
 
+def _with_methods(schema: dict[str, Any]) -> None:
+    schema["enum"] = list(METHODS.names)
+
+
 class ReuseField(Body):
     """How chunks are reused, and where they come from."""
 
-    method: Annotated[str, BeforeValidator(checked_method), Field(json_schema_extra={"enum": list(METHODS)})] | None = (
-        None
-    )
+    method: Annotated[str, BeforeValidator(checked_method), Field(json_schema_extra=_with_methods)] | None = None
     recompute_ratio: Annotated[float, BeforeValidator(checked_ratio), Field(ge=0, le=1)] | None = None
     check_layers: Annotated[tuple[int, ...], Field(max_length=1024), BeforeValidator(checked_layers)] | None = None
     alpha: Annotated[float, BeforeValidator(checked_alpha), Field(ge=0)] | None = None

@@ -18,6 +18,7 @@ from chunkweave.config import (
     ComputeConfig,
     ConversationConfig,
     ModelConfig,
+    PluginConfig,
     RequestDefaults,
     ReuseConfig,
     StoreConfig,
@@ -26,7 +27,8 @@ from chunkweave.config import (
 from chunkweave.errors import UsageError, unknown_names
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.planning.calibration import Quality
-from chunkweave.planning.method_choice import checked_method
+from chunkweave.planning.method import make_method
+from chunkweave.planning.method_choice import EXACT_METHOD
 from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.queue import TenantWeights
 from chunkweave.scheduling.routing import ROUTING, USUAL_IMBALANCE, USUAL_ROUTING, make_routing
@@ -222,6 +224,7 @@ class Settings:
     """
 
     model: ModelConfig
+    plugins: PluginConfig
     requests: RequestDefaults
     reuse: ReuseConfig
     capture: CaptureConfig
@@ -243,8 +246,7 @@ class Settings:
         make_policy(self.store.policy)
         ChunkOrder.parse(self.requests.order or "")
         TenantWeights.parse(self.batching.tenant_weight)
-        if self.requests.method is not None:
-            checked_method(self.requests.method)
+        make_method(self.requests.method or EXACT_METHOD)
         if self.requests.quality is not None:
             Quality.parse(self.requests.quality)
         if self.model.adapter is not None and self.fleet.upstream:
@@ -253,7 +255,7 @@ class Settings:
     def connector_config(self) -> dict[str, Any]:
         """The connector's extra config: what is not as it is there by default. Secrets are in its environment."""
         config = {}
-        for group in (self.requests, self.reuse, self.capture, self.store, self.weave):
+        for group in (self.plugins, self.requests, self.reuse, self.capture, self.store, self.weave):
             for one in settings_of(type(group)).values():
                 value = getattr(group, one.attribute)
                 told = {Place.VLLM, Place.CONNECTOR} <= one.places and not one.secret

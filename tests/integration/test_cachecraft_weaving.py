@@ -125,7 +125,7 @@ def test_recomputing_all_of_every_chunk_equals_full_prefill(bench, missing):
     for index, part in enumerate(prompt.parts[2:-1]):
         if index not in missing:
             bench.prefill(alone(part), "full", keep=True)
-    woven = bench.log_probs(prompt, "cachecraft", alpha=100.0, use_overlap=False, focus=False)
+    woven = bench.log_probs(prompt, "cachecraft:no-overlap", alpha=100.0, focus=False)
     close(woven, bench.own_log_probs(prompt))
 
 
@@ -157,7 +157,7 @@ def test_odd_prompts_are_woven_and_equal_full_prefill_where_all_is_recomputed(ca
     for earlier in stored:
         bench.prefill(make_prompt(ODD_SIZES, system=system, order=earlier), "full", keep=True)
     prompt = make_prompt(ODD_SIZES, system=system, order=order)
-    whole = bench.log_probs(prompt, "cachecraft", alpha=100.0, use_overlap=False, focus=False)
+    whole = bench.log_probs(prompt, "cachecraft:no-overlap", alpha=100.0, focus=False)
     close(whole, bench.own_log_probs(prompt))
     woven = bench.prefill(prompt, "cachecraft", keep=True)
     report = make_report(woven, bench.loaded.model.geometry, Durations(1.0, 0.0, 0.0), 1)
@@ -513,8 +513,8 @@ def test_the_real_tracker_stops_by_the_real_attention():
     bench = make_bench(toy_model("llama", num_hidden_layers=8))
     prompt = make_prompt(SIZES, system=6)
     bench.precompute(prompt)
-    woven = bench.prefill(prompt, "cachecraft", use_overlap=False, alpha=1.5)
-    free = bench.prefill(prompt, "cachecraft", use_overlap=False, alpha=1.5, focus=False)
+    woven = bench.prefill(prompt, "cachecraft:no-overlap", alpha=1.5)
+    free = bench.prefill(prompt, "cachecraft:no-overlap", alpha=1.5, focus=False)
     assert woven.stop is not None
     assert 3 <= woven.stop.layer < 8
     assert woven.recompute_work < free.recompute_work

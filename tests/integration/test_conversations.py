@@ -171,6 +171,7 @@ def sources(answer) -> dict[str, str]:
     return {part.source: part.kv_source for part in answer.report.chunks}
 
 
+@pytest.mark.usefixtures("baselines")
 @pytest.mark.parametrize("method", WOVEN)
 def test_what_was_woven_is_reused_as_it_is_and_marked_inexact(engine, method, rows):
     engine.precompute([FERRY, PILOTS, HARBOUR, MILL])

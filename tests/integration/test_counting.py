@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from chunkweave import AsyncEngine, Engine, Request, ReuseConfig, SamplingParams
+from chunkweave.store.eviction import PGDSFPolicy
 from chunkweave.store.level import Level
-from chunkweave.store.policies.pgdsf import PGDSFPolicy
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import toy_model

@@ -41,6 +41,7 @@ def test_the_default_is_exact_prefix_reuse(engine):
     engine.store.check()
 
 
+@pytest.mark.usefixtures("baselines")
 def test_every_method_answers_and_full_is_the_reference_at_ratio_one(engine):
     engine.precompute(CHUNKS)
     full = engine.generate(QUESTION, CHUNKS[::-1], method="full", max_new_tokens=8)

@@ -15,6 +15,7 @@ from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import toy_model
 from chunkweave.types import Span
 from chunkweave.weaving.segments import segments_of
+from chunkweave_lab.baselines import bench_method
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt
 
 SIZES = (17, 23, 9, 31)
@@ -68,7 +69,7 @@ def layered(bench: Bench, prompt, method, tokens: list[int], **options) -> Prefi
 @given(tokens=st.lists(st.integers(1, 60), min_size=1, max_size=4))
 def test_slices_give_what_one_pass_gives(bench, name, run, tokens):
     """Slices by position, or by layer."""
-    method = make_method(name.removesuffix("-two-rounds"), ReuseConfig(0.3, **METHODS[name]))
+    method = bench_method(name.removesuffix("-two-rounds"), (), ReuseConfig(0.3, **METHODS[name]))
     prompt = make_prompt(SIZES, system=6, order=(2, 0, 3, 1))
     whole = bench.runner.prefill(prompt, method, new_tokens=16)
     parts = run(bench, prompt, method, tokens)

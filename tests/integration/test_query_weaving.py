@@ -2,33 +2,50 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 
 import pytest
 import torch
 
-from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
+from chunkweave.config import Combine, QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentSource
-from chunkweave.planning.method import make_method
+from chunkweave.planning.methods.query import QueryAware
 from chunkweave.planning.plan import KVSource, Pass, Plan
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import TOY_FAMILIES, Link, ThrottledTier, toy_model
 from chunkweave.types import joined, spans_of
+from chunkweave_lab.baselines import WIDEN
 from tests.integration.test_weaving_oracles import kv_before_rope
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt, run_pass
 
 SIZES = (17, 23, 9, 31)
 RULES = [
-    QueryConfig(),
-    QueryConfig(tail=None, layers=WatchedLayers.ALL),
-    QueryConfig(tail=1, layers=WatchedLayers.FIRST_THIRD),
-    QueryConfig(tail=3, over_tokens=Combine.MAX, layers=WatchedLayers.LATE),
-    QueryConfig(tail=None, over_heads=Combine.MAX, over_layers=Combine.MAX, layers=(0, 2)),
+    (QueryConfig(), {}),
+    (QueryConfig(tail=None, layers=WatchedLayers.ALL), {"over_heads": Combine.SUM}),
+    (QueryConfig(tail=1, layers=WatchedLayers.FIRST_THIRD), {}),
+    (QueryConfig(tail=3, layers=WatchedLayers.LATE), {"over_tokens": Combine.MAX, "over_heads": Combine.SUM}),
+    (QueryConfig(tail=None), {"over_layers": Combine.MAX, "layers": (0, 2)}),
 ]
+"""Settings of the method, and what its plan is made to watch otherwise."""
+
+
+class Watching(QueryAware):
+    """`query` whose plans watch otherwise."""
+
+    def __init__(self, config: ReuseConfig, watched: dict) -> None:
+        super().__init__(config)
+        self.watched = watched
+
+    def plan(self, lookup, geometry) -> Plan:
+        made = super().plan(lookup, geometry)
+        watching, *rest = made.passes
+        watch = replace(watching.watch, **self.watched)
+        return replace(made, passes=(replace(watching, watch=watch, depth=watch.layers[-1] + 1), *rest))
 
 
 @pytest.fixture(params=sorted(TOY_FAMILIES))
@@ -53,14 +70,15 @@ def best(scores: torch.Tensor, among: list[int], count: int) -> list[int]:
     return sorted(sorted(among, key=lambda position: (-float(scores[position]), position))[:count])
 
 
-def explicit_reading(bench: Bench, prompt, query: QueryConfig, hidden: Sequence[int] = ()) -> torch.Tensor:
+def explicit_reading(bench: Bench, prompt, method: QueryAware, hidden: Sequence[int] = ()) -> torch.Tensor:
     """What the question gives each position, by an explicit softmax over the reused cache; `hidden` keys left out."""
     weights = explicit_attention(bench, bench.prefill(prompt, "full-reuse"), hidden)
-    read = torch.stack([weights[layer] for layer in query.watched(len(weights))])
-    read = read[:, :, -(query.tail or read.shape[2]) :]
-    read = read.amax(1) if query.over_heads is Combine.MAX else read.mean(1)
-    read = read.amax(1) if query.over_tokens is Combine.MAX else read.sum(1)
-    return read.amax(0) if query.over_layers is Combine.MAX else read.sum(0)
+    watch = method.plan(bench.runner.store.lookup(prompt), bench.loaded.model.geometry).passes[0].watch
+    read = torch.stack([weights[layer] for layer in watch.layers])
+    read = read[:, :, -len(watch.question) :]
+    read = read.amax(1) if watch.over_heads is Combine.MAX else read.mean(1)
+    read = read.amax(1) if watch.over_tokens is Combine.MAX else read.sum(1)
+    return read.amax(0) if watch.over_layers is Combine.MAX else read.sum(0)
 
 
 @torch.inference_mode()
@@ -83,10 +101,13 @@ def explicit_attention(bench: Bench, prefilled, hidden: Sequence[int] = ()) -> l
     return found
 
 
-def stage_one(bench: Bench, prompt, query: QueryConfig) -> torch.Tensor:
+def watching(query: QueryConfig, watched: dict | None = None, ratio: float = 0.1) -> Watching:
+    return Watching(ReuseConfig(recompute_ratio=ratio, query=query), watched or {})
+
+
+def stage_one(bench: Bench, prompt, method: QueryAware) -> torch.Tensor:
     """The evidence of the first pass alone."""
     runner, model = bench.runner, bench.loaded.model
-    method = make_method("query", ReuseConfig(recompute_ratio=0.1, query=query))
     plan = method.plan(runner.store.lookup(prompt), model.geometry)
     placements = [Placement(part.span, runner.store.get(part.segment)) for part in plan.parts if part.segment]
     with torch.inference_mode():
@@ -107,24 +128,24 @@ def test_ratio_one_equals_full(bench, missing):
     assert difference.abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("query", RULES)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("question", [1, 5, 300])
-def test_the_first_pass_reads_what_an_explicit_softmax_says(llama, query, question):
+def test_the_first_pass_reads_what_an_explicit_softmax_says(llama, rule, question):
     prompt = make_prompt(SIZES, system=6, question=question)
     llama.precompute(prompt)
     candidates = candidates_of(llama.prefill(prompt, "full-reuse").plan)
-    found, explicit = stage_one(llama, prompt, query), explicit_reading(llama, prompt, query)
+    found, explicit = stage_one(llama, prompt, watching(*rule)), explicit_reading(llama, prompt, watching(*rule))
     torch.testing.assert_close(found[candidates], explicit[candidates], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("query", RULES)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("question", [1, 12])
-def test_it_recomputes_what_the_question_reads_most(bench, query, question):
+def test_it_recomputes_what_the_question_reads_most(bench, rule, question):
     prompt = make_prompt(SIZES, system=6, question=question)
     bench.precompute(prompt)
-    woven = bench.prefill(prompt, "query", ratio=0.1, query=query)
+    woven = bench.runner.prefill(prompt, watching(*rule), new_tokens=16)
     candidates = candidates_of(woven.plan)
-    read = explicit_reading(bench, prompt, query)
+    read = explicit_reading(bench, prompt, watching(*rule))
     assert recomputed(woven) == best(read, candidates, ceil(0.1 * len(candidates)))
 
 
@@ -134,7 +155,10 @@ def test_a_missing_chunk_is_hidden_from_the_first_pass(llama):
     llama.precompute(make_prompt(SIZES[:3], system=6))
     query = QueryConfig(tail=None, layers=WatchedLayers.ALL)
     missing = list(prompt.spans()[5].positions())
-    read, expected = stage_one(llama, prompt, query), explicit_reading(llama, prompt, query, missing)
+    read, expected = (
+        stage_one(llama, prompt, watching(query)),
+        explicit_reading(llama, prompt, watching(query), missing),
+    )
     woven = llama.prefill(prompt, "query", ratio=0.1, query=query)
     candidates = candidates_of(woven.plan)
     assert not set(missing) & set(candidates)
@@ -144,17 +168,16 @@ def test_a_missing_chunk_is_hidden_from_the_first_pass(llama):
     assert {work.kept_tokens for work in woven.work[:4]} == {computed - len(missing)}
 
 
-@pytest.mark.parametrize("widen", [2.0, 100.0])
+@pytest.mark.parametrize("ratio", [0.1, 0.7])
 @pytest.mark.parametrize("check_layer", [1, 2])
-def test_measured_deviation_multiplies_what_was_read(llama, widen, check_layer):
+def test_measured_deviation_multiplies_what_was_read(llama, ratio, check_layer):
     prompt = make_prompt(SIZES, system=6)
     llama.precompute(prompt)
-    query = QueryConfig(factor=DeviationFactor.MEASURED, widen=widen)
-    woven = llama.prefill(prompt, "query", ratio=0.1, query=query, check_layers=(check_layer,))
+    woven = llama.prefill(prompt, "query:measured", ratio=ratio, check_layers=(check_layer,))
     candidates = candidates_of(woven.plan)
-    count = ceil(0.1 * len(candidates))
-    read = explicit_reading(llama, prompt, query)
-    started = best(read, candidates, ceil(widen * count))
+    count = ceil(ratio * len(candidates))
+    read = explicit_reading(llama, prompt, watching(QueryConfig()))
+    started = best(read, candidates, ceil(WIDEN * count))
     fresh = fresh_before_rope(llama, prompt, started, check_layer)
     deviation = torch.zeros(len(prompt))
     for part, span in zip(prompt.parts, prompt.spans(), strict=True):
@@ -177,7 +200,7 @@ def fresh_before_rope(bench: Bench, prompt, started: list[int], layer: int) -> t
         seen[at] = (k, v)
         return q, k, v
 
-    method = make_method("query", ReuseConfig(recompute_ratio=0.1))
+    method = QueryAware(ReuseConfig(recompute_ratio=0.1))
     plan = method.plan(bench.runner.store.lookup(prompt), model.geometry)
     required = joined([*plan.passes[1].required, *spans_of(started)])
     plan = Plan("fixed", plan.parts, (Pass(required),))
@@ -208,9 +231,8 @@ class Fixed:
 def test_the_second_round_asks_the_tokens_that_the_first_has_fixed(llama):
     prompt = make_prompt(SIZES, system=6)
     llama.precompute(prompt)
-    query = QueryConfig(tail=1, layers=(0, 1, 2))
-    first = llama.prefill(prompt, "query", ratio=0.1, query=query)
-    woven = llama.prefill(prompt, "query", ratio=0.2, query=QueryConfig(tail=1, layers=(0, 1, 2), rounds=2))
+    first = llama.prefill(prompt, "query:layers=0+1+2", ratio=0.1)
+    woven = llama.prefill(prompt, "query:layers=0+1+2:two-rounds", ratio=0.2)
     weights = explicit_attention(llama, first)
     read = torch.stack([weights[layer] for layer in (0, 1, 2)])[:, :, -1].amax(1).sum(0)
     left = [position for position in candidates_of(woven.plan) if position not in recomputed(first)]
@@ -228,7 +250,7 @@ def test_its_work_is_a_question_and_the_chosen_tokens(bench):
     """No dense layer: the recomputed share of work is the ratio itself, and the first pass ends where it is watched."""
     prompt = make_prompt(SIZES)
     bench.precompute(prompt)
-    prefilled = bench.prefill(prompt, "query", ratio=0.1, query=QueryConfig(layers=(0, 1)))
+    prefilled = bench.prefill(prompt, "query:layers=0+1", ratio=0.1)
     layers = bench.loaded.model.geometry.num_layers
     reused = prefilled.plan.tokens(KVSource.REUSED)
     assert prefilled.recompute_work == layers * ceil(0.1 * reused)
@@ -238,7 +260,7 @@ def test_its_work_is_a_question_and_the_chosen_tokens(bench):
     assert len(prefilled.work) == 2 + layers
 
 
-@pytest.mark.parametrize("query", RULES)
+@pytest.mark.parametrize("query", [query for query, _ in RULES])
 @pytest.mark.parametrize("question", [1, 300])
 @pytest.mark.parametrize("sizes", [(), (1,), (12,)])
 def test_few_chunks_and_odd_questions_are_no_special_case(llama, sizes, question, query):
@@ -285,7 +307,7 @@ class Noting:
         return layer
 
 
-@pytest.mark.parametrize(("layers", "waits_for"), [(WatchedLayers.ALL, 4), (WatchedLayers.FIRST_THIRD, 2), ((0,), 1)])
+@pytest.mark.parametrize(("layers", "waits_for"), [("all-layers", 4), ("third", 2), ("layers=0", 1)])
 def test_the_question_follows_the_layers_as_they_load(layers, waits_for, monkeypatch):
     """Each layer of the first pass computes while later ones load, and the second pass waits for none that it had."""
     loaded = toy_model("llama")
@@ -310,8 +332,7 @@ def test_the_question_follows_the_layers_as_they_load(layers, waits_for, monkeyp
     events.clear()
     monkeypatch.setattr(loaded.model, "qkv", noting)
     started = time.perf_counter()
-    query = QueryConfig(layers=layers)
-    woven = bench.prefill(prompt, "query", ratio=0.1, query=query)
+    woven = bench.prefill(prompt, f"query:{layers}", ratio=0.1)
     assert time.perf_counter() - started > 0.3
     computed = [i for i, event in enumerate(events) if event[0] == "computed"]
     assert [events[i][1] for i in computed] == [*range(waits_for), *range(4)]
@@ -322,4 +343,4 @@ def test_the_question_follows_the_layers_as_they_load(layers, waits_for, monkeyp
     assert ("loaded", waits_for - 1) in events[: computed[waits_for]]
     if waits_for < 4:
         assert ("loaded", 3) not in events[: computed[waits_for]], "the second pass waited for all layers"
-    assert torch.equal(woven.logits, expected.prefill(prompt, "query", ratio=0.1, query=query).logits)
+    assert torch.equal(woven.logits, expected.prefill(prompt, f"query:{layers}", ratio=0.1).logits)

@@ -4,13 +4,14 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from chunkweave.planning.method import METHODS, RATIO, parameter_of
+from chunkweave.planning.method import RATIO, parameter_of
 from chunkweave.planning.plan import KVSource
+from chunkweave.plugins import METHODS
 from chunkweave.testing import TOY_FAMILIES, toy_model
 from tests.integration.weaving import BOS, Bench, alone, make_bench, make_prompt
 
 SIZES = (17, 23, 9, 31)
-WITH_RATIO = [name for name in METHODS if parameter_of(name) == RATIO]
+WITH_RATIO = [name for name in METHODS.names if parameter_of(name) == RATIO]
 FP32 = 1e-4
 BF16 = 0.12
 """bfloat16 has 8 bits of precision: two orders of computing the same sum differ by about 0.4 % a layer."""

@@ -12,12 +12,12 @@ from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.base import DecoderLayers
 from chunkweave.models.loading import LoadedModel
-from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier
+from chunkweave_lab.baselines import bench_method
 
 BOS = 1
 
@@ -60,7 +60,9 @@ class Bench:
     tier: HostTier[SegmentSource]
 
     def prefill(self, prompt: Prompt, method: str, *, ratio: float = 0.15, keep: bool = False, **config) -> Prefilled:
-        chosen = make_method(method, ReuseConfig(recompute_ratio=ratio, **config))
+        """With a method by its name, a benchmark's baseline or ablation such as `query:until=0.5` among them."""
+        name, *settings = method.split(":")
+        chosen = bench_method(name, settings, ReuseConfig(recompute_ratio=ratio, **config))
         prefilled = self.runner.prefill(prompt, chosen, new_tokens=16)
         if keep:
             self.runner.store_new(prefilled)

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chunkweave.plugins import POLICIES
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
-from chunkweave.store.eviction import known_policies, make_policy
+from chunkweave.store.eviction import make_policy
 from chunkweave.store.index import RequestUse
 from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord
@@ -60,7 +61,7 @@ def _serve(store: TieredStore[Payload], path: str) -> int:
     return len(hits)
 
 
-@pytest.mark.parametrize("policy", known_policies())
+@pytest.mark.parametrize("policy", POLICIES.names)
 @settings(max_examples=60, deadline=None)
 @given(paths=requests, device=st.integers(5, 25), host=st.integers(0, 40), cost=prefill)
 def test_it_keeps_what_a_tiered_store_keeps(policy, paths, device, host, cost):
@@ -110,7 +111,7 @@ def test_a_host_copy_is_freed_from_the_device_without_another_copy():
 
 
 def test_leaves_go_before_their_parents_whatever_the_policy_thinks_of_them():
-    for policy in known_policies():
+    for policy in POLICIES.names:
         cache = TreeCache([TreeTier("device", 13, make_policy(policy))])
         cache.use(_records("sab"))
         cache.use(_records("c"))

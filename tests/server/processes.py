@@ -19,8 +19,9 @@ _URL = re.compile(r"on (http://127\.0\.0\.1:\d+)")
 class ServerProcess:
     """A server on a free port; killed on leaving if it has not ended."""
 
-    def __init__(self, *flags: str) -> None:
-        env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    def __init__(self, *flags: str, packages: tuple[Path, ...] = ()) -> None:
+        path = os.pathsep.join(map(str, (ROOT / "src", *packages)))
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", _START, "serve", "--port", "0", *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT)
         self.log: list[str] = []

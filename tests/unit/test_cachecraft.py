@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.config import FocusReading, ReuseConfig
+from chunkweave.config import ReuseConfig
 from chunkweave.planning.method import make_method, prefer_neutral
 from chunkweave.planning.plan import KVSource, Plan, RecomputeScore, StopUnfocused
+from chunkweave.planning.scores import focused_by_gap
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, neutral_id
 from chunkweave.store.index import PromptLookup, look_up
 from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
 from chunkweave.types import ChunkId, Scattered, Span
+from chunkweave_lab.baselines import focused_as_printed
 from tests.unit.test_planning import GEOMETRY
+from tests.unit.test_planning import plan as plan_by
 from tests.unit.test_scores import adjusted_overlap
 
 TOKENS = 4
@@ -74,8 +77,7 @@ def lookup_of(path: str, *stored: SegmentRecord, broken: bool = False) -> Prompt
 
 
 def plan_of(lookup: PromptLookup, method: str = "cachecraft", **config) -> Plan:
-    plan = make_method(method, ReuseConfig(**config)).plan(lookup, GEOMETRY)
-    plan.validate(GEOMETRY.num_layers)
+    plan = plan_by(method, lookup, **config)
     assert sum(plan.tokens(kv_source) for kv_source in KVSource) == lookup.prompt_tokens
     return plan
 
@@ -204,7 +206,7 @@ def test_a_longer_new_prefix_is_not_seen_and_is_reported():
     stored = record_of("AC", (1.0,))
     _, score = chosen(plan_of(lookup_of("BAC", stored)), 2)
     assert score == RecomputeScore(CCI, 1.0, 0.0, 0, 0.5)
-    _, covered = chosen(plan_of(lookup_of("BAC", stored), use_coverage=True), 2)
+    _, covered = chosen(plan_of(lookup_of("BAC", stored), "cachecraft:coverage"), 2)
     assert covered == RecomputeScore(CCI, 0.5, CCI / 2, 2, 0.5)
 
 
@@ -277,11 +279,13 @@ def test_the_choice_by_brute_force(seed, alpha):
 
 def test_the_focus_rule_names_all_chunks_and_the_question():
     stored = (record_of("A", ()), record_of("AB", (1.0,)), record_of("XC", (1.0,)))
-    plan = plan_of(lookup_of("ABCD", *stored), focus_reading=FocusReading.LARGEST_GAP)
+    plan = plan_of(lookup_of("ABCD", *stored))
     assert sources(plan) == "EERC"
     chunks = (Span(1, 5), Span(5, 9), Span(9, 13), Span(13, 17))
-    assert plan.passes[0].rules == (StopUnfocused(chunks, Span(17, 20), 3, FocusReading.LARGEST_GAP),)
+    assert plan.passes[0].rules == (StopUnfocused(chunks, Span(17, 20), 3, focused_by_gap),)
     assert plan.passes[0].stop_unfocused is plan.passes[0].rules[0]
+    printed = plan_of(lookup_of("ABCD", *stored), "cachecraft:printed")
+    assert printed.passes[0].rules == (StopUnfocused(chunks, Span(17, 20), 3, focused_as_printed),)
     assert plan.passes[0].candidates_at(3) == plan.passes[0].candidate_tokens == 4
 
 
@@ -304,7 +308,9 @@ def test_the_instruction_is_no_chunk_to_focus_on():
 
 def test_without_overlap_every_chunk_is_fixed_as_in_a_strange_context():
     stored = record_of("AB", (1.0,))
-    assert chosen(plan_of(lookup_of("AB", stored), use_overlap=False), 1)[1] == RecomputeScore(CCI, 0.0, CCI, 4, 1.0)
+    assert chosen(plan_of(lookup_of("AB", stored), "cachecraft:no-overlap"), 1)[1] == RecomputeScore(
+        CCI, 0.0, CCI, 4, 1.0
+    )
 
 
 def test_without_cci_the_share_is_that_of_the_overlap_and_tokens_are_drawn():
@@ -319,10 +325,10 @@ def test_without_cci_the_share_is_that_of_the_overlap_and_tokens_are_drawn():
     )
     parts = (part_of("A"), PromptPart(PartKind.CHUNK, (66,) * n, ChunkId("B")), PromptPart(PartKind.QUESTION, (7,)))
     lookup = look_up(Prompt(parts), [], lambda part: (stored,) if part.id == stored.chunk_id else ())
-    plan = plan_of(lookup, use_cci=False)
+    plan = plan_of(lookup, "cachecraft:no-cci")
     assert plan.parts[1].score == RecomputeScore(1.0, 0.5, 0.5, 20, 1.0)
     assert sorted(recomputed(plan)) != list(range(4, 24))
-    assert plan == plan_of(lookup, use_cci=False) != plan_of(lookup, use_cci=False, seed=1)
+    assert plan == plan_of(lookup, "cachecraft:no-cci") != plan_of(lookup, "cachecraft:no-cci", seed=1)
 
 
 # --- the baselines

@@ -174,8 +174,8 @@ def test_a_target_cannot_name_a_method_that_misses_it():
 
 def test_parameters_by_method():
     assert parameter_of("cachecraft") == "alpha"
-    assert parameter_of("h2o") == parameter_of("epic") == "recompute_ratio"
-    assert parameter_of("full") is parameter_of("prefix") is parameter_of("set-cache") is None
+    assert parameter_of("query") == parameter_of("epic") == "recompute_ratio"
+    assert parameter_of("full") is parameter_of("prefix") is parameter_of("full-reuse") is None
 
 
 def test_a_record_gives_the_settings_that_were_calibrated():
@@ -508,7 +508,7 @@ def test_an_unknown_quality_is_refused_with_those_there_are():
     [
         ("full", None, "full", Kept(kv=False)),
         ("full", None, "cacheblend", Kept()),
-        ("full", None, "h2o", Kept(profiles=True)),
+        ("full", None, "cachecraft", Kept(profiles=True)),
         (None, None, "full", Kept()),
         (None, None, "prefix", Kept()),
         (None, None, "cachecraft", Kept(profiles=True)),

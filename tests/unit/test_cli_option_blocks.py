@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 from chunkweave.cli.app import app as chunkweave_app
 from chunkweave.cli.options import with_blocks
-from chunkweave.planning import methods
 from chunkweave.planning.calibration import Quality
-from chunkweave.plugins import plugin_names
+from chunkweave.plugins import METHODS
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ COMMANDS = dict(commands(typer.main.get_command(chunkweave_app)))
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_help_that_takes_methods_or_qualities_lists_them(name):
-    listed = {"method": plugin_names(methods), "methods": plugin_names(methods), "quality": sorted(Quality)}
+    listed = {"method": METHODS.names, "methods": METHODS.names, "quality": sorted(Quality)}
     for parameter in COMMANDS[name].params:
         said = getattr(parameter, "help", None) or ""
         assert [one for one in listed.get(parameter.name, ()) if one not in said] == []

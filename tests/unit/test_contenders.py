@@ -4,8 +4,9 @@ import sys
 import pytest
 
 from chunkweave.calibration.contenders import QUERY_SETTINGS, make_contenders
-from chunkweave.config import Combine, ReuseConfig
+from chunkweave.config import ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
+from chunkweave_lab.baselines import CacheCraftAblation, QueryAblation, bench_contenders, bench_method
 
 
 def test_each_method_comes_at_each_value_of_its_own_parameter():
@@ -22,8 +23,8 @@ def test_each_method_comes_at_each_value_of_its_own_parameter():
 
 
 def test_a_value_after_an_at_is_the_only_one():
-    made = make_contenders(("cacheblend@0.05", "cachecraft:no-focus@2", "random"), ratios=(0.1, 0.2), alphas=(0.5,))
-    assert list(made) == ["cacheblend@0.05", "cachecraft:no-focus@2", "random@0.1", "random@0.2"]
+    made = make_contenders(("cacheblend@0.05", "cachecraft:no-focus@2", "epic"), ratios=(0.1, 0.2), alphas=(0.5,))
+    assert list(made) == ["cacheblend@0.05", "cachecraft:no-focus@2", "epic@0.1", "epic@0.2"]
     assert made["cacheblend@0.05"]._ratio == 0.05
     assert made["cachecraft:no-focus@2"]._config.alpha == 2.0
 
@@ -34,9 +35,28 @@ def test_the_name_of_a_row_stands_for_that_row_alone():
 
 
 def test_settings_follow_a_colon():
-    made = make_contenders(("cachecraft:no-focus:no-cci",))
+    made = bench_contenders(("cachecraft:no-focus:no-cci", "cachecraft:no-focus"))
     assert made["cachecraft:no-focus:no-cci@1"]._config.focus is False
-    assert made["cachecraft:no-focus:no-cci@1"]._config.use_cci is False
+    assert made["cachecraft:no-focus:no-cci@1"].ablation == CacheCraftAblation(use_cci=False)
+    assert made["cachecraft:no-focus@1"]._config.focus is False
+
+
+def test_baselines_and_ablations_are_the_benchmarks_alone():
+    specs = ("random", "h2o", "set-cache")
+    assert list(bench_contenders(specs)) == ["random@0.15", "h2o@0.15", "set-cache"]
+    for name in specs:
+        with pytest.raises(UnknownMethodError, match=f"'{name}'; there are: cacheblend, cachecraft, epic, full"):
+            make_contenders((name,))
+    for spec in ("cachecraft:no-cci", "query:measured", "query:layers=1"):
+        assert bench_contenders((spec,))
+        with pytest.raises(UsageError, match="unknown setting"):
+            make_contenders((spec,))
+
+
+@pytest.mark.parametrize("spec", ["query:no-cci", "cachecraft:measured", "cacheblend:until=0.5", "random:printed"])
+def test_an_ablation_of_another_method_is_refused(spec):
+    with pytest.raises(UsageError, match="does not take all of"):
+        bench_contenders((spec,))
 
 
 def test_a_setting_wins_over_what_all_are_told():
@@ -65,9 +85,9 @@ def test_what_stands_for_no_contender_is_refused(spec, error, said):
 
 
 def test_settings_of_query_add_up():
-    made = make_contenders(("query:last:layers=1+2:head-max:tail=3",))
-    query = made["query:last:layers=1+2:head-max:tail=3@0.15"]._query
-    assert (query.tail, query.layers, query.over_heads) == (3, (1, 2), Combine.MAX)
+    made = bench_method("query", ("last", "layers=1+2", "stored", "tail=3", "until=0.5"), ReuseConfig())
+    assert (made._query.tail, made._query.factor) == (3, "stored")
+    assert made.ablation == QueryAblation(layers=(1, 2), until=0.5)
 
 
 @pytest.mark.parametrize("name", sorted(QUERY_SETTINGS))
@@ -78,10 +98,12 @@ def test_every_setting_of_query_is_one(name):
     assert {field: getattr(told, field) for field in QUERY_SETTINGS[name]} == QUERY_SETTINGS[name]
 
 
-@pytest.mark.parametrize("setting", ["layers=", "layers=a", "layers=2+1", "tail=0", "tail=x"])
+@pytest.mark.parametrize(
+    "setting", ["layers=", "layers=a", "layers=2+1", "layers=-1", "tail=0", "tail=x", "until=0", "until=1.5", "until=x"]
+)
 def test_settings_with_odd_numbers_are_refused(setting):
     with pytest.raises(UsageError):
-        make_contenders((f"query:{setting}",))
+        bench_contenders((f"query:{setting}",))
 
 
 def test_they_are_made_without_torch():

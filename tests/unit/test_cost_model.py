@@ -20,12 +20,13 @@ from chunkweave.planning.cost import (
     too_slow,
     worth_loading,
 )
-from chunkweave.planning.method import METHODS, make_method, without
+from chunkweave.planning.method import make_method, without
 from chunkweave.planning.plan import Plan
 from chunkweave.prompt.parts import PartKind, PromptPart, chunk_id
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Geometry, Span
+from chunkweave_lab.baselines import BENCH_METHODS
 
 GEOMETRY = Geometry(8, 6, 4, 2, 3, 10, 50, 4096)
 
@@ -224,13 +225,15 @@ def test_the_controller_sets_a_floor_for_alpha_as_for_a_ratio():
     assert (enough.raised_to, enough.passes[0].candidate_tokens) == (None, 200)
 
 
-@pytest.mark.parametrize("name", sorted(METHODS))
+@pytest.mark.parametrize("name", sorted(BENCH_METHODS.names))
 def test_every_budget_starts_at_nothing(name):
     """At value 0 a method with a budget recomputes nothing of what it reuses; others have none to raise."""
-    budget = make_method(name).budget
+    budget = make_method(name, known=BENCH_METHODS).budget
     if budget is None:
         return
-    plan = make_method(name, replace(ReuseConfig(), **{budget.parameter: 0.0})).plan(fixed_lookup(), GEOMETRY)
+    plan = make_method(name, replace(ReuseConfig(), **{budget.parameter: 0.0}), BENCH_METHODS).plan(
+        fixed_lookup(), GEOMETRY
+    )
     assert [a_pass.required for a_pass in plan.passes] == [(Span(300, 301),)]
     assert not any(a_pass.candidate_tokens for a_pass in plan.passes)
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.config import FocusReading, ReuseConfig
 from chunkweave.planning.plan import StopUnfocused
-from chunkweave.planning.scores import FocusTracker, focused_as_printed, focused_by_gap
+from chunkweave.planning.scores import FocusTracker, focused_by_gap
 from chunkweave.types import Span
+from chunkweave_lab.baselines import focused_as_printed
 
 masses = st.lists(st.integers(0, 40).map(lambda n: n / 8), min_size=3, max_size=8)
 
@@ -73,7 +73,7 @@ def test_fewer_than_three_chunks_and_equal_masses_are_all_focused(focused):
 
 
 def test_the_tracker_cumulates_and_waits_for_the_window():
-    tracker = FocusTracker(3, FocusReading.LARGEST_GAP)
+    tracker = FocusTracker(3, focused_by_gap)
     assert tracker.update([5.0, 1.0, 1.0]) is None
     assert tracker.update([0.0, 9.0, 0.0]) is None, "now the second one leads"
     assert tracker.update([4.0, 0.0, 0.0]) is None, "both, cumulated: (9, 10, 1)"
@@ -83,25 +83,24 @@ def test_the_tracker_cumulates_and_waits_for_the_window():
 
 
 def test_a_window_of_one_is_the_first_layer():
-    assert FocusTracker(1, FocusReading.LARGEST_GAP).update([0.0, 9.0, 1.0]) == {1}
+    assert FocusTracker(1, focused_by_gap).update([0.0, 9.0, 1.0]) == {1}
 
 
-@pytest.mark.parametrize("reading", list(FocusReading))
-def test_fewer_than_three_chunks_never_settle(reading):
+@pytest.mark.parametrize("focused", [focused_as_printed, focused_by_gap])
+def test_fewer_than_three_chunks_never_settle(focused):
     for chunks in range(3):
-        tracker = FocusTracker(2, reading)
+        tracker = FocusTracker(2, focused)
         assert all(tracker.update([9.0, 1.0][:chunks]) is None for _ in range(5))
 
 
 def test_readings_differ():
     mass = [8.0, 7.0, 4.0, 3.9]
-    assert FocusTracker(1, FocusReading.AS_PRINTED).update(mass) == {0}
-    assert FocusTracker(1, FocusReading.LARGEST_GAP).update(mass) == {0, 1}
+    assert FocusTracker(1, focused_as_printed).update(mass) == {0}
+    assert FocusTracker(1, focused_by_gap).update(mass) == {0, 1}
 
 
 def test_the_largest_gap_is_the_default_everywhere():
-    assert ReuseConfig().focus_reading is FocusReading.LARGEST_GAP
-    assert StopUnfocused((Span(0, 1),), Span(1, 2)).reading is FocusReading.LARGEST_GAP
+    assert StopUnfocused((Span(0, 1),), Span(1, 2)).focused is focused_by_gap
     assert FocusTracker(1).update([8.0, 7.0, 4.0, 3.9]) == {0, 1}
 
 

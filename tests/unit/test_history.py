@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import METHODS, make_method, with_history
+from chunkweave.planning.method import make_method, with_history
 from chunkweave.planning.plan import KVSource, Pass, Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, Span
+from chunkweave_lab.baselines import BENCH_METHODS
 from tests.unit.test_planning import GEOMETRY, make_lookup
 
 HISTORY = (2, 3)
@@ -30,7 +31,7 @@ def lookup() -> PromptLookup:
 
 
 def planned(lookup: PromptLookup, method: str, **config) -> Plan:
-    plan = make_method(method, ReuseConfig(**{"recompute_ratio": 0.5} | config)).plan(lookup, GEOMETRY)
+    plan = make_method(method, ReuseConfig(**{"recompute_ratio": 0.5} | config), BENCH_METHODS).plan(lookup, GEOMETRY)
     plan.validate(GEOMETRY.num_layers)
     return plan
 
@@ -39,7 +40,7 @@ def may_be_active(a_pass: Pass) -> set[int]:
     return {position for span in (*a_pass.required, *a_pass.candidates) for position in span.positions()}
 
 
-@pytest.mark.parametrize("method", sorted({*METHODS} - {"full", "prefix"}))
+@pytest.mark.parametrize("method", sorted({*BENCH_METHODS.names} - {"full", "prefix"}))
 @pytest.mark.parametrize("alpha", [1.0, 100.0])
 def test_history_is_reused_as_it_is(lookup, method, alpha):
     own = {place: own_of(lookup, place) for place in HISTORY}

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from chunkweave.errors import UnknownMethodError
 from chunkweave.ordering.arrangement import AccessTable
-from chunkweave.ordering.ordering import ORDERINGS, Unordered, make_ordering
+from chunkweave.ordering.ordering import Unordered, make_ordering
+from chunkweave.plugins import ORDERINGS
 from chunkweave.store.prefix_trie import KnowledgeTree
 
 chunk_sets = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=5, unique=True)
@@ -37,7 +38,7 @@ def ordered(name: str, chunks, counted, tree: KnowledgeTree[str]) -> str:
     return "".join(chunks[place] for place in places)
 
 
-@given(st.lists(st.sampled_from("abcdef"), max_size=7), counts, paths, st.sampled_from(sorted(ORDERINGS)))
+@given(st.lists(st.sampled_from("abcdef"), max_size=7), counts, paths, st.sampled_from(sorted(ORDERINGS.names)))
 def test_every_order_is_a_permutation_even_of_equal_chunks(chunks, counted, stored, name):
     places = make_ordering(name).order(given_chunks(chunks, counted, tree_with(stored)))
     assert sorted(places) == list(range(len(chunks)))
@@ -119,5 +120,5 @@ def test_the_permutation_example_of_section_4_2():
 
 
 def test_an_unknown_ordering_is_refused():
-    with pytest.raises(UnknownMethodError, match=f"there are: {', '.join(ORDERINGS)}$"):
+    with pytest.raises(UnknownMethodError, match=f"there are: {', '.join(ORDERINGS.names)}$"):
         make_ordering("alphabetical")

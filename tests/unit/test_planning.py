@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 
 from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.planning.method import METHODS, asks_again, make_method, needs_profiles, reads_question
+from chunkweave.planning.method import asks_again, make_method, needs_profiles, reads_question
 from chunkweave.planning.methods.cacheblend import filter_ratios
 from chunkweave.planning.outcome import LayerWork, full_prefill_flops, layer_flops
 from chunkweave.planning.plan import KeepTop, KVSource, PartPlan, Pass, Plan, RecomputeScore, StopUnfocused
+from chunkweave.plugins import METHODS
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry, Scattered, Span, joined, spans_of
+from chunkweave_lab.baselines import BENCH_METHODS, bench_method
 
 GEOMETRY = Geometry(
     num_layers=8,
@@ -48,7 +50,9 @@ def make_lookup(sizes, stored=(), exact=0) -> PromptLookup:
 
 
 def plan(method, lookup, **config) -> Plan:
-    made = make_method(method, ReuseConfig(**config)).plan(lookup, GEOMETRY)
+    """The plan of a method by its name, a benchmark's baseline or ablation such as `query:until=0.5` among them."""
+    name, *settings = method.split(":")
+    made = bench_method(name, settings, ReuseConfig(**config)).plan(lookup, GEOMETRY)
     made.validate(GEOMETRY.num_layers)
     return made
 
@@ -57,7 +61,7 @@ def plan(method, lookup, **config) -> Plan:
 @given(
     sizes=st.lists(st.integers(1, 40), max_size=6),
     data=st.data(),
-    method=st.sampled_from(sorted(METHODS)),
+    method=st.sampled_from(sorted(BENCH_METHODS.names)),
     ratio=st.floats(0, 1),
 )
 def test_every_plan_covers_its_prompt(sizes, data, method, ratio):
@@ -101,17 +105,16 @@ def test_random_draws_by_seed_and_prompt():
     assert first != other
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_is_called_as_its_file_is(name):
-    assert make_method(name).name == name
+@pytest.mark.parametrize("name", BENCH_METHODS.names)
+def test_a_method_is_called_as_it_is_found(name):
+    assert make_method(name, known=BENCH_METHODS).name == name
 
 
 @pytest.mark.parametrize(
     ("declared", "config", "names"),
     [
-        (needs_profiles, ReuseConfig(), {"cachecraft", "h2o"}),
-        (needs_profiles, ReuseConfig(query=QueryConfig(mixed_share=0.5)), {"cachecraft", "h2o", "query"}),
-        (needs_profiles, ReuseConfig(query=QueryConfig(factor=DeviationFactor.STORED)), {"cachecraft", "h2o", "query"}),
+        (needs_profiles, ReuseConfig(), {"cachecraft"}),
+        (needs_profiles, ReuseConfig(query=QueryConfig(factor=DeviationFactor.STORED)), {"cachecraft", "query"}),
         (reads_question, ReuseConfig(), {"cachecraft", "query"}),
         (reads_question, ReuseConfig(focus=False), {"query"}),
         (asks_again, ReuseConfig(), set()),
@@ -119,7 +122,7 @@ def test_a_method_is_called_as_its_file_is(name):
     ],
 )
 def test_methods_declare_what_they_need(declared, config, names):
-    assert {name for name in METHODS if declared(name, config)} == names
+    assert {name for name in METHODS.names if declared(name, config)} == names
 
 
 def test_a_ratio_of_nothing_costs_nothing():
@@ -128,7 +131,7 @@ def test_a_ratio_of_nothing_costs_nothing():
 
 
 def test_unknown_methods_are_named_with_those_there_are():
-    with pytest.raises(UnknownMethodError, match=f"'blend'; there are: {', '.join(METHODS)}$"):
+    with pytest.raises(UnknownMethodError, match=f"'blend'; there are: {', '.join(METHODS.names)}$"):
         make_method("blend")
 
 
@@ -270,7 +273,7 @@ def test_scattered_positions(start, offsets):
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     data=st.data(),
-    method=st.sampled_from(sorted(METHODS)),
+    method=st.sampled_from(sorted(BENCH_METHODS.names)),
     windows=st.lists(st.one_of(st.none(), st.integers(1, 90)), min_size=8, max_size=8).map(tuple),
 )
 def test_a_layer_is_unseen_only_if_no_window_of_what_is_computed_there_or_behind_reaches_the_part(

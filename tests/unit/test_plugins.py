@@ -1,36 +1,107 @@
-"""Folders of plug-ins: which modules count, and what is said of one that lacks something."""
+"""Plug-ins of other packages and of files: which are found, and what is said of one that is wrong."""
 
+import subprocess
 import sys
-from importlib import import_module
-from types import ModuleType
+from pathlib import Path
 
 import pytest
 
+from chunkweave import plugins
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.plugins import plugin, plugin_names
+from chunkweave.plugins import METHODS, ORDERINGS, POLICIES, load_plugin_files
+from tests.outside import FILE, install, outside_environment
 
 
-@pytest.fixture
-def package(tmp_path, monkeypatch) -> ModuleType:
-    folder = tmp_path / "some_plugins"
-    folder.mkdir()
-    (folder / "__init__.py").touch()
-    (folder / "large_first.py").write_text("POLICY = list\n")
-    (folder / "unfinished.py").touch()
-    (folder / "_shared.py").write_text("POLICY = dict\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("some_plugins", "some_plugins.large_first", "some_plugins.unfinished"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return import_module("some_plugins")
+@pytest.fixture(autouse=True)
+def _no_files(monkeypatch):
+    monkeypatch.setattr(plugins, "_FILES", {})
 
 
-def test_modules_are_plugins_but_for_those_that_several_share(package):
-    assert plugin_names(package) == ("large-first", "unfinished")
-    assert plugin(package, "large-first", "policy", "POLICY") is list
-    with pytest.raises(UnknownMethodError, match="unknown policy '-shared'; there are: large-first, unfinished"):
-        plugin(package, "-shared", "policy", "POLICY")
+def run(code: str, *folders: Path) -> str:
+    """What a Python process prints that has the packages of these folders."""
+    made = subprocess.run(
+        [sys.executable, "-c", code], env=outside_environment(*folders), capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    return made.stdout
 
 
-def test_a_module_without_its_constant_is_told_what_it_lacks(package):
-    with pytest.raises(UsageError, match="unfinished has no POLICY"):
-        plugin(package, "unfinished", "policy", "POLICY")
+def refused(tmp_path: Path, code: str, groups: dict[str, dict[str, str]], source: str = "") -> str:
+    """What is said of a package `odd-one` with these entry points."""
+    install(tmp_path / "odd", "odd-one", groups, {"odd_one": source})
+    said = f"from chunkweave.errors import ChunkweaveError\ntry:\n    {code}\nexcept ChunkweaveError as error:\n    "
+    return run(
+        f"from chunkweave.plugins import *\nfrom chunkweave.planning.method import make_method\n{said}"
+        "print(type(error).__name__, error)",
+        tmp_path / "odd",
+    )
+
+
+def test_the_bundled_ones_are_all_there():
+    for kind in (METHODS, ORDERINGS, POLICIES):
+        assert set(kind.names) >= set(kind.bundled)
+        for name in kind.names:
+            assert callable(kind.get(name))
+    with pytest.raises(
+        UnknownMethodError, match="unknown ordering 'best'; there are: frequency, original, tree-greedy"
+    ):
+        ORDERINGS.get("best")
+
+
+def test_a_package_that_takes_the_name_of_a_bundled_one_is_named(tmp_path):
+    entries = {"chunkweave.methods": {"prefix": "odd_one:Mine"}}
+    said = refused(tmp_path, "METHODS.get('query')", entries, "class Mine: name = 'prefix'")
+    assert said.startswith("UsageError two reuse methods are called 'prefix': one of chunkweave itself and one of")
+    assert "the package odd-one" in said
+
+
+def test_a_package_that_cannot_be_imported_is_named(tmp_path):
+    entries = {"chunkweave.policies": {"mine": "odd_one:Mine"}}
+    said = refused(tmp_path, "POLICIES.get('lru'); POLICIES.get('mine')", entries, "import no_such_module")
+    assert "eviction policy 'mine' of the package odd-one cannot be loaded from odd_one:Mine: ModuleNotFound" in said
+    entries = {"chunkweave.orderings": {"mine": "odd_one:Other"}}
+    said = refused(tmp_path / "2", "ORDERINGS.get('mine')", entries, "class Mine: ...")
+    assert "ordering 'mine' of the package odd-one cannot be loaded from odd_one:Other: AttributeError" in said
+
+
+def test_a_method_that_calls_itself_otherwise_is_refused(tmp_path):
+    source = "class Mine:\n    name, budget = 'prefix', None\n    def __init__(self, config): ..."
+    said = refused(tmp_path, "make_method('mine')", {"chunkweave.methods": {"mine": "odd_one:Mine"}}, source)
+    assert "the reuse method 'mine' calls itself 'prefix': its `name` must be 'mine'" in said
+
+
+def test_a_file_brings_what_its_constants_say(tmp_path):
+    file = tmp_path / "chunk_ends.py"
+    file.write_text(FILE)
+    load_plugin_files([str(file), str(file)])
+    assert "chunk-ends" in METHODS.names
+    assert METHODS.get("chunk-ends").name == "chunk-ends"
+    assert "chunk-ends" not in (*ORDERINGS.names, *POLICIES.names)
+    load_plugin_files([str(file)])
+    other = tmp_path / "other" / "chunk_ends.py"
+    other.parent.mkdir()
+    other.write_text(FILE)
+    with pytest.raises(UsageError, match=f"{other} and {file} both bring 'chunk-ends'"):
+        load_plugin_files([str(other)])
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "said"),
+    [
+        ("query.py", "METHOD = dict", "query.py brings 'query', but there is another reuse method of that name"),
+        ("lru.py", "POLICY = dict", "lru.py brings 'lru', but there is another eviction policy of that name"),
+        ("empty.py", "", "empty.py brings no plug-in: it has none of METHOD, ORDERING, POLICY"),
+        ("broken.py", "METHOD = 1 / 0", "broken.py cannot be loaded: ZeroDivisionError: division by zero"),
+        ("odd.py", "METHOD = (", "odd.py cannot be loaded: SyntaxError"),
+        ("notes.txt", "METHOD = dict", "notes.txt is no file of Python code"),
+        ("missing.py", None, "missing.py is no file of Python code"),
+    ],
+)
+def test_a_file_that_brings_nothing_is_named(tmp_path, name, source, said):
+    names = METHODS.names
+    if source is not None:
+        (tmp_path / name).write_text(source)
+    with pytest.raises(UsageError) as caught:
+        load_plugin_files([str(tmp_path / name)])
+    assert said in str(caught.value)
+    assert METHODS.names == names

@@ -18,13 +18,15 @@ from chunkweave.types import Span
 from tests.unit.test_cachecraft import lookup_of, record_of
 from tests.unit.test_calibration_record import make_record
 from tests.unit.test_planning import GEOMETRY, make_lookup
+from tests.unit.test_planning import plan as plan_by
 
 
-def plan(lookup: PromptLookup, ratio: float = 0.25, check_layers: tuple[int, ...] = (1,), **query) -> Plan:
-    config = ReuseConfig(recompute_ratio=ratio, check_layers=check_layers, query=QueryConfig(**query))
-    made = make_method("query", config).plan(lookup, GEOMETRY)
-    made.validate(GEOMETRY.num_layers)
-    return made
+def plan(
+    lookup: PromptLookup, ratio: float = 0.25, *, check_layers: tuple[int, ...] = (1,), also: str = "", **query
+) -> Plan:
+    """The plan of `query` with these settings, and with `also` of a benchmark, such as `until=0.5`."""
+    config = {"recompute_ratio": ratio, "check_layers": check_layers, "query": QueryConfig(**query)}
+    return plan_by(f"query:{also}" if also else "query", lookup, **config)
 
 
 def positions(spans) -> list[int]:
@@ -54,11 +56,12 @@ def test_it_watches_first_and_starts_from_that():
         (WatchedLayers.ALL, tuple(range(8))),
         (WatchedLayers.LATE, (4, 5, 6, 7)),
         (WatchedLayers.FIRST_THIRD, (0, 1, 2)),
-        ((1, 5), (1, 5)),
+        ("layers=1+5", (1, 5)),
     ],
 )
 def test_the_question_runs_no_further_than_it_is_watched(layers, watched):
-    watching, weaving = plan(STORED, layers=layers).passes
+    of_method = isinstance(layers, WatchedLayers)
+    watching, weaving = (plan(STORED, layers=layers) if of_method else plan(STORED, also=layers)).passes
     assert watching.watch.layers == watched
     assert watching.depth == watched[-1] + 1
     assert weaving.depth is None
@@ -69,14 +72,14 @@ def test_the_end_of_the_question_can_stand_for_it(tail, start):
     assert plan(STORED, tail=tail).passes[0].watch.question == Span(start, 35)
 
 
-def test_how_attention_is_combined_stands_in_the_plan():
-    watch = plan(STORED, over_heads=Combine.MAX, over_tokens=Combine.MAX, over_layers=Combine.MAX).passes[0].watch
-    assert (watch.over_heads, watch.over_tokens, watch.over_layers) == (Combine.MAX,) * 3
+def test_how_attention_is_combined_is_in_the_plan():
+    watch = plan(STORED).passes[0].watch
+    assert (watch.over_heads, watch.over_tokens, watch.over_layers) == (Combine.MAX, Combine.SUM, Combine.SUM)
 
 
 def test_a_layer_that_the_model_lacks_is_refused():
     with pytest.raises(UsageError, match="layer 8 is to be watched"):
-        plan(STORED, layers=(1, 8))
+        plan(STORED, also="layers=1+8")
 
 
 def test_missing_chunks_are_hidden_first_and_computed_then():
@@ -109,14 +112,14 @@ def test_one_chunk_and_the_smallest_budget_recompute_one_token():
 
 
 def test_measured_deviation_starts_wider_and_narrows_at_the_check_layer():
-    weaving = plan(STORED, factor=DeviationFactor.MEASURED, widen=2.5, check_layers=(2,)).passes[1]
-    assert weaving.start.count == 20
+    weaving = plan(STORED, also="measured", check_layers=(2,)).passes[1]
+    assert weaving.start.count == 24
     assert weaving.rules == (KeepTop(2, 8, Evidence.READ_DEVIATION),)
-    assert plan(STORED, factor=DeviationFactor.MEASURED, widen=100.0).passes[1].start.count == 30
+    assert plan(STORED, 0.5, also="measured").passes[1].start.count == 30
 
 
 def test_deviation_that_was_read_needs_something_read():
-    made = plan(STORED, factor=DeviationFactor.MEASURED)
+    made = plan(STORED, also="measured")
     weaving = replace(made.passes[1], start=None)
     with pytest.raises(ValueError, match="does not start by it"):
         replace(made, passes=(made.passes[0], weaving)).validate(8)
@@ -165,23 +168,14 @@ def test_without_any_profile_the_weights_are_equal():
 
 
 def test_first_tokens_of_each_chunk_come_out_of_the_budget():
-    weaving = plan(STORED, first_tokens=2).passes[1]
-    assert positions(weaving.required) == [0, 1, 2, 11, 12, *range(31, 35)]
-    assert weaving.start.count == 4
+    weaving = plan(STORED, also="first-token").passes[1]
+    assert positions(weaving.required) == [0, 1, 11, *range(31, 35)]
+    assert weaving.start.count == 6
 
 
 def test_more_first_tokens_than_budget_leave_nothing_to_choose():
-    (only,) = plan(STORED, ratio=0.1, first_tokens=20).passes
-    assert positions(only.required) == [0, 1, 2, 11, *range(31, 35)]
-
-
-def test_a_mixed_share_takes_what_depended_on_context_or_comes_first():
-    outward = (0.1, 0.4, 0.2, 0.3)
-    lookup = lookup_of("BA", record_of("A"), record_of("CB", (1.0,), outward=outward))
-    weaving = plan(lookup, ratio=0.75, mixed_share=0.5).passes[1]
-    b, a = Span(1, 5), Span(5, 9)
-    assert positions(weaving.required) == [0, b.start + 1, b.start + 3, a.start, 9, 10, 11]
-    assert weaving.start.count == 3
+    (only,) = plan(STORED, ratio=0.05, also="first-token").passes
+    assert positions(only.required) == [0, 1, 11, *range(31, 35)]
 
 
 @settings(deadline=None)
@@ -189,21 +183,15 @@ def test_a_mixed_share_takes_what_depended_on_context_or_comes_first():
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),
     ratio=st.floats(0.01, 1.0),
     rounds=st.sampled_from((1, 2)),
-    first_tokens=st.integers(0, 3),
-    mixed_share=st.floats(0.0, 1.0),
+    first_token=st.booleans(),
+    measured=st.booleans(),
     factor=st.sampled_from(DeviationFactor),
     data=st.data(),
 )
-def test_the_budget_is_spent_and_no_more(sizes, ratio, rounds, first_tokens, mixed_share, factor, data):
+def test_the_budget_is_spent_and_no_more(sizes, ratio, rounds, first_token, measured, factor, data):
     stored = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
-    made = plan(
-        make_lookup(sizes, stored=stored),
-        ratio,
-        rounds=rounds,
-        first_tokens=first_tokens,
-        mixed_share=mixed_share,
-        factor=factor,
-    )
+    also = ["measured"] * measured + ["first-token"] * (first_token and rounds == 1)
+    made = plan(make_lookup(sizes, stored=stored), ratio, rounds=rounds, factor=factor, also=":".join(also))
     reused = made.tokens(KVSource.REUSED)
     always = len(made.reused_among(positions(made.passes[-1].required)))
     chosen = sum(a_pass.candidates_at(GEOMETRY.num_layers - 1) for a_pass in made.passes if a_pass.start is not None)
@@ -219,14 +207,14 @@ def test_two_rounds_ask_again_about_the_other_half():
     assert first.depth is None
 
 
-@pytest.mark.parametrize("factor", [DeviationFactor.NONE, DeviationFactor.MEASURED])
-def test_above_until_chosen_tokens_keep_what_is_stored(factor):
-    layers, weaving = GEOMETRY.num_layers, plan(STORED, until=0.5, factor=factor).passes[1]
+@pytest.mark.parametrize("also", ["", ":measured"])
+def test_above_until_chosen_tokens_keep_what_is_stored(also):
+    layers, weaving = GEOMETRY.num_layers, plan(STORED, also=f"until=0.5{also}").passes[1]
     counts = [weaving.candidates_at(layer) for layer in range(layers)]
     half = ceil(layers / 2)
     assert counts[half - 1] == 8
     assert counts[half:] == [0] * (layers - half)
-    lower, whole = (plan(STORED, layers=(0,), factor=factor, until=until) for until in (0.5, 1.0))
+    lower, whole = (plan(STORED, also=f"layers=0:until={until}{also}") for until in (0.5, 1.0))
     assert lower.tokens_behind_loading(layers) < whole.tokens_behind_loading(layers)
 
 
@@ -236,18 +224,7 @@ def test_a_budget_of_one_token_is_one_round():
 
 @pytest.mark.parametrize(
     "query",
-    [
-        {"tail": 0},
-        {"layers": ()},
-        {"layers": (3, 1)},
-        {"layers": (-1,)},
-        {"widen": 0.5},
-        {"first_tokens": -1},
-        {"mixed_share": 1.5},
-        {"rounds": 3},
-        {"until": 0.0},
-        {"until": 1.5},
-    ],
+    [{"tail": 0}, {"rounds": 3}],
 )
 def test_what_makes_no_sense_is_refused(query):
     with pytest.raises(UsageError):
@@ -276,8 +253,8 @@ def test_what_an_earlier_turn_recomputed_is_neither_chosen_nor_counted():
     "query",
     [
         QueryConfig(),
-        QueryConfig(tail=None, layers=(1, 4), over_tokens=Combine.MAX, factor=DeviationFactor.MEASURED, rounds=2),
-        QueryConfig(tail=3, layers=WatchedLayers.FIRST_THIRD, over_heads=Combine.SUM, mixed_share=0.5),
+        QueryConfig(tail=None, layers=WatchedLayers.LATE, factor=DeviationFactor.STORED, rounds=2),
+        QueryConfig(tail=3, layers=WatchedLayers.FIRST_THIRD),
     ],
 )
 def test_a_calibration_record_keeps_how_query_was_set(query):
@@ -289,3 +266,32 @@ def test_a_calibration_record_that_leaves_settings_out_has_the_usual_ones():
     data = make_record().as_dict()
     del data["reuse"]["cacheblend"]["query"]
     assert CalibrationRecord.of_dict(data).reuse["cacheblend"].query == QueryConfig()
+
+
+FORMER = {
+    "focus_reading": "as-printed",
+    "use_cci": False,
+    "query.over_heads": "sum",
+    "query.factor": "measured",
+    "query.layers": [1, 2],
+    "query.until": 0.8,
+}
+
+
+@pytest.mark.parametrize("setting", FORMER)
+def test_a_record_with_a_setting_that_only_benchmarks_have_is_refused(setting):
+    data = make_record().as_dict()
+    reuse = data["reuse"]["cacheblend"]
+    reuse |= {"focus_reading": "largest-gap", "use_cci": True, "use_overlap": True, "use_coverage": False}
+    reuse["query"] |= {
+        "over_heads": "max",
+        "over_tokens": "sum",
+        "over_layers": "sum",
+        "widen": 3.0,
+        "mixed_share": 0.0,
+    }
+    assert CalibrationRecord.of_dict(data) == make_record(), "as the version before wrote it"
+    *path, name = setting.split(".")
+    (reuse["query"] if path else reuse)[name] = FORMER[setting]
+    with pytest.raises(ValueError, match=r"lacks|is not a valid"):
+        CalibrationRecord.of_dict(data)

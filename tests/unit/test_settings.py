@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -13,11 +12,9 @@ import typer
 from chunkweave.cli.app import app
 from chunkweave.config import Backend
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.ordering import orderings
-from chunkweave.planning import methods
-from chunkweave.plugins import plugin_names
+from chunkweave.plugins import METHODS, ORDERINGS, POLICIES, Plugins
 from chunkweave.settings import SERVERS, Place, Setting, Unit, settings_of
-from chunkweave.store import policies
+from chunkweave_lab.baselines import BENCH_METHODS
 from chunkweave_server.requests import ReuseField
 from chunkweave_server.settings import GROUPS, resolve, server_settings
 
@@ -180,17 +177,18 @@ def test_options_say_what_their_setting_says(command: str):
 
 
 @pytest.mark.parametrize(
-    ("command", "name", "package"),
+    ("command", "name", "plugins"),
     [
-        *((command, "method", methods) for command in ("ask", "serve", "vllm-serve")),
-        *((command, "policy", policies) for command in ("ask", "serve", "vllm-serve", "simulate", "analyze")),
-        *((command, "ordering", orderings) for command in ("ask", "serve", "vllm-serve")),
-        ("analyze", "orderings", orderings),
-        *((command, "methods", methods) for command in ("bench ttft", "bench quality", "calibrate")),
+        *((command, "method", METHODS) for command in ("ask", "serve", "vllm-serve")),
+        *((command, "policy", POLICIES) for command in ("ask", "serve", "vllm-serve", "simulate", "analyze")),
+        *((command, "ordering", ORDERINGS) for command in ("ask", "serve", "vllm-serve")),
+        ("analyze", "orderings", ORDERINGS),
+        ("calibrate", "methods", METHODS),
+        *((command, "methods", BENCH_METHODS) for command in ("bench ttft", "bench quality", "bench fidelity")),
     ],
 )
-def test_the_help_lists_the_plugins_that_an_option_may_name(command: str, name: str, package: ModuleType):
-    assert ", ".join(plugin_names(package)) in dict(options(COMMANDS[command]))[name].help
+def test_the_help_lists_the_plugins_that_an_option_may_name(command: str, name: str, plugins: Plugins):
+    assert plugins.listed in dict(options(COMMANDS[command]))[name].help
 
 
 @pytest.mark.parametrize("name", ["method", "policy", "ordering"])

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.planning.cost import CostModel
-from chunkweave.store.policies.gdsf import GDSFPolicy
-from chunkweave.store.policies.lfu import LFUPolicy
-from chunkweave.store.policies.lru import LRUPolicy
+from chunkweave.store.eviction import GDSFPolicy, LFUPolicy, LRUPolicy
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId
 from chunkweave_lab.simulator.simulation import SimulationConfig, Tier, bounds_of, simulate

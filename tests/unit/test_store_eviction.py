@@ -3,11 +3,8 @@
 import pytest
 
 from chunkweave.errors import UnknownMethodError
-from chunkweave.store.eviction import known_policies, make_policy
-from chunkweave.store.policies.fifo import FIFOPolicy
-from chunkweave.store.policies.gdsf import GDSFPolicy
-from chunkweave.store.policies.lfu import LFUPolicy
-from chunkweave.store.policies.lru import LRUPolicy
+from chunkweave.plugins import POLICIES
+from chunkweave.store.eviction import FIFOPolicy, GDSFPolicy, LFUPolicy, LRUPolicy, make_policy
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId
 
@@ -17,8 +14,8 @@ def _record(name: str, *, tokens: int = 1, nbytes: int = 1) -> SegmentRecord:
 
 
 def test_every_known_policy_can_be_made_and_starts_empty() -> None:
-    assert set(known_policies()) >= {"lru", "lfu", "fifo", "gdsf", "pgdsf", "reuse-frequency"}
-    for name in known_policies():
+    assert set(POLICIES.names) >= {"lru", "lfu", "fifo", "gdsf", "pgdsf", "reuse-frequency"}
+    for name in POLICIES.names:
         assert list(make_policy(name).ids()) == []
 
 
@@ -40,7 +37,7 @@ def test_lru_evicts_what_was_used_longest_ago() -> None:
     assert set(policy.ids()) == {a.id, c.id}
 
 
-@pytest.mark.parametrize("name", known_policies())
+@pytest.mark.parametrize("name", POLICIES.names)
 def test_a_policy_passes_over_what_may_not_go_and_changes_nothing_by_choosing(name: str) -> None:
     policy = make_policy(name)
     a, b = _record("a"), _record("b")

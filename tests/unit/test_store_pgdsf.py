@@ -3,10 +3,8 @@
 import pytest
 
 from chunkweave.planning.cost import CostModel
-from chunkweave.store.eviction import PathRequest, make_policy
+from chunkweave.store.eviction import PathRequest, PGDSFPolicy, ReuseFrequencyPolicy, make_policy
 from chunkweave.store.index import path_request_of
-from chunkweave.store.policies.pgdsf import PGDSFPolicy
-from chunkweave.store.policies.reuse_frequency import ReuseFrequencyPolicy
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, SegmentId
 

@@ -14,9 +14,8 @@ import pytest
 
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
-from chunkweave.store.eviction import PathRequest
+from chunkweave.store.eviction import LRUPolicy, PathRequest
 from chunkweave.store.index import StoreFollower
-from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tier_store import SegmentStore

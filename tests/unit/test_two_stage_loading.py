@@ -33,7 +33,7 @@ def test_two_stages_are_one_clock_that_waits_for_each_layer_once(layers, depth, 
 
 @pytest.mark.parametrize(
     ("layers", "ratio", "head_s"),
-    [(WatchedLayers.ALL, 0.05, 1.0), ((0, 3), 1.0 / 6.0, 0.5), ((0,), 0.875 / 3.0, 0.125)],
+    [(WatchedLayers.ALL, 0.05, 1.0), (WatchedLayers.FIRST_THIRD, 0.625 / 3.0, 0.375)],
 )
 def test_only_what_loads_after_the_question_was_asked_hides_behind_recomputation(layers, ratio, head_s):
     lookup = make_lookup()
@@ -61,4 +61,4 @@ def test_a_queue_reads_ahead_for_what_waits_for_layers():
 
     question = make_method("query").plan(lookup, geometry).passes[0].required_tokens
     assert behind(WatchedLayers.ALL) == question
-    assert behind((0, 1)) == pytest.approx(question * 2 / 8 + question + 30)
+    assert behind(WatchedLayers.FIRST_THIRD) == pytest.approx(question * 3 / 8 + question + 30)

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
+from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.errors import UsageError
 from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.calibration import BOUNDS, CalibrationRecord, Quality, Target
-from chunkweave.planning.method import METHODS
 from chunkweave.planning.method_choice import Why
+from chunkweave.plugins import METHODS
 from chunkweave.prompt.parts import PartKind, chunk_id, neutral_id
 from chunkweave.types import Span
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse, promotion_params, to_params
@@ -113,7 +113,7 @@ def test_defaults_are_the_connectors():
     request = read({"chunks": [[3, 6]]}, defaults=defaults)
     assert request.method == "epic"
     assert request.reuse == ReuseConfig(recompute_ratio=0.3, check_layers=(2, 4), seed=5)
-    assert read({"chunks": [[3, 6]], "method": "random"}, defaults=defaults).reuse == request.reuse
+    assert read({"chunks": [[3, 6]], "method": "epic"}, defaults=defaults).reuse == request.reuse
 
 
 def test_without_a_word_about_it_reuse_is_exact():
@@ -163,7 +163,7 @@ FINE = {"chunks": [[3, 6]]}
         ({**FINE, "start_tokens": -1}, "start_tokens must be between 0 and 3"),
         ({**FINE, "start_tokens": None}, "start_tokens must be a whole number, not None"),
         ({**FINE, "start_tokens": True}, "start_tokens must be a whole number, not True"),
-        ({**FINE, "method": "magic"}, f"unknown reuse method 'magic'; there are: {', '.join(METHODS)}"),
+        ({**FINE, "method": "magic"}, f"unknown reuse method 'magic'; there are: {', '.join(METHODS.names)}"),
         ({**FINE, "method": None}, "unknown reuse method None"),
         ({**FINE, "method": ["prefix"]}, "unknown reuse method ['prefix']"),
         ({**FINE, "recompute_ratio": 1.1}, "recompute_ratio must be a number between 0 and 1, not 1.1"),
@@ -199,15 +199,25 @@ FINE = {"chunks": [[3, 6]]}
         ({**FINE, "quality": "fast"}, "quality 'fast' needs a calibration record"),
         ({**FINE, "quality": "exact", "method": "query"}, "quality 'exact' and method 'query' contradict each other"),
         ({**FINE, "query": 3}, "query must be an object such as {'tail': 4, 'layers': 'late'}"),
-        ({**FINE, "query": {"tails": 3}}, "unknown fields of query: tails; there are factor, first_tokens"),
+        ({**FINE, "query": {"tails": 3}}, "unknown fields of query: tails; there are factor, layers, rounds, tail"),
         ({**FINE, "query": {"tail": "all"}}, "query.tail must be a whole number, not 'all'"),
         ({**FINE, "query": {"tail": 0}}, "at least one token of the question must be watched, not 0"),
         ({**FINE, "query": {"layers": "early"}}, "query.layers must be one of all, late, first-third, not 'early'"),
-        ({**FINE, "query": {"layers": [2, 1]}}, "the watched layers must be ascending layer numbers"),
-        ({**FINE, "query": {"over_heads": "mean"}}, "query.over_heads must be one of sum, max, not 'mean'"),
-        ({**FINE, "query": {"factor": None}}, "query.factor must be one of none, stored, measured, not None"),
-        ({**FINE, "query": {"widen": float("inf")}}, "widen must be at least 1, not inf"),
-        ({**FINE, "query": {"mixed_share": 2}}, "mixed_share between 0 and 1"),
+        ({**FINE, "query": {"layers": [1, 2]}}, "query.layers must be one of all, late, first-third, not [1, 2]"),
+        ({**FINE, "query": {"factor": None}}, "query.factor must be one of none, stored, not None"),
+        ({**FINE, "query": {"factor": "measured"}}, "query.factor must be one of none, stored, not 'measured'"),
+        *(
+            ({**FINE, "query": {name: 1}}, f"unknown fields of query: {name}; there are")
+            for name in ("over_heads", "over_tokens", "over_layers", "widen", "first_tokens", "mixed_share", "until")
+        ),
+        *(
+            ({**FINE, name: False}, f"unknown fields of chunkweave: {name}; there are")
+            for name in ("focus_reading", "use_cci", "use_overlap", "use_coverage")
+        ),
+        *(
+            ({**FINE, "method": name}, f"unknown reuse method {name!r}; there")
+            for name in ("random", "h2o", "set-cache")
+        ),
         ({**FINE, "query": {"rounds": 3}}, "there are 1 or 2 rounds, not 3"),
     ],
     ids=repr,
@@ -228,7 +238,7 @@ JSON = st.recursive(
 
 FIELDS = ["chunks", "start_tokens", "method", "quality", "recompute_ratio", "seed", "alpha", "focus", "query", "x"]
 FIELDS += ["promoted", "continued"]
-QUERY = ["tail", "layers", "over_heads", "factor", "widen", "first_tokens", "mixed_share", "rounds", "until"]
+QUERY = ["tail", "layers", "over_heads", "factor", "rounds", "until"]
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON | st.dictionaries(st.sampled_from(QUERY), JSON | st.just("late"))))
@@ -306,24 +316,22 @@ def test_what_can_be_stored_are_system_and_chunks_with_what_came_before_them():
     assert (system.context, first.context, second.context) == ((), (system.id,), (system.id, first.id))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS.names)
 def test_every_method_can_be_asked_for(method):
     request = read({"chunks": [[3, 6]], "method": method})
     assert (request.method, request.choice.why) == (method, Why.ASKED_FOR)
 
 
 def test_the_parameters_of_methods():
-    query = {"tail": None, "layers": [0, 2], "over_heads": "sum", "factor": "stored", "widen": 2, "rounds": 2}
+    query = {"tail": None, "layers": "first-third", "factor": "stored", "rounds": 2}
     request = read({"chunks": [[3, 6]], "method": "query", "alpha": 2, "focus": False, "query": query})
     assert request.reuse == ReuseConfig(
         alpha=2.0,
         focus=False,
         query=QueryConfig(
             tail=None,
-            layers=(0, 2),
-            over_heads=Combine.SUM,
+            layers=WatchedLayers.FIRST_THIRD,
             factor=DeviationFactor.STORED,
-            widen=2.0,
             rounds=2,
         ),
     )
@@ -335,8 +343,8 @@ def test_the_parameters_of_methods():
     "reuse",
     [
         ReuseConfig(),
-        ReuseConfig(0.3, (1, 4), 7, 0.5, focus=False, query=QueryConfig(tail=None, layers=(0, 3), mixed_share=0.5)),
-        ReuseConfig(query=QueryConfig(layers=WatchedLayers.LATE, factor=DeviationFactor.MEASURED, first_tokens=2)),
+        ReuseConfig(0.3, (1, 4), 7, 0.5, focus=False, query=QueryConfig(tail=None, rounds=2)),
+        ReuseConfig(query=QueryConfig(layers=WatchedLayers.LATE, factor=DeviationFactor.STORED)),
     ],
 )
 def test_what_is_sent_arrives(reuse):
@@ -366,7 +374,7 @@ def test_what_depends_on_the_question_shares_no_blocks_with_another_question():
     assert salt(method="query") != salt(other, method="query")
     assert salt(method="cachecraft") != salt(other, method="cachecraft")
     assert salt(method="cachecraft", focus=False) == salt(other, method="cachecraft", focus=False)
-    assert salt(method="h2o") == salt(other, method="h2o")
+    assert salt(method="epic") == salt(other, method="epic")
 
 
 @pytest.mark.parametrize(
@@ -374,7 +382,7 @@ def test_what_depends_on_the_question_shares_no_blocks_with_another_question():
     [
         ({}, {}, False),
         ({"method": "cachecraft"}, {}, True),
-        ({"method": "h2o", "capture": False}, {}, False),
+        ({"method": "cachecraft", "capture": False}, {}, False),
         ({"method": "query"}, {}, False),
         ({"method": "query", "query": {"factor": "stored"}}, {}, True),
         ({"method": "prefix"}, {"method": "cachecraft"}, True),

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from chunkweave import plugins
 from chunkweave.config import (
     DEFAULT_MAX_VARIANTS,
     CaptureConfig,
@@ -11,11 +12,12 @@ from chunkweave.config import (
     ReuseConfig,
     StoreConfig,
 )
-from chunkweave.errors import UsageError
+from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.settings import GIB, Place, settings_at, settings_of
-from chunkweave.vllm.request import SETTINGS
+from chunkweave.vllm.request import SETTINGS, Defaults
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave_server.settings import GROUPS
+from tests.outside import FILE
 
 EVERYTHING = {
     "host_budget": "2GiB",
@@ -139,3 +141,23 @@ def test_a_request_may_say_no_more_than_the_connector_does():
     declared = {name for kind in (RequestDefaults, ReuseConfig, CaptureConfig) for name in settings_of(kind)}
     laboratory = {"query"}  # how the method `query` reads attention: for measurements
     assert SETTINGS - laboratory <= declared
+
+
+def test_a_file_brings_a_method_and_a_policy(tmp_path, monkeypatch):
+    """Both are there before the other keys are read, in each of vLLM's processes."""
+    monkeypatch.setattr(plugins, "_FILES", {})
+    (tmp_path / "chunk_ends.py").write_text(FILE)
+    (tmp_path / "first_in.py").write_text("from chunkweave.store.eviction import FIFOPolicy as POLICY\n")
+    files = sorted(map(str, tmp_path.iterdir()))
+    named = {"method": "chunk-ends", "policy": "first-in"}
+    with pytest.raises(UnknownMethodError, match="unknown eviction policy 'first-in'"):
+        read(named)
+    for _ in range(2):
+        settings = read({**named, "method_file": files})
+        assert settings.requests == {"method": "chunk-ends"}
+        assert settings.store.policy == "first-in"
+        assert Defaults.from_config(settings.requests).chooser.choose_usual().method == "chunk-ends"
+    with pytest.raises(UsageError, match=r"none.py is no file of Python code"):
+        read({"method_file": [str(tmp_path / "none.py")]})
+    with pytest.raises(UsageError, match="method_file"):
+        read({"method_file": 3})

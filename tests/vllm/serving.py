@@ -16,6 +16,7 @@ from vllm.lora.request import LoRARequest
 
 from tests.vllm.checkpoints import VOCAB
 from tests.vllm.environment import ENVIRONMENT
+from tests.vllm.method_files import METHOD_FILES
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Served:
             options["kv_transfer_config"] = {
                 "kv_connector": "ChunkweaveConnector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": extra or {},
+                "kv_connector_extra_config": {"method_file": METHOD_FILES, **(extra or {})},
             }
             options["worker_extension_cls"] = "tests.vllm.worker_probe.WorkerProbe"
         self.llm = LLM(

@@ -8,16 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from chunkweave.config import (
-    DEFAULT_RECOMPUTE_RATIO,
-    Combine,
-    DeviationFactor,
-    FocusReading,
-    ReuseConfig,
-    WatchedLayers,
-)
+from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, DeviationFactor, ReuseConfig, WatchedLayers
 from chunkweave.errors import UsageError
-from chunkweave.planning.method import ALPHA, ReuseMethod, make_method, parameter_of
+from chunkweave.planning.method import ALPHA, ReuseMethod, make_method
 
 QUERY_SETTINGS: dict[str, dict[str, Any]] = {
     "last": {"tail": 1},
@@ -25,56 +18,48 @@ QUERY_SETTINGS: dict[str, dict[str, Any]] = {
     "all-layers": {"layers": WatchedLayers.ALL},
     "late": {"layers": WatchedLayers.LATE},
     "third": {"layers": WatchedLayers.FIRST_THIRD},
-    "head-sum": {"over_heads": Combine.SUM},
-    "head-max": {"over_heads": Combine.MAX},
-    "token-sum": {"over_tokens": Combine.SUM},
-    "token-max": {"over_tokens": Combine.MAX},
-    "layer-sum": {"over_layers": Combine.SUM},
-    "layer-max": {"over_layers": Combine.MAX},
     "no-factor": {"factor": DeviationFactor.NONE},
     "stored": {"factor": DeviationFactor.STORED},
-    "measured": {"factor": DeviationFactor.MEASURED},
-    "first-token": {"first_tokens": 1},
-    "mixed": {"mixed_share": 0.25},
     "two-rounds": {"rounds": 2},
 }
 
-_NUMBERS: dict[str, Callable[[str], Any]] = {
-    "layers": lambda text: tuple(int(layer) for layer in text.split("+")),
-    "tail": int,
-    "until": float,
-}
-PATTERNS = ("layers=1+2", "tail=4", "until=0.8")
-"""Settings with numbers of one's own: the watched layers, how many of the question's last tokens are watched, and the
-share of the layers above which chosen tokens keep their stored KV."""
+PATTERN = "tail=4"
+"""The setting with a number of one's own: how many of the question's last tokens are watched."""
 
 
 def query_setting(name: str) -> dict[str, Any] | None:
-    """The fields of `QueryConfig` that a setting stands for; None if it is no setting of `query`.
+    """The fields of `QueryConfig` that a setting is short for; None if it is no setting of `query`.
 
     Raises:
-        UsageError: the numbers of a setting are none.
+        UsageError: the number of a setting is none.
     """
-    key, equals, text = name.partition("=")
-    if not equals or key not in _NUMBERS:
+    if not name.startswith("tail="):
         return QUERY_SETTINGS.get(name)
     try:
-        return {key: _NUMBERS[key](text)}
+        return {"tail": int(name.removeprefix("tail="))}
     except ValueError as error:
-        raise UsageError(f"not a setting: {name!r}; write for example {', '.join(PATTERNS)}") from error
+        raise UsageError(f"not a setting: {name!r}; write for example {PATTERN}") from error
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "no-focus": {"focus": False},
-    "printed": {"focus_reading": FocusReading.AS_PRINTED},
-    "no-cci": {"use_cci": False},
-    "no-overlap": {"use_overlap": False},
-    "coverage": {"use_coverage": True},
     "layer-2": {"check_layers": (2,)},
 }
-"""Settings that may follow a method after a colon, for ablations: `cachecraft:no-focus`, `cachecraft:no-cci:no-focus`.
+"""Settings that may follow a method after a colon: `cachecraft:no-focus`. Those of `query` are in `QUERY_SETTINGS`."""
 
-Those of `query` are in `QUERY_SETTINGS`."""
+
+MakeMethod = Callable[[str, Sequence[str], ReuseConfig], ReuseMethod]
+"""Makes a method of its name, its settings, and the configuration that they change."""
+
+
+def configured_method(name: str, settings: Sequence[str], reuse: ReuseConfig) -> ReuseMethod:
+    """The method of that name, with its settings.
+
+    Raises:
+        UnknownMethodError: no such method.
+        UsageError: no such setting.
+    """
+    return make_method(name, with_settings(reuse, settings))
 
 
 def make_contenders(
@@ -82,12 +67,14 @@ def make_contenders(
     ratios: Sequence[float] = (DEFAULT_RECOMPUTE_RATIO,),
     alphas: Sequence[float] = (1.0,),
     reuse: ReuseConfig | None = None,
+    make: MakeMethod = configured_method,
 ) -> dict[str, ReuseMethod]:
     """The methods that `specs` name, by the names of their rows, in order and each once.
 
     A row is named by its specification with the value: `cacheblend@0.15`, `cachecraft:no-focus@1`; methods without a
     parameter have none: `full`. So a row's name is a specification of that row alone. Methods take from `reuse` what
-    neither a setting nor a value says: check layers, seed and all else.
+    neither a setting nor a value says: check layers, seed and all else. `make` knows which methods and settings
+    there are.
 
     Raises:
         UnknownMethodError: a method does not exist.
@@ -101,17 +88,18 @@ def make_contenders(
     for spec in specs:
         written, at, _ = spec.partition("@")
         name, *settings = written.split(":")
-        parameter = parameter_of(name)
-        configured = with_settings(reuse or ReuseConfig(), settings)
-        if parameter is None:
+        usual = reuse or ReuseConfig()
+        method = make(name, settings, usual)
+        if method.budget is None:
             if at:
                 raise UsageError(f"{name} has no value that could be set: write {written} instead of {spec}")
-            made[written] = make_method(name, configured)
+            made[written] = method
             continue
+        parameter = method.budget.parameter
         values = (value_of(spec),) if at else alphas if parameter == ALPHA else ratios
         for one in values:
             changed: dict[str, Any] = {parameter: one}
-            made[label_of(written, one)] = make_method(name, replace(configured, **changed))
+            made[label_of(written, one)] = make(name, settings, replace(usual, **changed))
     return made
 
 
@@ -124,8 +112,8 @@ def label_of(method: str, value: float) -> str:
     return f"{method}@{value:g}"
 
 
-def with_settings(reuse: ReuseConfig, names: Sequence[str]) -> ReuseConfig:
-    """`reuse` changed by the settings of these names.
+def with_settings(reuse: ReuseConfig, names: Sequence[str], others: Sequence[str] = ()) -> ReuseConfig:
+    """`reuse` changed by the settings of these names; messages list the `others` that the caller has, too.
 
     Raises:
         UsageError: there is no such setting.
@@ -135,7 +123,7 @@ def with_settings(reuse: ReuseConfig, names: Sequence[str]) -> ReuseConfig:
     for name in names:
         query = query_setting(name)
         if query is None and name not in SETTINGS:
-            there_are = ", ".join((*SETTINGS, *QUERY_SETTINGS, *PATTERNS))
+            there_are = ", ".join((*SETTINGS, *QUERY_SETTINGS, PATTERN, *others))
             raise UsageError(f"unknown setting {name!r} of a method; there are: {there_are}")
         changes |= SETTINGS.get(name, {})
         of_query |= query or {}

@@ -23,9 +23,8 @@ from chunkweave.calibration.summaries import FidelitySample
 from chunkweave.cli import options
 from chunkweave.cli.console import Output, check_writable, progress, stderr, table_of
 from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
-from chunkweave.config import CaptureConfig, ModelConfig, ReuseConfig, StoreConfig
+from chunkweave.config import CaptureConfig, ModelConfig, PluginConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.planning import methods as reuse_methods
 from chunkweave.planning.calibration import (
     BOUNDS,
     CANDIDATES,
@@ -39,7 +38,8 @@ from chunkweave.planning.calibration import (
     record_path,
     save_record,
 )
-from chunkweave.planning.method import METHODS, parameter_of
+from chunkweave.planning.method import parameter_of
+from chunkweave.plugins import METHODS
 
 if TYPE_CHECKING:
     from chunkweave.calibration.fidelity import Task
@@ -148,11 +148,12 @@ class PromptOptions:
 class _TargetOptions:
     """What is to be reached, and which points are measured for it."""
 
+    plugins: PluginConfig
     methods: Annotated[
         str,
         typer.Option(
             help="Methods to choose from, separated by commas, with settings after a colon: `query:two-rounds`. "
-            f"There are: {options.listed(reuse_methods)}."
+            f"There are: {METHODS.listed}."
         ),
     ] = ",".join(CANDIDATES)
     target_agreement: Annotated[
@@ -339,7 +340,7 @@ def curve_table(record: CalibrationRecord) -> Table:
 
 def _parameter(point: CurvePoint) -> str:
     name = method_named(point.method)
-    parameter = parameter_of(name) if name in METHODS else None
+    parameter = parameter_of(name) if name in METHODS.names else None
     return "" if parameter is None else f"{parameter} {point.value:g}"
 
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Self, Unpack, get_args, get_origin, get_type_hints
 
 import typer
@@ -22,6 +21,7 @@ from chunkweave.config import (
     CaptureConfig,
     ComputeConfig,
     ModelConfig,
+    PluginConfig,
     RequestDefaults,
     ReuseConfig,
     StoreConfig,
@@ -34,7 +34,6 @@ from chunkweave.models.adapters import read_adapter
 from chunkweave.models.gguf import dequantize, dequantized_folder, gguf_file, models_folder
 from chunkweave.models.hub import cache_folder, cached_folder, hub_folder
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
-from chunkweave.plugins import plugin_names
 from chunkweave.prompt.documents import Document, SplitConfig, read_documents, split_text
 from chunkweave.settings import Place, Setting, Unit, read, settings_at, settings_of
 from chunkweave.tiers.blobs import without_secrets
@@ -74,11 +73,6 @@ def kept(store: StoreConfig) -> dict[str, Any]:
 def command_line() -> str:
     """The command as it was called, for a result that others read: URLs come without user, password and options."""
     return shlex.join(["chunkweave", *(_URL.sub(lambda url: without_secrets(url[0]), word) for word in sys.argv[1:])])
-
-
-def listed(plugins: ModuleType) -> str:
-    """The names of a package's plug-ins, for a help text."""
-    return ", ".join(plugin_names(plugins))
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -504,6 +498,7 @@ class OrderOptions:
 class MethodOptions:
     """How chunks are reused."""
 
+    plugins: PluginConfig
     requests: Annotated[RequestDefaults, Only("method", "quality")]
     reuse: ReuseConfig
     capture: CaptureConfig

@@ -10,7 +10,7 @@ from chunkweave.config import ReuseConfig
 from chunkweave.engine.decode import DecodeState
 from chunkweave.engine.prefill import Prefilled, PrefillOptions
 from chunkweave.engine.runner import Runner
-from chunkweave.planning.methods.full import FullPrefill
+from chunkweave.planning.methods.positional import FullPrefill
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt
 from chunkweave.scheduling.budget import BlockPool

@@ -402,7 +402,7 @@ class FocusWatch:
     def __init__(self, rule: StopUnfocused, device: torch.device, *, ranks: Ranks = ALONE) -> None:
         self.rule = rule
         self._ranks = ranks
-        self._tracker = FocusTracker(rule.window, rule.reading)
+        self._tracker = FocusTracker(rule.window, rule.focused)
         question = torch.arange(rule.question.start, rule.question.stop, device=device)
         self._meter = cache(
             lambda window: AttentionMeter(question, rule.chunks, where=rule.question.positions(), window=window)

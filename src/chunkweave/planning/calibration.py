@@ -11,15 +11,17 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
+from chunkweave.config import QueryConfig, ReuseConfig
 from chunkweave.errors import DocumentError, UsageError
 from chunkweave.planning.cost import COST_FILE
-from chunkweave.planning.method import METHODS, parameter_of
+from chunkweave.planning.method import parameter_of
+from chunkweave.plugins import METHODS
 
 logger = logging.getLogger(__name__)
 
+ConfigT = TypeVar("ConfigT", ReuseConfig, QueryConfig)
 
 CANDIDATES = ("cachecraft", "cacheblend", "query", "query:whole:late:stored")
 """The methods that are measured if none are named, as `make_contenders` reads them: what won somewhere."""
@@ -227,23 +229,35 @@ def _target_of(data: Mapping[str, Any]) -> Target:
     return Target(Bounds(**data["bounds"]), data["least"], data["method"])
 
 
+_NO_LONGER: dict[str, Any] = {
+    "focus_reading": "largest-gap",
+    "use_cci": True,
+    "use_overlap": True,
+    "use_coverage": False,
+    "over_heads": "max",
+    "over_tokens": "sum",
+    "over_layers": "sum",
+    "widen": 3.0,
+    "first_tokens": 0,
+    "mixed_share": 0.0,
+    "until": 1.0,
+}
+"""Settings that records of version 0.1 have too, and the one value of each that this version knows."""
+
+
 def _reuse_of(data: Mapping[str, Any]) -> ReuseConfig:
-    """What was written of a configuration; JSON's lists and texts become what the fields hold."""
-    usual = ReuseConfig()
-    values = {name: type(getattr(usual, name))(value) for name, value in data.items() if name != "query"}
-    return replace(usual, **values, query=_query_of(data.get("query", {})))
+    """What was written of a configuration."""
+    reuse = _with_written(ReuseConfig(), {name: value for name, value in data.items() if name != "query"})
+    return replace(reuse, query=_with_written(QueryConfig(), data.get("query", {})))
 
 
-def _query_of(data: Mapping[str, Any]) -> QueryConfig:
-    """The same of the part that is the method `query`'s."""
-    kinds: dict[str, Any] = {
-        "layers": tuple if isinstance(data.get("layers"), list) else WatchedLayers,
-        "over_heads": Combine,
-        "over_tokens": Combine,
-        "over_layers": Combine,
-        "factor": DeviationFactor,
-    }
-    return replace(QueryConfig(), **{name: kinds[name](v) if name in kinds else v for name, v in data.items()})
+def _with_written(usual: ConfigT, data: Mapping[str, Any]) -> ConfigT:
+    """`usual` with the values of a record; JSON's lists and texts become what the fields hold."""
+    if other := [name for name in data if name in _NO_LONGER and data[name] != _NO_LONGER[name]]:
+        raise ValueError(f"this version lacks {', '.join(other)}")
+    kept = {name: value for name, value in data.items() if name not in _NO_LONGER}
+    read: dict[str, Any] = {n: v if v is None else type(getattr(usual, n))(v) for n, v in kept.items()}
+    return replace(usual, **read)
 
 
 def choose_target(points: Sequence[CurvePoint], bounds: Bounds) -> Target:
@@ -339,7 +353,7 @@ def stored_calibration(cache_dir: Path | None, folder: Path | None, fingerprint:
         if record is None:
             others = ", ".join(f"{one.model} in {one.dtype}" for one in records) or "nothing"
             logger.warning("%s is not used: made for other weights or another dtype (%s)", path, others)
-        elif unknown := {method_named(t.method) for t in record.targets.values() if t.method} - {*METHODS}:
+        elif unknown := {method_named(t.method) for t in record.targets.values() if t.method} - {*METHODS.names}:
             logger.warning("%s is not used: it names methods that this version lacks: %s", path, ", ".join(unknown))
         else:
             return record

@@ -1,7 +1,7 @@
 """The contract of reuse methods, what they share, and the registry.
 
-To add one: write `planning/methods/<name>.py` with a class that has `name`, `budget` and `plan`, end it with
-`METHOD = <the class>`, and write a test. Nothing else in the project needs to know.
+A method is a class that has `name`, `budget` and `plan`; it is found by its name in `plugins.METHODS`, from this
+package or another one (docs/extending.md). Nothing else in the project needs to know.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning import methods
+from chunkweave.errors import UsageError
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan
-from chunkweave.plugins import plugin, plugin_names
+from chunkweave.plugins import METHODS, Plugins
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Geometry, SegmentId, Span, joined, spans_of
@@ -80,21 +80,20 @@ class ReuseMethod(Protocol):
         """The plan for one prompt, given what is stored for it. Pure: equal inputs give equal plans."""
 
 
-METHODS = plugin_names(methods)
-"""The names of all methods."""
-
-
-def make_method(name: str, config: ReuseConfig | None = None) -> ReuseMethod:
-    """The method of that name, set up with `config`.
+def make_method(name: str, config: ReuseConfig | None = None, known: Plugins = METHODS) -> ReuseMethod:
+    """The method of that name among the `known` ones, set up with `config`.
 
     Raises:
         UnknownMethodError: no such method; the message lists those there are.
+        UsageError: it cannot be imported, or calls itself otherwise.
     """
-    method: ReuseMethod = plugin(methods, name, "reuse method", "METHOD")(config or ReuseConfig())
+    method: ReuseMethod = known.get(name)(config or ReuseConfig())
+    if method.name != name:
+        raise UsageError(f"the reuse method {name!r} calls itself {method.name!r}: its `name` must be {name!r}")
     return method
 
 
-def parameter_of(name: str) -> str | None:
+def parameter_of(name: str, known: Plugins = METHODS) -> str | None:
     """The field of `ReuseConfig` that sets how much a method recomputes; None if it takes none.
 
     Raises:
@@ -103,7 +102,7 @@ def parameter_of(name: str) -> str | None:
     >>> parameter_of("cachecraft"), parameter_of("cacheblend"), parameter_of("prefix")
     ('alpha', 'recompute_ratio', None)
     """
-    budget = make_method(name).budget
+    budget = make_method(name, known=known).budget
     return None if budget is None else budget.parameter
 
 
@@ -215,7 +214,7 @@ def asks_again(method: str, reuse: ReuseConfig) -> bool:
 def needs_profiles(method: str, reuse: ReuseConfig) -> bool:
     """Whether segments are scored by what their tokens attended to when they were computed (`AttentionProfile`).
 
-    >>> needs_profiles("h2o", ReuseConfig()), needs_profiles("query", ReuseConfig())
+    >>> needs_profiles("cachecraft", ReuseConfig()), needs_profiles("query", ReuseConfig())
     (True, False)
     """
     return _declares(method, reuse, "needs_profiles")

@@ -9,9 +9,13 @@ from typing import Any, TypedDict
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError, unknown_names
 from chunkweave.planning.calibration import CalibrationRecord, Quality
-from chunkweave.planning.method import METHODS, RATIO, needs_profiles, parameter_of, reuses_nothing
+from chunkweave.planning.method import RATIO, needs_profiles, parameter_of, reuses_nothing
+from chunkweave.plugins import METHODS
 
 logger = logging.getLogger(__name__)
+
+_MOST_LAYERS = 1000
+"""Far more than any model has: so many numbers are looked at one by one."""
 
 EXACT_METHOD = "prefix"
 """What answers unless another method is named or calibrated: it is exact."""
@@ -149,8 +153,8 @@ class Kept:
 
     `kv` is that of the parts that it computed, `profiles` what their tokens attended to. Both cost time to the first
     token, and a request is not to pay for methods that nobody has chosen. So what a method finds of another one's
-    chunks depends on the usual method: where that keeps no profiles, `cachecraft` and `h2o` find none for chunks that
-    others computed, and fall back as they say there.
+    chunks depends on the usual method: where that keeps no profiles, `cachecraft` finds none for chunks that others
+    computed, and falls back as it says there.
     """
 
     kv: bool = True
@@ -269,8 +273,8 @@ def checked_method(value: Any) -> str:
     Raises:
         UnknownMethodError: there is no such method.
     """
-    if not isinstance(value, str) or value not in METHODS:
-        raise UnknownMethodError(f"unknown reuse method {value!r}; there are: {', '.join(METHODS)}")
+    if not isinstance(value, str) or value not in METHODS.names:
+        raise UnknownMethodError(f"unknown reuse method {value!r}; there are: {METHODS.listed}")
     return value
 
 
@@ -300,24 +304,11 @@ def checked_layers(value: Any) -> tuple[int, ...]:
     Raises:
         UsageError: it is no list of ascending layer numbers from 1 on.
     """
-    return ReuseConfig(check_layers=checked_layer_numbers(value, "check_layers")).check_layers
-
-
-_MOST_LAYERS = 1000
-"""Far more than any model has: so many numbers are looked at one by one."""
-
-
-def checked_layer_numbers(value: Any, name: str) -> tuple[int, ...]:
-    """A list of whole numbers, which messages call `name`.
-
-    Raises:
-        UsageError: it is none.
-    """
     if not isinstance(value, list | tuple):
-        raise UsageError(f"{name} must be a list of layer numbers")
+        raise UsageError("check_layers must be a list of layer numbers")
     if len(value) > _MOST_LAYERS:
-        raise UsageError(f"{name} may have {_MOST_LAYERS} layer numbers, not {len(value)}")
-    return tuple(checked_whole(layer, name) for layer in value)
+        raise UsageError(f"check_layers may have {_MOST_LAYERS} layer numbers, not {len(value)}")
+    return ReuseConfig(check_layers=tuple(checked_whole(layer, "check_layers") for layer in value)).check_layers
 
 
 def checked_whole(value: Any, name: str) -> int:

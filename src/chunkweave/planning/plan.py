@@ -12,9 +12,9 @@ from enum import StrEnum
 from itertools import compress, pairwise
 from math import ceil
 
-from chunkweave.config import Combine, FocusReading
+from chunkweave.config import Combine
 from chunkweave.errors import UsageError
-from chunkweave.planning.scores import FOCUS_WINDOW
+from chunkweave.planning.scores import FOCUS_WINDOW, FindFocused, focused_by_gap
 from chunkweave.prompt.parts import PromptPart
 from chunkweave.types import Scattered, SegmentId, Span, joined
 
@@ -52,15 +52,16 @@ class KeepTop:
 class StopUnfocused:
     """Once the question keeps attending to the same chunks, the candidates in the others are dropped.
 
-    After each layer the attention mass of the `question` on each of `chunks` is added up. When the focused chunks by
-    `reading` were the same for `window` layers, candidates in the unfocused ones are dropped from the next layer on,
-    once (Cache-Craft §3.2.2). Candidates outside `chunks` stay. With fewer than three chunks it never happens.
+    After each layer the attention mass of the `question` on each of `chunks` is added up. When the chunks that
+    `focused` finds by it were the same for `window` layers, candidates in the unfocused ones are dropped from the next
+    layer on, once (Cache-Craft §3.2.2). Candidates outside `chunks` stay. With fewer than three chunks it never
+    happens.
     """
 
     chunks: tuple[Span, ...]
     question: Span
     window: int = FOCUS_WINDOW
-    reading: FocusReading = FocusReading.LARGEST_GAP
+    focused: FindFocused = focused_by_gap
 
 
 Rule = KeepTop | StopUnfocused
@@ -107,7 +108,7 @@ class RecomputeScore:
     tokens: int
     """That many they are."""
     coverage: float = 1.0
-    """Share of the tokens before the part that were before it then too, 0 to 1. Used with `use_coverage` only."""
+    """Share of the tokens before the part that were before it then too, 0 to 1."""
 
     @property
     def impact(self) -> float:

@@ -5,12 +5,10 @@ The system part and BOS enter none of them (DESIGN §5.2). A prefix is a set of 
 counts once, with its mass from both places, and is ordered by its first place.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import combinations, pairwise, starmap
-from math import log
 from operator import gt
 
-from chunkweave.config import FocusReading
 from chunkweave.store.records import AttentionProfile
 from chunkweave.types import ChunkId
 
@@ -81,47 +79,31 @@ LEAST_CHUNKS = 3
 """Fewer have too few gaps to tell focused chunks from others (DESIGN §5.2)."""
 
 
-def focused_as_printed(mass: Sequence[float]) -> frozenset[int]:
-    """Indices of the focused chunks by Algorithm 1, lines 4-9, word for word; `mass` `[chunks]` is cumulated.
-
-    Indices count from 1. With the masses sorted downwards, p_1..p_{k-1} are the shares of the gaps between neighbours,
-    h_i is minus the sum of p_j log p_j up to i, i* in 1..k-2 has the greatest h_{i+1} - h_i (the first if several), and
-    the i* greatest masses are focused. So the increment of gap i+1 selects one chunk fewer than lie above that gap, the
-    first gap is never the cut, and a gap with nearly all of the mass counts for little (-p log p is greatest at 1/e).
-    Without a gap, or with fewer than three chunks, all are focused. Of equal masses the earlier chunk comes first.
-
-    >>> sorted(focused_as_printed([0.1, 0.9, 0.5, 0.8]))  # gaps .1 .3 .4, -p log p of the last two .37 .35: i* = 1
-    [1]
-    """
-    order = _falling(mass)
-    gaps = _gaps(mass, order)
-    total = sum(gaps)
-    if len(mass) < LEAST_CHUNKS or not total:
-        return frozenset(order)
-    increments = [-_p_log_p(gap / total) for gap in gaps[1:]]
-    return frozenset(order[: 1 + increments.index(max(increments))])
-
-
 def focused_by_gap(mass: Sequence[float]) -> frozenset[int]:
-    """Indices of the chunks above the greatest gap of `mass` `[chunks]`: the plain reading of Algorithm 1.
+    """Indices of the focused chunks, those above the greatest gap of `mass` `[chunks]`, which is cumulated.
 
-    The first of several equal gaps is the cut. Without a gap, or with fewer than three chunks, all are focused.
+    The plain reading of Algorithm 1; as it is printed the first gap is never the cut (docs/papers.md). The first of
+    several equal gaps is the cut. Without a gap, or with fewer than three chunks, all are focused.
 
     >>> sorted(focused_by_gap([0.1, 0.9, 0.5, 0.8]))
     [1, 2, 3]
     """
-    order = _falling(mass)
-    gaps = _gaps(mass, order)
+    order = sorted(range(len(mass)), key=lambda index: (-mass[index], index))
+    gaps = [mass[above] - mass[below] for above, below in pairwise(order)]
     if len(mass) < LEAST_CHUNKS or not sum(gaps):
         return frozenset(order)
     return frozenset(order[: 1 + gaps.index(max(gaps))])
 
 
+FindFocused = Callable[[Sequence[float]], frozenset[int]]
+"""Indices of the focused chunks, given each chunk's cumulated mass."""
+
+
 class FocusTracker:
     """Follows the question's attention from layer to layer until the set of focused chunks stays the same."""
 
-    def __init__(self, window: int = FOCUS_WINDOW, reading: FocusReading = FocusReading.LARGEST_GAP) -> None:
-        """`window` is the number of layers in a row that must agree.
+    def __init__(self, window: int = FOCUS_WINDOW, focused: FindFocused = focused_by_gap) -> None:
+        """`window` is the number of layers in a row that must agree on what `focused` finds.
 
         Raises:
             ValueError: a window below 1.
@@ -129,7 +111,7 @@ class FocusTracker:
         if window < 1:
             raise ValueError(f"a focused set must hold for at least one layer, not {window}")
         self._window = window
-        self._focused = focused_by_gap if reading is FocusReading.LARGEST_GAP else focused_as_printed
+        self._focused = focused
         self._cumulated: list[float] = []
         self._last: frozenset[int] | None = None
         self._layers_in_a_row = 0
@@ -152,15 +134,3 @@ class FocusTracker:
         self._last = focused
         stable = len(layer_mass) >= LEAST_CHUNKS and self._layers_in_a_row >= self._window
         return focused if stable else None
-
-
-def _falling(mass: Sequence[float]) -> list[int]:
-    return sorted(range(len(mass)), key=lambda index: (-mass[index], index))
-
-
-def _gaps(mass: Sequence[float], order: Sequence[int]) -> list[float]:
-    return [mass[above] - mass[below] for above, below in pairwise(order)]
-
-
-def _p_log_p(share: float) -> float:
-    return share * log(share) if share else 0.0

@@ -1,18 +1,17 @@
-"""What an eviction policy is, how to get one by name, and the rankings that policies are made of.
+"""What an eviction policy is, how to get one by name, the rankings that policies use, and those of this package.
 
-To add a policy, put one module into `chunkweave.store.policies`: its file name is the policy's name
-(`reuse_frequency.py` is "reuse-frequency") and its `POLICY` is what builds one.
+A policy is found by its name in `plugins.POLICIES`, from this package or another one (docs/extending.md).
 """
 
 import heapq
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import signature
 from itertools import count
 from typing import Any, Protocol
 
-from chunkweave.plugins import plugin, plugin_names
-from chunkweave.store import policies
+from chunkweave.plugins import POLICIES
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 
@@ -70,27 +69,19 @@ class EvictionPolicy(Protocol):
         """All ids tracked, in no order."""
 
 
-def known_policies() -> tuple[str, ...]:
-    """Names that `make_policy` accepts, sorted."""
-    return plugin_names(policies)
+def make_policy(name: str, *, prefill_s: PrefillSeconds | None = None) -> EvictionPolicy:
+    """A fresh policy by name.
 
-
-def make_policy(name: str, *, prefill_s: PrefillSeconds | None = None, **options: object) -> EvictionPolicy:
-    """A fresh policy by name; `options` go to its constructor.
-
-    Args:
-        name: one of `known_policies()`.
-        prefill_s: what computing costs, for a policy whose constructor has a parameter of that name; the others are
-            made without. None leaves such a policy with its own assumption.
-        **options: what else this policy's constructor takes.
+    `prefill_s` is what computing costs, for a policy whose constructor has a parameter of that name; the others are
+    made without. None leaves such a policy with its own assumption.
 
     Raises:
-        UnknownMethodError: there is no policy of that name.
+        UnknownMethodError: there is no policy of that name; the message lists those there are.
+        UsageError: it cannot be imported.
     """
-    build = plugin(policies, name, "eviction policy", "POLICY")
-    if prefill_s is not None and "prefill_s" in signature(build).parameters:
-        options["prefill_s"] = prefill_s
-    policy: EvictionPolicy = build(**options)
+    build = POLICIES.get(name)
+    takes_cost = prefill_s is not None and "prefill_s" in signature(build).parameters
+    policy: EvictionPolicy = build(prefill_s=prefill_s) if takes_cost else build()
     return policy
 
 
@@ -211,3 +202,214 @@ class RankedPolicy(EvictionPolicy):
 
     def ids(self) -> Iterator[SegmentId]:
         return iter(self._ranking)
+
+
+class LRUPolicy(EvictionPolicy):
+    """Evicts what was used longest ago. Updates are O(1); `victim` passes over what may not go."""
+
+    def __init__(self) -> None:
+        self._by_age: OrderedDict[SegmentId, None] = OrderedDict()
+
+    def on_insert(self, record: SegmentRecord) -> None:
+        self._by_age[record.id] = None
+        self._by_age.move_to_end(record.id)
+
+    def on_hit(self, record: SegmentRecord) -> None:
+        self._by_age.move_to_end(record.id)
+
+    def on_remove(self, segment: SegmentId) -> None:
+        self._by_age.pop(segment, None)
+
+    def victim(self, evictable: Callable[[SegmentId], bool]) -> SegmentId | None:
+        return next((segment for segment in self._by_age if evictable(segment)), None)
+
+    def ids(self) -> Iterator[SegmentId]:
+        return iter(tuple(self._by_age))
+
+
+class FIFOPolicy(LRUPolicy):
+    """Evicts what was stored longest ago. All updates are O(1)."""
+
+    def on_hit(self, record: SegmentRecord) -> None:
+        """Changes nothing."""
+
+
+class LFUPolicy(RankedPolicy):
+    """Evicts what was used least often since it came in; storing counts as the first use.
+
+    Counts do not age: what was popular once stays. `gdsf` is the one that ages. All operations are O(log n), but for
+    what `victim` passes over.
+    """
+
+    def on_insert(self, record: SegmentRecord) -> None:
+        self._ranking.rank(record.id, 1)
+
+    def on_hit(self, record: SegmentRecord) -> None:
+        self._ranking.rank(record.id, self._ranking.of(record.id) + 1)
+
+
+class GDSFPolicy(RankedPolicy):
+    """Evicts the least priority = clock + cost * frequency / size (Cherkasova 1998, "GDSF"; RAGCache §5.1 compares it).
+
+    `frequency` counts uses since the segment came in, storing being the first; `size` is its bytes in this tier; `cost`
+    is what making it again takes, in any unit. `clock` is the greatest priority evicted so far, so that a segment
+    gets older by the evictions it survives. Removals that are no evictions leave the clock alone.
+
+    The default cost is the number of tokens. A segment's bytes grow with its tokens too, so that with one model
+    and one codec this ranks by frequency and age alone; a cost that grows faster (attention over a long
+    context) is to be passed in. All operations are O(log n), but for what `victim` passes over.
+    """
+
+    def __init__(self, cost: Callable[[SegmentRecord], float] = len) -> None:
+        super().__init__(AgedRanking())
+        self._cost = cost
+        self._frequencies: dict[SegmentId, int] = {}
+
+    def on_insert(self, record: SegmentRecord) -> None:
+        self._rank(record, 1)
+
+    def on_hit(self, record: SegmentRecord) -> None:
+        self._rank(record, self._frequencies[record.id] + 1)
+
+    def on_remove(self, segment: SegmentId) -> None:
+        super().on_remove(segment)
+        self._frequencies.pop(segment, None)
+
+    def _rank(self, record: SegmentRecord, frequency: int) -> None:
+        self._frequencies[record.id] = frequency
+        self._ranking.rank(record.id, self._cost(record) * frequency / record.nbytes)
+
+
+DEFAULT_WINDOW = 100_000
+"""Uses over which frequency is counted; the paper has a time window and does not say how long."""
+
+
+def one_second_a_token(new: float, _cached: float) -> float:
+    """The cost where none was measured: computing takes equally long behind anything."""
+    return new
+
+
+@dataclass(slots=True)
+class _Statistics:
+    """What is known of a node, stored or not: uses within the window, and its cost over the misses seen."""
+
+    frequency: int = 0
+    total_cost_s: float = 0.0
+    misses: int = 0
+    announced: bool = False
+
+
+class PGDSFPolicy(RankedPolicy):
+    """Evicts the least priority = clock + average cost * frequency (RAGCache §5.1, eq. 1 to 3, Algorithm 1).
+
+    The average cost is the mean, over the requests that missed the segment, of T(cached, new) / new: seconds for each
+    token that the request had to compute, with T from the profiled table (`CostModel.prefill`, bilinear).
+    `frequency` counts the requests for the segment among the last `window` uses, whether it was stored then or not:
+    what comes back after an eviction is as popular as before. `clock` is the greatest priority evicted so far from
+    this tier; each tier has a policy, hence a clock, of its own. As in the paper a priority is set when the segment is
+    asked for, so that a use that leaves the window lowers it at the next request only.
+
+    Uses that no request announced (a segment in another context than the asked one) count when they happen. Coming in
+    is no use: what is computed ahead of any request, or copied from another tier, was not asked for. Nodes that are
+    neither stored nor used within the window are forgotten. All operations are O(log n), but for what `victim` passes
+    over.
+    """
+
+    def __init__(
+        self, prefill_s: Callable[[float, float], float] = one_second_a_token, window: int = DEFAULT_WINDOW
+    ) -> None:
+        """A policy for one tier.
+
+        Args:
+            prefill_s: seconds to compute `new` tokens behind `cached` ones; one a token if left out, which leaves
+                recency and frequency.
+            window: how many of the latest uses count.
+
+        Raises:
+            ValueError: the window holds no use.
+        """
+        if window < 1:
+            raise ValueError(f"frequency needs a window of at least one use, not {window}")
+        super().__init__(AgedRanking())
+        self._prefill_s = prefill_s
+        self._window = window
+        self._latest: deque[SegmentId] = deque()
+        self._known: dict[SegmentId, _Statistics] = {}
+
+    def on_request(self, request: PathRequest) -> None:
+        for segment in request.stored:
+            self._use(segment).announced = True
+        if not request.missing:
+            return
+        cost_s = self._prefill_s(request.new_tokens, request.cached_tokens) / request.new_tokens
+        for segment in request.missing:
+            node = self._use(segment)
+            node.announced = True
+            node.total_cost_s += cost_s
+            node.misses += 1
+
+    def on_insert(self, record: SegmentRecord) -> None:
+        node = self._known.setdefault(record.id, _Statistics())
+        node.announced = False
+        self._rank(record, node)
+
+    def on_hit(self, record: SegmentRecord) -> None:
+        node = self._known.setdefault(record.id, _Statistics())
+        if not node.announced:
+            node = self._use(record.id)
+        node.announced = False
+        self._rank(record, node)
+
+    def on_remove(self, segment: SegmentId) -> None:
+        super().on_remove(segment)
+        self._forget_unused(segment)
+
+    def _use(self, segment: SegmentId) -> _Statistics:
+        node = self._known.setdefault(segment, _Statistics())
+        node.frequency += 1
+        self._latest.append(segment)
+        if len(self._latest) > self._window:
+            oldest = self._latest.popleft()
+            self._known[oldest].frequency -= 1
+            if oldest != segment:
+                self._forget_unused(oldest)
+        return node
+
+    def _forget_unused(self, segment: SegmentId) -> None:
+        node = self._known.get(segment)
+        if node is not None and not node.frequency and segment not in self._ranking:
+            del self._known[segment]
+
+    def _rank(self, record: SegmentRecord, node: _Statistics) -> None:
+        self._ranking.rank(record.id, self._average_s(record, node) * max(1, node.frequency))
+
+    def _average_s(self, record: SegmentRecord, node: _Statistics) -> float:
+        if not node.misses:  # it was computed ahead of any request
+            return self._prefill_s(len(record), 0.0) / len(record)
+        return node.total_cost_s / node.misses
+
+
+def exact_or_lost(record: SegmentRecord) -> float:
+    """The impact CCI (1 - beta') of a reuse, as far as it is known without the prompt: none where it is exact."""
+    return 0.0 if record.exact else 1.0
+
+
+class ReuseFrequencyPolicy(RankedPolicy):
+    """Evicts the least f_r, of equal ones the one that was stored or used longest ago.
+
+    Each reuse adds 1 / max(impact, 1/|C|): the number of tokens of a segment that needed no recomputation, one for a
+    segment that had to be recomputed whole. A segment starts at 0, and f_r does not age, as in the paper, which uses
+    it to bound the variants of a chunk; here it chooses among all segments. All operations are O(log n), but for what
+    `victim` passes over.
+    """
+
+    def __init__(self, impact: Callable[[SegmentRecord], float] = exact_or_lost) -> None:
+        super().__init__()
+        self._impact = impact
+
+    def on_insert(self, record: SegmentRecord) -> None:
+        self._ranking.rank(record.id, 0.0)
+
+    def on_hit(self, record: SegmentRecord) -> None:
+        saved = 1.0 / max(self._impact(record), 1.0 / len(record))
+        self._ranking.rank(record.id, self._ranking.of(record.id) + saved)

@@ -10,9 +10,8 @@ from typing import Any, Generic
 
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.prompt.parts import Prompt, PromptPart
-from chunkweave.store.eviction import EvictionPolicy, PathRequest
+from chunkweave.store.eviction import EvictionPolicy, LRUPolicy, PathRequest
 from chunkweave.store.index import Claim, Claims, Lease, Pins, PromptLookup, SegmentIndex, StoreFollower, look_up
-from chunkweave.store.policies.lru import LRUPolicy
 from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.store.records import Removal, SegmentRecord, StoreStats, segment_id
 from chunkweave.store.shared_folder import Tombstones

@@ -19,8 +19,6 @@ from chunkweave.planning.method_choice import (
     MethodChooser,
     MethodRequest,
     Why,
-    checked_layer_numbers,
-    checked_number,
     checked_whole,
     refuse_unknown_keys,
 )
@@ -195,11 +193,8 @@ def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None
     fixed = sorted(_COMPARED & params.keys())
     if fixed and choice.why is Why.CALIBRATED:
         raise UsageError(f"{', '.join(fixed)} can only be given with a method: what was calibrated has its own")
-    if num_layers is not None:
-        watched = choice.reuse.query.watched(num_layers)
-        for layer, what in ((choice.reuse.check_layers[-1], "checked"), (watched[-1], "watched")):
-            if layer >= num_layers:
-                raise UsageError(f"layer {layer} is to be {what}, but the model has {num_layers} layers")
+    if num_layers is not None and (layer := choice.reuse.check_layers[-1]) >= num_layers:
+        raise UsageError(f"layer {layer} is to be checked, but the model has {num_layers} layers")
     return choice, defaults.chooser.kept(choice, _capture(params, defaults.capture))
 
 
@@ -324,10 +319,8 @@ def _query_value(name: str, value: Any) -> Any:
     path, kind = f"query.{name}", type(getattr(QueryConfig(), name))
     if name == "tail" and value is None:
         return None
-    if name == "layers" and isinstance(value, list | tuple):
-        return checked_layer_numbers(value, path)
     if not issubclass(kind, StrEnum):
-        return checked_number(value, path) if kind is float else checked_whole(value, path)
+        return checked_whole(value, path)
     if not isinstance(value, str) or value not in list(kind):
         raise UsageError(f"{path} must be one of {', '.join(kind)}, not {value!r}")
     return kind(value)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chunkweave.config import CaptureConfig, RequestDefaults, ReuseConfig, StoreConfig, WeaveConfig
+from chunkweave.config import CaptureConfig, PluginConfig, RequestDefaults, ReuseConfig, StoreConfig, WeaveConfig
 from chunkweave.errors import UsageError, unknown_names
 from chunkweave.kv.segment import make_codec
 from chunkweave.settings import Place, by_name, read, settings_at
@@ -15,7 +15,7 @@ from chunkweave.vllm.request import SETTINGS, Defaults
 REMOTE_URL_VARIABLE = "CHUNKWEAVE_REMOTE_URL"
 """Environment variable for `remote_url`: vLLM logs its config, and a URL may hold a password."""
 
-_GROUPS = (StoreConfig, WeaveConfig, RequestDefaults, ReuseConfig, CaptureConfig)
+_GROUPS = (PluginConfig, StoreConfig, WeaveConfig, RequestDefaults, ReuseConfig, CaptureConfig)
 _KNOWN = {name: one for kind in _GROUPS for name, one in settings_at(kind, Place.CONNECTOR).items()}
 
 
@@ -47,6 +47,7 @@ class PluginSettings:
             raise UsageError(f"unknown keys of kv_connector_extra_config: {unknown}; there are: {there}")
         url = environment.get(REMOTE_URL_VARIABLE)
         given = ({"remote_url": url} if url else {}) | given
+        read(PluginConfig, given, Place.CONNECTOR)  # what the others name may be in its files
         store = read(StoreConfig, given, Place.CONNECTOR)
         if store.cache_dir is not None:
             store = replace(store, cache_dir=store.cache_dir.expanduser())

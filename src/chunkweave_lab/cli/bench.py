@@ -16,10 +16,10 @@ from chunkweave.calibration.results import BenchmarkResult, computed_on, peak_rs
 from chunkweave.cli import options
 from chunkweave.cli.console import Output, check_writable, progress, seconds, size, status, stderr, table_of, write_text
 from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_blocks
-from chunkweave.config import ReuseConfig, StoreConfig
+from chunkweave.config import PluginConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.planning import methods as reuse_methods
 from chunkweave.planning.cost import CostModel
+from chunkweave_lab.baselines import BENCH_METHODS
 from chunkweave_lab.datasets import load_dataset
 from chunkweave_lab.plots import Picture, require_matplotlib, ttft_figure
 from chunkweave_lab.summaries import TtftRow, TtftSample, summarize
@@ -146,12 +146,13 @@ def ttft(
     ] = None,
     *,
     model: TimedModelOptions,
+    _plugins: PluginConfig,  # its files bring methods
     methods: Annotated[
         str,
         typer.Option(
             help="Reuse methods, separated by commas; `full` is always added as the reference. Settings follow a "
             "colon, a value of one method alone an @: `cacheblend:layer-2@0.05`. There are: "
-            f"{options.listed(reuse_methods)}."
+            f"{BENCH_METHODS.listed}."
         ),
     ] = "prefix,full-reuse,cacheblend",
     values: ValueOptions,

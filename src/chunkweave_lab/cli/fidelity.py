@@ -16,9 +16,9 @@ from chunkweave.cli import options
 from chunkweave.cli.calibrate import PromptOptions, measured_with, neutral_of, samples_of
 from chunkweave.cli.console import Output, check_writable, progress, seconds, stderr, table_of
 from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_blocks
-from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig, Weights
+from chunkweave.config import CaptureConfig, PluginConfig, ReuseConfig, StoreConfig, Weights
 from chunkweave.errors import UsageError
-from chunkweave.planning import methods as reuse_methods
+from chunkweave_lab.baselines import BENCH_METHODS
 from chunkweave_lab.cli.bench import BenchmarkRun, Html, check_pictures
 from chunkweave_lab.plots import Picture, deviations_figure, fidelity_figure
 from chunkweave_lab.summaries import PROMPT_BASELINES
@@ -41,11 +41,12 @@ class Reference(StrEnum):
 def fidelity(
     *,
     model: TimedModelOptions,
+    _plugins: PluginConfig,  # its files bring methods
     methods: Annotated[
         str,
         typer.Option(
             help="Reuse methods, separated by commas; `full`, `full-reuse` and a noise floor are added. Settings "
-            f"follow a colon, a value an @: `query:two-rounds@0.05`. There are: {options.listed(reuse_methods)}; and "
+            f"follow a colon, a value an @: `query:two-rounds@0.05`. There are: {BENCH_METHODS.listed}; and "
             f"baselines of another prompt: {', '.join(PROMPT_BASELINES)}."
         ),
     ] = "prefix,epic,cacheblend,query",

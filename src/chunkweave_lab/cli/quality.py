@@ -16,9 +16,9 @@ from chunkweave.cli import options
 from chunkweave.cli.calibrate import measured_with
 from chunkweave.cli.console import Output, check_writable, progress, seconds, stderr, table_of
 from chunkweave.cli.options import SeededModelOptions, ValueOptions, with_blocks
-from chunkweave.config import StoreConfig
+from chunkweave.config import PluginConfig, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.planning import methods as reuse_methods
+from chunkweave_lab.baselines import BENCH_METHODS
 from chunkweave_lab.cli.bench import BenchmarkRun, Html, check_pictures
 from chunkweave_lab.datasets import WORLDS, generated_examples, load_dataset, refuse_unknown
 from chunkweave_lab.plots import Picture, quality_figure
@@ -69,12 +69,13 @@ class QuestionOptions:
 def quality(
     *,
     model: SeededModelOptions,
+    _plugins: PluginConfig,  # its files bring methods
     methods: Annotated[
         str,
         typer.Option(
             help="Reuse methods, separated by commas; `full` and `full-reuse` are always added. Ablations follow a "
             "colon: `cachecraft:no-focus`; a value of one method alone an @: `cacheblend@0.3`. "
-            f"There are: {options.listed(reuse_methods)}. Baselines that change the prompt: "
+            f"There are: {BENCH_METHODS.listed}. Baselines that change the prompt: "
             f"{', '.join(PROMPT_BASELINES)}; `compress@0.5` keeps that share of every chunk's tokens."
         ),
     ] = "cacheblend,epic,random",

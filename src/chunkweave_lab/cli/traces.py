@@ -13,9 +13,8 @@ from chunkweave.cli import options
 from chunkweave.cli.console import Output, Report, progress, seconds, size, status, table_of
 from chunkweave.cli.options import with_blocks
 from chunkweave.errors import UsageError
-from chunkweave.ordering import orderings as chunk_orderings
+from chunkweave.plugins import ORDERINGS, POLICIES
 from chunkweave.settings import parse_bytes
-from chunkweave.store import policies
 
 if TYPE_CHECKING:
     from chunkweave.planning.cost import CostModel
@@ -40,7 +39,7 @@ def simulate(
     policy: Annotated[
         str,
         typer.Option(
-            help=f"Eviction policies, separated by commas. There are: {options.listed(policies)}.",
+            help=f"Eviction policies, separated by commas. There are: {POLICIES.listed}.",
             rich_help_panel=_CACHE,
         ),
     ] = "pgdsf,gdsf,lru,lfu",
@@ -208,8 +207,7 @@ def analyze(
     orderings: Annotated[
         str,
         typer.Option(
-            help="Chunk orders, separated by commas; `oracle` knows all requests. The others are: "
-            f"{options.listed(chunk_orderings)}."
+            help=f"Chunk orders, separated by commas; `oracle` knows all requests. The others are: {ORDERINGS.listed}."
         ),
     ] = "original,frequency,tree-greedy,oracle",
     top_k: Annotated[int | None, typer.Option(min=1, help="Take only so many chunks of each request.")] = None,
@@ -222,7 +220,7 @@ def analyze(
         int | None, typer.Option(min=0, help="Tokens that the cache holds, evicted by --policy; unlimited if left out.")
     ] = None,
     policy: Annotated[
-        str, typer.Option(help=f"Eviction policy, with --budget-tokens. There are: {options.listed(policies)}.")
+        str, typer.Option(help=f"Eviction policy, with --budget-tokens. There are: {POLICIES.listed}.")
     ] = "lru",
     seed: options.Seed = 0,
     *,

@@ -63,6 +63,3 @@ def filter_ratios(ratio: float, check_layers: tuple[int, ...], num_layers: int) 
     lean = sum(w * s for w, s in zip(weights, slope, strict=True)) / sum(weights)
     spread = _SPREAD if ratio <= lean else min(_SPREAD, (1 - ratio) / (ratio - lean))
     return tuple(min(1.0, ratio * (1 + spread * s) / (1 + spread * lean)) for s in slope)
-
-
-METHOD = CacheBlend

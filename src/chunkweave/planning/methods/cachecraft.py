@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
-from random import Random
 
 from chunkweave.config import ReuseConfig
 from chunkweave.planning.method import ALPHA_BUDGET, required_spans, settled_part
@@ -16,7 +15,7 @@ from chunkweave.types import ChunkId, Geometry, Scattered
 
 
 @dataclass(slots=True)
-class _Prefix:
+class ChunkPrefix:
     """The different chunks, and turns of a conversation, before a part: where each first stood, and its tokens."""
 
     places: dict[ChunkId, int]
@@ -55,7 +54,7 @@ class CacheCraft:
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
         """One pass over misses, question and the chosen tokens, which may stop where the question does not look."""
-        prefix = _Prefix({}, {})
+        prefix = ChunkPrefix({}, {})
         parts: list[PartPlan] = []
         candidates: list[Scattered] = []
         for entry in lookup.parts:
@@ -71,20 +70,20 @@ class CacheCraft:
         rules = self._focus(parts) if candidates and self._config.focus else ()
         return Plan(self.name, tuple(parts), (Pass(required_spans(parts), tuple(candidates), rules),))
 
-    def _choose(self, variants: Sequence[SegmentRecord], prefix: _Prefix) -> tuple[SegmentRecord, RecomputeScore]:
+    def _choose(self, variants: Sequence[SegmentRecord], prefix: ChunkPrefix) -> tuple[SegmentRecord, RecomputeScore]:
         """The variant with the least impact and its score; of several the one of the least id, whenever it was used."""
         best, least, scores = variants[0], inf, (1.0, 0.0)
         for record in variants:
             cci, overlap = self._bounds(record, prefix)
             if cci * (1.0 - overlap) > least:
-                continue  # order and coverage only lessen the overlap
+                continue  # order only lessens the overlap
             overlap = self._overlap(record, overlap, prefix)
             if (cci * (1.0 - overlap), record.id) < (least, best.id):
                 best, least, scores = record, cci * (1.0 - overlap), (cci, overlap)
         cfo = recompute_share(self._config.alpha, least)
         return best, RecomputeScore(*scores, cfo, ceil(cfo * len(best)), coverage(best.context, prefix.tokens))
 
-    def _bounds(self, record: SegmentRecord, prefix: _Prefix) -> tuple[float, float]:
+    def _bounds(self, record: SegmentRecord, prefix: ChunkPrefix) -> tuple[float, float]:
         """CCI of a variant, and beta, which is as much as its overlap can be."""
         profile = record.attention
         if record.neutral:
@@ -95,20 +94,16 @@ class CacheCraft:
             cci, overlap = LEAST_CCI, float(not prefix.places)
         else:
             cci, overlap = 1.0, 0.0
-        return cci if self._config.use_cci else 1.0, overlap if self._config.use_overlap else 0.0
+        return cci, overlap
 
-    def _overlap(self, record: SegmentRecord, overlap: float, prefix: _Prefix) -> float:
-        """What order, and coverage if asked for, leave of the overlap beta."""
+    def _overlap(self, record: SegmentRecord, overlap: float, prefix: ChunkPrefix) -> float:
+        """What order leaves of the overlap beta."""
         if overlap and record.attention is not None:
             overlap *= 1.0 - order_penalty(record.attention.mass_on, prefix.places)
-        if overlap and self._config.use_coverage:
-            overlap *= coverage(record.context, prefix.tokens)
         return overlap
 
     def _ranking(self, record: SegmentRecord) -> tuple[int, ...]:
         """All tokens of a segment, the ones to recompute first in front."""
-        if not self._config.use_cci:
-            return tuple(Random(f"{self._config.seed}:{record.id}").sample(range(len(record)), len(record)))
         if record.alone or record.attention is None:
             return tuple(range(len(record)))
         return record.attention.by_outward
@@ -118,7 +113,4 @@ class CacheCraft:
         chunks = tuple(part.span for part in parts if part.part.kind is PartKind.CHUNK)
         if len(chunks) < LEAST_CHUNKS or parts[-1].part.kind is not PartKind.QUESTION:
             return ()
-        return (StopUnfocused(chunks, parts[-1].span, reading=self._config.focus_reading),)
-
-
-METHOD = CacheCraft
+        return (StopUnfocused(chunks, parts[-1].span),)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import ceil
 from statistics import fmean
 
-from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig
+from chunkweave.config import Combine, DeviationFactor, ReuseConfig
 from chunkweave.planning.method import (
     RATIO_BUDGET,
     one_pass,
@@ -15,7 +15,7 @@ from chunkweave.planning.method import (
     stale_offsets,
     stale_spans,
 )
-from chunkweave.planning.plan import Evidence, KeepTop, KVSource, PartPlan, Pass, Plan, TopBy, Watch
+from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, TopBy, Watch
 from chunkweave.prompt.parts import PartKind
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import AttentionProfile
@@ -42,12 +42,11 @@ class QueryAware:
     def __init__(self, config: ReuseConfig) -> None:
         self._ratio = config.recompute_ratio
         self._query = config.query
-        self._check_layer = config.check_layers[0]
 
     @property
     def needs_profiles(self) -> bool:
         """Where dependence on the old context counts as evidence."""
-        return self._query.factor is DeviationFactor.STORED or self._query.mixed_share > 0.0
+        return self._query.factor is DeviationFactor.STORED
 
     @property
     def asks_again(self) -> bool:
@@ -65,44 +64,19 @@ class QueryAware:
             return one_pass(self.name, parts)
         if budget == total:
             return Plan(self.name, parts, (Pass(joined([*required_spans(parts), *candidates])),))
-        profiles = _profiles(parts, lookup)
-        always = _always(parts, profiles, self._query, budget)
-        last = Pass(required_spans(parts, always))
-        if len(always) == budget:
-            return Plan(self.name, parts, (last,))
-        query = self._query
-        tail = len(question.span) if query.tail is None else min(query.tail, len(question.span))
-        watch = Watch(
-            Span(question.span.stop - tail, question.span.stop),
-            query.watched(geometry.num_layers),
-            over_heads=query.over_heads,
-            over_tokens=query.over_tokens,
-            over_layers=query.over_layers,
-        )
+        tail = len(question.span) if self._query.tail is None else min(self._query.tail, len(question.span))
+        layers = self._query.layers.of(geometry.num_layers)
+        watch = Watch(Span(question.span.stop - tail, question.span.stop), layers, over_heads=Combine.MAX)
         missing = tuple(p.span for p in parts if p.kv_source is KVSource.COMPUTED and p.part.kind in _LATER)
         seen = tuple(p.span for p in parts if p.kv_source is KVSource.COMPUTED and p.part.kind not in _LATER)
-        watching = Pass(joined(seen), watch=watch, depth=watch.layers[-1] + 1, hidden=missing)
-        weights = _weights(parts, profiles) if query.factor is DeviationFactor.STORED else ()
-        stop = ceil(query.until * geometry.num_layers)
-        base = replace(last, candidates=candidates, rules=(KeepTop(stop, 0),) if stop < geometry.num_layers else ())
-        rounds = self._rounds(base, budget - len(always), weights, watch)
-        return Plan(self.name, parts, (watching, *rounds))
-
-    def _rounds(self, base: Pass, budget: int, weights: tuple[float, ...], watch: Watch) -> tuple[Pass, ...]:
-        """`base` with its share of the budget; where there are two rounds the first watches for the second."""
-        second = budget // self._query.rounds if self._query.rounds > 1 else 0
-        first = self._choosing(base, budget - second, weights)
-        if not second:
-            return (first,)
-        return replace(first, watch=watch), self._choosing(base, second, weights)
-
-    def _choosing(self, base: Pass, count: int, weights: tuple[float, ...]) -> Pass:
-        """`base` that starts with the `count` best candidates, or with more of which a check layer leaves as many."""
-        if self._query.factor is not DeviationFactor.MEASURED:
-            return replace(base, start=TopBy(count, weights=weights))
-        wide = min(base.candidate_tokens, ceil(self._query.widen * count))
-        rule = KeepTop(self._check_layer, count, Evidence.READ_DEVIATION)
-        return replace(base, start=TopBy(wide, weights=weights), rules=(rule, *base.rules))
+        watching = Pass(joined(seen), watch=watch, depth=layers[-1] + 1, hidden=missing)
+        weights = _weights(parts, _profiles(parts, lookup)) if self.needs_profiles else ()
+        again = budget // 2 if self.asks_again else 0
+        first = Pass(required_spans(parts), candidates, start=TopBy(budget - again, weights))
+        if not again:
+            return Plan(self.name, parts, (watching, first))
+        second = replace(first, start=TopBy(again, weights))
+        return Plan(self.name, parts, (watching, replace(first, watch=watch), second))
 
 
 def _profiles(parts: Sequence[PartPlan], lookup: PromptLookup) -> dict[Span, AttentionProfile]:
@@ -126,26 +100,3 @@ def _weights(parts: Sequence[PartPlan], profiles: dict[Span, AttentionProfile]) 
         for part in parts
         for offset in stale_offsets(part)
     )
-
-
-def _always(
-    parts: Sequence[PartPlan], profiles: dict[Span, AttentionProfile], query: QueryConfig, budget: int
-) -> list[int]:
-    """Positions that are recomputed whatever the question reads: first tokens, and the share that is mixed in."""
-    stale = {part.span: stale_offsets(part) for part in parts}
-    first = sorted((o, span.start + o) for span, offsets in stale.items() for o in offsets if o < query.first_tokens)
-    chosen = dict.fromkeys(position for _, position in first[:budget])
-    if query.mixed_share:
-        room = max(0, min(ceil(query.mixed_share * budget), budget - len(chosen)))
-        ranked = sorted(
-            (rank / len(span), span.start + offset)
-            for span, offsets in stale.items()
-            for rank, offset in enumerate(profiles[span].by_outward if span in profiles else range(len(span)))
-            if offset in offsets
-        )
-        others = [position for _, position in ranked if position not in chosen]
-        chosen |= dict.fromkeys(others[:room])
-    return sorted(chosen)
-
-
-METHOD = QueryAware

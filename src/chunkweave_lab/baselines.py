@@ -1,0 +1,337 @@
+"""Methods that only benchmarks know: the papers' baselines, and variants of `cachecraft` and `query`.
+
+Baselines are entry points of a group that nothing but the laboratory reads; a variant is a method with settings after
+colons, such as `cachecraft:no-cci` (`bench_method`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import pairwise
+from math import ceil, log
+from random import Random
+from typing import Any
+
+from chunkweave.calibration.contenders import make_contenders, with_settings
+from chunkweave.config import ReuseConfig
+from chunkweave.errors import UsageError
+from chunkweave.planning.method import (
+    RATIO_BUDGET,
+    ReuseMethod,
+    make_method,
+    one_pass,
+    prefer_neutral,
+    required_spans,
+    reuse_every_hit,
+    reused_spans,
+    settled_part,
+    stale_offsets,
+)
+from chunkweave.planning.methods.cachecraft import CacheCraft, ChunkPrefix
+from chunkweave.planning.methods.query import QueryAware
+from chunkweave.planning.plan import Evidence, KeepTop, KVSource, PartPlan, Pass, Plan, StopUnfocused
+from chunkweave.planning.scores import LEAST_CHUNKS, FindFocused, coverage, focused_by_gap
+from chunkweave.plugins import METHODS
+from chunkweave.store.index import PromptLookup
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import ChunkId, Geometry, Scattered
+
+BENCH_METHODS = replace(METHODS, groups=(*METHODS.groups, "chunkweave_lab.methods"))
+"""The methods that benchmarks compare: all there are, and the baselines."""
+
+
+class RandomTokens:
+    """`random`: tokens of every chunk drawn at random, the floor to beat (Cache-Craft §5.1.4, Random-Recomp).
+
+    `ceil(recompute_ratio * tokens)` of the tokens of every reused chunk, uniformly, without replacement. The draw
+    depends on the seed and on the prompt's ids alone, so a request repeated gives the same plan.
+    """
+
+    name = "random"
+    budget = RATIO_BUDGET
+
+    def __init__(self, config: ReuseConfig) -> None:
+        self._ratio = config.recompute_ratio
+        self._seed = config.seed
+
+    def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
+        """One pass over misses, question and the tokens drawn."""
+        parts = reuse_every_hit(lookup, prefer_neutral)
+        rng = Random(":".join([str(self._seed), *(part.part.id or "" for part in parts)]))
+        drawn = [
+            position
+            for span in reused_spans(parts)
+            for position in rng.sample(span.positions(), ceil(self._ratio * len(span)))
+        ]
+        return one_pass(self.name, parts, drawn)
+
+
+class HeavyHitters:
+    """`h2o`: the tokens that their chunk attended to most ("Prefill-H2O" of Cache-Craft §5.1.4).
+
+    Of every reused chunk the `ceil(recompute_ratio * tokens)` tokens that received most attention from its own. H2O
+    keeps such tokens in a shrinking cache; Cache-Craft's baseline recomputes them. The attention was measured when the
+    segment was computed. Without a profile the first tokens are recomputed, where attention sinks form.
+    """
+
+    name = "h2o"
+    budget = RATIO_BUDGET
+    needs_profiles = True
+
+    def __init__(self, config: ReuseConfig) -> None:
+        self._ratio = config.recompute_ratio
+
+    def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
+        """One pass over misses, question and the heavy hitters of the reused chunks."""
+        parts = reuse_every_hit(lookup, prefer_neutral)
+        records = {record.id: record for entry in lookup.parts for record in entry.variants}
+        hitters = [
+            position
+            for part in parts
+            if part.kv_source is KVSource.REUSED and part.segment is not None and len(part.fresh) < len(part.span)
+            for position in Scattered(part.span.start, self._heaviest(records[part.segment])).positions()
+        ]
+        return one_pass(self.name, parts, hitters)
+
+    def _heaviest(self, record: SegmentRecord) -> tuple[int, ...]:
+        ranking: Sequence[int] = record.attention.by_received if record.attention else range(len(record))
+        return tuple(ranking[: ceil(self._ratio * len(record))])
+
+
+class SetCache:
+    """`set-cache`: the longest stored prefix whose chunks are all in this prompt, in any order (Cache-Craft §5.1.4).
+
+    An exact prefix match that ignores the order: its segments go where their chunks are in this prompt. A chain is a
+    run of exact segments, each computed behind all those before it, the first behind nothing. Of the chains whose parts
+    are all in this prompt, the one with the most tokens is reused without recomputation; of equals the one whose last
+    part comes first. The exact prefix is taken as by every method; everything else is computed.
+    """
+
+    name = "set-cache"
+    budget = None
+
+    def __init__(self, _config: ReuseConfig) -> None:
+        pass
+
+    def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
+        """One pass over what is in neither the exact prefix nor the chain."""
+        left: dict[ChunkId, list[SegmentRecord]] = {}
+        for link in max(_chains(lookup), key=lambda chain: sum(map(len, chain)), default=()):
+            left.setdefault(link.chunk_id, []).append(link)
+        parts: list[PartPlan] = []
+        for entry in lookup.parts:
+            chain = left.get(entry.part.id, []) if entry.part.id is not None else []
+            record = chain.pop(0) if chain else None
+            reused = record and PartPlan(entry.part, entry.span, KVSource.REUSED, record.id)
+            parts.append(settled_part(entry) or reused or PartPlan(entry.part, entry.span, KVSource.COMPUTED))
+        return one_pass(self.name, parts)
+
+
+def _chains(lookup: PromptLookup) -> Iterator[tuple[SegmentRecord, ...]]:
+    """Every chain of exact segments over parts of this prompt."""
+    there = Counter(entry.part.id for entry in lookup.parts if entry.part.id is not None)
+    records = [record for entry in lookup.parts for record in entry.variants if record.exact]
+    ends = {(*record.context, record.chunk_id): record for record in records}
+    for path in ends:
+        prefixes = [ends.get(path[:length]) for length in range(1, len(path) + 1)]
+        chain = tuple(record for record in prefixes if record is not None)
+        if len(chain) == len(path) and Counter(path) <= there:
+            yield chain
+
+
+def focused_as_printed(mass: Sequence[float]) -> frozenset[int]:
+    """Indices of the focused chunks by Algorithm 1, lines 4-9, word for word; `mass` `[chunks]` is cumulated.
+
+    Indices count from 1. With the masses sorted downwards, p_1..p_{k-1} are the shares of the gaps between neighbours,
+    h_i is minus the sum of p_j log p_j up to i, i* in 1..k-2 has the greatest h_{i+1} - h_i (the first if several), and
+    the i* greatest masses are focused. So the increment of gap i+1 selects one chunk fewer than lie above that gap, the
+    first gap is never the cut, and a gap with nearly all of the mass counts for little (-p log p is greatest at 1/e).
+    Without a gap, or with fewer than three chunks, all are focused. Of equal masses the earlier chunk comes first.
+
+    >>> sorted(focused_as_printed([0.1, 0.9, 0.5, 0.8]))  # gaps .1 .3 .4, -p log p of the last two .37 .35: i* = 1
+    [1]
+    """
+    order = sorted(range(len(mass)), key=lambda index: (-mass[index], index))
+    gaps = [mass[above] - mass[below] for above, below in pairwise(order)]
+    total = sum(gaps)
+    if len(mass) < LEAST_CHUNKS or not total:
+        return frozenset(order)
+    shares = [gap / total for gap in gaps[1:]]
+    increments = [-share * log(share) if share else 0.0 for share in shares]
+    return frozenset(order[: 1 + increments.index(max(increments))])
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCraftAblation:
+    """What a variant of `cachecraft` leaves out (the paper's Figure 26), or reads otherwise.
+
+    Without `use_cci` the share to recompute does not depend on how much a chunk attends to others, and tokens are drawn
+    at random. Without `use_overlap` a chunk counts as if nothing of its old context came before it now. With
+    `use_coverage` (not in the paper) chunks that are new before a chunk lessen its overlap. `focused` finds the chunks
+    that the question attends to.
+    """
+
+    use_cci: bool = True
+    use_overlap: bool = True
+    use_coverage: bool = False
+    focused: FindFocused = focused_by_gap
+
+
+class CacheCraftVariant(CacheCraft):
+    """`cachecraft` with an ablation."""
+
+    def __init__(self, config: ReuseConfig, ablation: CacheCraftAblation) -> None:
+        super().__init__(config)
+        self.ablation = ablation
+
+    def _bounds(self, record: SegmentRecord, prefix: ChunkPrefix) -> tuple[float, float]:
+        cci, overlap = super()._bounds(record, prefix)
+        return cci if self.ablation.use_cci else 1.0, overlap if self.ablation.use_overlap else 0.0
+
+    def _overlap(self, record: SegmentRecord, overlap: float, prefix: ChunkPrefix) -> float:
+        overlap = super()._overlap(record, overlap, prefix)
+        return overlap * coverage(record.context, prefix.tokens) if overlap and self.ablation.use_coverage else overlap
+
+    def _ranking(self, record: SegmentRecord) -> tuple[int, ...]:
+        if self.ablation.use_cci:
+            return super()._ranking(record)
+        return tuple(Random(f"{self._config.seed}:{record.id}").sample(range(len(record)), len(record)))
+
+    def _focus(self, parts: Sequence[PartPlan]) -> tuple[StopUnfocused, ...]:
+        return tuple(replace(rule, focused=self.ablation.focused) for rule in super()._focus(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class QueryAblation:
+    """What a variant of `query` does otherwise.
+
+    The question's attention is read in `layers` (None: those of the method). With `measured` it is multiplied by how
+    far a token's KV is off at the first check layer (CacheBlend §4.1), up to which `WIDEN` times the budget is active.
+    The first `first_tokens` of every chunk are always among the chosen. Above the lower `until` of the layers, a share,
+    chosen tokens keep their stored KV.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    layers: tuple[int, ...] | None = None
+    measured: bool = False
+    first_tokens: int = 0
+    until: float = 1.0
+
+    def __post_init__(self) -> None:
+        layers = self.layers
+        if layers is not None and (not layers or min(layers) < 0 or list(layers) != sorted(set(layers))):
+            raise UsageError(f"the watched layers must be ascending layer numbers from 0 on, not {layers}")
+        if not 0.0 < self.until <= 1.0:
+            raise UsageError(f"until must be a share of the layers, above 0 and at most 1, not {self.until}")
+
+
+WIDEN = 3.0
+
+
+class QueryVariant(QueryAware):
+    """`query` with an ablation: the method's plan, changed."""
+
+    def __init__(self, config: ReuseConfig, ablation: QueryAblation) -> None:
+        super().__init__(config)
+        if ablation.first_tokens and config.query.rounds > 1:
+            raise UsageError("first-token and two-rounds cannot be combined")
+        self._check_layer = config.check_layers[0]
+        self.ablation = ablation
+
+    def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
+        """The method's passes, changed; its one pass where nothing is chosen."""
+        plan = super().plan(lookup, geometry)
+        if len(plan.passes) == 1:
+            return plan
+        watching, *rounds = plan.passes
+        if self.ablation.first_tokens:
+            rounds = [self._with_first_tokens(plan.parts, rounds[0])]
+            if rounds[0].start is None:
+                return replace(plan, passes=tuple(rounds))
+        if (layers := self.ablation.layers) is not None and watching.watch is not None:
+            watch = replace(watching.watch, layers=layers)
+            watching = replace(watching, watch=watch, depth=layers[-1] + 1)
+            rounds = [replace(one, watch=one.watch and watch) for one in rounds]
+        stop = ceil(self.ablation.until * geometry.num_layers)
+        ends = (KeepTop(stop, 0),) if stop < geometry.num_layers else ()
+        return replace(plan, passes=(watching, *(self._measured(replace(one, rules=ends)) for one in rounds)))
+
+    def _with_first_tokens(self, parts: Sequence[PartPlan], weaving: Pass) -> Pass:
+        """The pass with chunks' first tokens, those of all chunks before any second, in its budget."""
+        budget = 0 if weaving.start is None else weaving.start.count
+        stale = [(offset, part.span.start + offset) for part in parts for offset in stale_offsets(part)]
+        first = sorted(one for one in stale if one[0] < self.ablation.first_tokens)[:budget]
+        required = required_spans(parts, sorted(position for _, position in first))
+        if len(first) == budget:
+            return Pass(required)
+        start = weaving.start and replace(weaving.start, count=budget - len(first))
+        return replace(weaving, required=required, start=start)
+
+    def _measured(self, weaving: Pass) -> Pass:
+        """The pass that starts with more candidates, of which the check layer leaves the budget."""
+        start = weaving.start
+        if start is None or not self.ablation.measured:
+            return weaving
+        wide = min(weaving.candidate_tokens, ceil(WIDEN * start.count))
+        rule = KeepTop(self._check_layer, start.count, Evidence.READ_DEVIATION)
+        return replace(weaving, start=replace(start, count=wide), rules=(rule, *weaving.rules))
+
+
+_VARIANTS: dict[str, tuple[type[Any], type[Any]]] = {
+    "cachecraft": (CacheCraftVariant, CacheCraftAblation),
+    "query": (QueryVariant, QueryAblation),
+}
+_ABLATIONS: dict[str, dict[str, Any]] = {
+    "printed": {"focused": focused_as_printed},
+    "no-cci": {"use_cci": False},
+    "no-overlap": {"use_overlap": False},
+    "coverage": {"use_coverage": True},
+    "measured": {"measured": True},
+    "first-token": {"first_tokens": 1},
+}
+_NUMBERS: dict[str, Callable[[str], Any]] = {
+    "layers": lambda text: tuple(int(layer) for layer in text.split("+")),
+    "until": float,
+}
+_PATTERNS = ("layers=1+2", "until=0.8")
+
+
+def bench_method(name: str, settings: Sequence[str], reuse: ReuseConfig) -> ReuseMethod:
+    """A method, or a baseline, with its settings: those of every command, and ablations of `cachecraft` and `query`.
+
+    Raises:
+        UnknownMethodError: no such method.
+        UsageError: no such setting, one that another method has, or a value out of range.
+    """
+    ablations = {one: found for one in settings if (found := _ablation(one)) is not None}
+    others = [one for one in settings if one not in ablations]
+    config = with_settings(reuse, others, (*_ABLATIONS, *_PATTERNS))
+    made = make_method(name, config, BENCH_METHODS)
+    if not ablations:
+        return made
+    changes: dict[str, Any] = {}
+    for found in ablations.values():
+        changes |= found
+    variant, ablation = _VARIANTS.get(name, (None, None))
+    if variant is None or ablation is None or not changes.keys() <= {one.name for one in fields(ablation)}:
+        raise UsageError(f"{name} does not take all of {', '.join(ablations)}")
+    method: ReuseMethod = variant(config, ablation(**changes))
+    return method
+
+
+bench_contenders = partial(make_contenders, make=bench_method)
+"""`make_contenders`, with baselines and ablations among what there is."""
+
+
+def _ablation(setting: str) -> dict[str, Any] | None:
+    """The field of an ablation that a setting says; None if it is none."""
+    key, equals, text = setting.partition("=")
+    if not equals or key not in _NUMBERS:
+        return _ABLATIONS.get(setting)
+    try:
+        return {key: _NUMBERS[key](text)}
+    except ValueError as error:
+        raise UsageError(f"not a setting: {setting!r}; write for example {', '.join(_PATTERNS)}") from error

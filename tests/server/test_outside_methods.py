@@ -1,0 +1,98 @@
+"""Methods from outside answer requests that name them, on both backends; what only benchmarks know does not."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from chunkweave import plugins
+from chunkweave.plugins import METHODS
+from tests.outside import FILE, install_our_weaving
+from tests.server.conftest import Client
+from tests.server.processes import ServerProcess
+from tests.server.test_refusals import ask, error_of
+
+FERRY = "The ferry leaves at seven, at noon and at six, and on Sundays at nine."
+CHOIR = "The choir sings on Sundays."
+
+
+def woven(client: Client, **reuse) -> dict:
+    """The report of a request whose chunks were asked for before, in another order."""
+    client.ask(documents=[CHOIR, FERRY], chunkweave=reuse)
+    response = client.ask(documents=[FERRY, CHOIR], chunkweave=reuse)
+    assert response.status_code == 200, response.text
+    return response.json()["chunkweave"]
+
+
+@pytest.fixture
+def method_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(plugins, "_FILES", {})
+    file = tmp_path / "chunk_ends.py"
+    file.write_text(FILE)
+    return str(file)
+
+
+def test_a_request_names_the_method_of_a_file(serve, method_file):
+    client = serve(method_file=(method_file,))
+    report = woven(client, method="chunk-ends", recompute_ratio=0.5)
+    assert (report["method"], report["why"]) == ("chunk-ends", "asked for")
+    assert report["parameters"] == {"recompute_ratio": 0.5}
+
+
+@pytest.mark.backend("engine")
+def test_what_the_method_of_a_file_says_is_recomputed(serve, method_file):
+    client = serve(method_file=(method_file,))
+    assert "chunk-ends" in client.get("/openapi.json").text
+    assert woven(client, method="chunk-ends", recompute_ratio=0.5)["recomputed_tokens"] > 0
+    assert woven(client, method="chunk-ends", recompute_ratio=0.0)["recomputed_tokens"] == 0
+
+
+@pytest.mark.backend("vllm")
+def test_vllms_connector_is_given_the_file(serve, method_file):
+    settings = serve(method_file=(method_file,), method="chunk-ends").service.settings
+    assert settings.connector_config() == {"method_file": [method_file], "method": "chunk-ends"}
+
+
+def test_no_request_names_a_file(client: Client, method_file: str):
+    message = error_of(ask(client, chunkweave={"method_file": [method_file]}))["message"]
+    assert "method_file" in message
+    assert "chunk-ends" not in METHODS.names
+    assert "unknown reuse method" in error_of(ask(client, chunkweave={"method": method_file}))["message"]
+
+
+@pytest.mark.parametrize("name", ["random", "h2o", "set-cache"])
+def test_a_baseline_is_no_method_here(client: Client, name: str):
+    message = error_of(ask(client, chunkweave={"method": name}))["message"]
+    assert f"unknown reuse method {name!r}; there are: {METHODS.listed}" in message
+    assert name not in METHODS.names
+
+
+@pytest.mark.parametrize(
+    "name", ["use_cci", "use_overlap", "use_coverage", "focus_reading", "query", "until", "widen", "over_heads"]
+)
+def test_an_ablation_is_no_field_of_a_request(client: Client, name: str):
+    error = error_of(ask(client, chunkweave={"method": "query", name: {"until": 0.5} if name == "query" else 1}))
+    assert f"unknown fields of chunkweave: {name}" in error["message"]
+
+
+@pytest.mark.slow
+def test_a_package_outside_answers_over_http_by_name(tmp_path: Path):
+    """With our engine, in a process that has the package as an installer puts it there."""
+    folder = install_our_weaving(tmp_path)
+    flags = ("--model", "reader", "--policy", "largest-first", "--ordering", "shortest-first", "--order", "free")
+    with ServerProcess(*flags, packages=(folder,)) as server:
+        body = {"messages": [{"role": "user", "content": "When does the ferry leave?"}], "max_tokens": 2}
+        reports = []
+        for documents in ([CHOIR, FERRY], [FERRY, CHOIR]):
+            reuse = {"method": "chunk-ends", "recompute_ratio": 0.5}
+            answer = httpx.post(
+                f"{server.url}/v1/chat/completions",
+                json={**body, "documents": documents, "chunkweave": reuse},
+                timeout=60,
+            )
+            assert answer.status_code == 200, answer.text
+            reports.append(answer.json()["chunkweave"])
+        assert [report["method"] for report in reports] == ["chunk-ends"] * 2
+        assert [report["order"] for report in reports] == ["shortest-first"] * 2
+        ranks = [[chunk["rank"] for chunk in one["chunks"] if chunk["rank"] is not None] for one in reports]
+        assert ranks == [[0, 1], [1, 0]], "the shorter one first"

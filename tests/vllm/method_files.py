@@ -1,0 +1,33 @@
+"""Methods that are the benchmarks' alone, as files that a connector's extra config names."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from chunkweave.plugins import load_plugin_files
+
+_BASELINE = "from chunkweave_lab.baselines import {} as METHOD\n"
+_VARIANT = """
+from chunkweave_lab.baselines import QueryAblation, QueryVariant
+
+
+class METHOD(QueryVariant):
+    name = "{}"
+
+    def __init__(self, config):
+        super().__init__(config, QueryAblation({}))
+"""
+_FILES = {
+    "random": _BASELINE.format("RandomTokens"),
+    "h2o": _BASELINE.format("HeavyHitters"),
+    "set-cache": _BASELINE.format("SetCache"),
+    "query-measured": _VARIANT.format("query-measured", "measured=True"),
+    "query-first-token": _VARIANT.format("query-first-token", "first_tokens=1"),
+    "query-until": _VARIANT.format("query-until", "until=0.5"),
+}
+
+_folder = TemporaryDirectory(prefix="chunkweave-methods-")
+for _name, _source in _FILES.items():
+    (Path(_folder.name) / f"{_name.replace('-', '_')}.py").write_text(_source)
+
+METHOD_FILES = sorted(map(str, Path(_folder.name).iterdir()))
+load_plugin_files(METHOD_FILES)
