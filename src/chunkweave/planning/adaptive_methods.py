@@ -19,7 +19,7 @@ class LoadAwareMethod:
     """A method that recomputes as much as configured, and more where segments load slowly (CacheBlend §5.1).
 
     Loading time is summed over the segments that the method takes, each at its tier's throughput. The ratio r whose
-    recomputation takes as long is a floor for the method's budget (DESIGN §5.3): a ratio becomes at least r, an alpha
+    recomputation takes as long is a floor for the method's budget: a ratio becomes at least r, an alpha
     at least so large that the share r is recomputed. A method without a budget is not changed. Where the question is
     computed first (`query`), loading hides behind recomputation only after the last layer of that first pass.
     """

@@ -31,7 +31,7 @@ _NO_METHODS = "capture"
 
 
 class Quality(StrEnum):
-    """How close to full prefill of the same model a request wants to be (DESIGN §5.6)."""
+    """How close to full prefill of the same model a request wants to be."""
 
     EXACT = "exact"
     """Full prefill's KV: only exact prefixes are reused."""

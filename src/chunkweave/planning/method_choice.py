@@ -172,7 +172,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class MethodChooser:
-    """What an engine knows when it is asked for an answer (DESIGN §3.9).
+    """What an engine knows when it is asked for an answer.
 
     `usual` is for calls that name neither method nor quality, `reuse` holds the parameters of a named method, `record`
     is what a calibration found (None: there was none, and `how_to_calibrate` is the command).

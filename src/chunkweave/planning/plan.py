@@ -82,7 +82,7 @@ class TopBy:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What of a question's attention a pass notes, for what the next one starts with (ProphetKV; DESIGN §5.6).
+    """What of a question's attention a pass notes, for what the next one starts with (ProphetKV).
 
     In each of `layers` (ascending) the attention weights of the tokens of `question` (all of it, or its end), softmax
     over all keys that each sees, are combined to one number a position: over heads, then tokens, then layers.

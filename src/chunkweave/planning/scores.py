@@ -1,7 +1,7 @@
 """Cache-Craft's scores: how much a stored chunk depends on its old context, and how much of that is there again.
 
 All are pure. What does not depend on the prompt (a and b of eq. 9, CCI of eq. 11) the profile works out itself, once.
-The system part and BOS enter none of them (DESIGN §5.2). A prefix is a set of chunks: one that stands in it twice
+The system part and BOS enter none of them. A prefix is a set of chunks: one that stands in it twice
 counts once, with its mass from both places, and is ordered by its first place.
 """
 
@@ -16,7 +16,7 @@ from chunkweave.types import ChunkId
 def prefix_overlap(profile: AttentionProfile, prefix: Collection[ChunkId]) -> float:
     """The share beta of the mass on the old prefix that went to chunks which are in the new `prefix` too (eq. 6).
 
-    If the old prefix is empty: 1 if the new one is empty too, else 0 (DESIGN §5.2). If nothing of it was looked at,
+    If the old prefix is empty: 1 if the new one is empty too, else 0. If nothing of it was looked at,
     each of its chunks counts the same.
 
     >>> profile = AttentionProfile((ChunkId("a"), ChunkId("b")), (4, 8), (1.0, 0.5), 0.8, 0.7, (0.9, 0.6), (0.8, 0.0))
@@ -63,7 +63,7 @@ def coverage(old: Iterable[ChunkId], prefix: Mapping[ChunkId, int]) -> float:
     """Share of the new prefix's tokens that the `old` one had too; 1 if the new one is empty.
 
     `prefix` gives each chunk of the new prefix its tokens. Not in the paper: beta does not see chunks that came
-    before a chunk only now (DESIGN §5.2).
+    before a chunk only now.
 
     >>> coverage({ChunkId("a")}, {ChunkId("a"): 30, ChunkId("b"): 10})
     0.75
@@ -73,10 +73,10 @@ def coverage(old: Iterable[ChunkId], prefix: Mapping[ChunkId, int]) -> float:
 
 
 FOCUS_WINDOW = 3
-"""Layers in a row with the same focused set after which it is believed (w of Algorithm 1; DESIGN §5.2)."""
+"""Layers in a row with the same focused set after which it is believed (w of Algorithm 1)."""
 
 LEAST_CHUNKS = 3
-"""Fewer have too few gaps to tell focused chunks from others (DESIGN §5.2)."""
+"""Fewer have too few gaps to tell focused chunks from others."""
 
 
 def focused_by_gap(mass: Sequence[float]) -> frozenset[int]:
@@ -120,7 +120,7 @@ class FocusTracker:
         """Add one layer's attention mass of the question on each chunk, `[chunks]`.
 
         Returns the focused chunks' indices once the last `window` layers agree on them, None until then. With fewer
-        than three chunks it is None always: there is nothing to tell apart (DESIGN §5.2).
+        than three chunks it is None always: there is nothing to tell apart.
 
         Raises:
             ValueError: not as many chunks as in the layers before.

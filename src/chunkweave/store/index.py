@@ -135,9 +135,9 @@ class RequestUse:
 class PathIndex:
     """A trie of exact segments by the path of chunk ids that each continues: finds the longest exact prefix.
 
-    The path of a segment is its context and its own chunk; RAGCache's knowledge tree has the same nodes (RAGCache §5.1,
-    DESIGN §3.4). A segment whose ancestors are not all stored is in the trie but not on an exact prefix; it is again
-    when they return. Inexact records are ignored, so that callers need not tell them apart. Not thread-safe.
+    The path of a segment is its context and its own chunk; RAGCache's knowledge tree has the same nodes (§5.1).
+    A segment whose ancestors are not all stored is in the trie but not on an exact prefix; it is again when they
+    return. Inexact records are ignored, so that callers need not tell them apart. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class StoreFollower:
 
 
 class SegmentIndex:
-    """The bookkeeping of a segment store, without payloads (DESIGN §3.4: one pool, two indexes).
+    """The bookkeeping of a segment store, without payloads (one pool, two indexes).
 
     The records are the truth; indexes, byte count and policy follow from them and can be rebuilt.
     A record is published last and withdrawn first. Not thread-safe: the store's lock guards it.

@@ -327,7 +327,7 @@ class VariantLimits:
 
     A node of the path index is no variant: it is there for exact prefixes, as many as the byte budgets hold, and
     counts only in all. Neither is what a conversation goes on from. An exact segment whose ancestors are gone has left
-    the path index and is a variant (DESIGN §3.4). A segment counts once, on however many levels it is. The instruction
+    the path index and is a variant. A segment counts once, on however many levels it is. The instruction
     counts as a chunk of its own.
 
     Raises:

@@ -17,7 +17,7 @@ LEAST_CCI = 0.5
 
 @dataclass(frozen=True)  # no slots: what follows from the masses alone is worked out once, when it is first asked for
 class AttentionProfile:
-    """Attention mass of one segment's tokens, averaged over the captured heads and layers (DESIGN §5).
+    """Attention mass of one segment's tokens, averaged over the captured heads and layers.
 
     `chunks` are the chunks before the segment in its prompt, in order, with `lengths` in tokens; a chunk that stood
     there twice is listed twice. `inter[j]` is the mass that all tokens of the segment together put on `chunks[j]`

@@ -28,7 +28,7 @@ _CLAIM_POLL_S = 0.05  # a claim that died with its thread notifies nobody
 
 
 class SegmentStore(Generic[PayloadT]):
-    """Records, indexes, budget and pins of the segments whose payloads lie in one tier (DESIGN §3.4).
+    """Records, indexes, budget and pins of the segments whose payloads lie in one tier.
 
     Nothing of START or QUESTION parts comes in: a record needs the id that they lack. Bytes held never exceed the
     budget. Leaves of the path index and what is outside it are evicted first, whatever the policy; an inner node goes
@@ -167,8 +167,8 @@ class SegmentStore(Generic[PayloadT]):
     def lookup(self, prompt: Prompt) -> PromptLookup:
         """What is stored for each part of `prompt`; pins nothing, and the policy is not told (`note_request`).
 
-        A stored segment counts only if its token ids are the part's, not on the strength of the hash
-        (DESIGN §3.2). What is found may be evicted before it is leased: `get` then says so.
+        A stored segment counts only if its token ids are the part's, not on the strength of the hash.
+        What is found may be evicted before it is leased: `get` then says so.
         """
         with self._settled():
             path = self._index.paths.longest_exact_prefix(part.id for part in prompt.parts if part.id is not None)
@@ -249,7 +249,7 @@ class SegmentStore(Generic[PayloadT]):
     def get(self, segment: SegmentId) -> PayloadT | None:
         """The payload, or None if the segment is not stored (any more).
 
-        A payload that the tier has lost is a miss too: its record is dropped, logged and counted (DESIGN §3.10), but
+        A payload that the tier has lost is a miss too: its record is dropped, logged and counted, but
         nothing is deleted: a remote that did not answer may still have it. One that another process has replaced
         by a worse one is lost too, and so is one that another process was to remove.
         """

@@ -1,4 +1,4 @@
-"""`query`: recompute the tokens that this question reads (query-aware weaving, DESIGN §5.6; ProphetKV's idea)."""
+"""`query`: recompute the tokens that this question reads (query-aware weaving, after ProphetKV's idea)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
