@@ -47,6 +47,15 @@ def test_what_the_method_of_a_file_says_is_recomputed(serve, method_file):
     assert woven(client, method="chunk-ends", recompute_ratio=0.0)["recomputed_tokens"] == 0
 
 
+def test_a_method_that_lacks_a_budget_is_refused_and_the_server_goes_on_answering(serve, tmp_path, method_file):
+    file = tmp_path / "without_budget.py"
+    file.write_text(FILE.replace("budget = RATIO_BUDGET", "").replace("chunk-ends", "without-budget"))
+    client = serve(method_file=(str(file),))
+    error = error_of(ask(client, documents=[FERRY], chunkweave={"method": "without-budget"}))
+    assert "the reuse method 'without-budget' has no `budget`" in error["message"]
+    assert client.ask(documents=[FERRY]).status_code == 200
+
+
 @pytest.mark.backend("vllm")
 def test_vllms_connector_is_given_the_file(serve, method_file):
     settings = serve(method_file=(method_file,), method="chunk-ends").service.settings

@@ -37,3 +37,8 @@ def test_a_quick_one_leaves_no_line(capsys):
     with console.status("loading a model"):
         pass
     assert not capsys.readouterr().err
+
+
+def test_names_between_colons_are_no_emoji(capsys):
+    console.stderr().print("not a method: a:x:b")
+    assert "a:x:b" in capsys.readouterr().err

@@ -70,6 +70,13 @@ def test_a_method_that_calls_itself_otherwise_is_refused(tmp_path):
     assert "the reuse method 'mine' calls itself 'prefix': its `name` must be 'mine'" in said
 
 
+@pytest.mark.parametrize(("has", "lacks"), [("name = 'mine'", "budget"), ("budget = None", "name")])
+def test_a_method_that_lacks_what_is_needed_is_refused(tmp_path, has, lacks):
+    source = f"class Mine:\n    {has}\n    def __init__(self, config): ..."
+    said = refused(tmp_path, "make_method('mine')", {"chunkweave.methods": {"mine": "odd_one:Mine"}}, source)
+    assert f"the reuse method 'mine' has no `{lacks}`" in said
+
+
 def test_a_file_brings_what_its_constants_say(tmp_path):
     file = tmp_path / "chunk_ends.py"
     file.write_text(FILE)

@@ -39,12 +39,12 @@ Report = Callable[[int, int], None]
 
 def stdout() -> Console:
     """Where results go."""
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, emoji=False)
 
 
 def stderr() -> Console:
     """Where progress, warnings and errors go."""
-    return Console(file=sys.stderr, highlight=False)
+    return Console(file=sys.stderr, highlight=False, emoji=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,9 +85,12 @@ def make_method(name: str, config: ReuseConfig | None = None, known: Plugins = M
 
     Raises:
         UnknownMethodError: no such method; the message lists those there are.
-        UsageError: it cannot be imported, or calls itself otherwise.
+        UsageError: it cannot be imported, calls itself otherwise, or lacks `name` or `budget`.
     """
     method: ReuseMethod = known.get(name)(config or ReuseConfig())
+    for needed, what in (("name", f"{name!r}"), ("budget", "RATIO_BUDGET, or None")):
+        if not hasattr(method, needed):
+            raise UsageError(f"the reuse method {name!r} has no `{needed}`: set it to {what}")
     if method.name != name:
         raise UsageError(f"the reuse method {name!r} calls itself {method.name!r}: its `name` must be {name!r}")
     return method
