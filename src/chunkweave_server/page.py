@@ -12,11 +12,12 @@ from fastapi import APIRouter, Depends, Header
 from fastapi.responses import HTMLResponse, Response
 
 import chunkweave
+from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.page import AnswerView, Bar, FullEstimate, asset, render, share_of_kinds
 from chunkweave.page.render import STATIC
 from chunkweave.page.views import share_of_tiers
-from chunkweave.planning.method import parameter_of
+from chunkweave.planning.method import RATIO_BUDGET, parameter_of
 from chunkweave.plugins import METHODS
 from chunkweave_server.errors import HttpError
 from chunkweave_server.gate import NEEDS_KEY, OfTenant
@@ -52,11 +53,18 @@ async def page(service: AnyService) -> HTMLResponse:
     """The page, empty."""
     methods = [*(name for name in METHODS.names if name not in _EXACT), *_EXACT]
     names = {"model": service.backend.name, "version": chunkweave.__version__}
-    with_ratio = [name for name in METHODS.names if parameter_of(name) == "recompute_ratio"]
+    with_ratio = [name for name in METHODS.names if _takes_ratio(name)]
     asking = {"methods": methods, "usual": _USUAL, "with_ratio": with_ratio}
     text = render("page.html", **names, **asking, keys=bool(len(service.keys)))
     headers = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "cache-control": "no-store"}
     return HTMLResponse(text, headers=headers)
+
+
+def _takes_ratio(method: str) -> bool:
+    try:
+        return parameter_of(method) == RATIO_BUDGET.parameter
+    except UsageError:  # a method of a package that cannot be made: asking with it says why
+        return False
 
 
 @shell.get("/page/{name}")

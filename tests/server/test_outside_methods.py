@@ -54,6 +54,7 @@ def test_a_method_that_lacks_a_budget_is_refused_and_the_server_goes_on_answerin
     error = error_of(ask(client, documents=[FERRY], chunkweave={"method": "without-budget"}))
     assert "the reuse method 'without-budget' has no `budget`" in error["message"]
     assert client.ask(documents=[FERRY]).status_code == 200
+    assert client.get("/").status_code == 200
 
 
 @pytest.mark.backend("vllm")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from chunkweave.planning.method import METHODS
+from chunkweave.plugins import METHODS
 from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, bearer, key_ring
 
 DOCUMENTS = ["The ferry leaves at seven, at noon and at six.", "Pilots board ships two miles west of the lighthouse."]
@@ -112,7 +112,7 @@ def test_looking_does_not_use_up_the_requests_a_minute(serve: Serve):
 def test_the_page_says_which_methods_there_are_and_which_take_a_ratio(client):
     boxes = re.findall(r'name="methods" value="([\w-]+)"( data-ratio)?( checked)?', client.get("/").text)
     assert [name for name, *_ in boxes] == [
-        *(name for name in METHODS if name not in ("prefix", "full")),
+        *(name for name in METHODS.names if name not in ("prefix", "full")),
         "prefix",
         "full",
     ]
