@@ -55,13 +55,15 @@ requests = st.tuples(
 def test_no_speculation_delays_a_request_by_a_step(engine, arrivals, guesses, max_running, blocks, step_tokens):
     """With little memory, few places, small steps: every piece of every request comes in the same step as without.
 
-    Steps have no time limit here: with one, a core runs one step of answers alone to learn how long that takes, and a
-    speculation may have taught it that already.
+    Each core has answered before: its first step beside answers is of answers alone, to learn how long that takes, and a
+    speculation may teach it that.
     """
     limits = {"max_running": max_running, "step_tokens": step_tokens, "kv_tokens": 8 * blocks, "block_tokens": 8}
 
     def steps_of_pieces(with_guesses: bool) -> list[list[int]]:
-        driver = Driver(engine, **limits, step_time_s=None)
+        driver = Driver(engine, **limits)
+        driver.submit(asked([], 4))
+        driver.run()
         wanted, pieces = [], []
         for step in range(400):
             for at, (chunks, tokens, method) in guesses if with_guesses else ():
