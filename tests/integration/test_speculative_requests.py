@@ -55,8 +55,8 @@ requests = st.tuples(
 def test_no_speculation_delays_a_request_by_a_step(engine, arrivals, guesses, max_running, blocks, step_tokens):
     """With little memory, few places, small steps: every piece of every request comes in the same step as without.
 
-    Each core has answered before: its first step beside answers is of answers alone, to learn how long that takes, and a
-    speculation may teach it that.
+    Each core has answered before: its first step beside answers is of answers alone, to learn how long that takes, and
+    a speculation may teach it that.
     """
     limits = {"max_running": max_running, "step_tokens": step_tokens, "kv_tokens": 8 * blocks, "block_tokens": 8}
 

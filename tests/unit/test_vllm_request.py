@@ -207,7 +207,7 @@ FINE = {"chunks": [[3, 6]]}
         ({**FINE, "query": {"factor": None}}, "query.factor must be one of none, stored, not None"),
         ({**FINE, "query": {"factor": "measured"}}, "query.factor must be one of none, stored, not 'measured'"),
         *(
-            ({**FINE, "query": {name: 1}}, f"unknown fields of query: {name}; there are")
+            ({**FINE, "query": {name: 2}}, f"unknown fields of query: {name}; there are")
             for name in ("over_heads", "over_tokens", "over_layers", "widen", "first_tokens", "mixed_share", "until")
         ),
         *(
@@ -261,6 +261,22 @@ def test_a_layer_that_the_model_has_not_is_refused_where_that_is_known():
 def test_wrong_defaults_are_refused_at_start():
     with pytest.raises(UsageError, match="recompute_ratio must be a number between 0 and 1"):
         Defaults.from_config({"recompute_ratio": 2})
+
+
+def test_a_front_of_the_version_before_may_send_what_is_no_longer_there_as_it_always_was():
+    before = {
+        "tail": 8,
+        "layers": "late",
+        "factor": "stored",
+        "rounds": 2,
+        "until": 1.0,
+        "widen": 3.0,
+        "over_heads": "max",
+    }
+    asked = read({**FINE, "method": "query", "query": before})
+    assert asked.reuse.query == QueryConfig(tail=8, layers=WatchedLayers.LATE, factor=DeviationFactor.STORED, rounds=2)
+    with pytest.raises(UsageError, match="unknown fields of query: until"):
+        read({**FINE, "method": "query", "query": {**before, "until": 0.5}})
 
 
 def test_a_prompt_without_token_ids_is_refused():

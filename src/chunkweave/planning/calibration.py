@@ -229,7 +229,7 @@ def _target_of(data: Mapping[str, Any]) -> Target:
     return Target(Bounds(**data["bounds"]), data["least"], data["method"])
 
 
-_NO_LONGER: dict[str, Any] = {
+NO_LONGER: dict[str, Any] = {
     "focus_reading": "largest-gap",
     "use_cci": True,
     "use_overlap": True,
@@ -242,7 +242,7 @@ _NO_LONGER: dict[str, Any] = {
     "mixed_share": 0.0,
     "until": 1.0,
 }
-"""Settings that records of version 0.1 have too, and the one value of each that this version knows."""
+"""Settings that the version before wrote in records and sent to vLLM, and the one value of each that this one knows."""
 
 
 def _reuse_of(data: Mapping[str, Any]) -> ReuseConfig:
@@ -253,9 +253,9 @@ def _reuse_of(data: Mapping[str, Any]) -> ReuseConfig:
 
 def _with_written(usual: ConfigT, data: Mapping[str, Any]) -> ConfigT:
     """`usual` with the values of a record; JSON's lists and texts become what the fields hold."""
-    if other := [name for name in data if name in _NO_LONGER and data[name] != _NO_LONGER[name]]:
+    if other := [name for name in data if name in NO_LONGER and data[name] != NO_LONGER[name]]:
         raise ValueError(f"this version lacks {', '.join(other)}")
-    kept = {name: value for name, value in data.items() if name not in _NO_LONGER}
+    kept = {name: value for name, value in data.items() if name not in NO_LONGER}
     read: dict[str, Any] = {n: v if v is None else type(getattr(usual, n))(v) for n, v in kept.items()}
     return replace(usual, **read)
 

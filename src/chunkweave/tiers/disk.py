@@ -162,9 +162,10 @@ class DiskTier:
         return None if header is None else header.created_s
 
     def verify(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Read every layer of every segment; those that fail are used no more and listed by `problems`.
+        """Read every layer of every segment; those that fail are listed by `problems`.
 
-        `progress` is called for each segment.
+        Damaged ones are used no more; what cannot be read just now is tried again when it is asked for. `progress` is
+        called for each segment.
         """
         for record in self.records():
             progress()
@@ -175,7 +176,7 @@ class DiskTier:
                 for layer in range(source.header.layout.num_layers):
                     source.layer(layer)
             except SegmentLost as error:
-                unread = isinstance(error.__cause__, OSError)  # what cannot be read just now need not be damaged
+                unread = isinstance(error.__cause__, OSError)  # it need not be damaged
                 problem = FileProblem.UNREADABLE if unread else FileProblem.CORRUPT
                 self._refuse_unless_replaced(source, problem, str(error))
 

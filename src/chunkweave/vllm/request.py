@@ -10,7 +10,7 @@ from typing import Any
 from chunkweave.config import QueryConfig, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.ordering.arrangement import Promotion
-from chunkweave.planning.calibration import CalibrationRecord
+from chunkweave.planning.calibration import NO_LONGER, CalibrationRecord
 from chunkweave.planning.method import reads_question
 from chunkweave.planning.method_choice import (
     FIELD,
@@ -308,6 +308,7 @@ def _compared(given: Mapping[str, Any], usual: ReuseConfig) -> ReuseConfig:
 def _query(given: Any, usual: QueryConfig) -> QueryConfig:
     if not isinstance(given, Mapping):
         raise UsageError("query must be an object such as {'tail': 4, 'layers': 'late'}")
+    given = {name: value for name, value in given.items() if name not in NO_LONGER or value != NO_LONGER[name]}
     known = sorted(one.name for one in fields(QueryConfig))
     if unknown := sorted(str(key).encode("utf-8", "backslashreplace").decode() for key in given if key not in known):
         raise UsageError(f"unknown fields of query: {', '.join(unknown)}; there are {', '.join(known)}")
