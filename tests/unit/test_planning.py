@@ -57,6 +57,13 @@ def plan(method, lookup, **config) -> Plan:
     return made
 
 
+@pytest.mark.parametrize("method", BENCH_METHODS.names)
+def test_the_text_of_a_plan_is_the_same_in_every_process(method):
+    """Tensor-parallel ranks compare it: no address of an object may be in it."""
+    text = repr(plan(method, make_lookup((30, 40, 50, 20), stored={0, 1, 2, 3}), recompute_ratio=0.5, alpha=0.5))
+    assert " at 0x" not in text
+
+
 @settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 40), max_size=6),

@@ -7,7 +7,7 @@ and the rest of the layer. What a rule drops keeps its cached KV from that layer
 
 from bisect import bisect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import compress, pairwise
 from math import ceil
@@ -61,7 +61,8 @@ class StopUnfocused:
     chunks: tuple[Span, ...]
     question: Span
     window: int = FOCUS_WINDOW
-    focused: FindFocused = focused_by_gap
+    focused: FindFocused = field(default=focused_by_gap, repr=False)
+    """Not in the `repr`, which ranks compare: that of a function is another in each process."""
 
 
 Rule = KeepTop | StopUnfocused
