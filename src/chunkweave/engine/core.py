@@ -28,6 +28,7 @@ from chunkweave.errors import (
 )
 from chunkweave.fusion.loop import PassInterrupted
 from chunkweave.kv.segment import SegmentLost
+from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import KVSource
 from chunkweave.scheduling.budget import BatchingConfig
 
@@ -271,10 +272,16 @@ class BatchingCore:
             owner=request.tenant,
         )
         request.passed_over = 0
-        request.job = self._runner.start(prompt, request.prepared.method, options)
+        request.job = self._runner.start(prompt, self._method(request), options)
         request.use = request.use or request.job.use
         if not request.yields:
             self.count(request)
+
+    def _method(self, request: RequestState) -> ReuseMethod:
+        """The method of a request that is admitted; others would pay for what hides the loading of this one."""
+        others = (one for one in self._scheduler.requests.values() if one is not request and not one.yields)
+        alone = next(others, None) is None
+        return request.prepared.raised(self._runner.loading(request.prefetch) if alone else None)
 
     def _groups(self) -> list[StepGroup]:
         """What this step runs, after prefills whose segments are known to be lost were planned again."""

@@ -331,7 +331,13 @@ class PrefillJob:
         options, model, store = self._options, self._context.model, self._context.store
         if plan is None:
             found = store.store.lookup(self._prompt)
-            plan = store.plan(found, self._method, given_up=self._given_up, history=options.history)
+            plan = store.plan(
+                found,
+                self._method,
+                given_up=self._given_up,
+                history=options.history,
+                loading=store.loading(options.prefetched),
+            )
             self.use = self.use or RequestUse.of(found, plan.segments())
         self.plan = plan
         windows = () if options.unseen else model.geometry.windows
