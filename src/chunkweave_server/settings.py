@@ -175,7 +175,10 @@ class FleetSettings:
         32, "Requests with documents that one replica is given at once; others wait here.", least=1
     )
     mirror_tokens: int = setting(
-        2_000_000, "Tokens that a replica's segment store is assumed to hold, for routing and order.", least=1
+        2_000_000,
+        "Most tokens that a replica's segment store is assumed to hold, for routing and order; fewer once it reports "
+        "that it has room for fewer.",
+        least=1,
     )
     speculate: bool = setting(
         True, "Prefill for what a search of a corpus has found so far, while nothing else waits.", places=SERVERS

@@ -133,7 +133,8 @@ class ConnectorWorker:
 
     def holdings(self) -> Holdings:
         """What is stored from earlier on, for the scheduler to begin with; call it before the first step."""
-        return Holdings(self._follower.take().added, self._store.shared)
+        bytes_per_token = self._layers.own_geometry.kv_elements_per_token() * self._layers.dtype.itemsize
+        return Holdings(self._follower.take().added, self._store.shared, self._store.room_bytes // bytes_per_token)
 
     def begin(self, orders: StepOrders) -> None:
         """Before vLLM gives blocks of preempted requests to others: copy what is to be kept of them."""
