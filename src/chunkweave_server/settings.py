@@ -27,6 +27,7 @@ from chunkweave.config import (
 from chunkweave.errors import UsageError, unknown_names
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.planning.calibration import Quality
+from chunkweave.planning.cost import given_cost_model
 from chunkweave.planning.method import make_method
 from chunkweave.planning.method_choice import EXACT_METHOD
 from chunkweave.scheduling.budget import BatchingConfig
@@ -247,6 +248,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         make_policy(self.store.policy)
+        given_cost_model(self.store.cost_model, None)
         ChunkOrder.parse(self.requests.order or "")
         TenantWeights.parse(self.batching.tenant_weight)
         make_method(self.requests.method or EXACT_METHOD)
