@@ -225,6 +225,7 @@ class VllmAnswer:
         cached = cached_tokens(report, reported)
         context.fleet.served(placed, cached_tokens=cached)
         self._end_turn(placed, choice)
+        context.preparer.answered(self._prepared, placed.arranged)
         shown = shown_report(placed, report, reported)
         finish_reason = str(choice.get("finish_reason") or "stop")
         self._answered = True
