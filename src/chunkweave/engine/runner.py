@@ -279,7 +279,7 @@ class Runner:
         self.store.insert(record, kv)
 
     def store_computed(self, job: PrefillJob) -> int:
-        """Store the parts that a job had computed whole when it was given up; returns how many the store took."""
+        """Store the parts that a job has computed whole since the last call; returns how many the store took."""
         return sum(self.store.insert(record, kv) for record, kv in job.computed())
 
     @property
