@@ -180,6 +180,12 @@ class FleetSettings:
     speculate: bool = setting(
         True, "Prefill for what a search of a corpus has found so far, while nothing else waits.", places=SERVERS
     )
+    first_token_timeout_s: float | None = setting(
+        None,
+        "Longest time for a vLLM server to begin an answer; a request is then sent once more, to another one if there "
+        "is one; none: any.",
+        above=0,
+    )
     start_timeout_s: float = setting(1800.0, "How long a vLLM server may take to start.", above=0)
 
     def __post_init__(self) -> None:

@@ -120,7 +120,8 @@ class VllmBackend:
         preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens, passages))
         shadow = None if self.shadow is None else VllmShadow(self.shadow, fleet)
         self._chats = ChatPrompts(preparer.builder, self.name)
-        self.context = AnswerContext(preparer, fleet, self._inbox, shadow, self._settings.batching.deadline_s)
+        deadline_s = self._settings.batching.deadline_s
+        self.context = AnswerContext(preparer, fleet, self._inbox, shadow, deadline_s, settings.first_token_timeout_s)
         self.cache = VllmCache(self.context, removals, threads, model=self.name)
         self.fleet = fleet
         return BackendParts(

@@ -213,7 +213,7 @@ def reuse_report(
     sources = [PartSource(one) for one in _sources(placed.prompt, said, counts.prefix_exact)]
     method, recomputed = str(said.get("method") or choice.method), sorted(said.get("recomputed") or ())
     outcome = Outcome(method, counts, sources, recomputed)
-    report = build_report(placed.arranged, choice, placed.prepared.turn, outcome, durations, new_tokens)
+    report = build_report(placed.arranged, choice, placed.prepared.content, outcome, durations, new_tokens)
     return replace(
         report,
         recompute_fraction=float(said.get("recompute_fraction") or 0.0),
