@@ -387,8 +387,8 @@ class Corpus:
         Raises what `build_index` raises.
         """
         if made is not None:
-            self._searcher.take(made)
-        if keep:
+            self._searcher.take(made, keep=keep)
+        elif keep:
             self._searcher.save()
 
     @cached_property

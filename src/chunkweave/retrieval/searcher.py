@@ -44,11 +44,13 @@ class Built:
     """What was made over the rows of a corpus, for its searchers as long as rows are only added.
 
     `index` and `sketch` have the first rows, or all. Both change under `lock`. `looked`: what is on disk was read.
+    `saved_rows` of the index are there.
     """
 
     index: VectorIndex | None = None
     sketch: Sketch | None = None
     looked: bool = True
+    saved_rows: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -143,6 +145,7 @@ class Searcher:
                 return self._flat(built.sketch)
             if built.index is None and self._files is not None and not built.looked:
                 built.index = stored_index(self._files, self._manifest, self._blocks)
+                built.saved_rows = 0 if built.index is None else len(built.index)
             built.looked = True
             if built.index is None:
                 if self.config.flat_up_to:
@@ -164,17 +167,28 @@ class Searcher:
             return None
         return MadeIndex(build_index(self.config, self._blocks, self._manifest.dimension), self.built)
 
-    def take(self, made: MadeIndex) -> None:
-        """Search what was made from now on, if all its rows are still there; what it lacks is added first."""
-        built = self.built
+    def take(self, made: MadeIndex, *, keep: bool) -> None:
+        """Search what was made from now on, if all its rows are still there; what it lacks is added first.
+
+        It is written before searches use it, so that none of them waits for the disk.
+
+        Raises:
+            CorpusError: it cannot be written; it is searched all the same.
+        """
+        built, saved_rows = self.built, 0
         if made.built is not built:
             return
         _complete(made.index, self._blocks)
-        with built.lock:
-            if isinstance(made.index, Sketch):
-                built.sketch = made.index
-            else:
-                built.index = made.index
+        try:
+            if keep and self._files is not None and isinstance(made.index, FaissIndex):
+                save_index(self._files, self._manifest, made.index, self._blocks)
+                saved_rows = len(made.index)
+        finally:
+            with built.lock:
+                if isinstance(made.index, Sketch):
+                    built.sketch = made.index
+                else:
+                    built.index, built.saved_rows = made.index, saved_rows
 
     def save(self) -> None:
         """Keep the index in the folder, if there is one and the index is of a kind that takes time to make.
@@ -186,9 +200,10 @@ class Searcher:
         if self._files is None or self.kind is IndexKind.FLAT or not self._parts:
             return
         index = self.index()
-        if isinstance(index, FaissIndex):
-            with self.built.lock:
+        with self.built.lock:
+            if isinstance(index, FaissIndex) and len(index) != self.built.saved_rows:
                 save_index(self._files, self._manifest, index, self._blocks)
+                self.built.saved_rows = len(index)
 
     @property
     def _count(self) -> int:
