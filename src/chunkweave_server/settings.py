@@ -211,6 +211,13 @@ class FleetSettings:
     speculate: bool = setting(
         True, "Prefill for what a search of a corpus has found so far, while nothing else waits.", places=SERVERS
     )
+    max_prefill_batch: int | None = setting(
+        None,
+        "Requests that wait for, or are in, prefill below which a search may have one begun ahead (RAGCache's "
+        "max_prefill_bs); none: 1 for each engine or replica, since one prefill fills a processor.",
+        places=SERVERS,
+        least=1,
+    )
     start_timeout_s: float = setting(1800.0, "How long a vLLM server may take to start.", above=0)
 
     def __post_init__(self) -> None:

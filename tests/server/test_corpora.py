@@ -9,7 +9,7 @@ import pytest
 
 from chunkweave import Corpus, CorpusDocument, StoreConfig
 from chunkweave.retrieval import searcher
-from tests.server.conftest import Client, Serve, wait_until
+from tests.server.conftest import Client, Serve, engine_of, wait_until
 from tests.server.test_front_prefill_ahead import SlowCorpus
 
 FERRY = "The ferry leaves the northern pier at nine and again at noon. " * 3
@@ -225,6 +225,85 @@ def test_the_engine_prefills_while_a_corpus_is_searched(notes: Client):
     pipelining = answers[0]["pipelining"]
     assert (pipelining["started"], pipelining["terminated"], pipelining["matched"]) == (1, 0, True)
     assert len(answers[0]["retrieved"]) == 2
+
+
+def slow_notes(client: Client, *stages: tuple[int, ...]) -> SlowCorpus:
+    client.post("/v1/corpora/notes/documents", json={"documents": [TOWER]})
+    served = client.parts.corpora.get(client.service.keys.tenant_of(None), "notes")
+    served.corpus = slow = SlowCorpus(served.corpus)
+    slow.stages = list(stages) or slow.stages
+    return slow
+
+
+def asked(client: Client, **reuse) -> tuple[threading.Thread, list[dict]]:
+    """A question on a thread of its own, and where its report will be."""
+    reports: list[dict] = []
+    reuse = {"corpus": "notes", "top_k": 2, "method": "prefix", **reuse}
+    thread = threading.Thread(target=lambda: reports.append(client.ask(chunkweave=reuse).json()["chunkweave"]))
+    thread.start()
+    return thread, reports
+
+
+def counts(client: Client) -> tuple[int, int, int]:
+    """Speculations that were started, matched and terminated, as /metrics has them."""
+    lines = [line for line in client.get("/metrics").text.splitlines() if "speculations_" in line and "{" in line]
+    found = {line.split('event="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
+    return tuple(int(found.get(name, 0)) for name in ("started", "matched", "terminated"))
+
+
+@pytest.mark.parametrize(("order", "expected"), [("free", (1, 1, 0)), ("fixed", (1, 0, 1))])
+def test_a_set_in_another_sequence_is_a_match_where_the_order_is_free(notes: Client, order: str, expected):
+    slow = slow_notes(notes, (1, 0), (0, 1))
+    thread, reports = asked(notes, order=order)
+    wait_until(lambda: counts(notes)[0] == 1)
+    slow.go_on.set()
+    thread.join()
+    (report,) = reports
+    assert counts(notes) == expected
+    assert (report["pipelining"]["started"], report["pipelining"]["matched"]) == (1, order == "free")
+    assert [one["rank"] for one in report["retrieved"]] == [1, 2]
+    chunks = [one for one in report["chunks"] if one["rank"] is not None]
+    assert sorted(one["rank"] for one in chunks) == [0, 1]
+    for one in chunks:
+        assert report["retrieved"][one["rank"]]["document"] == one["source"].split("#")[0]
+
+
+@pytest.mark.backend("engine")
+@pytest.mark.parametrize("room", [1, 2])
+def test_so_many_prefills_may_be_pending_as_the_server_is_told(serve: Serve, room: int):
+    client = serve(max_prefill_batch=room)
+    client.post("/v1/corpora", json={"name": "notes", "chunk_tokens": 128})
+    client.post("/v1/corpora/notes/documents", json={"documents": [FERRY, CHOIR]})
+    slow, go_on = slow_notes(client), threading.Event()
+    held = engine_of(client.service).batching.between_steps(lambda: go_on.wait(20))
+    threads, speculation = [], client.parts.answering.retriever.speculation
+    for number in range(2):
+        threads.append(asked(client)[0])
+        wait_until(lambda number=number: speculation.counts.stages == number + 1)
+        wait_until(lambda number=number: len(client.parts.answering._submitted) >= min(room, number + 1))
+    assert counts(client)[0] == room
+    go_on.set()
+    slow.go_on.set()
+    for thread in threads:
+        thread.join()
+    assert held.result() is True
+
+
+@pytest.mark.parametrize(
+    ("values", "reuse", "why"),
+    [
+        ({}, {}, "the search has one stage"),
+        ({"speculate": False}, {}, "speculate is off"),
+        ({}, {"conversation_id": "c"}, "a turn of a conversation begins once"),
+    ],
+)
+def test_a_report_says_why_nothing_was_computed_ahead(serve: Serve, values, reuse, why):
+    client = serve(**values)
+    client.post("/v1/corpora", json={"name": "notes"})
+    client.post("/v1/corpora/notes/documents", json={"documents": [FERRY, CHOIR]})
+    report = client.ask(chunkweave={"corpus": "notes", **reuse}).json()["chunkweave"]
+    assert report["not_speculated"] == why
+    assert "pipelining" not in report
 
 
 def test_corpora_outlive_the_server(serve: Serve, tmp_path: Path):
