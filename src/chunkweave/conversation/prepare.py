@@ -9,10 +9,10 @@ from typing import Any
 from chunkweave.config import SamplingParams
 from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
 from chunkweave.errors import PromptTooLongError
-from chunkweave.ordering.arrangement import Arranged, Arranger
+from chunkweave.ordering.arrangement import Arranged, Arranger, Promotion
 from chunkweave.ordering.ordering import ChunkOrder
-from chunkweave.planning.adaptive_methods import LoadAwareMethod, PrefixGrowingMethod
-from chunkweave.planning.cost import CostModel
+from chunkweave.planning.adaptive_methods import method_for
+from chunkweave.planning.cost import Loading
 from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.planning.method_choice import EXACT_METHODS, Kept, MethodChoice, MethodChooser, MethodRequest
 from chunkweave.prompt.builder import PromptBuilder, PromptLimit
@@ -44,6 +44,12 @@ class PreparedRequest:
     turn: TurnUnderWay | None = None
     raisable: bool = False
 
+    def raised(self, loading: Loading | None) -> ReuseMethod:
+        """The method for a plan that is made while nothing else is computed: its ratio may be what hides `loading`."""
+        if loading is None or not self.raisable:
+            return self.method
+        return method_for(self.choice, _promotion(self.arranged, self.turn), loading)
+
     @property
     def closing(self) -> tuple[int, ...]:
         """Tokens that are computed after its answer: those that end a conversation's turn."""
@@ -74,8 +80,8 @@ class RequestPreparer:
     names are held against `num_layers`, where they are known. Chunks are computed beforehand behind `neutral_tokens` of
     the neutral `passages`. `order` is for requests that say nothing.
 
-    A backend that computes KV itself has an `arranger` and a `store`, and perhaps a `cost` model by which methods are
-    raised. `shadow`, if there is one, may replace the method that was chosen by the exact one.
+    A backend that computes KV itself has an `arranger` and a `store`. `shadow`, if there is one, may replace the method
+    that was chosen by the exact one.
     """
 
     builder: PromptBuilder
@@ -88,7 +94,6 @@ class RequestPreparer:
     order: ChunkOrder = ChunkOrder.FIXED
     arranger: Arranger | None = None
     store: TieredStore[Any] | None = None
-    cost: CostModel | None = None
     shadow: ShadowMonitor | None = None
     _arranging: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -116,9 +121,9 @@ class RequestPreparer:
         if self.num_layers is not None:
             method_request.refuse_layers_beyond(self.num_layers)
         choice, raisable = self.chooser.choose(method_request), not method_request.sets_budget
-        method = self._method(choice, raisable=raisable)
-        if self.shadow is not None and (allowed := self.shadow.allowed(choice)) != choice:
-            choice, method = allowed, self._method(allowed)
+        make_method(choice.method, choice.reuse)  # refused before anything is tokenized, also where it is switched off
+        if self.shadow is not None:
+            choice = self.shadow.allowed(choice)
         turn: TurnUnderWay | None = None
         if request.conversation_id is None:
             limit = PromptLimit(min(self.context_tokens, most_tokens or self.context_tokens))
@@ -127,12 +132,11 @@ class RequestPreparer:
             turn, prompt = self.turn_builder.begin(request, most_tokens=most_tokens)
         room = prompt.room_in(self.context_tokens) - (0 if turn is None else len(turn.closing))
         arranged = self._arrange(prompt, order, counted=not speculative)
-        if arranged.promotion is not None and turn is None:  # a conversation keeps all that its next turn builds on
-            method = PrefixGrowingMethod(method, arranged.promotion)
         kept = self.chooser.kept(choice)
         if turn is not None:  # its later turns may be answered by another method
             kept = replace(kept, kv=True)
         room = min(request.sampling.max_new_tokens, room)
+        method = method_for(choice, _promotion(arranged, turn), None)
         return PreparedRequest(request, order, arranged, choice, method, kept, room, turn, raisable)
 
     def prepare_beforehand(
@@ -155,7 +159,7 @@ class RequestPreparer:
         choice = self.chooser.choose(MethodRequest.of("prefix"))
         kept = Kept(profiles=self.chooser.kept(self.chooser.choose(MethodRequest())).profiles)
         request = Request("", (chunk,), sampling=SamplingParams(1, temperature=0.0), cache_salt=cache_salt)
-        method = self._method(choice)
+        method = method_for(choice, None, None)
         return PreparedRequest(request, ChunkOrder.FIXED, Arranged(prompt), choice, method, kept, room)
 
     def prompt_beforehand(self, chunk: Chunk | str, *, cache_salt: str = "", most_tokens: int | None = None) -> Prompt:
@@ -210,8 +214,7 @@ class RequestPreparer:
         with self._arranging:
             return self.arranger.arrange(prompt, order, counted=counted)
 
-    def _method(self, choice: MethodChoice, *, raisable: bool = False) -> ReuseMethod:
-        """The method of a choice; with a cost model and no ratio asked for, the loading controller may raise its."""
-        if self.store is None or self.cost is None or not raisable:
-            return make_method(choice.method, choice.reuse)
-        return LoadAwareMethod(choice.method, choice.reuse, self.cost, self.store.tier_of)
+
+def _promotion(arranged: Arranged, turn: TurnUnderWay | None) -> Promotion | None:
+    """Over what an exact prefix may grow; a conversation keeps all that its next turn builds on."""
+    return arranged.promotion if turn is None else None

@@ -12,9 +12,9 @@ import torch
 
 from chunkweave.conversation.answer import TokenCounts
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
-from chunkweave.planning.adaptive_methods import LoadAwareMethod, PrefixGrowingMethod
-from chunkweave.planning.cost import stored_cost_model, too_slow
-from chunkweave.planning.method import ReuseMethod, make_method, without
+from chunkweave.planning.adaptive_methods import method_for
+from chunkweave.planning.cost import Loading, stored_cost_model, too_slow
+from chunkweave.planning.method import make_method, without
 from chunkweave.planning.method_choice import EXACT_METHODS
 from chunkweave.planning.outcome import recompute_fraction
 from chunkweave.planning.plan import KVSource, Plan
@@ -35,7 +35,7 @@ from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
 from chunkweave.vllm.weave import CapturedParts, Choices, WeaveJob
 from chunkweave.vllm.weave_queue import Alone, PreparedWeave, QueuedWeave, ReadAhead, WeaveQueue
-from chunkweave.weaving.segments import Prefetch, WeavingStore
+from chunkweave.weaving.segments import Prefetch, WeavingStore, loading_now
 from chunkweave.weaving.stores import open_store, store_counts
 
 logger = logging.getLogger("vllm.chunkweave")
@@ -90,10 +90,16 @@ class ConnectorWorker:
         self._streams = streams_of(layers.device)
         self._store = open_store(settings.store, named, layers.device, self._streams)
         self._memory = host_memory_for(layers.device, settings.store.most_pinned_bytes)
-        self._weaving_store = WeavingStore(
-            self._store, layers.geometry, layers.device, send=self._streams.send, memory=self._memory
-        )
         self._cost = stored_cost_model(settings.store.cache_dir, named)
+        self._weaving_store = WeavingStore(
+            self._store,
+            layers.geometry,
+            layers.device,
+            self._cost,
+            send=self._streams.send,
+            memory=self._memory,
+            patient=True,
+        )
         self._idle = False
         self._follower = self._store.follow()
         self._lookups = RemoteLookups(self._store.probe, settings.weave.lookup_timeout_s)
@@ -231,15 +237,17 @@ class ConnectorWorker:
         behind = order.first > order.exact  # what is approximate in vLLM's own cache: no exact prefix grows behind it
         if behind:
             promotion = replace(promotion, continued=frozenset())
-        found = without(found, self._too_slow(order, found))
-        method = PrefixGrowingMethod(self._method(order), promotion)
+        ahead = None if self._ahead is None else self._ahead.find(order.request_id)
+        loading = None if self._cost is None or not self._alone else loading_now(self._cost, self._store, ahead)
+        if loading is not None:
+            found = without(found, self._too_slow(order, found, loading))
+        method = method_for(order.request.choice, promotion, loading if order.request.raisable else None)
         while found.hits or order.request.kept.profiles:
             plan = self._weaving_store.plan(found, method)
             reused = [span.start for span in plan.spans(KVSource.REUSED)]
             exact_to = order.exact if behind else min(reused, default=plan.prompt_tokens)
             if exact_to < order.exact:
                 raise NotWoven("an exact segment is gone, and others may take the blocks that it was to fill")
-            ahead = None if self._ahead is None else self._ahead.find(order.request_id)
             pinned = self._weaving_store.pin(plan, prefetched=ahead)
             gone = [SegmentId(one.segment.name) for one in pinned.placements if isinstance(one.segment, Gone)]
             if gone:
@@ -251,20 +259,11 @@ class ConnectorWorker:
             return PreparedWeave(plan, pinned, exact_to)
         raise NotWoven("nothing of it is stored")
 
-    def _method(self, order: WeaveOrder) -> ReuseMethod:
-        """The method of a request, which recomputes more where that hides its loading (CacheBlend §5.1)."""
-        request = order.request
-        if self._cost is None or not (request.raisable and self._alone):
-            return make_method(request.method, request.reuse)
-        return LoadAwareMethod(request.method, request.reuse, self._cost, partial(self._tier_of, order.request_id))
-
-    def _too_slow(self, order: WeaveOrder, found: PromptLookup) -> Collection[SegmentId]:
+    def _too_slow(self, order: WeaveOrder, found: PromptLookup, loading: Loading) -> Collection[SegmentId]:
         """What takes longer to load than to compute; not what others take from these blocks as exact."""
-        if self._cost is None or not self._alone:
-            return ()
         exact = order.exact if order.request.method not in EXACT_METHODS else 0
         needed = {part.exact.id for part in found.parts if part.exact is not None and part.span.start < exact}
-        return too_slow(found, self._cost, partial(self._tier_of, order.request_id)) - needed
+        return too_slow(found, loading) - needed
 
     @property
     def _alone(self) -> bool:
@@ -273,12 +272,6 @@ class ConnectorWorker:
         Else what loads holds up nobody, and what is computed in its place costs others their time.
         """
         return self._idle and len(self._queue) == 1
-
-    def _tier_of(self, request_id: str, segment: SegmentId) -> str | None:
-        """Where a segment is now; what was read ahead is in the host's memory."""
-        ahead = None if self._ahead is None else self._ahead.find(request_id)
-        read = None if ahead is None else ahead.find(segment)
-        return "host" if read is not None and read.complete else self._store.tier_of(segment)
 
     def _read_ahead(self, request: WeaveRequest) -> Prefetch | None:
         """Begin to read what a waiting request will read from slow tiers; None if that is nothing. From any thread."""
