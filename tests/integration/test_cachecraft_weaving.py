@@ -18,7 +18,7 @@ from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.method import make_method, prefer_neutral, required_spans, reuse_every_hit
 from chunkweave.planning.plan import KVSource, Pass, Plan, StopUnfocused
 from chunkweave.prompt.parts import PartKind, Prompt
-from chunkweave.store.index import PromptLookup
+from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
@@ -180,17 +180,17 @@ def test_variants_with_context_are_fixed_as_planned(bench):
 
 
 def test_the_store_hears_what_each_reuse_was_worth(qwen, monkeypatch):
-    heard: dict[str, float] = {}
-    monkeypatch.setattr(qwen.runner.store, "note_reuse", heard.__setitem__)
+    heard: list[RequestUse] = []
+    monkeypatch.setattr(qwen.runner.store, "note_request", heard.append)
     qwen.prefill(make_prompt(SIZES, system=6), "full", keep=True)
-    assert heard == {}
     prompt = make_prompt(SIZES, system=6, order=(0, 3, 1, 2))
     parts = qwen.prefill(prompt, "cachecraft", focus=False).plan.parts
-    exact = {part.segment: 0.0 for part in parts if part.kv_source is KVSource.EXACT}
-    assert heard == {**exact, **{part.segment: part.score.impact for part in parts if part.score is not None}}
-    assert (len(exact), len(heard)) == (2, 5)
     qwen.prefill(prompt, "full-reuse")
-    assert [heard[part.segment] for part in parts if part.kv_source is KVSource.REUSED] == [1.0] * 3
+    exact = {part.segment: len(part.span) for part in parts if part.kv_source is KVSource.EXACT}
+    scores = [(part.segment, part.score, 1 / len(part.span)) for part in parts if part.score is not None]
+    woven = {segment: 1 / max(score.cci * (1 - score.overlap), least) for segment, score, least in scores}
+    assert [one.path.saved for one in heard] == [{}, pytest.approx(exact | woven), exact | dict.fromkeys(woven, 1.0)]
+    assert (len(exact), len(woven)) == (2, 3)
 
 
 # --- profiles ------------------------------------------------------------------------------------------------------

@@ -300,7 +300,7 @@ class PrefillJob:
         if plan is None:
             found = store.store.lookup(self._prompt)
             plan = store.plan(found, self._method, given_up=self._given_up, history=options.history)
-            self.use = self.use or RequestUse.of(found, plan.segments())
+            self.use = self.use or RequestUse.of(found, plan.segments(), plan.saved())
         self.plan = plan
         windows = () if options.unseen else model.geometry.windows
         self._sources = store.pin(plan, prefetched=options.prefetched, windows=windows)
@@ -349,7 +349,6 @@ class PrefillJob:
     def _finish(self, logits: torch.Tensor) -> None:
         started = time.perf_counter()
         self._cache.release_segments()
-        self._context.store.note_reuse(self.plan)
         self.prefilled = Prefilled(
             prompt=self._prompt,
             plan=self.plan,

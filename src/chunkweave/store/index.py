@@ -126,10 +126,14 @@ class RequestUse:
     misses: int
 
     @classmethod
-    def of(cls, found: PromptLookup, used: Iterable[SegmentId]) -> "RequestUse":
-        """What a lookup and the plan made of it count for."""
+    def of(
+        cls, found: PromptLookup, used: Iterable[SegmentId], saved: Mapping[SegmentId, float] | None = None
+    ) -> "RequestUse":
+        """What a lookup and the plan made of it count for; `saved` is the plan's, as far as it is `used`."""
         chunks = tuple(entry.part.id for entry in found.parts if entry.part.id is not None)
-        return cls(path_request_of(found), chunks, tuple(dict.fromkeys(used)), found.hits, found.misses)
+        segments = tuple(dict.fromkeys(used))
+        own = {segment: saved[segment] for segment in segments if segment in saved} if saved else {}
+        return cls(replace(path_request_of(found), saved=own), chunks, segments, found.hits, found.misses)
 
 
 class PathIndex:

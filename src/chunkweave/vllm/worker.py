@@ -249,7 +249,7 @@ class ConnectorWorker:
                 found = without(found, gone)
                 continue
             if order.request.asked:
-                self._store.note_request(RequestUse.of(known, plan.segments()))
+                self._store.note_request(RequestUse.of(known, plan.segments(), plan.saved()))
             return PreparedWeave(plan, pinned, exact_to)
         raise NotWoven("nothing of it is stored")
 
@@ -313,11 +313,13 @@ class ConnectorWorker:
         found = self._store.lookup(asked.prompt)
         if asked.woven is None:
             exact = (entry.exact for entry in found.parts if entry.span.stop <= asked.local)
-            used = [record.id for record in exact if record is not None]
+            saved = {record.id: float(len(record)) for record in exact if record is not None}
+            used = list(saved)
         else:  # from which segments it was woven nobody knows any more: from these it would be now
-            parts = self._usual_plan(asked.woven, found).parts
-            used = [part.segment for part in parts if part.segment is not None and part.span.stop <= asked.local]
-        self._store.note_request(RequestUse.of(found, used))
+            plan = self._usual_plan(asked.woven, found)
+            used = [part.segment for part in plan.parts if part.segment is not None and part.span.stop <= asked.local]
+            saved = plan.saved()
+        self._store.note_request(RequestUse.of(found, used, saved))
 
     def _weave(self, weave: QueuedWeave, work: float) -> int:
         """Go on with a weave, for about so much work; returns what was done."""
@@ -374,7 +376,6 @@ class ConnectorWorker:
             self._store.promote(segment, whole)
         if self._ahead is not None:
             self._ahead.drop(order.request_id)
-        self._weaving_store.note_reuse(plan)
         fresh = {part.span for part in plan.parts if part.kv_source is KVSource.COMPUTED}
         if job.captured is not None:
             fresh -= job.captured.spans

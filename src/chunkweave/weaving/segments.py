@@ -163,13 +163,6 @@ class WeavingStore:
             unseen=unseen,
         )
 
-    def note_reuse(self, plan: Plan) -> None:
-        """Count how much each segment saved. Where the method does not score them, a use is just a use."""
-        for part in plan.parts:
-            if part.segment is not None:
-                unscored = 0.0 if part.kv_source is KVSource.EXACT else 1.0
-                self.store.note_reuse(part.segment, part.score.impact if part.score is not None else unscored)
-
     def _preload_depth(
         self, plan: Plan, slow: Sequence[tuple[SegmentId, SegmentSource]], windows: Sequence[int | None]
     ) -> int | None:
