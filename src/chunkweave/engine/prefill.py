@@ -326,9 +326,9 @@ class PrefillJob:
         if not self._options.capture or self._options.generated:
             return (), None
         model, config = self._context.model, self._context.capture
-        fraction = config.woven_fraction if self._options.history is None else None
+        fraction = config.variant_fraction if self._options.history is None else None
         store = self._context.store.store
-        parts = parts_to_keep(self._prompt, self.plan, self._placements, store, woven_fraction=fraction)
+        parts = parts_to_keep(self._prompt, self.plan, self._placements, store, variant_fraction=fraction)
         captures = new_captures(parts, model.geometry, model.dtype, model.device)
         if not captures or not self._options.profiles:
             return captures, None
@@ -340,7 +340,7 @@ class PrefillJob:
             return ()
         model, sources = self._context.model, {placement.span: placement.segment for placement in self._placements}
         parts = (
-            (part, WovenFrom(sources[part.span], None, 0.0))
+            (part, WovenFrom(sources[part.span], None, 0))
             for part in self.plan.parts
             if part.kv_source is KVSource.REUSED and len(part.fresh) < len(part.span)
         )
