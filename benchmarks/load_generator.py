@@ -69,12 +69,14 @@ class LoadedRequest:
 class LoadResult:
     """All requests of a run, in the order of arrival, which took `duration_s` from its start to its last token.
 
-    `usages` are those of the whole answers whose tokens the server has counted, in any order.
+    `usages` are those of the whole answers whose tokens the server has counted, `answers` the texts of whole answers,
+    both in the order in which they ended.
     """
 
     requests: tuple[LoadedRequest, ...]
     duration_s: float
     usages: tuple[Usage, ...] = ()
+    answers: tuple[str, ...] = ()
 
     @property
     def answered(self) -> tuple[LoadedRequest, ...]:
