@@ -307,5 +307,5 @@ def _spearman(one: torch.Tensor, two: torch.Tensor) -> float | None:
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:
     """Places in ascending order; equal values share the mean of theirs."""
-    _, group, sizes = values.unique(return_inverse=True, return_counts=True)
-    return (sizes.cumsum(0) - (sizes - 1) / 2)[group].double()
+    less, same = (compare(values, values[:, None]).sum(1) for compare in (torch.lt, torch.eq))
+    return (less + (same + 1) / 2).double()
