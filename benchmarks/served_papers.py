@@ -20,9 +20,9 @@ For each mechanism, always the same requests but for the last point:
 4. What is sustained (`load_generator.Objective`): of a burst of requests it is seen how many a second are served; then
    0.9, 0.75 and 0.6 of that are offered until one is sustained.
 
-Questions to a corpus, for which the server searches, are a pair of their own: `speculation` is compared with
-`retrieval`. With `--out` finished rows of the same settings and flags are kept. `--quick` shows that all servers start
-and answer; its figures mean nothing.
+Questions to a corpus, for which the server searches an IVF index, are a pair of their own: `speculation` is compared
+with `retrieval`. With `--out` finished rows of the same settings and flags are kept. `--quick` shows that all servers
+start and answer; its figures mean nothing.
 """
 
 import argparse
@@ -82,6 +82,7 @@ class Mechanism:
 
 
 _PREFIX, _ORDER = "--method prefix --policy", "--order free --ordering frequency"
+_SEARCH = "--corpus-index ivf --corpus-flat-chunks 1"
 _BLEND, _FREE = "--method cacheblend --recompute-ratio 0.15", f"{_ORDER} --policy pgdsf"
 MECHANISMS = (
     Mechanism(FULL, "--method full"),
@@ -91,10 +92,10 @@ MECHANISMS = (
     Mechanism("PGDSF", f"{_PREFIX} pgdsf", PREFIX, "1.05 to 1.29x sooner (RAGCache, Table 2)"),
     Mechanism("CRAFT", f"{_PREFIX} lru {_ORDER}", FULL, "1.2 to 1.6x sooner (its Figure 11)"),
     Mechanism("composed", f"{_BLEND} {_FREE}", "CacheBlend", "1.29x sooner (CRAFT, Figure 16)"),
-    Mechanism(RETRIEVAL, f"{_PREFIX} pgdsf --no-speculate", RETRIEVAL, "", RETRIEVAL, corpus=True),
+    Mechanism(RETRIEVAL, f"{_PREFIX} pgdsf {_SEARCH} --no-speculate", RETRIEVAL, "", RETRIEVAL, corpus=True),
     Mechanism(
         "speculation",
-        f"{_PREFIX} pgdsf --speculate",
+        f"{_PREFIX} pgdsf {_SEARCH} --speculate",
         RETRIEVAL,
         "up to 1.6x sooner (RAGCache, Table 3)",
         RETRIEVAL,
@@ -389,12 +390,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--dataset", type=Path, required=True, help="as `chunkweave bench` takes it")
-    parser.add_argument("--chunks", type=int, default=5, help="passages of a prompt")
+    parser.add_argument("--chunks", type=int, default=4, help="passages of a prompt")
     parser.add_argument("--zipf", type=float, default=1.0)
-    parser.add_argument("--warm", type=int, default=60)
-    parser.add_argument("--unloaded", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=32, help="of a run under load")
-    parser.add_argument("--least", type=int, default=24, help="requests of a burst and of a search's runs")
+    parser.add_argument("--warm", type=int, default=48)
+    parser.add_argument("--unloaded", type=int, default=12)
+    parser.add_argument("--requests", type=int, default=24, help="of a run under load")
+    parser.add_argument("--least", type=int, default=20, help="requests of a burst and of a search's runs")
     parser.add_argument("--rate-shares", type=float, nargs="+", default=[0.9], help="of what `full` sustains")
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--running", type=int, default=16, help="most requests that run at once")
