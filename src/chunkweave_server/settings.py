@@ -28,8 +28,9 @@ from chunkweave.errors import UsageError, unknown_names
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.planning.calibration import Quality
 from chunkweave.planning.cost import given_cost_model
-from chunkweave.planning.method import make_method
-from chunkweave.planning.method_choice import EXACT_METHOD
+from chunkweave.planning.method_choice import EXACT_METHOD, checked_method
+from chunkweave.retrieval.faiss_indexes import available, check_available
+from chunkweave.retrieval.indexes import IndexConfig, IndexKind
 from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.queue import TenantWeights
 from chunkweave.scheduling.routing import ROUTING, USUAL_IMBALANCE, USUAL_ROUTING, make_routing
@@ -42,6 +43,7 @@ from chunkweave.settings import (
     configuration,
     refuse_unknown,
     setting,
+    settings_at,
     settings_of,
 )
 from chunkweave.store.eviction import make_policy
@@ -56,6 +58,8 @@ FILE_VARIABLE = "CHUNKWEAVE_CONFIG"
 _OTHER_VARIABLES = (KEYS_VARIABLE, FILE_VARIABLE, "CHUNKWEAVE_REPORT_SOCKET")
 _MIB = 1 << 20
 _VLLM = frozenset({Place.VLLM})
+_OF_METHODS = ("method", *settings_at(ReuseConfig, Place.VLLM))
+"""What each request is sent with, as the server's own settings say it."""
 
 
 class LogForm(StrEnum):
@@ -124,6 +128,15 @@ class LimitSettings:
     pin_budget_bytes: int = setting(256 * _MIB, "Segments that one tenant may pin.")
 
 
+class CorpusIndex(StrEnum):
+    """How large corpora are searched that are created over HTTP."""
+
+    AUTO = "auto"
+    FLAT = "flat"
+    IVF = "ivf"
+    HNSW = "hnsw"
+
+
 @configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
 class CorpusSettings:
@@ -131,6 +144,26 @@ class CorpusSettings:
 
     corpus: tuple[str, ...] = setting((), "Corpus for all tenants to read: its folder, or NAME=FOLDER; repeatable.")
     data_dir: Path | None = setting(None, "Folder for corpora that are created over HTTP; in memory if left out.")
+    corpus_index: CorpusIndex = setting(
+        CorpusIndex.AUTO,
+        "Index of corpora that are created over HTTP, above corpus_flat_chunks: flat, ivf, hnsw, or auto: ivf if faiss "
+        "is installed, else flat. A corpus keeps the index that it was created with.",
+    )
+    corpus_flat_chunks: int = setting(
+        10_000, "Most chunks of a corpus created over HTTP that are all compared with a question (flat).", least=1
+    )
+
+    def index(self, kind: IndexKind | None = None) -> IndexConfig:
+        """The index of a new corpus: of a `kind`, or the usual one.
+
+        Raises:
+            UsageError: it needs an extra that is not installed.
+        """
+        if kind is None:
+            usual = IndexKind.IVF if available(IndexKind.IVF) else IndexKind.FLAT
+            kind = usual if self.corpus_index is CorpusIndex.AUTO else IndexKind(self.corpus_index)
+        check_available(kind)
+        return IndexConfig(kind, flat_up_to=self.corpus_flat_chunks)
 
 
 @configuration(SERVERS)
@@ -184,6 +217,19 @@ class FleetSettings:
     speculate: bool = setting(
         True, "Prefill for what a search of a corpus has found so far, while nothing else waits.", places=SERVERS
     )
+    first_token_timeout_s: float | None = setting(
+        None,
+        "Longest time for a vLLM server to begin an answer; a request is then sent once more, to another one if there "
+        "is one; none: any.",
+        above=0,
+    )
+    max_prefill_batch: int | None = setting(
+        None,
+        "Requests that wait for, or are in, prefill below which a search may have one begun ahead (RAGCache's "
+        "max_prefill_bs); none: 1 for each engine or replica, since one prefill fills a processor.",
+        places=SERVERS,
+        least=1,
+    )
     start_timeout_s: float = setting(1800.0, "How long a vLLM server may take to start.", above=0)
 
     def __post_init__(self) -> None:
@@ -200,8 +246,10 @@ class FleetSettings:
             key, found, value = entry.partition("=")
             if not found or not key.isidentifier():
                 raise UsageError(f"connector must be KEY=VALUE, not {entry!r}")
-            if key in ("method", "recompute_ratio"):
+            if key in _OF_METHODS:
                 raise UsageError(f"give --{key.replace('_', '-')}, not --connector {entry}")
+            if key == "query":
+                raise UsageError(f"give --method query:SETTINGS, such as query:whole:late, not --connector {entry}")
             config[key] = _json_or_text(value)
         return config
 
@@ -251,7 +299,7 @@ class Settings:
         given_cost_model(self.store.cost_model, None)
         ChunkOrder.parse(self.requests.order or "")
         TenantWeights.parse(self.batching.tenant_weight)
-        make_method(self.requests.method or EXACT_METHOD)
+        checked_method(self.requests.method or EXACT_METHOD)
         if self.requests.quality is not None:
             Quality.parse(self.requests.quality)
         if self.model.adapter is not None and self.fleet.upstream:

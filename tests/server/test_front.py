@@ -6,6 +6,7 @@ import re
 import threading
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from starlette.responses import JSONResponse
@@ -533,6 +534,51 @@ def test_a_server_that_breaks_before_the_first_token_is_replaced_by_another(two)
     assert one.seen
     assert front.service.backend.context.retries >= 1
     assert b"chunkweave:request_retries_total" in front.get("/metrics").content
+
+
+def test_a_server_that_does_not_begin_in_time_is_replaced_by_another(tmp_path):
+    """RAGCache §6: a request that times out before its first token is made again; one that has begun is not."""
+    socket = str(tmp_path / "reports")
+    limits = {"first_token_timeout_s": 0.5, "replica_requests": 1}
+    with FakeVllm(socket) as one, FakeVllm(socket) as other, running_front(one, other, **limits) as front:
+        one.gate.clear()
+        answers: list[httpx.Response] = []
+        threads = [threading.Thread(target=lambda: answers.append(front.ask(documents=DOCUMENTS))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert {answer.json()["chunkweave"]["replica"] for answer in answers} == {"upstream-1"}
+        assert one.seen
+        wait_until(lambda: one.aborted == len(one.seen))
+        assert front.service.backend.context.retries >= len(one.seen)
+
+
+def test_the_only_server_is_asked_a_second_time_and_then_for_as_long_as_it_takes(vllm):
+    with running_front(vllm, first_token_timeout_s=0.2) as front:
+        vllm.gate.clear()
+        threading.Timer(1.0, vllm.gate.set).start()
+        told = front.ask(documents=DOCUMENTS)
+        assert told.status_code == 200, told.text
+        assert len(vllm.seen) == 2
+        assert vllm.seen[0]["prompt"] == vllm.seen[1]["prompt"]
+
+
+def test_a_server_that_is_gone_is_waited_for_as_long_as_an_answer_may_take_to_begin(vllm):
+    with running_front(vllm, first_token_timeout_s=20) as front:
+
+        def comes_back() -> None:
+            vllm.behave, vllm.break_after, vllm.healthy = None, None, True
+
+        def goes(_body) -> None:
+            vllm.behave, vllm.break_after, vllm.healthy = None, 0, False
+            threading.Timer(0.7, comes_back).start()
+
+        vllm.behave = goes
+        told = front.ask(documents=DOCUMENTS)
+        assert told.status_code == 200, told.text
+        assert len(vllm.seen) == 2
 
 
 def test_a_stream_that_breaks_ends_with_an_error_in_openais_form(front, vllm):

@@ -6,20 +6,18 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from math import inf
 
 import torch
 
 from chunkweave.conversation.answer import TokenCounts
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
-from chunkweave.planning.adaptive_methods import method_for, promoted_length
+from chunkweave.planning.adaptive_methods import method_for
 from chunkweave.planning.cost import MEASURED_BY_VLLM, CostModel, Loading, given_cost_model, stored_cost_model, too_slow
 from chunkweave.planning.method import make_method, without
 from chunkweave.planning.method_choice import EXACT_METHODS
 from chunkweave.planning.outcome import recompute_fraction
 from chunkweave.planning.plan import KVSource, Plan
-from chunkweave.prompt.parts import PartKind
 from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.tiers.device import HostMemory, host_memory_for, streams_of
@@ -266,16 +264,17 @@ class ConnectorWorker:
                 pinned.close()
                 found = without(found, gone)
                 continue
-            self._note(order, known, plan.segments())
+            self._note(order, known, plan)
             return PreparedWeave(plan, pinned, exact_to)
-        self._note(order, known, ())
+        self._note(order, known, None)
         raise NotWoven("nothing of it is stored")
 
-    def _note(self, order: WeaveOrder, found: PromptLookup, used: Iterable[SegmentId]) -> None:
+    def _note(self, order: WeaveOrder, found: PromptLookup, plan: Plan | None) -> None:
         """Count a request that is asked for, once, however often its weave is ordered."""
         if order.request.asked and order.request_id not in self._noted:
             self._noted.add(order.request_id)
-            self._store.note_request(RequestUse.of(found, used))
+            use = RequestUse.of(found, ()) if plan is None else RequestUse.of(found, plan.segments(), plan.saved())
+            self._store.note_request(use)
 
     def _too_slow(self, order: WeaveOrder, found: PromptLookup, loading: Loading) -> Collection[SegmentId]:
         """What takes longer to load than to compute; not what others take from these blocks as exact."""
@@ -325,11 +324,13 @@ class ConnectorWorker:
         found = self._store.lookup(asked.prompt)
         if asked.woven is None:
             exact = (entry.exact for entry in found.parts if entry.span.stop <= asked.local)
-            used = [record.id for record in exact if record is not None]
+            saved = {record.id: float(len(record)) for record in exact if record is not None}
+            used = list(saved)
         else:  # from which segments it was woven nobody knows any more: from these it would be now
-            parts = self._usual_plan(asked.woven, found).parts
-            used = [part.segment for part in parts if part.segment is not None and part.span.stop <= asked.local]
-        self._store.note_request(RequestUse.of(found, used))
+            plan = self._usual_plan(asked.woven, found)
+            used = [part.segment for part in plan.parts if part.segment is not None and part.span.stop <= asked.local]
+            saved = plan.saved()
+        self._store.note_request(RequestUse.of(found, used, saved))
 
     def _weave(self, weave: QueuedWeave, work: float) -> int:
         """Go on with a weave, for about so much work; returns what was done."""
@@ -386,29 +387,17 @@ class ConnectorWorker:
             self._store.promote(segment, whole)
         if self._ahead is not None:
             self._ahead.drop(order.request_id)
-        self._weaving_store.note_reuse(plan)
         fresh = {part.span for part in plan.parts if part.kv_source is KVSource.COMPUTED}
         if job.captured is not None:
             fresh -= job.captured.spans
             self._insert(order.request_id, job.captured.segments(woven.exact_to))
         parts = [
             part
-            for part in self._kept(order.request)
+            for part in order.request.kept_parts(self._is_exact)
             if part.span in fresh and order.first <= part.span.start and part.span.stop <= order.stop
         ]
         blocks = RequestBlocks(order.block_ids, self._layers.paged)
         self._insert(order.request_id, self._copied(parts, blocks, woven.exact_to))
-
-    def _kept(self, request: WeaveRequest) -> Iterator[StoredPart]:
-        """The parts that may be stored: with an exact method, chunks as far as the exact path is promoted."""
-        promoted, parts = request.promotion.kept, request.stored_parts()
-        if promoted is None or request.method not in EXACT_METHODS:
-            return parts
-        path = list(parts)
-        head = len(path) - sum(part.kind is PartKind.CHUNK for part in request.prompt.parts)
-        records = (self._store.record(segment_id(part.id, part.context)) for part in path[head:])
-        stored = sum(1 for _ in takewhile(lambda record: record is not None and record.exact, records))
-        return iter(path[: head + promoted_length([part.id in promoted for part in path[head:]], stored)])
 
     def _remember(self, key: _ChoiceKey, chosen: Choices) -> None:
         self._chosen_positions -= _positions(self._choices.pop(key, {}))
@@ -446,7 +435,7 @@ class ConnectorWorker:
         blocks = RequestBlocks(order.block_ids, self._layers.paged)
         begun = self._begun.pop(order.request_id, {})
         prefix = [segment_id(part.id, part.context) for part in order.request.stored_parts()]
-        for part in self._kept(order.request):
+        for part in order.request.kept_parts(self._is_exact):
             first, stop = max(part.span.start, order.readable), min(part.span.stop, order.computed)
             complete = part.span.stop <= order.computed
             if part.span.stop <= order.saved or first >= stop or not (complete or order.windowed):

@@ -234,13 +234,13 @@ def reuse_report(
     sources = [PartSource(one) for one in _sources(placed.prompt, said, counts.prefix_exact)]
     method, recomputed = str(said.get("method") or choice.method), sorted(said.get("recomputed") or ())
     outcome = Outcome(method, counts, sources, recomputed)
-    report = build_report(placed.arranged, choice, placed.prepared.turn, outcome, durations, new_tokens)
+    report = build_report(placed.arranged, choice, placed.prepared.content, outcome, durations, new_tokens)
     return replace(
         report,
         recompute_fraction=float(said.get("recompute_fraction") or 0.0),
         weave_s=max(0.0, durations.ttft_s - durations.queue_s),
         why=report.why if _woven(said) else str(said.get("why", report.why)),
-        parameters={name: float(value) for name, value in (said.get("parameters") or {}).items()} or report.parameters,
+        parameters=said.get("parameters") or report.parameters,
         hits=_hits(placed.prompt, said, counts.prefix_exact),
     )
 
