@@ -423,16 +423,35 @@ def test_what_comes_back_is_promoted_and_what_does_not_is_not_expected_to_be_sto
         (replica,) = front.service.backend.fleet.replicas
         ferry, pilots = DOCUMENTS
         exact = {"method": "prefix", "order": "free"}
-        assert sent(ferry, **exact) == ([], None)
-        assert replica.contents.segments == 1, "the instruction"
-        assert sent(ferry, MORE, **exact) == ([0], None)
-        assert replica.contents.segments == 2
-        assert sent(ferry, pilots, method="cacheblend", order="free") == ([0], [0])
+        assert sent(ferry, **exact) == ([0], None)
+        assert replica.contents.segments == 2, "the instruction and the chunk"
+        assert sent(ferry, MORE, **exact) == ([0, 1], [0])
+        assert replica.contents.segments == 3
+        assert sent(ferry, pilots, method="cacheblend", order="free") == ([0, 1], [0])
         assert sent(ferry, pilots, method="cacheblend", order="fixed") == (None, None)
         conversation = {**exact, "conversation_id": "c"}
         assert sent(ferry, **conversation) == (None, None), "its next turn goes on from all of it"
+    with running_front(vllm, promotion_threshold=2) as front:
+        (replica,) = front.service.backend.fleet.replicas
+        assert sent(ferry, **exact) == ([], None)
+        assert replica.contents.segments == 1, "the instruction alone: what is not promoted is not expected to be there"
     with running_front(vllm) as front:
         assert [sent(ferry, **exact) for _ in range(2)] == [(None, None)] * 2
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 3])
+def test_a_threshold_of_n_is_reached_by_the_nth_request(vllm, threshold):
+    """The request that asks counts, as it does in our own engine."""
+
+    def sent(method, name):
+        assert front.ask(documents=DOCUMENTS, chunkweave={"method": method, "order": "free"}).status_code == 200
+        return vllm.seen[-1]["kv_transfer_params"]["chunkweave"].get(name) or []
+
+    thresholds = {"promotion_threshold": threshold, "continuation_threshold": threshold}
+    for method, name in (("prefix", "promoted"), ("cacheblend", "continued")):
+        with running_front(vllm, **thresholds) as front:
+            told = [sent(method, name) for _ in range(4)]
+        assert told == [[] if number < threshold else [0, 1] for number in range(1, 5)], method
 
 
 def test_a_corpus_is_searched_before_vllm_is_asked(front, vllm):

@@ -48,6 +48,8 @@ class ReportInbox:
         self._unread: OrderedDict[str, Report] = OrderedDict()
         self._awaited: dict[str, asyncio.Future[Report]] = {}
         self._stores: dict[str, Mapping[str, Any]] = {}
+        self.eviction: dict[str, Mapping[str, Any]] = {}
+        """By worker, what its store evicts first, as it said last (`weaving.stores.eviction_order`)."""
 
     @property
     def path(self) -> str:
@@ -110,7 +112,9 @@ class ReportInbox:
         try:
             message = json.loads(data)
             if "store" in message:
-                self._stores[str(message["source"])] = dict(message["store"])
+                source = str(message["source"])
+                self._stores[source] = dict(message["store"])
+                self.eviction[source] = dict(message.get("eviction") or {})
                 return
             found = _OUR_ID.search(message["request_id"])
             report = message["report"][FIELD]
