@@ -196,7 +196,7 @@ class RequestPreparer:
         """A speculative request is asked for."""
         if self.arranger is not None:
             with self._arranging:
-                self.arranger.count(prepared.prompt, free=prepared.arranged.promotion is not None)
+                self.arranger.count(prepared.prompt, free=prepared.arranged.free)
 
     def answered(self, prepared: PreparedRequest, arranged: Arranged) -> None:
         """A request was answered with its chunks `arranged` so; a later one may send its messages again."""

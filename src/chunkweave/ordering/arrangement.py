@@ -92,8 +92,8 @@ ORIGINAL = "original"
 class Promotion:
     """Over which chunks of one request exact prefixes may grow.
 
-    An exact method keeps exact paths over `kept` chunks only (None: over all). A method that weaves computes in full
-    what is in `continued` and comes right behind the exact prefix.
+    An exact method keeps exact paths over `kept` parts only, those of earlier turns among them (None: over all). A
+    method that weaves computes in full what is in `continued` and comes right behind the exact prefix.
     """
 
     kept: frozenset[ChunkId] | None = None
@@ -105,13 +105,15 @@ class Arranged:
     """A prompt whose chunks stand as they will be computed.
 
     `ordering` put them there. `ranks` says of a part of the prompt, by its number, where the caller had it among the
-    chunks, from 0 on. `promotion` says over what its exact prefix may grow; None if the order was not free.
+    chunks, from 0 on. `promotion` says over what its exact prefix may grow; None if over all of it. `free` says that
+    the ordering might choose.
     """
 
     prompt: Prompt
     ordering: str = ORIGINAL
     ranks: Mapping[int, int] = field(default_factory=dict)
     promotion: Promotion | None = None
+    free: bool = False
 
 
 class Arranger:
@@ -155,7 +157,7 @@ class Arranger:
         places = self._free_order(prompt, first, ids, chunks) if free else list(range(len(chunks)))
         moved = (*prompt.parts[:first], *(chunks[place] for place in places), *prompt.parts[last:])
         stands = prompt if places == sorted(places) else Prompt(moved)
-        promotion = self._promotion([ids[place] for place in places]) if free else None
+        promotion = self._promotion(prompt.parts[:first], [ids[place] for place in places], free=free)
         if counted:
             self.count(stands, free=free)
         return Arranged(
@@ -163,6 +165,7 @@ class Arranger:
             self._ordering.name if free else ORIGINAL,
             {first + number: place for number, place in enumerate(places)},
             promotion,
+            free,
         )
 
     def _free_order(
@@ -181,12 +184,23 @@ class Arranger:
         if free:
             self._begun.note(_beginnings(path))
 
-    def _promotion(self, path: list[ChunkId]) -> Promotion:
-        """What of `path` comes back, with the request that asks for it counted."""
+    def _promotion(self, before: Sequence[PromptPart], path: list[ChunkId], *, free: bool) -> Promotion | None:
+        """What of `path` comes back, with the request that asks for it counted, and is among the first `path_chunks`.
+
+        CRAFT's thresholds are for a free order. RAGCache §8 caches requests of a large top-k as if they had asked for
+        fewer documents. What stands `before` was said earlier, and stays.
+        """
         kept, continued = self._config.promotion_threshold, self._config.continuation_threshold
+        most = self._config.path_chunks
+        if not free:
+            kept = continued = None
+        if not free and most is None:
+            return None
         begins = _beginnings(path)
+        stays = {part.id for part in before if part.id is not None}
+        hot = stays.union(one for one in path[:most] if kept is None or self.table.count_with(one) >= kept)
         return Promotion(
-            None if kept is None else frozenset(one for one in path if self.table.count_with(one) >= kept),
+            None if kept is None and most is None else frozenset(hot),
             frozenset(
                 chunk
                 for chunk, begin in zip(path, begins, strict=True)

@@ -191,7 +191,7 @@ class Fleet:
         replica.placed[number] = placed
         replica.outstanding_tokens += placed.work_tokens
         if counted:
-            replica.arranger.count(placed.prompt, free=placed.arranged.promotion is not None)
+            replica.arranger.count(placed.prompt, free=placed.arranged.free)
         self._time.join(tenant)
         queue = replica.queue.of(tenant)
         placed.waiting = queue.submit(
