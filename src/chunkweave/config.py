@@ -461,7 +461,8 @@ class ConversationConfig:
 class WeaveConfig:
     """How woven requests share vLLM's steps.
 
-    A request whose segments were not read within `load_timeout_s` is computed by vLLM.
+    A request whose segments were not read within `load_timeout_s` is computed by vLLM. So is one that has waited that
+    long for chunks that another request computes.
     """
 
     weave_step_tokens: int | None = setting(
@@ -471,7 +472,10 @@ class WeaveConfig:
         least=1,
     )
     load_timeout_s: float = setting(
-        10.0, "Maximum wait for a request's segments before it is prefilled normally.", above=0
+        10.0,
+        "Maximum wait for a request's segments, and for chunks that another request computes, before it is prefilled "
+        "normally.",
+        above=0,
     )
     lookup_timeout_s: float = setting(
         0.5, "Maximum wait for a remote lookup before the request is prefilled normally.", above=0

@@ -69,7 +69,10 @@ class EngineBackend:
             engine.loaded.tokenizer,
             engine.calibration is not None,
             min(engine.loaded.model.geometry.max_positions, self.batching.most_tokens),
+            max_prefill_batch=self._settings.fleet.max_prefill_batch or 1,
             speculate=self._settings.fleet.speculate,
+            order=engine.preparer.order,
+            reorders=self.batching.reorders,
         )
 
     async def stop(self) -> None:

@@ -172,7 +172,27 @@ def test_nothing_is_computed_ahead_while_others_wait_for_their_first_token(front
     for one in (thread, *others):
         one.join()
     assert "pipelining" not in answers[0].json()["chunkweave"]
+    assert answers[0].json()["chunkweave"]["not_speculated"] == "other requests were pending"
     assert speculations(front)["started"] == 0
+
+
+@pytest.mark.parametrize(("room", "ahead"), [(1, 0), (2, 1)])
+def test_so_many_prefills_may_be_pending_as_the_server_is_told(vllm, room, ahead):
+    """`max_prefill_batch`, by default the number of replicas."""
+    with running_front(vllm, order="fixed", max_prefill_batch=room) as front:
+        corpus = slow_corpus(front)
+        vllm.gate.clear()
+        other = threading.Thread(target=lambda: front.ask(documents=DOCUMENTS))
+        other.start()
+        wait_until(lambda: len(vllm.seen) == 1)
+        thread, _ = asked(front)
+        wait_until(lambda: front.service.parts.answering.retriever.speculation.counts.stages == 1)
+        wait_until(lambda: len(vllm.seen) == 1 + ahead)
+        vllm.gate.set()
+        corpus.go_on.set()
+        thread.join()
+        other.join()
+        assert speculations(front)["started"] == ahead
 
 
 def test_a_client_that_leaves_while_its_search_goes_on_ends_both(front, corpus, vllm):

@@ -143,6 +143,11 @@ class Arranger:
         self._tree = tree
         self._order = order
 
+    @property
+    def reorders(self) -> bool:
+        """Whether the sequence in which chunks of a free order are given says nothing about how they will stand."""
+        return self._ordering.name != ORIGINAL
+
     def arrange(self, prompt: Prompt, order: ChunkOrder | None = None, *, counted: bool = True) -> Arranged:
         """The prompt with its chunks in order. Its request counts from now on, or when `count` is called.
 

@@ -6,20 +6,18 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from math import inf
 
 import torch
 
 from chunkweave.conversation.answer import TokenCounts
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
-from chunkweave.planning.adaptive_methods import method_for, promoted_length
+from chunkweave.planning.adaptive_methods import method_for
 from chunkweave.planning.cost import Loading, stored_cost_model, too_slow
 from chunkweave.planning.method import make_method, without
 from chunkweave.planning.method_choice import EXACT_METHODS
 from chunkweave.planning.outcome import recompute_fraction
 from chunkweave.planning.plan import KVSource, Plan
-from chunkweave.prompt.parts import PartKind
 from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.tiers.device import HostMemory, host_memory_for, streams_of
@@ -386,22 +384,11 @@ class ConnectorWorker:
             self._insert(order.request_id, job.captured.segments(woven.exact_to))
         parts = [
             part
-            for part in self._kept(order.request)
+            for part in order.request.kept_parts(self._is_exact)
             if part.span in fresh and order.first <= part.span.start and part.span.stop <= order.stop
         ]
         blocks = RequestBlocks(order.block_ids, self._layers.paged)
         self._insert(order.request_id, self._copied(parts, blocks, woven.exact_to))
-
-    def _kept(self, request: WeaveRequest) -> Iterator[StoredPart]:
-        """The parts that may be stored: with an exact method, chunks as far as the exact path is promoted."""
-        promoted, parts = request.promotion.kept, request.stored_parts()
-        if promoted is None or request.method not in EXACT_METHODS:
-            return parts
-        path = list(parts)
-        head = len(path) - sum(part.kind is PartKind.CHUNK for part in request.prompt.parts)
-        records = (self._store.record(segment_id(part.id, part.context)) for part in path[head:])
-        stored = sum(1 for _ in takewhile(lambda record: record is not None and record.exact, records))
-        return iter(path[: head + promoted_length([part.id in promoted for part in path[head:]], stored)])
 
     def _remember(self, key: _ChoiceKey, chosen: Choices) -> None:
         self._chosen_positions -= _positions(self._choices.pop(key, {}))
@@ -439,7 +426,7 @@ class ConnectorWorker:
         blocks = RequestBlocks(order.block_ids, self._layers.paged)
         begun = self._begun.pop(order.request_id, {})
         prefix = [segment_id(part.id, part.context) for part in order.request.stored_parts()]
-        for part in self._kept(order.request):
+        for part in order.request.kept_parts(self._is_exact):
             first, stop = max(part.span.start, order.readable), min(part.span.stop, order.computed)
             complete = part.span.stop <= order.computed
             if part.span.stop <= order.saved or first >= stop or not (complete or order.windowed):

@@ -128,8 +128,10 @@ class VllmBackend:
             tokenizer,
             preparer.chooser.record is not None,
             most_tokens,
-            replicas=len(fleet.replicas),
+            max_prefill_batch=settings.max_prefill_batch or len(fleet.replicas),
             speculate=settings.speculate,
+            order=preparer.order,
+            reorders=fleet.replicas[0].arranger.reorders,
         )
 
     async def stop(self) -> None:
