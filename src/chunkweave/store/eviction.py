@@ -92,9 +92,13 @@ def make_policy(name: str, *, prefill_s: PrefillSeconds | None = None) -> Evicti
         UsageError: it cannot be imported.
     """
     build = POLICIES.get(name)
-    takes_cost = prefill_s is not None and "prefill_s" in signature(build).parameters
-    policy: EvictionPolicy = build(prefill_s=prefill_s) if takes_cost else build()
+    policy: EvictionPolicy = build(prefill_s=prefill_s) if prefill_s is not None and weighs_cost(name) else build()
     return policy
+
+
+def weighs_cost(name: str) -> bool:
+    """Whether the policy of that name asks what computing costs. Raises what `make_policy` does."""
+    return "prefill_s" in signature(POLICIES.get(name)).parameters
 
 
 _SLACK = 64
