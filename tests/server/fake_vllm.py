@@ -205,6 +205,7 @@ class FakeVllm:
             report["why"] = f"{params['method']}: nothing stored yet"
         if found:
             reused = sum(len(ids) for _, ids in found)
+            places = [params["chunks"][chunks.index(chunk)] for chunk in found]
             again = math.ceil(params.get("recompute_ratio", params.get("alpha", 0.0) / 4) * reused)
             report = {
                 "method": params["method"],
@@ -217,7 +218,12 @@ class FakeVllm:
                 "hits": {"host": reused},
                 "local_tokens": 0,
                 "recomputed": list(range(again)),
-                "kv_sources": {"reused": [params["chunks"][chunks.index(chunk)] for chunk in found]},
+                "check_layers": params.get("check_layers", []),
+                "stopped_at_layer": 3 if params.get("focus") else None,
+                "reasons": [[start, {"cfo": 0.25, "generation": 1}] for start, _ in places]
+                if "alpha" in params
+                else [],
+                "kv_sources": {"reused": places},
             }
         self._sender.send(f"cmpl-{request_id}-0-ab12cd34", {"chunkweave": report})
 
