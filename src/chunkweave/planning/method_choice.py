@@ -224,7 +224,7 @@ class MethodChooser:
         found = self._calibrated(quality)
         if found is None:
             return self._exact(Why.OUT_OF_REACH, given)
-        method, calibrated = found
+        method, calibrated = found[0], replace(found[1], capture=self.reuse.capture)
         own = parameter_of(method)
         if others := given.keys() - {own}:
             raise UsageError(
