@@ -439,7 +439,9 @@ class ConversationConfig:
     keep: float = setting(
         0.5, "Share of conversation_tokens that a cut leaves at most.", name="conversation_keep", least=0, most=1
     )
-    deduplicate: bool = setting(False, "Do not send a chunk again that is in a conversation's context already.")
+    deduplicate: bool = setting(
+        False, "Do not send a chunk again that an earlier turn has, of a conversation or of the same messages."
+    )
     max_conversations: int = setting(
         1024,
         "Conversations that are kept; of more, the one that was idle longest is forgotten, of a tenant with more than "
@@ -469,7 +471,8 @@ class ConversationConfig:
 class WeaveConfig:
     """How woven requests share vLLM's steps.
 
-    A request whose segments were not read within `load_timeout_s` is computed by vLLM.
+    A request whose segments were not read within `load_timeout_s` is computed by vLLM. So is one that has waited that
+    long for chunks that another request computes.
     """
 
     weave_step_tokens: int | None = setting(
@@ -479,7 +482,10 @@ class WeaveConfig:
         least=1,
     )
     load_timeout_s: float = setting(
-        10.0, "Maximum wait for a request's segments before it is prefilled normally.", above=0
+        10.0,
+        "Maximum wait for a request's segments, and for chunks that another request computes, before it is prefilled "
+        "normally.",
+        above=0,
     )
     lookup_timeout_s: float = setting(
         0.5, "Maximum wait for a remote lookup before the request is prefilled normally.", above=0

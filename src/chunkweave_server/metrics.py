@@ -72,6 +72,9 @@ def batching_samples(stats: "BatchingStats") -> Iterator[MetricSample]:
     yield _gauge("kv_cache_usage_perc", "Share of the running requests' KV memory in use, 0 to 1.", used)
     yield _counter("num_preemptions", "Requests that gave their KV memory up for older ones.", stats.preempted)
     yield _counter("request_retries", "Requests that failed and were tried once more.", stats.tried_again)
+    yield _counter(
+        "shared_prefills", "Requests that waited for parts that another one's prefill computed.", stats.shared
+    )
     yield _counter("engine_steps", "Runs through the layers.", stats.steps)
     yield _counter("engine_prefilled_tokens", "Tokens computed by prefills, retries included.", stats.prefilled_tokens)
     yield _counter("engine_decoded_tokens", "Tokens computed one at a time.", stats.decoded_tokens)

@@ -1,14 +1,17 @@
 """The segments of one plan, from memory and from disk."""
 
+import threading
 import time
 
 import pytest
 import torch
 
 from chunkweave.config import ReuseConfig, StoreConfig
+from chunkweave.planning.cost import CostModel
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.tiers.preload import Gone
+from chunkweave.tiers.segment_file import DiskSegment
 from chunkweave.types import Geometry
 from chunkweave.weaving.segments import PlanSources, WeavingStore
 from chunkweave.weaving.stores import open_store
@@ -96,4 +99,41 @@ def test_a_damaged_layer_is_a_failure_that_is_known_beforehand(folder):
     assert segments.failure.segment == SEGMENTS[0][0].id
     assert not segments.complete
     segments.close()
+    store.close()
+
+
+@pytest.mark.parametrize(("share", "kept"), [(2.0, [True, True]), (4.0, [True, False])])
+def test_a_plan_takes_what_was_read_ahead_or_will_be_in_sooner_than_it_is_computed(folder, monkeypatch, share, kept):
+    """Two of the second segment's three layers are in: a third of its loading is left."""
+    store = opened(folder)
+    gate, read = threading.Event(), DiskSegment.layer
+    layers: list[int] = []
+
+    def layer(self, index, scratch=None):
+        if len(layers) == 2 * LAYERS - 1:
+            gate.wait(10)
+        layers.append(index)
+        return read(self, index, scratch)
+
+    monkeypatch.setattr(DiskSegment, "layer", layer)
+    second_s = 10.0  # to compute a token; far longer than a test waits for a layer
+    cost = CostModel((0,), (1, 1000), ((second_s, 1000 * second_s),), 1000, {"disk": 1000 / (share * second_s)})
+    weaving = WeavingStore(store, GEOMETRY, CPU, cost)
+    found, method = store.lookup(PROMPT), make_method("full-reuse", ReuseConfig())
+    with weaving.prefetch(weaving.plan(found, method)) as ahead:
+        ends_s = time.monotonic() + 10
+        while len(layers) < 2 * LAYERS - 1:
+            assert time.monotonic() < ends_s
+            time.sleep(0.001)
+        loading = weaving.loading(ahead)
+        plan = weaving.plan(found, method, loading=loading)
+        assert [plan.parts[number].segment is not None for number in range(2)] == kept
+        assert loading.seconds(SEGMENTS[0][0].id, 100) == 0.0
+        assert not any(part.segment for part in weaving.plan(found, method, loading=weaving.loading()).parts)
+        pinned = weaving.pin(plan, prefetched=ahead)
+        gate.set()
+        wait_for(pinned)
+        assert [len(list(pinned.loaded())), pinned.failure] == [sum(kept), None]
+        pinned.close()
+    store.check()
     store.close()

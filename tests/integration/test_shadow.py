@@ -26,6 +26,7 @@ def engine_with(shadow: ShadowConfig | None, **config) -> Engine:
     engine.precompute(STORED)
     engine.generate("When?", max_new_tokens=1, method="full")
     engine.runner.store_new = lambda prefilled: 0
+    engine.runner.store_computed = lambda job: 0
     return engine
 
 

@@ -45,6 +45,7 @@ def engine_with(stored: list[Chunk]) -> Engine:
     engine.precompute(stored)
     engine.generate("When?", max_new_tokens=1)
     engine.runner.store_new = lambda prefilled: 0
+    engine.runner.store_computed = lambda job: 0
     return engine
 
 

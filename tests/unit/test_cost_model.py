@@ -13,12 +13,12 @@ from chunkweave.errors import DocumentError, UnknownMethodError
 from chunkweave.planning.adaptive_methods import LoadAwareMethod
 from chunkweave.planning.cost import (
     CostModel,
+    Loading,
     StorageDevice,
     choose_device,
     preload_depth,
     ratio_that_hides,
     too_slow,
-    worth_loading,
 )
 from chunkweave.planning.method import make_method, without
 from chunkweave.planning.plan import Plan
@@ -155,8 +155,8 @@ def test_segments_that_load_slower_than_they_compute_are_left_out():
     lookup = make_lookup()
     ids = [entry.exact.id for entry in lookup.parts[:3]]
     where = dict(zip(ids, ("host", "disk", "slow"), strict=True))
-    assert worth_loading(COST, 100, 100, "disk")
-    assert too_slow(lookup, COST, where.get) == {ids[2]}
+    assert Loading(COST, where.get).pays(ids[1], Span(100, 200))
+    assert too_slow(lookup, Loading(COST, where.get)) == {ids[2]}
 
 
 def test_the_controller_raises_a_methods_ratio_to_what_hides_its_loading():
@@ -166,17 +166,17 @@ def test_the_controller_raises_a_methods_ratio_to_what_hides_its_loading():
     cost = CostModel((0,), (300,), ((3.0,),), 1000, {"disk": 3e5})
     at = {None: 0.15, "host": 0.15, "disk": 1.0 / 3.0}
     for tier, ratio in at.items():
-        method = LoadAwareMethod("cacheblend", ReuseConfig(0.15), cost, lambda _segment, tier=tier: tier)
+        method = LoadAwareMethod("cacheblend", ReuseConfig(0.15), Loading(cost, lambda _segment, tier=tier: tier))
         plan = method.plan(lookup, geometry)
         (rule,) = plan.passes[0].rules
         assert plan.raised_to == (pytest.approx(ratio) if tier == "disk" else None)
         assert rule.count == ceil(ratio * 300 - 1e-9)
         choice = method.choose(method.plan(lookup, geometry), geometry)
         assert choice.load_s == pytest.approx(1.0 if tier == "disk" else 0.0)
-    plain = LoadAwareMethod("full-reuse", ReuseConfig(0.15), cost, lambda _segment: "disk")
+    plain = LoadAwareMethod("full-reuse", ReuseConfig(0.15), Loading(cost, lambda _segment: "disk"))
     assert plan_of("full-reuse", lookup, geometry) == plain.plan(lookup, geometry)
     with pytest.raises(UnknownMethodError):
-        LoadAwareMethod("magic", ReuseConfig(), cost, lambda _segment: None)
+        LoadAwareMethod("magic", ReuseConfig(), Loading(cost, lambda _segment: None))
 
 
 def fixed_lookup() -> PromptLookup:
@@ -215,7 +215,9 @@ def test_the_controller_sets_a_floor_for_alpha_as_for_a_ratio():
     cost = CostModel((0,), (300,), ((3.0,),), 1000, {"disk": 2e5})  # 1.5 s to load what takes 3 s to compute
 
     def planned(alpha: float, tier: str) -> Plan:
-        return LoadAwareMethod("cachecraft", ReuseConfig(alpha=alpha), cost, lambda _: tier).plan(lookup, GEOMETRY)
+        return LoadAwareMethod("cachecraft", ReuseConfig(alpha=alpha), Loading(cost, lambda _: tier)).plan(
+            lookup, GEOMETRY
+        )
 
     assert planned(0.5, "host") == make_method("cachecraft", ReuseConfig(alpha=0.5)).plan(lookup, GEOMETRY)
     raised = planned(0.5, "disk")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from chunkweave.config import QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.planning.adaptive_methods import LoadAwareMethod
-from chunkweave.planning.cost import CostModel, staged_s
+from chunkweave.planning.cost import CostModel, Loading, staged_s
 from chunkweave.planning.method import make_method
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry
@@ -41,7 +41,7 @@ def test_only_what_loads_after_the_question_was_asked_hides_behind_recomputation
     geometry = Geometry(8, 6, 4, 2, 3, 10, 50, 4096)
     cost = CostModel((0,), (1, 300), ((0.01, 3.0),), 1000, {"disk": 3e5})
     method = LoadAwareMethod(
-        "query", ReuseConfig(0.05, query=QueryConfig(layers=layers)), cost, lambda _segment: "disk"
+        "query", ReuseConfig(0.05, query=QueryConfig(layers=layers)), Loading(cost, lambda _segment: "disk")
     )
     made = method.plan(lookup, geometry)
     assert made.passes[1].start.count == ceil(ratio * 300 - 1e-9)

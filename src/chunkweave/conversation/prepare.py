@@ -1,18 +1,18 @@
 """From a question over chunks to a prompt, an order and a method, for every backend: a tokenizer is all it needs."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chunkweave.config import SamplingParams
-from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
+from chunkweave.conversation.turns import Build, NextTurn, TurnBuilder, TurnUnderWay
 from chunkweave.errors import PromptTooLongError
-from chunkweave.ordering.arrangement import Arranged, Arranger
+from chunkweave.ordering.arrangement import Arranged, Arranger, Promotion
 from chunkweave.ordering.ordering import ChunkOrder
-from chunkweave.planning.adaptive_methods import LoadAwareMethod, PrefixGrowingMethod
-from chunkweave.planning.cost import CostModel
+from chunkweave.planning.adaptive_methods import method_for
+from chunkweave.planning.cost import Loading
 from chunkweave.planning.method import ReuseMethod, make_method
 from chunkweave.planning.method_choice import EXACT_METHODS, Kept, MethodChoice, MethodChooser, MethodRequest
 from chunkweave.prompt.builder import PromptBuilder, PromptLimit
@@ -22,16 +22,14 @@ from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Chunk, SegmentId
 
-Build = Callable[[Request, PromptLimit], Prompt]
-"""Makes the prompt of a request that belongs to no conversation."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRequest:
     """A request with its prompt, the method chosen for it, what it keeps, and how many tokens it may generate.
 
     `order` says whether chunks may be reordered: a preparer without an arranger leaves that to its caller. A `raisable`
-    request has not said how much is to be recomputed, so that it may be more where that hides loading.
+    request has not said how much is to be recomputed, so that it may be more where that hides loading. `again` says
+    what a request that is none of a conversation's does not send again, since its messages hold it.
     """
 
     request: Request
@@ -43,6 +41,18 @@ class PreparedRequest:
     room: int
     turn: TurnUnderWay | None = None
     raisable: bool = False
+    again: NextTurn | None = None
+
+    @property
+    def content(self) -> NextTurn | None:
+        """What of a conversation is in its prompt, and what is not sent again; None if nothing is known of one."""
+        return self.again if self.turn is None else self.turn.content
+
+    def raised(self, loading: Loading | None) -> ReuseMethod:
+        """The method for a plan that is made while nothing else is computed: its ratio may be what hides `loading`."""
+        if loading is None or not self.raisable:
+            return self.method
+        return method_for(self.choice, _promotion(self.arranged, self.turn), loading)
 
     @property
     def closing(self) -> tuple[int, ...]:
@@ -74,8 +84,8 @@ class RequestPreparer:
     names are held against `num_layers`, where they are known. Chunks are computed beforehand behind `neutral_tokens` of
     the neutral `passages`. `order` is for requests that say nothing.
 
-    A backend that computes KV itself has an `arranger` and a `store`, and perhaps a `cost` model by which methods are
-    raised. `shadow`, if there is one, may replace the method that was chosen by the exact one.
+    A backend that computes KV itself has an `arranger` and a `store`. `shadow`, if there is one, may replace the method
+    that was chosen by the exact one.
     """
 
     builder: PromptBuilder
@@ -88,7 +98,6 @@ class RequestPreparer:
     order: ChunkOrder = ChunkOrder.FIXED
     arranger: Arranger | None = None
     store: TieredStore[Any] | None = None
-    cost: CostModel | None = None
     shadow: ShadowMonitor | None = None
     _arranging: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -116,24 +125,24 @@ class RequestPreparer:
         if self.num_layers is not None:
             method_request.refuse_layers_beyond(self.num_layers)
         choice, raisable = self.chooser.choose(method_request), not method_request.sets_budget
-        method = self._method(choice, raisable=raisable)
-        if self.shadow is not None and (allowed := self.shadow.allowed(choice)) != choice:
-            choice, method = allowed, self._method(allowed)
+        make_method(choice.method, choice.reuse)  # refused before anything is tokenized, also where it is switched off
+        if self.shadow is not None:
+            choice = self.shadow.allowed(choice)
         turn: TurnUnderWay | None = None
+        again: NextTurn | None = None
         if request.conversation_id is None:
-            limit = PromptLimit(min(self.context_tokens, most_tokens or self.context_tokens))
-            prompt = (build or self._built)(request, limit)
+            most = min(self.context_tokens, most_tokens or self.context_tokens)
+            request, prompt, again = self.turn_builder.without_id(request, build or self._built, most)
         else:
             turn, prompt = self.turn_builder.begin(request, most_tokens=most_tokens)
         room = prompt.room_in(self.context_tokens) - (0 if turn is None else len(turn.closing))
         arranged = self._arrange(prompt, order, counted=not speculative)
-        if arranged.promotion is not None and turn is None:  # a conversation keeps all that its next turn builds on
-            method = PrefixGrowingMethod(method, arranged.promotion)
         kept = self.chooser.kept(choice)
         if turn is not None:  # its later turns may be answered by another method
             kept = replace(kept, kv=True)
         room = min(request.sampling.max_new_tokens, room)
-        return PreparedRequest(request, order, arranged, choice, method, kept, room, turn, raisable)
+        method = method_for(choice, _promotion(arranged, turn), None)
+        return PreparedRequest(request, order, arranged, choice, method, kept, room, turn, raisable, again)
 
     def prepare_beforehand(
         self, chunk: Chunk | str, *, cache_salt: str = "", most_tokens: int | None = None
@@ -155,7 +164,7 @@ class RequestPreparer:
         choice = self.chooser.choose(MethodRequest.of("prefix"))
         kept = Kept(profiles=self.chooser.kept(self.chooser.choose(MethodRequest())).profiles)
         request = Request("", (chunk,), sampling=SamplingParams(1, temperature=0.0), cache_salt=cache_salt)
-        method = self._method(choice)
+        method = method_for(choice, None, None)
         return PreparedRequest(request, ChunkOrder.FIXED, Arranged(prompt), choice, method, kept, room)
 
     def prompt_beforehand(self, chunk: Chunk | str, *, cache_salt: str = "", most_tokens: int | None = None) -> Prompt:
@@ -189,6 +198,12 @@ class RequestPreparer:
             with self._arranging:
                 self.arranger.count(prepared.prompt, free=prepared.arranged.promotion is not None)
 
+    def answered(self, prepared: PreparedRequest, arranged: Arranged) -> None:
+        """A request was answered with its chunks `arranged` so; a later one may send its messages again."""
+        if prepared.turn is None:
+            ranks = sorted(arranged.ranks.items())
+            self.turn_builder.answered(prepared.request, [prepared.request.chunks[rank] for _, rank in ranks])
+
     def abandon(self, prepared: PreparedRequest) -> None:
         """A request ends without an answer; a no-op after its end."""
         if prepared.turn is not None:
@@ -200,6 +215,7 @@ class RequestPreparer:
             request.chunks,
             system=request.system,
             history=request.history,
+            history_chunks=request.history_chunks,
             cache_salt=request.cache_salt,
             limit=limit,
         )
@@ -210,8 +226,7 @@ class RequestPreparer:
         with self._arranging:
             return self.arranger.arrange(prompt, order, counted=counted)
 
-    def _method(self, choice: MethodChoice, *, raisable: bool = False) -> ReuseMethod:
-        """The method of a choice; with a cost model and no ratio asked for, the loading controller may raise its."""
-        if self.store is None or self.cost is None or not raisable:
-            return make_method(choice.method, choice.reuse)
-        return LoadAwareMethod(choice.method, choice.reuse, self.cost, self.store.tier_of)
+
+def _promotion(arranged: Arranged, turn: TurnUnderWay | None) -> Promotion | None:
+    """Over what an exact prefix may grow; a conversation keeps all that its next turn builds on."""
+    return arranged.promotion if turn is None else None

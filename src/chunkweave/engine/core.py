@@ -28,9 +28,9 @@ from chunkweave.errors import (
 )
 from chunkweave.fusion.loop import PassInterrupted
 from chunkweave.kv.segment import SegmentLost
+from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import KVSource
 from chunkweave.scheduling.budget import BatchingConfig
-from chunkweave.scheduling.queue import StoredTokens
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class BatchingCore:
         self._interrupt = interrupt
         self._arrived = arrived
         self._checks = parts.checks
-        self._scheduler = Scheduler(StoredTokens(self._runner.store), config, preempting=self._preempting, clock=clock)
+        self._scheduler = Scheduler(self._runner.store, config, preempting=self._preempting, clock=clock)
         self._planner = self._scheduler.planner
         self.pool = self._scheduler.pool
         slow = any(level.background for level in self._runner.store.levels)
@@ -117,6 +117,8 @@ class BatchingCore:
             speculating=sum(request.speculative for request in requests),
             speculations_running=sum(request.speculative for request in running),
             prefetched_bytes=self._prefetched_bytes,
+            shared=self._scheduler.shared,
+            sharing=len(self._scheduler.awaiting),
         )
 
     @property
@@ -170,14 +172,13 @@ class BatchingCore:
             self._runner.store.note_request(request.use)
 
     def abort(self, number: int) -> None:
-        """End a request without an answer. What a speculation has computed whole by then stays stored.
+        """End a request without an answer. The parts that it has computed whole by then stay stored.
 
         Raises:
             UnknownRequestError: it neither waits nor runs.
         """
         request = self._under_way(number)
         self._count(aborted=1)
-        self._keep(request)
         self._end(request, RequestAbortedError(f"request {number} was aborted"))
 
     def close(self) -> None:
@@ -271,10 +272,16 @@ class BatchingCore:
             owner=request.tenant,
         )
         request.passed_over = 0
-        request.job = self._runner.start(prompt, request.prepared.method, options)
+        request.job = self._runner.start(prompt, self._method(request), options)
         request.use = request.use or request.job.use
         if not request.yields:
             self.count(request)
+
+    def _method(self, request: RequestState) -> ReuseMethod:
+        """The method of a request that is admitted; others would pay for what hides the loading of this one."""
+        others = (one for one in self._scheduler.requests.values() if one is not request and not one.yields)
+        alone = next(others, None) is None
+        return request.prepared.raised(self._runner.loading(request.prefetch) if alone else None)
 
     def _groups(self) -> list[StepGroup]:
         """What this step runs, after prefills whose segments are known to be lost were planned again."""
@@ -287,15 +294,14 @@ class BatchingCore:
         self._count(preempted=1, speculations_preempted=int(request.speculative))
         if request.speculative and request.decode is None:
             request.admitted_s = None  # it begins anew: its time until now is no part of its answer's
-        self._keep(request)
 
-    def _keep(self, request: RequestState) -> None:
-        """Store what a speculation that is given up has computed whole: an overlap with what comes next pays."""
-        if request.speculative and request.job is not None:
+    def _store_parts(self, request: RequestState) -> None:
+        """Store each part as soon as its last layer is done: others may wait for it, and this prefill be given up."""
+        if request.job is not None:
             try:
                 self._runner.store_computed(request.job)
             except Exception:  # what cannot be stored costs time later, and nothing now
-                logger.exception("what speculation %d computed is not stored", request.id)
+                logger.exception("parts that request %d computed are not stored", request.id)
 
     def _compute(self, group: StepGroup) -> None:
         decodes = [
@@ -338,6 +344,8 @@ class BatchingCore:
         for request, _ in group.pieces:
             if request.job is not None and request.job.prefilled is not None:
                 self._guarded([request], partial(self._prefilled, request))
+            else:
+                self._store_parts(request)
 
     def _stopping(self) -> RequestState | None:
         """The request that has come since the step began and stops it."""
@@ -397,6 +405,7 @@ class BatchingCore:
             decode_s=self._clock() - request.first_token_s,
             queue_s=request.admitted_s - request.arrived_s,
         )
+        self._preparer.answered(request.prepared, request.prepared.arranged)
         answer = decode.answer(self._runner.model.geometry, durations)
         self._count(finished=1)
         self._end(request, StreamEvent(rest, answer))

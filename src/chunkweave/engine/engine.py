@@ -249,7 +249,6 @@ class Engine:
             usual_order,
             Arranger(ordering, store.tree),
             store,
-            cost,
             self.shadow,
         )
         self.parts = CoreParts(self.preparer, self.runner, self.shadow_checks)

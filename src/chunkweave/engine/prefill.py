@@ -21,6 +21,7 @@ from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.outcome import LayerWork, Stop
 from chunkweave.planning.plan import KVSource, Pass, Plan, can_be_cut, cut
 from chunkweave.prompt.parts import Prompt
+from chunkweave.scheduling.in_progress import PartInProgress
 from chunkweave.store.index import RequestUse, TieredLease
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId, Span, joined, spans_of
@@ -158,6 +159,8 @@ class PrefillJob:
         """What it counts for if it is a request's, from its first plan; None where a plan was given."""
         self.under_way: LayeredPass | None = None
         """The next pass, if a part of its layers was run."""
+        self._captures: Sequence[PartCapture] = ()
+        self._attention: AttentionCapture | None = None
         self._given_up: set[SegmentId] = set()
         self._began = time.perf_counter()
         self._open(options.plan)
@@ -286,9 +289,38 @@ class PrefillJob:
         return self._context.model.geometry.num_layers
 
     def computed(self) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
-        """Segments of the parts that were computed whole so far, for a job that is given up between two steps."""
-        complete = [capture for capture in self._captures if capture.complete]
+        """Segments of the parts that were computed whole since the last call, for requests that wait for them.
+
+        Parts that were reused and woven anew are left to the end: a later pass may change them.
+        """
+        complete = [one for one in self._captures if one.woven_from is None and one.complete]
+        self._captures = [one for one in self._captures if one not in complete]
         return segments_of(self._prompt, self.plan, complete, self._attention, owner=self._options.owner)
+
+    def in_progress(self) -> list[PartInProgress]:
+        """The parts that are computed and will be stored, and were not given out by `computed` yet."""
+        waiting = {capture.part.span for capture in self._captures if capture.woven_from is None}
+        reused = self.plan.spans(KVSource.REUSED)
+        approximate_from = reused[0].start if reused else len(self._prompt)
+        return [
+            PartInProgress(
+                part.part.id, context, part.span.stop <= approximate_from, self._tokens_until(part.span.stop)
+            )
+            for part, context in zip(self.plan.parts, self._prompt.contexts(), strict=True)
+            if part.span in waiting and part.part.id is not None
+        ]
+
+    def _tokens_until(self, stop: int) -> int:
+        """Tokens that are left until the KV of all positions below `stop` is final: of a pass that runs whole, all."""
+        tokens = 0
+        for step in self._steps:
+            a_pass = step.a_pass
+            if step.captures and can_be_cut(a_pass):
+                inside = (span.within(0, stop) for span in a_pass.required)
+                tokens += sum(len(span) for span in inside if span)
+            else:
+                tokens += a_pass.required_tokens + a_pass.starting_tokens
+        return tokens
 
     def close(self) -> None:
         """Stop reading and unpin; a job that is not done cannot go on afterwards. A second time is harmless."""
@@ -299,7 +331,13 @@ class PrefillJob:
         options, model, store = self._options, self._context.model, self._context.store
         if plan is None:
             found = store.store.lookup(self._prompt)
-            plan = store.plan(found, self._method, given_up=self._given_up, history=options.history)
+            plan = store.plan(
+                found,
+                self._method,
+                given_up=self._given_up,
+                history=options.history,
+                loading=store.loading(options.prefetched),
+            )
             self.use = self.use or RequestUse.of(found, plan.segments(), plan.saved())
         self.plan = plan
         windows = () if options.unseen else model.geometry.windows

@@ -11,6 +11,7 @@ from chunkweave.conversation.answer import StreamEvent
 from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.planning.method import reuses_nothing
 from chunkweave.planning.plan import Plan
+from chunkweave.scheduling.in_progress import PartInProgress, Wanted
 from chunkweave.scheduling.queue import FairQueue, StoredPrefixes, VirtualTime, Waiting, waiting_path
 from chunkweave.store.index import RequestUse
 from chunkweave.types import ChunkId
@@ -62,6 +63,12 @@ class RequestState:
     admitted_s: float | None = None
     first_token_s: float = 0.0
     last_token_s: float = 0.0
+    owner: "RequestState | None" = None
+    """The running request that computes parts which it waits for. Until then it is not in the queue."""
+    awaited: frozenset[ChunkId] = frozenset()
+    """The parts that it waits for."""
+    waited_for: frozenset[ChunkId] = frozenset()
+    """Parts that it has waited for to the end: if the store did not take them, it does not wait again."""
     prefetch: "Prefetch | None" = None
     looked_ahead: bool = False
     """Whether its segments were read ahead, or would have been, while it waits."""
@@ -112,12 +119,27 @@ class RequestState:
     @property
     def path(self) -> tuple[ChunkId, ...]:
         """Its place in the queue's eyes: the ids of its stored parts, as far as its method may reuse them."""
-        choice = self.prepared.choice
-        if reuses_nothing(choice.method, choice.reuse):
-            return ()
-        ids = [part.id for part in self.prepared.prompt.parts if part.id is not None]
+        wanted = self.wanted
+        weaves = wanted.woven is not None and bool(wanted.chunks)
+        return waiting_path(wanted.chunks, weaves=weaves, recomputed=1.0 - (wanted.woven or 0.0))
+
+    @property
+    def wanted(self) -> Wanted:
+        """What it could take from the store, as far as its method may reuse it."""
+        prompt, choice = self.prepared.prompt, self.prepared.choice
+        parts = [] if reuses_nothing(choice.method, choice.reuse) else [part for part in prompt.parts if part.id]
         share = choice.recomputed_share
-        return waiting_path(ids, weaves=share is not None, recomputed=share or 0.0)
+        return Wanted(
+            chunks=[part.id for part in parts if part.id is not None],
+            tokens=[len(part) for part in parts],
+            prompt_tokens=len(prompt),
+            woven=None if share is None else 1.0 - share,
+        )
+
+    @property
+    def in_progress(self) -> list[PartInProgress]:
+        """The parts that its prefill computes and will store."""
+        return [] if self.job is None else self.job.in_progress()
 
     def stop_reading(self) -> None:
         """End what is read for its prefill, and that with it; idempotent."""

@@ -17,7 +17,7 @@ from chunkweave.kv.segment import SegmentLost, SegmentSource
 from chunkweave.models.attention import SdpaAttention
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.kernels.choice import make_attention
-from chunkweave.planning.cost import CostModel
+from chunkweave.planning.cost import CostModel, Loading
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt, PromptPart
@@ -229,12 +229,16 @@ class Runner:
         return -(-done // layers)
 
     def prefetch(self, prompt: Prompt, method: ReuseMethod, *, max_bytes: int | None = None) -> Prefetch:
-        """Start reading what `prefill` would read, while the request still waits; pass it to `prefill`, then close it.
+        """Start reading what `prefill` may read, while the request still waits; pass it to `prefill`, then close it.
 
         Of segments that together take more than `max_bytes` the first ones of the prompt are read, as many as fit.
         """
         plan = self._weaving_store.plan(self.store.lookup(prompt), method)
         return self._weaving_store.prefetch(plan, max_bytes=max_bytes, windows=self.model.geometry.windows)
+
+    def loading(self, prefetched: Prefetch | None = None) -> Loading | None:
+        """What bringing segments in takes now; None without a cost model."""
+        return self._weaving_store.loading(prefetched)
 
     def wait(self) -> None:
         """Return once the device has done what it was given."""
@@ -275,7 +279,7 @@ class Runner:
         self.store.insert(record, kv)
 
     def store_computed(self, job: PrefillJob) -> int:
-        """Store the parts that a job had computed whole when it was given up; returns how many the store took."""
+        """Store the parts that a job has computed whole since the last call; returns how many the store took."""
         return sum(self.store.insert(record, kv) for record, kv in job.computed())
 
     @property

@@ -15,7 +15,8 @@ from sys import maxsize
 from chunkweave.engine.request_state import RequestQueue, RequestState, RequestStatus
 from chunkweave.errors import StoreError
 from chunkweave.scheduling.budget import LEAST_TOKENS, BatchingConfig, BlockPool, Prefilling, StepPace, TokenBudget
-from chunkweave.scheduling.queue import DECODED_COST, StoredPrefixes, TenantWeights, VirtualTime
+from chunkweave.scheduling.in_progress import Saving, saving_of
+from chunkweave.scheduling.queue import DECODED_COST, ChunkStore, StoredTokens, TenantWeights, VirtualTime
 
 _LEAST_SHARE = 1 / 8
 """What prefills get at least of the time in which the answers beside them decode, so that they come to an end."""
@@ -198,7 +199,8 @@ class BatchingStats:
     `pending` requests wait for, or are in, prefill: the size of RAGCache's pool. `speculating` are those, waiting or
     running, that were not confirmed yet, `speculations_running` how many of them run. Of what was `preempted`,
     `speculations_preempted` had not been confirmed; `interrupted` are steps that were stopped between two layers,
-    since a request arrived before which theirs yield. `prefetched_bytes` are held for requests that wait.
+    since a request arrived before which theirs yield. `prefetched_bytes` are held for requests that wait. `shared` is
+    how often a request waited for parts that another one's prefill was computing, `sharing` how many do now.
     """
 
     waiting: int = 0
@@ -220,6 +222,8 @@ class BatchingStats:
     speculations_preempted: int = 0
     interrupted: int = 0
     prefetched_bytes: int = 0
+    shared: int = 0
+    sharing: int = 0
 
 
 _BURST_STEPS = 16
@@ -237,24 +241,35 @@ class Scheduler:
 
     Of several tenants the one that was served least is next, by its weight. What one holds beyond its share of places
     and memory is lent: a request of another one that is within its own takes it back, the youngest first, but never the
-    last that a tenant has running. Used by one thread.
+    last that a tenant has running.
+
+    A request that needs parts which a running prefill computes waits for them, out of the queue, where that is sooner
+    than computing them too. It holds nothing meanwhile, and waits for running requests only, never for one that yields
+    if it does not: so no request waits for one that waits for it. If the owner ends, fails or is preempted before the
+    parts are stored, the request is back in its old place: one of those that waited computes them, and the others wait
+    for it. Used by one thread.
     """
 
     def __init__(
         self,
-        tree: StoredPrefixes,
+        store: ChunkStore,
         config: BatchingConfig,
         *,
         preempting: Callable[[RequestState], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Nothing waits yet. `preempting` is called with a request that is about to lose its memory."""
+        self._store = store
         self.pool = BlockPool(config.kv_tokens // config.block_tokens, config.block_tokens)
         self._time = VirtualTime(TenantWeights.parse(config.tenant_weight), burst=_BURST_STEPS * config.step_tokens)
         self.planner = StepPlanner(self._time, config.step_time_s, clock=clock)
-        self.queue = RequestQueue(tree, self._time, window=config.window)
+        self.queue = RequestQueue(StoredTokens(store), self._time, window=config.window)
         self.requests: dict[int, RequestState] = {}
         """All that wait or run, by id."""
+        self.awaiting: dict[int, RequestState] = {}
+        """Those that wait for parts of a running request, by id; they are not in the queue."""
+        self.shared = 0
+        """How often a request began to wait so."""
         self._running: list[RequestState] = []  # in the order of admission
         self._preempting = preempting
         self._budget = TokenBudget(tokens=config.step_tokens, max_running=config.max_running)
@@ -286,6 +301,7 @@ class Scheduler:
 
     def confirm(self, request: RequestState) -> None:
         """A speculation is a request like others from now on."""
+        self._wait_no_longer(request)
         if request.runs and self.queue.requests:
             self._preempt(request)  # others wait for memory: the queue decides which is next
         self._time.join(request.tenant)
@@ -295,14 +311,19 @@ class Scheduler:
         """Each request that is admitted now, with blocks of its own; it is to be started before the next one is taken.
 
         Requests are admitted as if there were none that yield, and nothing lent, whose places they take where need be;
-        then those that yield and still fit.
+        then those that yield and still fit. What waits for parts that are stored by now is in the queue before.
         """
+        for waiting in tuple(self.awaiting.values()):
+            if not self._still_awaited(waiting):
+                self._wait_no_longer(waiting)
         while True:
             request = self.queue.pop(
                 lambda one: self._giving_way(one) is not None, self._promised(), self._may_have_place
             )
             if request is None:
                 break
+            if self._waits_for_parts(request):
+                continue
             for other in self._giving_way(request) or ():
                 self._preempt(other)
             yield self._admitted(request)
@@ -310,7 +331,8 @@ class Scheduler:
             request = self.queue.pop_yielding(lambda one: self.pool.fits(one.tokens))
             if request is None:
                 break
-            yield self._admitted(request)
+            if not self._waits_for_parts(request):
+                yield self._admitted(request)
 
     def groups(self) -> list[StepGroup]:
         """What this step runs: the requests that were asked for, and in the background what they leave tokens for.
@@ -346,6 +368,7 @@ class Scheduler:
         if request.runs:
             self._stop(request)
         else:
+            self._wait_no_longer(request)
             request.stop_reading()
             self.queue.remove(request)
         request.status = RequestStatus.FINISHED
@@ -361,14 +384,51 @@ class Scheduler:
         """
         self.pool.check(self.requests.values())
         runs = {one for one in self.requests.values() if one.runs}
-        if runs != set(self._running) or len(self.queue) + len(runs) != len(self.requests):
+        if runs != set(self._running) or len(self.queue) + len(self.awaiting) + len(runs) != len(self.requests):
             raise StoreError("a request neither waits nor runs, or does both")
+        if any(one.owner is None or one.owner is one for one in self.awaiting.values()):
+            raise StoreError("a request waits for parts that no other one computes")
         if {one for one in self.requests.values() if one.blocks} != runs:
             raise StoreError("blocks are not held by the running requests")
         for request in self._running:
             decode = request.decode
             if decode is not None and decode.prefilled.cache.capacity > self.pool.capacity(request):
                 raise StoreError(f"the cache of request {request.id} is larger than its blocks")
+
+    def _waits_for_parts(self, request: RequestState) -> bool:
+        """Let a request that was taken out of the queue wait for parts in progress, if that is sooner."""
+        wanted = request.wanted
+        if not self._running or not wanted.chunks or request.plan is not None:
+            return False
+        best, most = None, Saving()
+        for owner in self._running:
+            parts = owner.in_progress if owner.job is not None and (request.yields or not owner.yields) else ()
+            saving = saving_of(wanted, self._store, parts, without=request.waited_for)
+            left = 0 if owner.job is None else owner.job.remaining_tokens
+            if saving.tokens > most.tokens and saving.sooner(left):
+                best, most = owner, saving
+        if best is None:
+            return False
+        request.owner, request.awaited = best, most.chunks
+        self.awaiting[request.id] = request
+        self.shared += 1
+        return True
+
+    def _still_awaited(self, request: RequestState) -> bool:
+        """Whether the owner still computes what a request waits for."""
+        owner = request.owner
+        assert owner is not None, "it waits for some request's parts"
+        if any(part.chunk in request.awaited for part in owner.in_progress):
+            return True
+        if owner.job is not None or owner.decode is not None:  # it has stored them, if the store took them
+            request.waited_for |= request.awaited
+        return False
+
+    def _wait_no_longer(self, request: RequestState) -> None:
+        """A request that waits for parts is back in its place in the queue; others are left alone."""
+        if self.awaiting.pop(request.id, None) is not None:
+            request.owner, request.awaited = None, frozenset()
+            self.queue.put_back(request)
 
     def _yielding(self) -> list[RequestState]:
         return [request for request in self._running if request.yields]

@@ -1,32 +1,45 @@
 """Methods around another one: more recomputation where loading is slow, longer exact prefixes where they come back."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 from chunkweave.config import ReuseConfig
 from chunkweave.ordering.arrangement import Promotion
-from chunkweave.planning.cost import CostModel, LoadingChoice, ratio_that_hides
+from chunkweave.planning.cost import Loading, LoadingChoice, ratio_that_hides
 from chunkweave.planning.method import ReuseMethod, make_method
-from chunkweave.planning.method_choice import EXACT_METHODS
+from chunkweave.planning.method_choice import EXACT_METHODS, MethodChoice
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.prompt.parts import PartKind
 from chunkweave.store.index import PromptLookup
-from chunkweave.types import ChunkId, Geometry, SegmentId
+from chunkweave.types import ChunkId, Geometry
+
+
+def method_for(choice: MethodChoice, promotion: Promotion | None, loading: Loading | None) -> ReuseMethod:
+    """The method that a request's plan is made with, by both backends, when its turn has come.
+
+    With `loading` the loading controller may raise its ratio. Give None for a request that says how much is to be
+    recomputed, and if others wait or run then: recomputing more is free for a request that is alone, and costs others
+    their time. With a `promotion` exact prefixes grow.
+    """
+    method: ReuseMethod
+    if loading is None:
+        method = make_method(choice.method, choice.reuse)
+    else:
+        method = LoadAwareMethod(choice.method, choice.reuse, loading)
+    return method if promotion is None else PrefixGrowingMethod(method, promotion)
 
 
 class LoadAwareMethod:
     """A method that recomputes as much as configured, and more where segments load slowly (CacheBlend §5.1).
 
-    Loading time is summed over the segments that the method takes, each at its tier's throughput. The ratio r whose
+    Loading time is summed over what is left to read of the segments that the method takes. The ratio r whose
     recomputation takes as long is a floor for the method's budget: a ratio becomes at least r, an alpha
     at least so large that the share r is recomputed. A method without a budget is not changed. Where the question is
     computed first (`query`), loading hides behind recomputation only after the last layer of that first pass.
     """
 
-    def __init__(
-        self, name: str, config: ReuseConfig, cost: CostModel, tier_of: Callable[[SegmentId], str | None]
-    ) -> None:
+    def __init__(self, name: str, config: ReuseConfig, loading: Loading) -> None:
         """Wrap the method `name`; what `config` says of its budget is the least.
 
         Raises:
@@ -36,8 +49,7 @@ class LoadAwareMethod:
         self.name = name
         self.budget = self._least.budget
         self._config = config
-        self._cost = cost
-        self._tier_of = tier_of
+        self._loading = loading
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
         """The wrapped method's plan at the budget that hides its loading; `raised_to` says if that is more."""
@@ -54,12 +66,12 @@ class LoadAwareMethod:
     def choose(self, plan: Plan, geometry: Geometry) -> LoadingChoice:
         """The share of a plan's reused tokens whose recomputation hides its loading, and the delays expected then."""
         load_s = sum(
-            self._cost.load(len(part.span), self._tier_of(part.segment) or "")
+            self._loading.seconds(part.segment, len(part.span))
             * (1 - len(plan.unseen_layers(part, geometry.windows)) / geometry.num_layers)
             for part in plan.parts
             if part.segment is not None
         )
-        prefill_s = self._cost.prefill(plan.tokens(KVSource.REUSED))
+        prefill_s = self._loading.cost.prefill(plan.tokens(KVSource.REUSED))
         head_s = self._head_s(plan, geometry.num_layers, load_s)
         return ratio_that_hides(prefill_s, load_s, least_ratio=0.0, head_s=head_s)
 
@@ -68,7 +80,7 @@ class LoadAwareMethod:
         share = plan.head_share(num_layers)
         if not share:
             return 0.0
-        asked_s = self._cost.prefill(plan.passes[0].required_tokens, plan.prompt_tokens)
+        asked_s = self._loading.cost.prefill(plan.passes[0].required_tokens, plan.prompt_tokens)
         return share * max(load_s, asked_s)
 
 

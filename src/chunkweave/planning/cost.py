@@ -13,7 +13,7 @@ from typing import Any, Self
 from chunkweave.errors import DocumentError, UnknownMethodError
 from chunkweave.planning.outcome import full_prefill_flops
 from chunkweave.store.index import PromptLookup
-from chunkweave.types import Geometry, SegmentId
+from chunkweave.types import Geometry, SegmentId, Span
 
 logger = logging.getLogger(__name__)
 
@@ -288,9 +288,24 @@ def preload_depth(num_layers: int, prefill_s: float, load_s: float) -> int:
     return min(num_layers, max(1, ceil((num_layers - 1) * (1 - prefill_s / load_s) + 1)))
 
 
-def worth_loading(cost: CostModel, tokens: int, cached: int, tier: str) -> bool:
-    """Whether bringing a segment in is no slower than computing its tokens anew behind `cached` others."""
-    return cost.load(tokens, tier) <= cost.prefill(tokens, cached)
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """What it takes to bring segments in from where they are when a plan is made.
+
+    `tier_of` says where one is, `left` what share of it is still to be read: 0 of one that was read ahead whole.
+    """
+
+    cost: CostModel
+    tier_of: Callable[[SegmentId], str | None]
+    left: Callable[[SegmentId], float] = lambda _: 1.0
+
+    def seconds(self, segment: SegmentId, tokens: int) -> float:
+        """Seconds until a segment of so many tokens is in memory, if nothing else is read."""
+        return self.left(segment) * self.cost.load(tokens, self.tier_of(segment) or "")
+
+    def pays(self, segment: SegmentId, span: Span) -> bool:
+        """Whether bringing a segment in is no slower than computing its tokens anew at `span`."""
+        return self.seconds(segment, len(span)) <= self.cost.prefill(len(span), span.start)
 
 
 def pipelined_s(layer_load_s: Sequence[float], layer_compute_s: Sequence[float], head_start_s: float = 0.0) -> float:
@@ -322,11 +337,14 @@ def staged_s(layer_load_s: Sequence[float], passes_s: Sequence[Sequence[float]],
     return end_s
 
 
-def too_slow(lookup: PromptLookup, cost: CostModel, tier_of: Callable[[SegmentId], str | None]) -> frozenset[SegmentId]:
-    """Segments that take longer to load from where they are than to compute anew at their place."""
+def too_slow(lookup: PromptLookup, loading: Loading) -> frozenset[SegmentId]:
+    """Segments of which loading what is left takes longer than computing them anew at their place.
+
+    Each is held against its own tokens. What is kept then loads in no more time than computing all of it would take.
+    """
     return frozenset(
         record.id
         for entry in lookup.parts
         for record in {*entry.variants, *([entry.exact] if entry.exact else [])}
-        if not worth_loading(cost, len(record), entry.span.start, tier_of(record.id) or "")
+        if not loading.pays(record.id, entry.span)
     )

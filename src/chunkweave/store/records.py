@@ -343,3 +343,7 @@ class Sightings:
     def count(self, segment: SegmentId) -> int:
         """Sightings so far, 0 if it is unknown or forgotten."""
         return self._counts.get(segment, 0)
+
+    def forget(self, segment: SegmentId) -> int:
+        """Begin anew; returns the sightings so far."""
+        return self._counts.pop(segment, 0)

@@ -18,12 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 class LoadOrder(StrEnum):
-    """In which order layers of several segments are read. Only `LAYERS` is for use; the others are to compare with."""
+    """In which order layers of several segments are read. `SYNC` is for comparison only."""
 
     LAYERS = "layer-wise"
     """Layer by layer over all segments: layer 0 computes while layer 1 is read."""
     SEGMENTS = "async"
-    """Segment by segment: the first layer computes when the last segment is in."""
+    """Segment by segment: the first layer computes when the last segment is in.
+
+    For a queue that reads ahead from a tier slower than computing: what came in by its end, came in whole.
+    """
     SYNC = "sync"
     """Everything is read before anything computes."""
 
@@ -166,6 +169,11 @@ class LoadingSegment:
         for ready in self._ready[:layers]:
             if not ready.wait(self._wait_s):
                 return
+
+    @property
+    def left(self) -> float:
+        """The share of its layers that are still to be read."""
+        return 1.0 - len(self._read) / len(self._slots) if self._slots else 0.0
 
     @property
     def layers_in(self) -> int:

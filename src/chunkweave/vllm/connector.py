@@ -22,6 +22,7 @@ from chunkweave.vllm.report_socket import ReportSender
 from chunkweave.vllm.request import Defaults
 from chunkweave.vllm.scheduler import ConnectorScheduler
 from chunkweave.vllm.settings import PluginSettings
+from chunkweave.vllm.waiting import Pace, PartWaits
 from chunkweave.vllm.weave_queue import Alone, RankAgreement
 from chunkweave.vllm.worker import ConnectorWorker
 
@@ -59,6 +60,9 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
                 window=_window(kv_cache_config),
                 lasting=self._settings.store.cache_dir is not None or self._settings.store.remote_url is not None,
+                waits=PartWaits(
+                    Pace(most_tokens, self._settings.step_tokens), most_s=self._settings.weave.load_timeout_s
+                ),
             )
 
     @property

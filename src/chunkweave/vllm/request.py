@@ -1,18 +1,20 @@
 """What a request says of its chunks and of the method, made into the project's `Prompt` and a choice. Torch-free."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from chunkweave.config import CaptureConfig, QueryConfig, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.ordering.arrangement import Promotion
+from chunkweave.planning.adaptive_methods import promoted_length
 from chunkweave.planning.calibration import NO_LONGER, CalibrationRecord
 from chunkweave.planning.method import reads_question
 from chunkweave.planning.method_choice import (
+    EXACT_METHODS,
     FIELD,
     Kept,
     MethodChoice,
@@ -69,6 +71,18 @@ class WeaveRequest:
         for part, span, context in zip(prompt.parts, prompt.spans(), prompt.contexts(), strict=True):
             if part.id is not None:
                 yield StoredPart(part.id, part.token_ids, span, context)
+
+    def kept_parts(self, is_exact: Callable[[StoredPart], bool]) -> list[StoredPart]:
+        """The parts that may be stored: with an exact method, chunks as far as the exact path is promoted.
+
+        `is_exact` says whether an exact segment of a part is stored.
+        """
+        path, promoted = list(self.stored_parts()), self.promotion.kept
+        if promoted is None or self.method not in EXACT_METHODS:
+            return path
+        head = len(path) - sum(part.kind is PartKind.CHUNK for part in self.prompt.parts)
+        stored = sum(1 for _ in takewhile(is_exact, path[head:]))
+        return path[: head + promoted_length([part.id in promoted for part in path[head:]], stored)]
 
     @property
     def salt(self) -> str:

@@ -6,20 +6,18 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from math import inf
 
 import torch
 
 from chunkweave.conversation.answer import TokenCounts
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
-from chunkweave.planning.adaptive_methods import LoadAwareMethod, PrefixGrowingMethod, promoted_length
-from chunkweave.planning.cost import stored_cost_model, too_slow
-from chunkweave.planning.method import ReuseMethod, make_method, without
+from chunkweave.planning.adaptive_methods import method_for
+from chunkweave.planning.cost import Loading, stored_cost_model, too_slow
+from chunkweave.planning.method import make_method, without
 from chunkweave.planning.method_choice import EXACT_METHODS
 from chunkweave.planning.outcome import recompute_fraction
 from chunkweave.planning.plan import KVSource, Plan
-from chunkweave.prompt.parts import PartKind
 from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.tiers.device import HostMemory, host_memory_for, streams_of
@@ -37,8 +35,8 @@ from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
 from chunkweave.vllm.weave import CapturedParts, Choices, WeaveJob
 from chunkweave.vllm.weave_queue import Alone, PreparedWeave, QueuedWeave, ReadAhead, WeaveQueue
-from chunkweave.weaving.segments import Prefetch, WeavingStore
-from chunkweave.weaving.stores import open_store, store_counts
+from chunkweave.weaving.segments import Prefetch, WeavingStore, loading_now
+from chunkweave.weaving.stores import eviction_order, open_store, store_counts
 
 logger = logging.getLogger("vllm.chunkweave")
 
@@ -92,10 +90,16 @@ class ConnectorWorker:
         self._streams = streams_of(layers.device)
         self._store = open_store(settings.store, named, layers.device, self._streams)
         self._memory = host_memory_for(layers.device, settings.store.most_pinned_bytes)
-        self._weaving_store = WeavingStore(
-            self._store, layers.geometry, layers.device, send=self._streams.send, memory=self._memory
-        )
         self._cost = stored_cost_model(settings.store.cache_dir, named)
+        self._weaving_store = WeavingStore(
+            self._store,
+            layers.geometry,
+            layers.device,
+            self._cost,
+            send=self._streams.send,
+            memory=self._memory,
+            patient=True,
+        )
         self._idle = False
         self._follower = self._store.follow()
         self._lookups = RemoteLookups(self._store.probe, settings.weave.lookup_timeout_s)
@@ -116,12 +120,14 @@ class ConnectorWorker:
         """By request, parts of which vLLM has computed the beginning."""
         self._outdated: set[str] = set()
         """Requests that use what was removed meanwhile: nothing of them is stored."""
+        self._noted: set[str] = set()
+        """Requests that are counted."""
         self._arrived: set[str] = set()
         self._results = StepResults()
         self._expires = settings.store.ttl_s is not None
         self._expired_s = time.monotonic()
         self._ahead = ReadAhead(self._read_ahead) if slow else None
-        self._counts = CountsSender(replica * ranks.size + ranks.rank, partial(store_counts, self._store))
+        self._counts = CountsSender(replica * ranks.size + ranks.rank, self._counted)
 
     def holdings(self) -> Holdings:
         """What is stored from earlier on, for the scheduler to begin with; call it before the first step."""
@@ -182,6 +188,7 @@ class ConnectorWorker:
     def forget(self, finished: Collection[str]) -> None:
         """Drop the plans of requests that have ended, and what was read of parts that they never completed."""
         self._outdated.difference_update(finished)
+        self._noted.difference_update(finished)
         for request_id in finished:
             self._begun.pop(request_id, None)
             if self._ahead is not None:
@@ -233,40 +240,40 @@ class ConnectorWorker:
         behind = order.first > order.exact  # what is approximate in vLLM's own cache: no exact prefix grows behind it
         if behind:
             promotion = replace(promotion, continued=frozenset())
-        found = without(found, self._too_slow(order, found))
-        method = PrefixGrowingMethod(self._method(order), promotion)
+        ahead = None if self._ahead is None else self._ahead.find(order.request_id)
+        loading = None if self._cost is None or not self._alone else loading_now(self._cost, self._store, ahead)
+        if loading is not None:
+            found = without(found, self._too_slow(order, found, loading))
+        method = method_for(order.request.choice, promotion, loading if order.request.raisable else None)
         while found.hits or order.request.kept.profiles:
             plan = self._weaving_store.plan(found, method)
             reused = [span.start for span in plan.spans(KVSource.REUSED)]
             exact_to = order.exact if behind else min(reused, default=plan.prompt_tokens)
             if exact_to < order.exact:
                 raise NotWoven("an exact segment is gone, and others may take the blocks that it was to fill")
-            ahead = None if self._ahead is None else self._ahead.find(order.request_id)
             pinned = self._weaving_store.pin(plan, prefetched=ahead)
             gone = [SegmentId(one.segment.name) for one in pinned.placements if isinstance(one.segment, Gone)]
             if gone:
                 pinned.close()
                 found = without(found, gone)
                 continue
-            if order.request.asked:
-                self._store.note_request(RequestUse.of(known, plan.segments(), plan.saved()))
+            self._note(order, known, plan)
             return PreparedWeave(plan, pinned, exact_to)
+        self._note(order, known)
         raise NotWoven("nothing of it is stored")
 
-    def _method(self, order: WeaveOrder) -> ReuseMethod:
-        """The method of a request, which recomputes more where that hides its loading (CacheBlend §5.1)."""
-        request = order.request
-        if self._cost is None or not (request.raisable and self._alone):
-            return make_method(request.method, request.reuse)
-        return LoadAwareMethod(request.method, request.reuse, self._cost, partial(self._tier_of, order.request_id))
+    def _note(self, order: WeaveOrder, found: PromptLookup, plan: Plan | None = None) -> None:
+        """Count a request that is asked for, once, however often its weave is ordered."""
+        if order.request.asked and order.request_id not in self._noted:
+            self._noted.add(order.request_id)
+            used = (plan.segments(), plan.saved()) if plan is not None else ((), {})
+            self._store.note_request(RequestUse.of(found, *used))
 
-    def _too_slow(self, order: WeaveOrder, found: PromptLookup) -> Collection[SegmentId]:
+    def _too_slow(self, order: WeaveOrder, found: PromptLookup, loading: Loading) -> Collection[SegmentId]:
         """What takes longer to load than to compute; not what others take from these blocks as exact."""
-        if self._cost is None or not self._alone:
-            return ()
         exact = order.exact if order.request.method not in EXACT_METHODS else 0
         needed = {part.exact.id for part in found.parts if part.exact is not None and part.span.start < exact}
-        return too_slow(found, self._cost, partial(self._tier_of, order.request_id)) - needed
+        return too_slow(found, loading) - needed
 
     @property
     def _alone(self) -> bool:
@@ -275,12 +282,6 @@ class ConnectorWorker:
         Else what loads holds up nobody, and what is computed in its place costs others their time.
         """
         return self._idle and len(self._queue) == 1
-
-    def _tier_of(self, request_id: str, segment: SegmentId) -> str | None:
-        """Where a segment is now; what was read ahead is in the host's memory."""
-        ahead = None if self._ahead is None else self._ahead.find(request_id)
-        read = None if ahead is None else ahead.find(segment)
-        return "host" if read is not None and read.complete else self._store.tier_of(segment)
 
     def _read_ahead(self, request: WeaveRequest) -> Prefetch | None:
         """Begin to read what a waiting request will read from slow tiers; None if that is nothing. From any thread."""
@@ -293,6 +294,9 @@ class ConnectorWorker:
 
     def _usual_plan(self, request: WeaveRequest, found: PromptLookup) -> Plan:
         return make_method(request.method, request.reuse).plan(found, self._layers.geometry)
+
+    def _counted(self) -> dict[str, object]:
+        return {"store": store_counts(self._store), "eviction": eviction_order(self._store)}
 
     def _counting(self, asked: AskedOrder) -> Iterator[object]:
         yield self._in_background(partial(self._count, asked))
@@ -382,22 +386,11 @@ class ConnectorWorker:
             self._insert(order.request_id, job.captured.segments(woven.exact_to))
         parts = [
             part
-            for part in self._kept(order.request)
+            for part in order.request.kept_parts(self._is_exact)
             if part.span in fresh and order.first <= part.span.start and part.span.stop <= order.stop
         ]
         blocks = RequestBlocks(order.block_ids, self._layers.paged)
         self._insert(order.request_id, self._copied(parts, blocks, woven.exact_to))
-
-    def _kept(self, request: WeaveRequest) -> Iterator[StoredPart]:
-        """The parts that may be stored: with an exact method, chunks as far as the exact path is promoted."""
-        promoted, parts = request.promotion.kept, request.stored_parts()
-        if promoted is None or request.method not in EXACT_METHODS:
-            return parts
-        path = list(parts)
-        head = len(path) - sum(part.kind is PartKind.CHUNK for part in request.prompt.parts)
-        records = (self._store.record(segment_id(part.id, part.context)) for part in path[head:])
-        stored = sum(1 for _ in takewhile(lambda record: record is not None and record.exact, records))
-        return iter(path[: head + promoted_length([part.id in promoted for part in path[head:]], stored)])
 
     def _remember(self, key: _ChoiceKey, chosen: Choices) -> None:
         self._chosen_positions -= _positions(self._choices.pop(key, {}))
@@ -435,7 +428,7 @@ class ConnectorWorker:
         blocks = RequestBlocks(order.block_ids, self._layers.paged)
         begun = self._begun.pop(order.request_id, {})
         prefix = [segment_id(part.id, part.context) for part in order.request.stored_parts()]
-        for part in self._kept(order.request):
+        for part in order.request.kept_parts(self._is_exact):
             first, stop = max(part.span.start, order.readable), min(part.span.stop, order.computed)
             complete = part.span.stop <= order.computed
             if part.span.stop <= order.saved or first >= stop or not (complete or order.windowed):

@@ -12,8 +12,8 @@ import torch
 from chunkweave.fusion.capture import AttentionCapture, PartCapture, WovenFrom
 from chunkweave.fusion.rows import flags_of
 from chunkweave.kv.request_cache import Placement
-from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource
-from chunkweave.planning.cost import CostModel, preload_depth, too_slow
+from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
+from chunkweave.planning.cost import CostModel, Loading, preload_depth, too_slow
 from chunkweave.planning.method import ReuseMethod, with_history, without
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan
 from chunkweave.prompt.parts import Prompt
@@ -46,8 +46,18 @@ class Prefetch:
         found = self._by_id.get(segment)
         return None if found is None or (self._loader.late and not found.complete) else found
 
-    def start_using(self) -> None:
-        """The request's turn has come: read on without bound."""
+    def left(self, segment: SegmentId) -> float:
+        """The share of a segment that is still to be read; all of one that is not among these, or will not come."""
+        found = self.find(segment)
+        return 1.0 if found is None or found.failure is not None else found.left
+
+    def start_using(self, wanted: Collection[SegmentId]) -> None:
+        """The request's turn has come: read on without bound, but no more than what is `wanted` now."""
+        for segment in self._by_id.keys() - set(wanted):
+            dropped = self._by_id[segment]
+            if not dropped.complete:
+                del self._by_id[segment]
+                dropped.fail(SegmentLate(dropped.name, "the plan does without it"))
         self._loader.release()
 
     def close(self) -> None:
@@ -66,9 +76,9 @@ class Prefetch:
 class WeavingStore:
     """A store of segments as a backend weaves from it: on the `device` that computes, of a model's `geometry`.
 
-    With a `cost` model, segments that take longer to load than to compute are left out of plans, and a layer that comes
-    later than that is given up. `order` is for comparison only. What is read goes into `memory` (None: plain) and by
-    `send` to the device (None: it is the host).
+    With a `cost` model, a layer that comes later than computing its segment takes is given up, unless the backend waits
+    for layers elsewhere and is `patient`. `order` is for comparison only. What is read goes into `memory` (None: plain)
+    and by `send` to the device (None: it is the host).
     """
 
     store: TieredStore[SegmentSource]
@@ -78,6 +88,11 @@ class WeavingStore:
     order: LoadOrder = LoadOrder.LAYERS
     send: Send | None = None
     memory: HostMemory | None = None
+    patient: bool = False
+
+    def loading(self, ahead: Prefetch | None = None) -> Loading | None:
+        """What bringing segments in takes now; what was read `ahead` is in memory. None without a cost model."""
+        return None if self.cost is None else loading_now(self.cost, self.store, ahead)
 
     def plan(
         self,
@@ -86,9 +101,11 @@ class WeavingStore:
         *,
         given_up: Collection[SegmentId] = (),
         history: Mapping[int, SegmentId] | None = None,
+        loading: Loading | None = None,
     ) -> Plan:
-        """Plan with what was `found`, but for what was given up or takes longer to load than to compute.
+        """Plan with what was `found`, but for what was given up or, by `loading`, is computed sooner than it is in.
 
+        Without `loading` it is a plan for what a queue reads ahead: from any tier, be it slower than computing.
         `history` has the segments of a conversation's earlier turns by the index of their part.
         """
         lookup = without(found, given_up)
@@ -96,8 +113,8 @@ class WeavingStore:
             records = ((place, self.store.record(segment)) for place, segment in history.items())
             kept = {place: one for place, one in records if one is not None and one.id not in given_up}
             lookup = with_history(lookup, kept)
-        if self.cost is not None:
-            lookup = without(lookup, too_slow(lookup, self.cost, self.store.tier_of))
+        if loading is not None:
+            lookup = without(lookup, too_slow(lookup, loading))
         plan = method.plan(lookup, self.geometry)
         plan.validate(self.geometry.num_layers)
         return plan
@@ -127,9 +144,11 @@ class WeavingStore:
         """Start reading what `pin` would read, while the request still waits.
 
         With a cost model only the first layers, as many as keep the later ones from being waited for (Cache-Craft
-        eq. 16), so that a queue of waiting requests fills memory no further than it helps. Of segments that together
-        take more than `max_bytes` the first ones of the prompt are read, as many as fit. Without `from_memory`, what
-        lies in the host's memory stays there.
+        eq. 16). The equation takes for granted that loading is hidden. Where a tier is slower than computing, all
+        layers are read as long as the queue lasts (§3.5 hides loading there), segment by segment and those of faster
+        tiers first, so that when the turn comes as many as possible are whole. Of segments that together take more
+        than `max_bytes` the first ones of the prompt are read, as many as fit. Without `from_memory`, what lies in the
+        host's memory stays there.
         """
         lease = self.store.lease(plan.segments())
         unseen = unseen_layers(plan, windows)
@@ -142,7 +161,11 @@ class WeavingStore:
             layers = self.geometry.num_layers
             totals = accumulate(source.nbytes * (layers - len(unseen[segment])) // layers for segment, source in slow)
             slow = [one for one, total in zip(slow, totals, strict=True) if total <= max_bytes]
-        return Prefetch(lease, self.loader(slow, unseen, depth=self._preload_depth(plan, slow, windows)))
+        late = self._too_slow(plan)
+        if not late:
+            return Prefetch(lease, self.loader(slow, unseen, depth=self._preload_depth(plan, slow, windows)))
+        slow.sort(key=lambda one: one[0] in late)
+        return Prefetch(lease, self.loader(slow, unseen, order=LoadOrder.SEGMENTS))
 
     def loader(
         self,
@@ -150,13 +173,15 @@ class WeavingStore:
         unseen: Mapping[str, frozenset[int]],
         *,
         depth: int | None = None,
+        order: LoadOrder | None = None,
     ) -> LayerLoader:
         """Read segments to the device on a thread. None of their layers is waited for longer than computing takes."""
-        wait_s = self.cost.prefill(max(source.tokens for _, source in slow)) if self.cost and slow else None
+        longest = max((source.tokens for _, source in slow), default=0)
+        wait_s = None if self.cost is None or self.patient or not slow else self.cost.prefill(longest)
         return LayerLoader(
             slow,
             self.geometry.num_layers,
-            order=self.order,
+            order=order or self.order,
             depth=depth,
             wait_s=wait_s,
             send=self.send,
@@ -164,16 +189,27 @@ class WeavingStore:
             unseen=unseen,
         )
 
+    def _too_slow(self, plan: Plan) -> set[SegmentId]:
+        """The segments of a plan that take longer to load than to compute."""
+        loading = self.loading()
+        parts = [] if loading is None else [(part.segment, part.span) for part in plan.parts]
+        return {segment for segment, span in parts if segment and loading and not loading.pays(segment, span)}
+
     def _preload_depth(
         self, plan: Plan, slow: Sequence[tuple[SegmentId, SegmentSource]], windows: Sequence[int | None]
     ) -> int | None:
-        if self.cost is None:
+        if self.cost is None or self.patient:
             return None
         layers = self.geometry.num_layers
         load_s = plan.loaded_fraction(windows) * sum(
             self.cost.load(source.tokens, self.store.tier_of(segment) or "") for segment, source in slow
         )
         return preload_depth(layers, self.cost.prefill(plan.tokens_behind_loading(layers)), load_s)
+
+
+def loading_now(cost: CostModel, store: TieredStore[SegmentSource], ahead: Prefetch | None) -> Loading:
+    """What bringing segments in takes now, for both backends; what was read `ahead` is in memory."""
+    return Loading(cost, store.tier_of) if ahead is None else Loading(cost, store.tier_of, ahead.left)
 
 
 def is_slow(source: SegmentSource, device: torch.device) -> bool:
@@ -227,7 +263,7 @@ class PlanSources:
             if not isinstance(source, LoadingSegment | Gone) and is_slow(source, store.device)
         ]
         if prefetched is not None:
-            prefetched.start_using()
+            prefetched.start_using(sources.keys())
         if slow:
             self._loader = store.loader(slow, unseen)
             sources |= {SegmentId(segment.name): segment for segment in self._loader.segments}

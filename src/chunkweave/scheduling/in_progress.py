@@ -1,0 +1,165 @@
+"""Which parts are being computed now, and by which requests, so that others can wait for them. Imports no torch.
+
+A part becomes visible in the store when its last layer is done, so a prefill that begins while another one computes the
+same part would compute it again. It waits instead, where that gives its first token sooner.
+"""
+
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from chunkweave.scheduling.queue import ChunkStore
+from chunkweave.types import ChunkId, Context
+
+Owner = TypeVar("Owner", bound=Hashable)
+
+
+class PartsInProgress(Generic[Owner]):
+    """Owns which request computes which parts. Called from one thread.
+
+    A key names a part in the form that a waiting request can use: what names the chunk and its context for an exact
+    path, a `ChunkId` for a chunk that serves in any context.
+
+    A request claims parts when it begins to compute and drops each when it can be found in the store. A request that
+    holds a claim never waits. So every wait is for a request that has begun, and no two requests wait for each other.
+
+    >>> parts = PartsInProgress[str]()
+    >>> parts.claim("first", ["a", "b"])
+    >>> parts.claim("second", ["b"])
+    >>> parts.owner_of("b")
+    'first'
+    >>> parts.release("first")
+    >>> parts.owner_of("a"), parts.owner_of("b")
+    (None, 'second')
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[Hashable, dict[Owner, None]] = {}
+        """By part, the requests that compute it, in the order of their claims."""
+        self._keys: dict[Owner, set[Hashable]] = {}
+
+    def __len__(self) -> int:
+        """How many parts are being computed."""
+        return len(self._owners)
+
+    def claim(self, owner: Owner, keys: Iterable[Hashable]) -> None:
+        """`owner` computes these parts from now on. Parts that another request computes too have several owners."""
+        for key in keys:
+            self._owners.setdefault(key, {})[owner] = None
+            self._keys.setdefault(owner, set()).add(key)
+
+    def owner_of(self, key: Hashable) -> Owner | None:
+        """The request that computes a part and claimed it first; None if there is none."""
+        return next(iter(self._owners.get(key, ())), None)
+
+    def owners_of(self, key: Hashable) -> tuple[Owner, ...]:
+        """All requests that compute a part, the earliest claim first."""
+        return tuple(self._owners.get(key, ()))
+
+    def owns(self, owner: Owner) -> bool:
+        """Whether a request computes a part that others may wait for, so that it must not wait itself."""
+        return owner in self._keys
+
+    def drop(self, owner: Owner, keys: Iterable[Hashable]) -> None:
+        """`owner` has stored these parts, or will not. Keys that it does not hold are ignored."""
+        held = self._keys.get(owner, set())
+        for key in held.intersection(keys):
+            held.discard(key)
+            del self._owners[key][owner]
+            if not self._owners[key]:
+                del self._owners[key]
+        if not held:
+            self._keys.pop(owner, None)
+
+    def release(self, owner: Owner) -> None:
+        """`owner` has ended, failed or lost its KV. What it had not stored has the next owner, or none."""
+        self.drop(owner, tuple(self._keys.get(owner, ())))
+
+    def check(self) -> None:
+        """Compare both indexes.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        claims = {(owner, key) for owner, keys in self._keys.items() for key in keys}
+        assert claims == {(owner, key) for key, owners in self._owners.items() for owner in owners}
+        assert all(self._keys.values())
+        assert all(self._owners.values())
+
+
+@dataclass(frozen=True, slots=True)
+class PartInProgress:
+    """A part that a running prefill computes and will store.
+
+    `context` are the parts before it. `exact` says whether it will be equal to what full prefill computes there.
+    `tokens_left` are to be computed, its own among them, until it is stored.
+    """
+
+    chunk: ChunkId
+    context: Context
+    exact: bool
+    tokens_left: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a waiting request could take from the store: its storable parts in prompt order, and their tokens.
+
+    Of a request that weaves, the share `woven` of each chunk's tokens need not be computed if the chunk is stored in
+    any context; None if it takes exact prefixes only. `prompt_tokens` are all that it has.
+    """
+
+    chunks: Sequence[ChunkId]
+    tokens: Sequence[int]
+    prompt_tokens: int
+    woven: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What a request need not compute if it waits for some parts: `tokens` of its own, after `tokens_left` of others'.
+
+    `work_tokens` are what it computes if it does not wait.
+    """
+
+    chunks: frozenset[ChunkId] = field(default=frozenset())
+    tokens: float = 0.0
+    tokens_left: int = 0
+    work_tokens: float = 0.0
+
+    def sooner(self, owner_tokens: int) -> bool:
+        """Whether waiting gives the first token sooner than computing beside the owner, which has so many tokens left.
+
+        Beside each other both are slowed down by the other's tokens, as long as both compute. So the request computes
+        for `work + min(owner, work)`, or waits for `tokens_left` and then computes for `work - tokens`. The time that a
+        token takes is the same in both, and so are the tokens of other requests beside them.
+        """
+        return self.tokens > 0 and self.tokens_left - self.tokens <= min(owner_tokens, self.work_tokens)
+
+
+def saving_of(
+    wanted: Wanted, store: ChunkStore, parts: Iterable[PartInProgress], *, without: Collection[ChunkId] = ()
+) -> Saving:
+    """What a request saves if it waits until the `parts` that it can take are stored; `without` some chunks.
+
+    Exact parts count as far as they continue the exact prefix that is stored. A request that weaves can also take each
+    chunk that is not stored in any context.
+    """
+    usable = [part for part in parts if part.chunk not in without]
+    behind = {(*part.context, part.chunk): part.tokens_left for part in usable if part.exact}
+    anywhere = {part.chunk: part.tokens_left for part in usable}
+    stored = store.tree.match(wanted.chunks)
+    cached, saved, left, chunks = float(stored.tokens), 0.0, 0, set[ChunkId]()
+    path, exact = tuple(wanted.chunks[: stored.nodes]), True
+    for chunk, tokens in zip(wanted.chunks[stored.nodes :], wanted.tokens[stored.nodes :], strict=True):
+        path = (*path, chunk)
+        exact = exact and path in behind
+        woven = (wanted.woven or 0.0) * tokens
+        now = woven if woven and store.chunk_tokens(chunk) else 0.0
+        later = tokens if exact else woven if chunk in anywhere else 0.0
+        cached += now
+        if later > now:
+            saved += later - now
+            left = max(left, behind[path] if exact else anywhere[chunk])
+            chunks.add(chunk)
+    return Saving(frozenset(chunks), saved, left, wanted.prompt_tokens - cached)
