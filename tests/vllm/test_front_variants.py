@@ -30,10 +30,10 @@ def recomputed(front, *documents: str) -> float:
     return ask(front, *documents)["recompute_fraction"] or 0.0
 
 
-def at_random(front, requests: int) -> list[float]:
-    """What requests for four of five chunks in random order recompute."""
+def at_random(front, chunks: list[str], requests: int) -> list[float]:
+    """What requests for four of the chunks in random order recompute."""
     draw = Random(1)
-    return [recomputed(front, *draw.sample(FIVE, 4)) for _ in range(requests)]
+    return [recomputed(front, *draw.sample(chunks, 4)) for _ in range(requests)]
 
 
 def test_prompts_that_come_again_are_hardly_recomputed_if_variants_may_be_kept(tmp_path):
@@ -46,9 +46,9 @@ def test_prompts_that_come_again_are_hardly_recomputed_if_variants_may_be_kept(t
             shares = [recomputed(front, *FIVE[:0:-1]) for _ in range(5)]
             assert shares[0] > 0.4
             assert shares[4] <= 0.1
-            assert front.post("/v1/cache/clear", {})
-            assert front.post("/v1/cache/warm", {"documents": list(FIVE)})["computed"] == 5
-            shares = at_random(front, 200)
+            others = [f"{text} So it was in June." for text in FIVE]
+            assert front.post("/v1/cache/warm", {"documents": others})["computed"] == 5
+            shares = at_random(front, others, 200 if variants == "5" else 100)
             assert shares[0] > 0.4, "behind neutral passages CCI is .5, and nothing of them is here"
             last[variants] = sum(shares[-50:])
             if variants == "5":
