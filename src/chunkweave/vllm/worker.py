@@ -259,15 +259,15 @@ class ConnectorWorker:
                 continue
             self._note(order, known, plan)
             return PreparedWeave(plan, pinned, exact_to)
-        self._note(order, known)
+        self._note(order, known, None)
         raise NotWoven("nothing of it is stored")
 
-    def _note(self, order: WeaveOrder, found: PromptLookup, plan: Plan | None = None) -> None:
+    def _note(self, order: WeaveOrder, found: PromptLookup, plan: Plan | None) -> None:
         """Count a request that is asked for, once, however often its weave is ordered."""
         if order.request.asked and order.request_id not in self._noted:
             self._noted.add(order.request_id)
-            used = (plan.segments(), plan.saved()) if plan is not None else ((), {})
-            self._store.note_request(RequestUse.of(found, *used))
+            use = RequestUse.of(found, ()) if plan is None else RequestUse.of(found, plan.segments(), plan.saved())
+            self._store.note_request(use)
 
     def _too_slow(self, order: WeaveOrder, found: PromptLookup, loading: Loading) -> Collection[SegmentId]:
         """What takes longer to load than to compute; not what others take from these blocks as exact."""
