@@ -22,8 +22,8 @@ class PathRequest:
 
     `cached_tokens` and `new_tokens` are alpha and beta of RAGCache's Algorithm 1: tokens of the prompt that the stored
     exact prefix covers, and all the others, the question's among them. `reused` are segments beside the path, computed
-    in other contexts, that the request's plan uses. `saved` is what each segment that its plan uses saves, in uses that
-    recompute it whole (`Plan.saved`).
+    in other contexts, that the request's plan uses. `saved` is what each segment that the plan uses adds to its f_r
+    (`Plan.saved`).
     """
 
     stored: tuple[SegmentId, ...]
