@@ -59,7 +59,9 @@ def asks(
 ) -> bool:
     """Whether a request waits, of whose parts nothing has to be computed if they are stored (on a `path`: exactly)."""
     wanted = Wanted(parts, [tokens] * len(parts), tokens * len(parts) + 10, None if path else 1.0)
-    return waits.waits(name, wanted, NothingStored(), woven=parts if woven else (), profiles=profiles)
+    return waits.still_waits(name) or waits.waits(
+        name, wanted, NothingStored(), woven=parts if woven else (), profiles=profiles
+    )
 
 
 def test_a_part_that_is_computed_is_waited_for_until_it_is_stored(waits):
@@ -81,8 +83,8 @@ def test_what_nobody_computes_is_not_waited_for(waits):
 def test_of_a_path_what_comes_behind_a_part_that_nobody_computes_is_of_no_use(waits):
     waits.begin("owner", computes({Y: 500}))
     assert asks(waits, X, Y)
-    assert not asks(waits, X, Y, path=True)
-    assert asks(waits, Y, X, path=True)
+    assert not asks(waits, X, Y, path=True, name="exact")
+    assert asks(waits, Y, X, path=True, name="other")
 
 
 def test_little_is_computed_at_once(waits):
@@ -163,7 +165,7 @@ def test_weaves_before_the_owners_count_and_those_behind_it_do_not(waits):
     waits.begin("behind", computes({}, weave_tokens=10_000))
     assert asks(waits, X)
     waits.begin("other", computes({Y: 1}, weave_tokens=1, woven_to=1))
-    assert not asks(waits, Y)
+    assert not asks(waits, Y, name="another")
 
 
 def test_a_wait_is_bounded(waits, clock):
@@ -211,6 +213,30 @@ def test_steps_that_overlap_are_measured_together(waits, clock):
     assert asks(waits, X)
     clock.now_s += 0.2
     assert not asks(waits, X)
+
+
+def test_one_that_waits_has_nothing_to_decide_until_something_happens(waits, clock):
+    assert not waits.still_waits("waiter")
+    waits.begin("one", computes({X: 500}))
+    waits.begin("two", computes({Y: 500}))
+    assert asks(waits, X, Y)
+    assert waits.still_waits("waiter")
+    waits.progress("one", 400)
+    waits.stored("two", [Y])
+    assert waits.still_waits("waiter"), "for the other one"
+    waits.stored("one", [X])
+    assert not waits.still_waits("waiter")
+
+
+def test_if_one_of_two_owners_is_gone_the_waiter_decides_anew(waits):
+    waits.begin("one", computes({X: 500}))
+    waits.begin("two", computes({Y: 500}))
+    assert asks(waits, X, Y)
+    waits.end("one")
+    assert not waits.still_waits("waiter")
+    assert asks(waits, X, Y), "for the one that is left"
+    waits.end("two")
+    assert not asks(waits, X, Y)
 
 
 def test_nothing_is_left_of_requests_that_have_ended(waits):

@@ -267,6 +267,8 @@ class ConnectorScheduler:
         tracked.local = computed
         if tracked.failed:
             return 0
+        if self._waits.still_waits(request.request_id):
+            return None
         weavable = self._weavable_stop(tracked)
         if self._is_to_wait(request.request_id, tracked, weavable):
             return None

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from chunkweave.scheduling.in_progress import PartInProgress, PartsInProgress, Stored, Wanted, saving_of
@@ -54,9 +54,8 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """What is computed before some parts are stored: by which requests, in vLLM's prefills, and in weaves."""
+    """What is computed before some parts are stored: in vLLM's prefills, and in weaves."""
 
-    owners: frozenset[str]
     prefilled_tokens: int
     woven_tokens: int
 
@@ -67,10 +66,10 @@ class _Ahead:
 
 @dataclass(slots=True)
 class _Wait:
-    """Since when a request waits, and how long for these owners."""
+    """Since when a request waits, for which chunks of which owners, and how long for these."""
 
     since_s: float
-    owners: frozenset[str] = frozenset()
+    owners: dict[ChunkId, str] = field(default_factory=dict)
     until_s: float = 0.0
 
 
@@ -78,7 +77,7 @@ class PartWaits:
     """Owns what requests compute, and since when others wait for it. Called from the scheduler's thread only.
 
     A request waits before it has blocks, for requests that have them. So the owner of a part never waits for a waiter.
-    It asks again in every step: if the owner has ended, failed or was preempted, the first waiter that asks computes.
+    It asks in every step. If the owner has ended, failed or was preempted, the first waiter that asks computes.
     """
 
     def __init__(
@@ -145,6 +144,13 @@ class PartWaits:
         self._running.pop(request_id, None)
         self._parts.release(request_id)
 
+    def still_waits(self, request_id: str) -> bool:
+        """Whether a request that waits has nothing to decide: its owners all run, and have not stored all of it."""
+        wait = self._waits.get(request_id)
+        if wait is None or not self._is_in_time(wait) or not self._running.keys() >= set(wait.owners.values()):
+            return False
+        return any(owner in self._parts.owners_of(chunk) for chunk, owner in wait.owners.items())
+
     def waits(
         self, request_id: str, wanted: Wanted, stored: Stored, *, woven: Collection[ChunkId], profiles: bool = False
     ) -> bool:
@@ -160,8 +166,14 @@ class PartWaits:
             return False
         ahead = self._ahead([coming[chunk] for chunk in saving.chunks])
         beside = self._beside(ahead, saving.tokens, woven=not saving.chunks.isdisjoint(woven))
-        saving = replace(saving, tokens_left=ahead.tokens)
-        return saving.sooner(ahead.tokens, beside=beside) and self._is_in_time(request_id, ahead)
+        if not replace(saving, tokens_left=ahead.tokens).sooner(ahead.tokens, beside=beside):
+            return False
+        now_s = self._clock()
+        wait = self._waits.setdefault(request_id, _Wait(now_s))
+        owners = {chunk: coming[chunk][1] for chunk in saving.chunks}
+        if not owners.items() <= wait.owners.items():
+            wait.owners, wait.until_s = owners, min(now_s + self._late_s(ahead), wait.since_s + self._most_s)
+        return self._is_in_time(wait)
 
     def _coming(self, wanted: Wanted, *, profiles: bool) -> dict[ChunkId, tuple[PartInProgress, str]]:
         """Of each chunk, the part that is computed in the same context, or else the one that was begun first."""
@@ -189,7 +201,7 @@ class PartWaits:
             if name in left:
                 woven = queued if running.weave_tokens else woven
                 prefilled += max(0, left[name] - max(0, running.woven_to - running.computed))
-        return _Ahead(frozenset(left), prefilled, woven)
+        return _Ahead(prefilled, woven)
 
     def _beside(self, ahead: _Ahead, saved: float, *, woven: bool) -> int:
         """What the owners compute by the time at which the request would have computed the parts itself.
@@ -202,13 +214,8 @@ class PartWaits:
             return ahead.woven_tokens + min(ahead.prefilled_tokens, ceil(saved / weave) * prefill)
         return ahead.prefilled_tokens + min(ahead.woven_tokens, ceil(saved / prefill) * weave)
 
-    def _is_in_time(self, request_id: str, ahead: _Ahead) -> bool:
-        """Whether a request has not waited too long: several times what is expected of these owners, or `most_s`."""
-        now_s = self._clock()
-        wait = self._waits.setdefault(request_id, _Wait(now_s))
-        if wait.owners != ahead.owners:
-            wait.owners, wait.until_s = ahead.owners, now_s + self._late_s(ahead)
-        return now_s <= min(wait.until_s, wait.since_s + self._most_s)
+    def _is_in_time(self, wait: _Wait) -> bool:
+        return self._clock() <= wait.until_s
 
     def _late_s(self, ahead: _Ahead) -> float:
         """How long the owners may take: what they compute, and two steps around it, as recent steps took."""
