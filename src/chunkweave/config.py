@@ -429,7 +429,9 @@ class ConversationConfig:
     keep: float = setting(
         0.5, "Share of conversation_tokens that a cut leaves at most.", name="conversation_keep", least=0, most=1
     )
-    deduplicate: bool = setting(False, "Do not send a chunk again that is in a conversation's context already.")
+    deduplicate: bool = setting(
+        False, "Do not send a chunk again that an earlier turn has, of a conversation or of the same messages."
+    )
     max_conversations: int = setting(
         1024,
         "Conversations that are kept; of more, the one that was idle longest is forgotten, of a tenant with more than "

@@ -11,11 +11,12 @@ from typing import Any, Self
 from chunkweave.config import SamplingParams
 from chunkweave.conversation.answer import AnswerEnd, Choice, PendingAnswer, WholeChoices
 from chunkweave.errors import ChunkweaveError, NotRemovedError
+from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.prompt.builder import PromptLimit
 from chunkweave.prompt.request import Request
 from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.retrievers import RetrievedChunk
-from chunkweave.retrieval.speculation import Found, Retriever, SpeculativeAnswer
+from chunkweave.retrieval.speculation import Found, NotStarted, Retriever, SpeculativeAnswer
 from chunkweave.types import Chunk
 from chunkweave_server.backend import Backend, BackendParts, Event, Submission
 from chunkweave_server.corpora import Corpora
@@ -32,6 +33,7 @@ class _Retrieval:
 
     found: Found
     speculation: SpeculativeAnswer[Event]
+    conversation: bool = False
 
     def shown(self, prefilled_s: float | None) -> dict[str, Any]:
         """Its part of the report: what was retrieved, without the texts, and how long that took."""
@@ -46,7 +48,19 @@ class _Retrieval:
         summary = speculation.summary(found.at_s, speculation.submitted_s, prefilled_s or found.at_s)
         if prefilled_s is None:
             summary = replace(summary, matched=False, overlap_s=0.0)
-        return {**shown, "pipelining": asdict(summary)} if summary.started else shown
+        if summary.started:
+            return {**shown, "pipelining": asdict(summary)}
+        why = NotStarted.CONVERSATION if self.conversation else speculation.not_started(found)
+        return {**shown, "not_speculated": why}
+
+    def ranked(self, end: AnswerEnd) -> AnswerEnd:
+        """The end with chunks ranked as the search ended, where a speculation had them in another sequence."""
+        report = self.speculation.ranked(end.report, self.found.chunks)
+        if report is end.report:
+            return end
+        ranks = {old.rank: new.rank for old, new in zip(end.report.chunks, report.chunks, strict=True)}
+        listed = [{**one, "rank": ranks[one["rank"]]} for one in end.shown["chunks"]]
+        return replace(end, report=report, shown={**end.shown, "chunks": listed})
 
 
 class RunningAnswer:
@@ -120,6 +134,7 @@ class RunningAnswer:
 
     def _conclude(self, end: AnswerEnd) -> None:
         if self.retrieval is not None:
+            end = self.retrieval.ranked(end)
             end = replace(end, shown={**end.shown, **self.retrieval.shown(end.prefilled_s)})
         self.end = end
         self._observed = True
@@ -142,7 +157,7 @@ class Answering:
         self.counts: dict[str, TenantCounts] = defaultdict(TenantCounts)
         self.running: dict[RunningAnswer, None] = {}
         self.observer = observer
-        self.retriever = Retriever(self._pending, speculate=parts.speculate, max_prefill_batch=parts.replicas)
+        self.retriever = Retriever(self._pending, speculate=parts.speculate, max_prefill_batch=parts.max_prefill_batch)
         self._backend = backend
         self._parts = parts
         self._corpora = corpora
@@ -260,14 +275,16 @@ class Answering:
                 running.answer = await submit(chunks, speculative=False)
         else:
             await self.check_length(tenant, question.text)
-            speculation = self.retriever.question(submit_found)
+            order = self._parts.order if reuse.order is None else ChunkOrder.parse(reuse.order)
+            by_set = order is ChunkOrder.FREE and self._parts.reorders
+            speculation = self.retriever.question(submit_found, by_set=by_set)
             try:
                 found = await self._retrieve(tenant, reuse.corpus, question.text, body, speculation)
                 running = RunningAnswer(self, meta, slot, salt, (one.chunk for one in found.chunks))
-                running.retrieval = _Retrieval(found, speculation)
+                running.retrieval = _Retrieval(found, speculation, reuse.conversation_id is not None)
                 with self._starts(running):
                     if (started := await speculation.final(found.chunks)) is None:
-                        running.answer = await submit_found(found.chunks, False)
+                        running.answer = await speculation.start(found.chunks, speculative=False)
                     else:
                         started.confirm()
                         running.answer = started
@@ -296,8 +313,7 @@ class Answering:
         reuse = body.chunkweave
 
         async def on_stage(chunks: tuple[RetrievedChunk, ...]) -> None:
-            # A search does not end with fewer chunks, and a turn of a conversation begins once.
-            if len(chunks) == k and reuse.conversation_id is None:
+            if len(chunks) == k:  # a search does not end with fewer
                 await speculation.on_stage(chunks)
 
         served = self._corpora.get(tenant, name)
@@ -307,7 +323,8 @@ class Answering:
             k = min(self._limits.settings.max_documents, wanted)
             if not k:
                 return Found()
-            return await self.retriever.search(served.corpus, question, k, on_stage=on_stage, wait_for_thread=True)
+            staged = None if reuse.conversation_id is not None else on_stage
+            return await self.retriever.search(served.corpus, question, k, on_stage=staged, wait_for_thread=True)
 
     def _pending(self) -> int:
         """Requests, speculative ones included, whose first piece has not come."""

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from chunkweave.conversation.answer import AnswerEnd, Choice, PendingAnswer
 from chunkweave.conversation.prepare import RequestPreparer
+from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.prompt.parts import PromptPart
 from chunkweave.prompt.request import Request as EngineRequest
@@ -66,10 +67,14 @@ class BackendParts:
     """Whether a request may name a quality."""
     most_tokens: int
     """No prompt, and so no question, with more tokens is answered."""
-    replicas: int = 1
-    """How many prefills may run beside each other for searches that have not ended."""
+    max_prefill_batch: int = 1
+    """A prefill for a search that has not ended starts if fewer requests wait for, or are in, prefill."""
     speculate: bool = False
     """Whether to prefill for what a search has found so far."""
+    order: ChunkOrder = ChunkOrder.FIXED
+    """For requests that say nothing."""
+    reorders: bool = False
+    """Whether a request of free order is the same with its chunks in another sequence."""
 
 
 class CacheCommands(Protocol):

@@ -14,14 +14,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from chunkweave.errors import CorpusError, UsageError
+from chunkweave.errors import CorpusError, RequestAbortedError, UsageError
 from chunkweave.prompt.documents import SplitConfig
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.retrieval.corpus import Corpus, CorpusChange, GrowthLimits
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
+from chunkweave.retrieval.faiss_indexes import search_in_one_thread
+from chunkweave.retrieval.indexes import IndexConfig, IndexKind
+from chunkweave.retrieval.searcher import MadeIndex
 from chunkweave.scheduling.queue import TenantWeights
 from chunkweave_server.errors import HttpError
-from chunkweave_server.settings import LimitSettings
+from chunkweave_server.settings import CorpusSettings, LimitSettings
 from chunkweave_server.tenants import Tenant
 from chunkweave_server.threads import TenantThreads, in_thread
 
@@ -32,7 +35,7 @@ _AT_A_TIME = 16
 _CHARACTERS_AT_A_TIME = 1 << 20
 """Documents, and their characters, that are embedded before a search may come in between."""
 
-_CHANGING_THREADS = 2
+_CHANGING_THREADS = _INDEXING_THREADS = 2
 _SEARCHING_THREADS = 4
 
 
@@ -82,6 +85,7 @@ class ServedCorpus:
     folder: Path | None = None
     lock: SharedLock = field(default_factory=SharedLock)
     gone: bool = False
+    indexing: asyncio.Task[None] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -94,6 +98,7 @@ class ServedCorpus:
             "chunks": len(self.corpus),
             "embedder": self.corpus.embedder.name,
             "index": str(self.corpus.index_config.kind),
+            "searched_by": str(self.corpus.searched_by),
             "chunk_tokens": split.max_tokens,
             "overlap_tokens": split.overlap_tokens,
         }
@@ -109,18 +114,25 @@ class Corpora:
     def __init__(
         self,
         tokenizer: TextTokenizer,
-        data_dir: Path | None,
+        settings: CorpusSettings,
         limits: LimitSettings,
         *,
         weights: TenantWeights | None = None,
     ) -> None:
-        """No corpora yet. `weights` are those of tenants whose corpora change at once."""
+        """No corpora yet. `weights` are those of tenants whose corpora change at once.
+
+        Raises:
+            UsageError: the index of new corpora needs an extra that is not installed.
+        """
+        settings.index()
         self._tokenizer = tokenizer
-        self._data_dir = data_dir
+        self._settings = settings
+        self._data_dir = settings.data_dir
         self._limits = limits
         self.changing = TenantThreads(_CHANGING_THREADS, weights=weights, behind=True)
         self.searching = TenantThreads(_SEARCHING_THREADS, weights=weights)
         """Corpora are changed and searched apart: a change takes long, and neither delays what tokenizes requests."""
+        self._indexing = TenantThreads(_INDEXING_THREADS, weights=weights, behind=True)
         self._shared: dict[str, ServedCorpus] = {}
         self._own: dict[str, dict[str, ServedCorpus]] = {}
         self._creating = asyncio.Lock()
@@ -172,12 +184,16 @@ class Corpora:
             raise HttpError(403, f"the corpus {name!r} is shared and cannot be changed", code="corpus_shared")
         return found
 
-    async def create(self, tenant: Tenant, name: str, split: SplitConfig) -> ServedCorpus:
-        """A new, empty corpus of a tenant.
+    async def create(
+        self, tenant: Tenant, name: str, split: SplitConfig, kind: IndexKind | None = None
+    ) -> ServedCorpus:
+        """A new, empty corpus of a tenant, with an index of a `kind` once it is large; None: of the usual one.
 
         Raises:
             HttpError: 400, not a name; 409, there is one of that name; 403, there are as many as may be.
+            UsageError: the index needs an extra that is not installed.
         """
+        index = self._settings.index(kind)
         if NAME.fullmatch(name) is None:
             message = f"{name!r} is no name of a corpus: use up to 63 of a-z, 0-9, - and _, a letter or digit first"
             raise HttpError(400, message, param="name")
@@ -188,7 +204,7 @@ class Corpora:
             if len(own) >= self._limits.max_corpora:
                 raise HttpError(403, f"you have {len(own)} corpora, and no more may be", code="too_many_corpora")
             folder = None if self._data_dir is None else self._data_dir / tenant.folder / name
-            own[name] = ServedCorpus(name, await in_thread(lambda: self._new(folder, split)), folder=folder)
+            own[name] = ServedCorpus(name, await in_thread(lambda: self._new(folder, split, index)), folder=folder)
             return own[name]
 
     async def delete(self, tenant: Tenant, name: str) -> tuple[str, ...]:
@@ -222,12 +238,43 @@ class Corpora:
         stopped = threading.Event()
         limits = GrowthLimits(self._limits.max_corpus_chunks, self._limits.max_corpus_bytes, stopped.is_set)
         for batch in batches:
-            async with self.locked(served, to_change=True):
-                new = () if update else batch if changes else chain(*batches)
-                work = partial(_change, served.corpus, batch, new, limits, changes)
-                await self.changing.run(tenant.name, work, stop=stopped.set)
+            try:
+                async with self.locked(served, to_change=True):
+                    new = () if update else batch if changes else chain(*batches)
+                    work = partial(_change, served.corpus, batch, new, limits, changes)
+                    await self.changing.run(tenant.name, work, stop=stopped.set)
+            finally:
+                self._make_index(tenant.name, served)
             if changes[-1].left:
                 raise self._full(served, documents, changes)
+
+    def make_indexes(self) -> None:
+        """Make what indexes searches would be faster with, beside these. The event loop runs."""
+        for served in self._shared.values():
+            self._make_index("", served)
+        for own in self._own.values():
+            for served in own.values():
+                self._make_index("", served)
+
+    def _make_index(self, tenant: str, served: ServedCorpus) -> None:
+        """See to it that a corpus has the index that it is large enough for."""
+        if served.indexing is None and not served.gone and served.corpus.index_outdated:
+            served.indexing = asyncio.create_task(self._indexed(tenant, served), name="make an index")
+
+    async def _indexed(self, tenant: str, served: ServedCorpus) -> None:
+        """Make indexes until the corpus has the one that it needs. Only to use one keeps changes waiting."""
+        try:
+            while not served.gone and served.corpus.index_outdated:
+                if made := await self._indexing.run(tenant, partial(_make_index, served.corpus)):
+                    async with self.locked(served):
+                        take = partial(served.corpus.take_index, made, keep=not served.shared)
+                        await self._indexing.run(tenant, take)
+        except (HttpError, RequestAbortedError):
+            logger.debug("the corpus %s is gone, or the server stops: it gets no index", served.name)
+        except Exception:  # its searches compare every vector
+            logger.exception("the corpus %s gets no index", served.name)
+        finally:
+            served.indexing = None
 
     def _full(
         self, served: ServedCorpus, documents: Sequence[CorpusDocument], changes: Sequence[CorpusChange]
@@ -243,8 +290,8 @@ class Corpora:
 
     def close(self) -> None:
         """Begin no further change and no search; what has begun is done to its end."""
-        self.changing.close()
-        self.searching.close()
+        for threads in (self.changing, self.searching, self._indexing):
+            threads.close()
 
     async def remove(self, served: ServedCorpus, document: str) -> CorpusChange:
         """Remove a document.
@@ -253,7 +300,9 @@ class Corpora:
             UnknownDocumentError: there is none of that id.
         """
         async with self.locked(served, to_change=True):
-            return await in_thread(lambda: served.corpus.remove([document]))
+            change = await in_thread(lambda: served.corpus.remove([document]))
+        self._make_index("", served)
+        return change
 
     @asynccontextmanager
     async def locked(self, served: ServedCorpus, *, to_change: bool = False) -> AsyncIterator[ServedCorpus]:
@@ -267,14 +316,19 @@ class Corpora:
                 raise HttpError(404, f"no corpus {served.name!r}", code="corpus_not_found")
             yield served
 
-    def _new(self, folder: Path | None, split: SplitConfig) -> Corpus:
+    def _new(self, folder: Path | None, split: SplitConfig, index: IndexConfig) -> Corpus:
         if folder is None:
-            return Corpus(split=split, tokenizer=self._tokenizer)
+            return Corpus(split=split, index=index, tokenizer=self._tokenizer)
         try:
             folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise CorpusError(f"{folder.parent} cannot be made: {error.strerror or error}") from error
-        return Corpus.create(folder, split=split, tokenizer=self._tokenizer)
+        return Corpus.create(folder, split=split, index=index, tokenizer=self._tokenizer)
+
+
+def _make_index(corpus: Corpus) -> MadeIndex | None:
+    search_in_one_thread()  # helpers of faiss would take the cores of answers
+    return corpus.make_index()
 
 
 def _batches(documents: Sequence[CorpusDocument]) -> list[list[CorpusDocument]]:

@@ -18,6 +18,7 @@ from chunkweave.models.threads import keep_within_cpus
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.index import TieredLease
 from chunkweave.types import Chunk, ChunkId, SegmentId
+from chunkweave.weaving.stores import eviction_order
 from chunkweave_server.backend import BackendParts, Stage, Submission, storable_parts
 from chunkweave_server.errors import NOT_READY_AGAIN_S, HttpError
 from chunkweave_server.metrics import MetricSample, batching_samples, store_samples
@@ -68,7 +69,10 @@ class EngineBackend:
             engine.loaded.tokenizer,
             engine.calibration is not None,
             min(engine.loaded.model.geometry.max_positions, self.batching.most_tokens),
+            max_prefill_batch=self._settings.fleet.max_prefill_batch or 1,
             speculate=self._settings.fleet.speculate,
+            order=engine.preparer.order,
+            reorders=self.batching.reorders,
         )
 
     async def stop(self) -> None:
@@ -177,8 +181,10 @@ class EngineCache:
         return before
 
     def stats(self) -> Mapping[str, Any]:
-        """What all tiers hold and what the engine does."""
-        return {"store": asdict(self._engine.store.stats), "engine": asdict(self._batching.stats)}
+        """What all tiers hold, what they evict first, and what the engine does."""
+        store = self._engine.store
+        counts = {"store": asdict(store.stats), "engine": asdict(self._batching.stats)}
+        return {**counts, "eviction": {"engine": eviction_order(store)}}
 
     def release_all(self) -> None:
         """Take all pins back."""

@@ -522,6 +522,7 @@ class CorpusBody(Body):
     name: Label
     chunk_tokens: Annotated[int, Field(ge=8, le=4096)] = 512
     overlap_tokens: Annotated[int, Field(ge=0, le=2048)] = 0
+    index: Literal["flat", "ivf", "hnsw"] | None = None
 
 
 _MOST_METADATA_BYTES = 16 << 10

@@ -16,7 +16,7 @@ from chunkweave.errors import NotRemovedError
 from chunkweave.prompt.documents import SplitConfig
 from chunkweave.retrieval.corpus import CorpusChange
 from chunkweave.retrieval.documents import MOST_DOCUMENTS, CorpusDocument, check_text_bytes, parse_corpus_documents
-from chunkweave.retrieval.indexes import usual_top_k
+from chunkweave.retrieval.indexes import IndexKind, usual_top_k
 from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.types import Chunk
@@ -146,7 +146,8 @@ async def list_corpora(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
 async def create_corpus(body: CorpusBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Make an empty corpus."""
     split = SplitConfig(body.chunk_tokens, body.overlap_tokens)
-    return (await to_its_end(parts.corpora.create(tenant, body.name, split))).as_dict()
+    kind = None if body.index is None else IndexKind(body.index)
+    return (await to_its_end(parts.corpora.create(tenant, body.name, split, kind))).as_dict()
 
 
 @corpora.get("/{name}", responses=error_responses(404, 503))

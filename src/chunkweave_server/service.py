@@ -161,6 +161,7 @@ class Service:
         observer = self._observer()
         answering = Answering(self.backend, started, corpora, self.limits, self.threads, observer)
         self.parts = Parts(self.backend, answering, corpora, self.limits, observer, started)
+        corpora.make_indexes()
         if self.stage is not Stage.STOPPING:
             self._enter(Stage.READY)
 
@@ -183,7 +184,7 @@ class Service:
     def _corpora(self, started: BackendParts) -> Corpora:
         limits, given = self.settings.limits, self.settings.corpora
         weights = TenantWeights.parse(self.settings.batching.tenant_weight)
-        corpora = Corpora(started.tokenizer, given.data_dir, limits, weights=weights)
+        corpora = Corpora(started.tokenizer, given, limits, weights=weights)
         for entry in given.corpus:
             corpora.share(entry)
         corpora.load(self.keys.tenants if len(self.keys) else [ANONYMOUS])

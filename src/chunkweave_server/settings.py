@@ -29,6 +29,8 @@ from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.planning.calibration import Quality
 from chunkweave.planning.method import make_method
 from chunkweave.planning.method_choice import EXACT_METHOD
+from chunkweave.retrieval.faiss_indexes import available, check_available
+from chunkweave.retrieval.indexes import IndexConfig, IndexKind
 from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.queue import TenantWeights
 from chunkweave.scheduling.routing import ROUTING, USUAL_IMBALANCE, USUAL_ROUTING, make_routing
@@ -123,6 +125,15 @@ class LimitSettings:
     pin_budget_bytes: int = setting(256 * _MIB, "Segments that one tenant may pin.")
 
 
+class CorpusIndex(StrEnum):
+    """How large corpora are searched that are created over HTTP."""
+
+    AUTO = "auto"
+    FLAT = "flat"
+    IVF = "ivf"
+    HNSW = "hnsw"
+
+
 @configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
 class CorpusSettings:
@@ -130,6 +141,26 @@ class CorpusSettings:
 
     corpus: tuple[str, ...] = setting((), "Corpus for all tenants to read: its folder, or NAME=FOLDER; repeatable.")
     data_dir: Path | None = setting(None, "Folder for corpora that are created over HTTP; in memory if left out.")
+    corpus_index: CorpusIndex = setting(
+        CorpusIndex.AUTO,
+        "Index of corpora that are created over HTTP, above corpus_flat_chunks: flat, ivf, hnsw, or auto: ivf if faiss "
+        "is installed, else flat. A corpus keeps the index that it was created with.",
+    )
+    corpus_flat_chunks: int = setting(
+        10_000, "Most chunks of a corpus created over HTTP that are all compared with a question (flat).", least=1
+    )
+
+    def index(self, kind: IndexKind | None = None) -> IndexConfig:
+        """The index of a new corpus: of a `kind`, or the usual one.
+
+        Raises:
+            UsageError: it needs an extra that is not installed.
+        """
+        if kind is None:
+            usual = IndexKind.IVF if available(IndexKind.IVF) else IndexKind.FLAT
+            kind = usual if self.corpus_index is CorpusIndex.AUTO else IndexKind(self.corpus_index)
+        check_available(kind)
+        return IndexConfig(kind, flat_up_to=self.corpus_flat_chunks)
 
 
 @configuration(SERVERS)
@@ -179,6 +210,19 @@ class FleetSettings:
     )
     speculate: bool = setting(
         True, "Prefill for what a search of a corpus has found so far, while nothing else waits.", places=SERVERS
+    )
+    first_token_timeout_s: float | None = setting(
+        None,
+        "Longest time for a vLLM server to begin an answer; a request is then sent once more, to another one if there "
+        "is one; none: any.",
+        above=0,
+    )
+    max_prefill_batch: int | None = setting(
+        None,
+        "Requests that wait for, or are in, prefill below which a search may have one begun ahead (RAGCache's "
+        "max_prefill_bs); none: 1 for each engine or replica, since one prefill fills a processor.",
+        places=SERVERS,
+        least=1,
     )
     start_timeout_s: float = setting(1800.0, "How long a vLLM server may take to start.", above=0)
 

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave import AsyncEngine, AsyncRagPipeline, BatchingConfig, Corpus, Engine, RagPipeline, SamplingParams
+from chunkweave import (
+    AsyncEngine,
+    AsyncRagPipeline,
+    BatchingConfig,
+    Corpus,
+    Engine,
+    OrderingConfig,
+    RagPipeline,
+    SamplingParams,
+)
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import ChunkweaveError, DeadlineError, QueueFullError, TopKError, UsageError
 from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
@@ -164,6 +173,27 @@ def test_a_match_at_the_end_is_returned_at_once(engine, loaded):
     assert 0 < answer.pipelining.overlap_s < answer.search_s < answer.ttft_s
     assert answer.non_overlapping_search_s == answer.search_s - answer.pipelining.overlap_s
     assert answer.as_dict()["pipelining"]["matched"] is True
+
+
+@pytest.mark.parametrize("ordering", ["frequency", "original"])
+def test_with_a_free_order_the_same_chunks_are_a_match_however_they_are_ranked(loaded, ordering):
+    corpus = ScriptedCorpus([[0, 3], [3, 0]])
+
+    async def work(pipeline, batching):
+        asked = asyncio.create_task(pipeline.answer(QUESTION, sampling=FEW))
+        corpus.release(1)
+        await until(lambda: pipeline.counts.started == 1)
+        corpus.release(2)
+        return await asked
+
+    engine = Engine(loaded, ordering=OrderingConfig(ordering))
+    answer = run(engine, corpus, work, order="free")
+    assert (answer.pipelining.terminated, answer.pipelining.matched) == (
+        (0, True) if ordering == "frequency" else (1, False)
+    )
+    assert {one.place: one.rank for one in answer.retrieved} == {3: 1, 0: 2}
+    ranks = [chunk.rank for chunk in answer.report.chunks if chunk.rank is not None]
+    assert [corpus.stages[-1][rank] for rank in ranks] == list(answer.retrieved)
 
 
 def test_a_list_that_changes_ends_what_runs_and_the_final_one_is_computed_anew(engine, loaded):

@@ -83,7 +83,7 @@ class FakeVllm:
 
     def send_counts(self, source: str, counts: dict[str, Any]) -> None:
         """Say what the store of a worker counts, as the plug-in does now and then."""
-        self._sender.send_counts(source, counts)
+        self._sender.send_counts(source, {"store": counts})
 
     def _app(self) -> Starlette:
         return Starlette(

@@ -1,12 +1,15 @@
 """Corpora over HTTP: made, filled, searched, answered from, removed with their KV; and the cache's own endpoints."""
 
+import sys
 import threading
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from chunkweave import Corpus, CorpusDocument, StoreConfig
-from tests.server.conftest import Client, Serve, wait_until
+from chunkweave.retrieval import searcher
+from tests.server.conftest import Client, Serve, engine_of, wait_until
 from tests.server.test_front_prefill_ahead import SlowCorpus
 
 FERRY = "The ferry leaves the northern pier at nine and again at noon. " * 3
@@ -224,6 +227,85 @@ def test_the_engine_prefills_while_a_corpus_is_searched(notes: Client):
     assert len(answers[0]["retrieved"]) == 2
 
 
+def slow_notes(client: Client, *stages: tuple[int, ...]) -> SlowCorpus:
+    client.post("/v1/corpora/notes/documents", json={"documents": [TOWER]})
+    served = client.parts.corpora.get(client.service.keys.tenant_of(None), "notes")
+    served.corpus = slow = SlowCorpus(served.corpus)
+    slow.stages = list(stages) or slow.stages
+    return slow
+
+
+def asked(client: Client, **reuse) -> tuple[threading.Thread, list[dict]]:
+    """A question on a thread of its own, and where its report will be."""
+    reports: list[dict] = []
+    reuse = {"corpus": "notes", "top_k": 2, "method": "prefix", **reuse}
+    thread = threading.Thread(target=lambda: reports.append(client.ask(chunkweave=reuse).json()["chunkweave"]))
+    thread.start()
+    return thread, reports
+
+
+def counts(client: Client) -> tuple[int, int, int]:
+    """Speculations that were started, matched and terminated, as /metrics has them."""
+    lines = [line for line in client.get("/metrics").text.splitlines() if "speculations_" in line and "{" in line]
+    found = {line.split('event="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
+    return tuple(int(found.get(name, 0)) for name in ("started", "matched", "terminated"))
+
+
+@pytest.mark.parametrize(("order", "expected"), [("free", (1, 1, 0)), ("fixed", (1, 0, 1))])
+def test_a_set_in_another_sequence_is_a_match_where_the_order_is_free(notes: Client, order: str, expected):
+    slow = slow_notes(notes, (1, 0), (0, 1))
+    thread, reports = asked(notes, order=order)
+    wait_until(lambda: counts(notes)[0] == 1)
+    slow.go_on.set()
+    thread.join()
+    (report,) = reports
+    assert counts(notes) == expected
+    assert (report["pipelining"]["started"], report["pipelining"]["matched"]) == (1, order == "free")
+    assert [one["rank"] for one in report["retrieved"]] == [1, 2]
+    chunks = [one for one in report["chunks"] if one["rank"] is not None]
+    assert sorted(one["rank"] for one in chunks) == [0, 1]
+    for one in chunks:
+        assert report["retrieved"][one["rank"]]["document"] == one["source"].split("#")[0]
+
+
+@pytest.mark.backend("engine")
+@pytest.mark.parametrize("room", [1, 2])
+def test_so_many_prefills_may_be_pending_as_the_server_is_told(serve: Serve, room: int):
+    client = serve(max_prefill_batch=room)
+    client.post("/v1/corpora", json={"name": "notes", "chunk_tokens": 128})
+    client.post("/v1/corpora/notes/documents", json={"documents": [FERRY, CHOIR]})
+    slow, go_on = slow_notes(client), threading.Event()
+    held = engine_of(client.service).batching.between_steps(lambda: go_on.wait(20))
+    threads, speculation = [], client.parts.answering.retriever.speculation
+    for number in range(2):
+        threads.append(asked(client)[0])
+        wait_until(lambda number=number: speculation.counts.stages == number + 1)
+        wait_until(lambda number=number: len(client.parts.answering._submitted) >= min(room, number + 1))
+    assert counts(client)[0] == room
+    go_on.set()
+    slow.go_on.set()
+    for thread in threads:
+        thread.join()
+    assert held.result() is True
+
+
+@pytest.mark.parametrize(
+    ("values", "reuse", "why"),
+    [
+        ({}, {}, "the search has one stage"),
+        ({"speculate": False}, {}, "speculate is off"),
+        ({}, {"conversation_id": "c"}, "a turn of a conversation begins once"),
+    ],
+)
+def test_a_report_says_why_nothing_was_computed_ahead(serve: Serve, values, reuse, why):
+    client = serve(**values)
+    client.post("/v1/corpora", json={"name": "notes"})
+    client.post("/v1/corpora/notes/documents", json={"documents": [FERRY, CHOIR]})
+    report = client.ask(chunkweave={"corpus": "notes", **reuse}).json()["chunkweave"]
+    assert report["not_speculated"] == why
+    assert "pipelining" not in report
+
+
 def test_corpora_outlive_the_server(serve: Serve, tmp_path: Path):
     first = serve(data_dir=tmp_path)
     first.post("/v1/corpora", json={"name": "notes"})
@@ -345,3 +427,111 @@ def test_searches_of_a_corpus_go_on_side_by_side_and_changes_alone(notes: Client
         thread.join(20)
     assert [one.status_code for one in (*found, *added)] == [200] * 3
     assert [len(one.json()["data"]) for one in found] == [2, 2], "what is added comes after them"
+
+
+def notes_about(numbers: range) -> list[dict[str, str]]:
+    return [{"id": f"n{number}", "text": f"Vessel {number} brings {number * 7} barrels of tar."} for number in numbers]
+
+
+def state(client: Client, name: str = "big") -> dict:
+    return client.get(f"/v1/corpora/{name}").json()
+
+
+def found(client: Client, number: int, name: str = "big") -> list[str]:
+    asked = {"query": f"Vessel {number} brings {number * 7} barrels of tar.", "top_k": 3}
+    reply = client.post(f"/v1/corpora/{name}/search", json=asked)
+    assert reply.status_code == 200, reply.text
+    return [one["document"] for one in reply.json()["data"]]
+
+
+@pytest.mark.parametrize("kind", ["ivf", "hnsw"])
+def test_a_corpus_that_grows_past_its_size_gets_an_index_and_keeps_it(serve: Serve, tmp_path: Path, kind: str):
+    values = {"data_dir": tmp_path, "corpus_flat_chunks": 40, "corpus_index": kind}
+    client = serve(**values)
+    assert client.post("/v1/corpora", json={"name": "big"}).json()["index"] == kind
+    client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(40))})
+    assert (state(client)["chunks"], state(client)["searched_by"]) == (40, "flat")
+    client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(40, 90))})
+    wait_until(lambda: state(client)["searched_by"] == kind)
+    assert found(client, 77)[0] == "n77"
+    client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(90, 95))})
+    assert found(client, 93)[0] == "n93"
+    assert client.delete("/v1/corpora/big/documents/n77").status_code == 200
+    assert "n77" not in found(client, 77)
+    wait_until(lambda: state(client)["searched_by"] == kind)
+    assert "n77" not in found(client, 77)
+    served = client.parts.corpora.get(client.service.keys.tenant_of(None), "big")
+    wait_until(lambda: served.indexing is None)
+    (note,) = tmp_path.rglob("index.json")
+    written = note.stat().st_mtime_ns
+    again = serve(**values)
+    wait_until(lambda: state(again)["searched_by"] == kind)
+    assert found(again, 93)[0] == "n93"
+    served = again.parts.corpora.get(again.service.keys.tenant_of(None), "big")
+    wait_until(lambda: served.indexing is None)
+    assert note.stat().st_mtime_ns == written, "it was read, not made again"
+
+
+def test_a_corpus_names_its_index_and_what_cannot_be_is_refused(serve: Serve, monkeypatch):
+    client = serve(corpus_flat_chunks=5)
+    assert client.post("/v1/corpora", json={"name": "usual"}).json()["index"] == "ivf"
+    client.post("/v1/corpora", json={"name": "exact", "index": "flat"})
+    client.post("/v1/corpora/exact/documents", json={"documents": notes_about(range(9))})
+    assert (state(client, "exact")["index"], state(client, "exact")["searched_by"]) == ("flat", "flat")
+    assert client.post("/v1/corpora", json={"name": "odd", "index": "faiss-flat"}).status_code == 400
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    refused = client.post("/v1/corpora", json={"name": "graph", "index": "hnsw"})
+    assert refused.status_code == 400
+    assert "retrieval" in refused.json()["error"]["message"]
+    assert client.post("/v1/corpora", json={"name": "plain"}).json()["index"] == "flat"
+
+
+def test_neither_searches_nor_documents_wait_for_an_index_that_is_made(serve: Serve, monkeypatch):
+    begun, go_on, real = threading.Event(), threading.Event(), searcher.build_index
+
+    def slow(*args):
+        begun.set()
+        assert go_on.wait(20)
+        return real(*args)
+
+    monkeypatch.setattr(searcher, "build_index", slow)
+    client = serve(corpus_flat_chunks=20, corpus_index="ivf")
+    client.post("/v1/corpora", json={"name": "big"})
+    client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(60))})
+    assert begun.wait(20)
+    assert found(client, 50)[0] == "n50"
+    client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(60, 64))})
+    assert client.delete("/v1/corpora/big/documents/n50").status_code == 200
+    assert "n50" not in found(client, 50)
+    assert state(client)["searched_by"] == "flat"
+    go_on.set()
+    wait_until(lambda: state(client)["searched_by"] == "ivf")
+    assert (found(client, 62)[0], "n50" in found(client, 50)) == ("n62", False)
+
+
+def test_documents_that_come_beside_searches_are_found(serve: Serve):
+    client = serve(corpus_flat_chunks=30, corpus_index="ivf")
+    client.post("/v1/corpora", json={"name": "big"})
+    client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(10))})
+    known, wrong = [9], []
+
+    def look(seed: int) -> None:
+        numbers = Random(seed)
+        while known[0] < 199:
+            number = numbers.randrange(known[0] + 1)
+            hits = found(client, number)
+            if hits[0] != f"n{number}" or len(set(hits)) != 3:
+                wrong.append((number, hits))
+
+    looking = [threading.Thread(target=look, args=(seed,)) for seed in range(3)]
+    for thread in looking:
+        thread.start()
+    for start in range(10, 200, 10):
+        added = client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(start, start + 10))})
+        assert added.status_code == 200
+        known[0] = start + 9
+    for thread in looking:
+        thread.join()
+    assert not wrong
+    wait_until(lambda: state(client)["searched_by"] == "ivf")
+    assert state(client)["chunks"] == 200

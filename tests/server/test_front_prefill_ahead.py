@@ -104,6 +104,22 @@ def test_what_the_search_confirms_was_prefilled_under_the_same_salt(front, corpu
     assert 'event="matched"' in front.get("/metrics").text
 
 
+@pytest.mark.parametrize("threshold", [1, 2])
+def test_what_is_computed_ahead_promotes_as_the_request_that_it_becomes(vllm, threshold):
+    reuse = {"chunkweave": {**ASK["chunkweave"], "method": "prefix"}}
+    with running_front(vllm, order="free", promotion_threshold=threshold) as front:
+        corpus = slow_corpus(front)
+        for number in range(1, 4):
+            corpus.go_on.clear()
+            thread, answers = asked(front, **reuse)
+            wait_until(lambda number=number: len(vllm.seen) == 2 * number - 1)
+            corpus.go_on.set()
+            thread.join()
+            assert answers[0].json()["chunkweave"]["pipelining"]["matched"]
+    told = [body["kv_transfer_params"]["chunkweave"]["promoted"] for body in vllm.seen]
+    assert told == [[] if number // 2 + 1 < threshold else [0, 1] for number in range(6)]
+
+
 def test_the_answer_waits_for_a_prefill_that_is_under_way(front, corpus, vllm):
     vllm.gate.clear()
     thread, answers = asked(front)
@@ -156,7 +172,27 @@ def test_nothing_is_computed_ahead_while_others_wait_for_their_first_token(front
     for one in (thread, *others):
         one.join()
     assert "pipelining" not in answers[0].json()["chunkweave"]
+    assert answers[0].json()["chunkweave"]["not_speculated"] == "other requests were pending"
     assert speculations(front)["started"] == 0
+
+
+@pytest.mark.parametrize(("room", "ahead"), [(1, 0), (2, 1)])
+def test_so_many_prefills_may_be_pending_as_the_server_is_told(vllm, room, ahead):
+    """`max_prefill_batch`, by default the number of replicas."""
+    with running_front(vllm, order="fixed", max_prefill_batch=room) as front:
+        corpus = slow_corpus(front)
+        vllm.gate.clear()
+        other = threading.Thread(target=lambda: front.ask(documents=DOCUMENTS))
+        other.start()
+        wait_until(lambda: len(vllm.seen) == 1)
+        thread, _ = asked(front)
+        wait_until(lambda: front.service.parts.answering.retriever.speculation.counts.stages == 1)
+        wait_until(lambda: len(vllm.seen) == 1 + ahead)
+        vllm.gate.set()
+        corpus.go_on.set()
+        thread.join()
+        other.join()
+        assert speculations(front)["started"] == ahead
 
 
 def test_a_client_that_leaves_while_its_search_goes_on_ends_both(front, corpus, vllm):

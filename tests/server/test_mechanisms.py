@@ -1,6 +1,12 @@
 """Eviction, admission, variants and promotion do what a server is told: each test fails if its setting is not wired."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
 import pytest
+
+from tests.server.conftest import engine_of, wait_until
+from tests.server.test_front_prefill_ahead import asked, slow_corpus, speculations
 
 FERRY = "The ferry leaves at seven, at noon and at six."
 CHOIR = "The choir sings on Sundays behind the old wall."
@@ -61,3 +67,63 @@ def test_a_threshold_keeps_what_was_asked_for_once_off_the_exact_paths(serve):
     usual, promoting = serve(order="free"), serve(order="free", promotion_threshold=3)
     assert [exact(ask(usual, FERRY)) for _ in range(4)] == [0, 1, 1, 1]
     assert [exact(ask(promoting, FERRY)) for _ in range(4)] == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 3])
+def test_a_threshold_of_n_is_reached_by_the_nth_request_computed_ahead_or_not(serve, threshold):
+    """What a search's first stage names is prefilled before the request counts: it is promoted even so."""
+    client = serve(order="free", promotion_threshold=threshold)
+    corpus, found = slow_corpus(client), []
+    for number in range(1, 5):
+        corpus.go_on.clear()
+        thread, answers = asked(client, chunkweave={"corpus": "sea", "top_k": 2, "method": "prefix"})
+        wait_until(lambda number=number: speculations(client)["started"] == number)
+        corpus.go_on.set()
+        thread.join()
+        report = answers[0].json()["chunkweave"]
+        assert report["pipelining"]["matched"]
+        found.append(exact(report))
+    # What the request itself was computed by is no exact prefix of it: the next one finds it.
+    assert found == [0 if number <= threshold else 2 for number in range(1, 5)]
+
+
+def frequencies(client, tier="host"):
+    """By how many chunks are before it and which document it is, how often a segment was asked for."""
+    shown = client.get("/v1/cache").json()["eviction"]["engine"][tier]
+    return {(one["behind"], one["source"]): one["frequency"] for one in shown}
+
+
+def ask_at_once(client, number, *documents):
+    """So many requests over the same documents, of which none is begun before all are there."""
+    batching, gate = engine_of(client.service).batching, Event()
+    batching.between_steps(gate.wait)
+    with ThreadPoolExecutor(number) as threads:
+        replies = [threads.submit(client.ask, f"Number {one}?", documents=list(documents)) for one in range(number)]
+        wait_until(lambda: batching.stats.waiting == number)
+        gate.set()
+    assert {reply.result().status_code for reply in replies} == {200}
+
+
+@pytest.mark.parametrize(
+    ("policy", "tiers"), [("pgdsf", ["host"]), ("pgdsf", ["host", "disk"]), ("lfu", ["host"]), ("gdsf", ["host"])]
+)
+def test_equal_requests_at_once_count_once_each(serve, tmp_path, policy, tiers):
+    """Those that find a chunk missing all compute and store it: coming in again is no use (RAGCache §5.1)."""
+    client = serve(policy=policy, cache_dir=tmp_path / "kv" if "disk" in tiers else None)
+    ask_at_once(client, 6, FERRY)
+    client.engine.store.flush(5)
+    for tier in tiers:
+        assert set(frequencies(client, tier).values()) == {6}, tier
+    ask(client, FERRY)
+    assert set(frequencies(client).values()) == {7}
+
+
+def test_what_is_written_through_or_loaded_into_memory_is_no_use(serve, tmp_path):
+    client = serve(policy="pgdsf", cache_dir=tmp_path / "kv")
+    for _ in range(2):
+        ask(client, FERRY)
+    client.engine.store.flush(5)
+    for record in client.engine.store.records():
+        assert client.engine.store.levels[0].store.drop(record.id)
+    ask(client, FERRY)
+    assert set(frequencies(client, "host").values()) == set(frequencies(client, "disk").values()) == {3}

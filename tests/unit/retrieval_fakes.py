@@ -52,8 +52,8 @@ def document(number: int, subject: str = "", text: str = "") -> CorpusDocument:
     )
 
 
-def memory_corpus(embedder: SubjectEmbedder | None = None) -> Corpus:
-    return Corpus(embedder or SubjectEmbedder(), split=SPLIT, tokenizer=LetterTokenizer())
+def memory_corpus(embedder: SubjectEmbedder | None = None, **options) -> Corpus:
+    return Corpus(embedder or SubjectEmbedder(), split=SPLIT, tokenizer=LetterTokenizer(), **options)
 
 
 def new_corpus(folder, **options) -> Corpus:

@@ -16,7 +16,7 @@ from chunkweave.errors import (
     UnknownDocumentError,
     UsageError,
 )
-from chunkweave.retrieval import corpus_files
+from chunkweave.retrieval import corpus_files, searcher
 from chunkweave.retrieval.corpus import Corpus
 from chunkweave.retrieval.corpus_files import CorpusFiles
 from chunkweave.retrieval.documents import CorpusDocument
@@ -53,13 +53,13 @@ def test_a_search_finds_the_subject_with_ranks_scores_and_where_it_stands():
 
 
 def test_stages_end_with_what_a_search_finds():
-    corpus = memory_corpus()
+    corpus = memory_corpus(index=IndexConfig(IndexKind.IVF, lists=4, probes=4))
     corpus.add([document(number) for number in range(40)])
     stages = list(corpus.search_stages("storm", 3))
     assert [stage.last for stage in stages] == [False, False, False, True]
     assert stages[-1].chunks == corpus.search("storm", 3)
     assert all(stage.seconds >= 0 for stage in stages)
-    assert sum(stage.distances for stage in stages) == 40
+    assert sum(stage.distances for stage in stages) == 40 + 4
 
 
 def test_a_vector_may_stand_for_the_question():
@@ -180,10 +180,8 @@ def test_an_index_is_kept_used_and_made_again_when_it_is_stale(tmp_path, kind, m
     corpus.add([document(number) for number in range(60)])
     corpus.build_index()
     built = []
-    from chunkweave.retrieval import corpus as corpus_module
-
-    real = corpus_module.build_index
-    monkeypatch.setattr(corpus_module, "build_index", lambda *args: built.append(1) or real(*args))
+    real = searcher.build_index
+    monkeypatch.setattr(searcher, "build_index", lambda *args: built.append(1) or real(*args))
     again = opened(tmp_path)
     assert again.search("storm", 5) == corpus.search("storm", 5)
     assert built == []
@@ -193,6 +191,79 @@ def test_an_index_is_kept_used_and_made_again_when_it_is_stale(tmp_path, kind, m
     again.remove(["d60"])
     assert "d60" not in {one.document for one in again.search("storm", 20)}
     assert opened(tmp_path).search("storm", 5) == corpus.search("storm", 5)
+
+
+@pytest.mark.parametrize("kind", [IndexKind.IVF, IndexKind.HNSW])
+def test_a_corpus_that_grows_past_its_size_is_searched_flat_until_its_index_is_made(tmp_path, kind):
+    corpus = new_corpus(tmp_path, index=IndexConfig(kind, flat_up_to=50))
+    corpus.add([document(number) for number in range(50)])
+    corpus.build_index()
+    assert corpus.searched_by is IndexKind.FLAT
+    assert not corpus.index_outdated
+    corpus.add([document(50, "storm")])
+    assert corpus.index_outdated
+    before = corpus.search("storm", 5)
+    assert corpus.searched_by is IndexKind.FLAT, "a search makes no index"
+    corpus.build_index()
+    assert corpus.searched_by is kind
+    assert not corpus.index_outdated
+    assert {one.document for one in corpus.search("storm", 9)} >= {one.document for one in before}
+    assert opened(tmp_path).search("storm", 9) == corpus.search("storm", 9)
+    corpus.remove(["d50"])
+    assert corpus.searched_by is IndexKind.FLAT, "it has the size of a flat one again"
+    assert "d50" not in {one.document for one in corpus.search("storm", 20)}
+
+
+def test_an_index_on_disk_is_used_for_a_corpus_that_has_grown_since(tmp_path, monkeypatch):
+    corpus = new_corpus(tmp_path, index=IndexConfig(IndexKind.IVF, lists=3, probes=3, flat_up_to=10))
+    corpus.add([document(number) for number in range(60)])
+    corpus.build_index()
+    corpus.add([document(number, "choir") for number in range(60, 70)])
+    again = opened(tmp_path)
+    monkeypatch.setattr(searcher, "build_index", lambda *args: pytest.fail("it is there"))
+    again.build_index(keep=False)
+    assert again.searched_by is IndexKind.IVF
+    assert {one.document for one in again.search("choir", 20)} == {f"d{n}" for n in (*range(4, 60, 6), *range(60, 70))}
+
+
+def test_lists_are_learned_anew_when_there_should_be_half_as_many_again():
+    corpus = memory_corpus(index=IndexConfig(IndexKind.IVF, flat_up_to=10))
+    corpus.add([document(number) for number in range(120)])
+    corpus.build_index()  # 120 // 39 = 3 lists
+    corpus.add([document(number) for number in range(120, 170)])
+    assert not corpus.index_outdated, "170 // 39 = 4"
+    corpus.add([document(number) for number in range(170, 200)])
+    assert corpus.index_outdated, "200 // 39 = 5"
+    corpus.build_index()
+    assert not corpus.index_outdated
+
+
+def test_an_index_is_made_beside_changes():
+    corpus = memory_corpus(index=IndexConfig(IndexKind.IVF, lists=3, probes=3, flat_up_to=10))
+    corpus.add([document(number) for number in range(60)])
+    made = corpus.make_index()
+    corpus.add([document(60, "storm")])
+    corpus.take_index(made)
+    assert corpus.searched_by is IndexKind.IVF
+    assert "d60" in {one.document for one in corpus.search("storm", 20)}, "it gets what came meanwhile"
+    corpus.remove(["d0"])
+    made = corpus.make_index()
+    corpus.remove(["d2"])
+    corpus.take_index(made)
+    assert corpus.searched_by is IndexKind.FLAT, "its rows are other ones"
+    assert "d2" not in {one.document for one in corpus.search("storm", 20)}
+    corpus.build_index()
+    assert corpus.searched_by is IndexKind.IVF
+    assert "d2" not in {one.document for one in corpus.search("storm", 20)}
+
+
+def test_without_faiss_a_corpus_past_its_size_stays_flat(monkeypatch):
+    corpus = memory_corpus(index=IndexConfig(IndexKind.IVF, flat_up_to=10))
+    monkeypatch.setattr(searcher, "available", lambda kind: kind is IndexKind.FLAT)
+    corpus.add([document(number) for number in range(60)])
+    assert not corpus.index_outdated
+    assert len(corpus.search("storm", 20)) == 20
+    assert corpus.searched_by is IndexKind.FLAT
 
 
 def test_a_damaged_index_is_made_again_with_a_line_in_the_log(tmp_path, caplog):

@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 
 from chunkweave.errors import DimensionMismatchError, TopKError, UsageError
 from chunkweave.retrieval.faiss_indexes import build_index
-from chunkweave.retrieval.indexes import Hits, IndexConfig, IndexKind, merged, timed_stages, top_hits
+from chunkweave.retrieval.indexes import (
+    FlatIndex,
+    Hits,
+    IndexConfig,
+    IndexKind,
+    Sketch,
+    merged,
+    timed_stages,
+    top_hits,
+    worth_sketching,
+)
 
 KINDS = list(IndexKind)
 EXACT = [IndexKind.FLAT, IndexKind.FAISS_FLAT]
@@ -76,6 +86,33 @@ def test_twins_come_in_the_order_of_their_rows_whichever_stage_sees_them():
         hits = index.search(base[7], 2)
         assert hits.rows == (7, 72), kind
         assert list(index.stages(base[7], 2))[-1].hits.rows == (7, 72), kind
+
+
+def test_an_exact_search_has_one_stage_or_a_first_one_that_mostly_names_what_the_last_one_does():
+    """Quarters of the rows, in the order in which they were added, name the final five in few questions."""
+    rng = np.random.default_rng(5)
+    vectors = clustered(12_000, 384, 5, twins=False)
+    index = FlatIndex(384)
+    index.add(vectors[:6000])
+    index.add(vectors[6000:])
+    assert [stage.last for stage in index.stages(vectors[0], 5)] == [True]
+    index.sketch = Sketch([vectors[:9000]])
+    assert [stage.last for stage in index.stages(vectors[0], 5)] == [True], "a sketch of fewer rows is of no use"
+    index.sketch.add(vectors[9000:])
+    agreed = 0
+    for row in range(100):
+        first, last = index.stages(unit(vectors[100 * row] + 0.01 * rng.standard_normal(384)).astype(np.float32), 5)
+        assert (first.last, last.last, last.distances) == (False, True, 12_000)
+        assert first.distances == first.extra_distances > 12_000
+        agreed += first.hits.rows == last.hits.rows
+    assert agreed >= 90
+
+
+def test_a_sketch_is_for_searches_that_take_long():
+    assert worth_sketching(20_000, 384, 4)
+    assert not worth_sketching(10_000, 384, 4)
+    assert not worth_sketching(20_000, 384, 1)
+    assert not worth_sketching(1_000_000, 64, 4), "it would have as many columns"
 
 
 def test_ivf_scans_a_list_once_and_probes_the_nearest_first():

@@ -3,17 +3,26 @@
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
 from chunkweave.errors import DeadlineError, QueueFullError, RequestAbortedError
 from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
-from chunkweave.retrieval.speculation import Found, Retriever
+from chunkweave.retrieval.speculation import Found, NotStarted, Retriever
 from chunkweave.types import Chunk
 
 
 def found(*places: int) -> tuple[RetrievedChunk, ...]:
     return tuple(RetrievedChunk(Chunk(f"text {p}"), "d", p, rank, 1.0, "", {}) for rank, p in enumerate(places, 1))
+
+
+@dataclass
+class Ranked:
+    """As much of a report as has ranks."""
+
+    chunks: tuple["Ranked", ...] = ()
+    rank: int | None = None
 
 
 class FakeAnswer:
@@ -51,8 +60,9 @@ class Backend:
         self.answers.append((answer, speculative))
         return answer
 
-    def question(self):
-        return Retriever(lambda: self.pending, max_prefill_batch=1).question(self.submit)
+    def question(self, *, by_set: bool = False, **options):
+        options = {"max_prefill_batch": 1, **options}
+        return Retriever(lambda: self.pending, **options).question(self.submit, by_set=by_set)
 
 
 async def text_of(question, chunks) -> list[str]:
@@ -92,6 +102,44 @@ def test_another_list_ends_what_runs_and_another_order_is_another_list():
         assert [answer.seen for answer, _ in backend.answers] == [["closed"], ["closed"], ["read"]]
         told = question.summary(5.0, 2.0, 4.0)
         assert (told.started, told.terminated, told.matched, told.overlap_s) == (2, 2, False, 0.0)
+
+    asyncio.run(main())
+
+
+def test_where_chunks_may_stand_in_any_order_a_set_is_the_same_request():
+    async def main():
+        backend = Backend()
+        question = backend.question(by_set=True)
+        await question.on_stage(found(1, 2, 3))
+        await question.on_stage(found(3, 1, 2))
+        assert await text_of(question, found(2, 3, 1)) == ["[1, 2, 3]"]
+        assert len(backend.answers) == 1
+        told = question.summary(5.0, 2.0, 4.0)
+        assert (told.started, told.terminated, told.matched) == (1, 0, True)
+        report = Ranked((Ranked(rank=2), Ranked(rank=0), Ranked(rank=None)))
+        ranks = [chunk.rank for chunk in question.ranked(report, found(2, 3, 1)).chunks]
+        assert ranks == [1, 2, None], "chunk 3 was named last when it was submitted, and second at the end"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "pending", "stages", "why"),
+    [
+        ({"speculate": False}, 0, 0, NotStarted.OFF),
+        ({}, 0, 0, NotStarted.BUSY),
+        ({}, 1, 3, NotStarted.BUSY),
+        ({}, 0, 1, NotStarted.ONE_STAGE),
+        ({}, 0, 3, NotStarted.SHORT),
+        ({"max_prefill_batch": 2}, 1, 3, None),
+    ],
+)
+def test_it_says_why_nothing_was_computed_ahead(options, pending, stages, why):
+    async def main():
+        question = Backend(pending=pending).question(**options)
+        if why not in (NotStarted.ONE_STAGE, NotStarted.SHORT, NotStarted.OFF) and stages:
+            await question.on_stage(found(1))
+        assert question.not_started(Found(found(1), stages=stages)) is why
 
     asyncio.run(main())
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol, Self, TypeVar
 
-from chunkweave.conversation.turns import TurnUnderWay
+from chunkweave.conversation.turns import NextTurn
 from chunkweave.metrics import ChunkReport, ReuseReport
 from chunkweave.ordering.arrangement import Arranged
 from chunkweave.planning.method_choice import MethodChoice
@@ -216,17 +216,17 @@ class Outcome:
 def build_report(
     arranged: Arranged,
     choice: MethodChoice | None,
-    turn: TurnUnderWay | None,
+    content: NextTurn | None,
     outcome: Outcome,
     durations: Durations,
     new_tokens: int,
 ) -> ReuseReport:
     """Tokens by KV source and time by phase of one answer of `new_tokens`.
 
-    `choice` is the method that was chosen, `turn` a conversation's turn, if it is one. What only some
+    `choice` is the method that was chosen, `content` what is known of a conversation. What only some
     backends know has its default, or is 0: phases before the first token, FLOPs, losses.
     """
-    prompt, counts, content = arranged.prompt, outcome.counts, None if turn is None else turn.content
+    prompt, counts = arranged.prompt, outcome.counts
     chunks = _chunk_reports(arranged, outcome)
     hits: Counter[str] = Counter()
     for chunk in chunks:
@@ -253,7 +253,7 @@ def build_report(
         why="" if choice is None else str(choice.why),
         parameters={} if choice is None else choice.parameters,
         order=arranged.ordering,
-        history_tokens=prompt.turn_tokens if content is None else content.history_tokens,
+        history_tokens=prompt.history_tokens,
         chunks_not_sent=0 if content is None else len(content.not_sent),
         tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
         turns_cut=0 if content is None else content.cut,

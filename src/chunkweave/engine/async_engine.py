@@ -202,6 +202,12 @@ class AsyncEngine:
         return self._closing
 
     @property
+    def reorders(self) -> bool:
+        """Whether a request of free order is the same with its chunks in another sequence."""
+        arranger = self._preparer.arranger
+        return arranger is not None and arranger.reorders
+
+    @property
     def most_tokens(self) -> int:
         """No prompt with more tokens is taken, however long the model's context is."""
         return self._core.most_tokens

@@ -8,7 +8,7 @@ import torch
 from chunkweave.config import SamplingParams
 from chunkweave.conversation.answer import Answer, Durations, Outcome, PartSource, TokenCounts, build_report
 from chunkweave.conversation.prepare import PreparedRequest
-from chunkweave.conversation.turns import TurnUnderWay, history_after
+from chunkweave.conversation.turns import NextTurn, history_after
 from chunkweave.engine.prefill import Prefilled
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.metrics import ReuseReport
@@ -208,7 +208,7 @@ class DecodeState:
             self._tiers,
             prepared.choice,
             prepared.arranged,
-            turn=prepared.turn,
+            content=prepared.content,
         )
         explanation = explain_plan(
             self.prefilled.plan,
@@ -229,12 +229,12 @@ def make_report(
     choice: MethodChoice | None = None,
     arranged: Arranged | None = None,
     *,
-    turn: TurnUnderWay | None = None,
+    content: NextTurn | None = None,
 ) -> ReuseReport:
     """The report of a prefill, and of the answer behind it.
 
     `tiers` has the tier of each segment (host if it has none), `choice` why the method was chosen, `arranged` how the
-    chunks were ordered, `turn` is a conversation's turn, if it is one.
+    chunks were ordered, `content` is what is known of a conversation.
     """
     plan, tiers = prefilled.plan, tiers or {}
     recomputed = [position for span in prefilled.recomputed for position in range(span.start, span.stop)]
@@ -243,7 +243,7 @@ def make_report(
         for part in plan.parts
     ]
     outcome = Outcome(plan.method, TokenCounts.of(plan, len(recomputed)), sources, recomputed)
-    report = build_report(arranged or Arranged(prefilled.prompt), choice, turn, outcome, durations, new_tokens)
+    report = build_report(arranged or Arranged(prefilled.prompt), choice, content, outcome, durations, new_tokens)
     return replace(
         report,
         recompute_fraction=recompute_fraction(plan, prefilled.recompute_work, geometry.num_layers),

@@ -49,6 +49,12 @@ class AccessTable(Generic[KeyT]):
         """How many requests of the window have `key`."""
         return self._counts.get(key, 0)
 
+    def count_with(self, key: KeyT) -> int:
+        """`count` once one more request that has `key` is noted."""
+        with self._lock:
+            leaving = self._requests[0] if len(self._requests) == self.window else ()
+            return self._counts.get(key, 0) + 1 - (key in leaving)
+
     def note(self, keys: Iterable[KeyT]) -> None:
         """Another request; the oldest one leaves a full window."""
         request = tuple(dict.fromkeys(keys))
@@ -135,10 +141,17 @@ class Arranger:
         self._tree = tree
         self._order = order
 
+    @property
+    def reorders(self) -> bool:
+        """Whether the sequence in which chunks of a free order are given says nothing about how they will stand."""
+        return self._ordering.name != ORIGINAL
+
     def arrange(self, prompt: Prompt, order: ChunkOrder | None = None, *, counted: bool = True) -> Arranged:
         """The prompt with its chunks in order. Its request counts from now on, or when `count` is called.
 
-        A speculative request is arranged without being counted.
+        A speculative request, or one whose replica is still to be chosen, is arranged without being counted. Its order
+        follows from the requests before it, its promotion from these and itself (CRAFT §4.2), counted yet or not: so a
+        threshold of n is reached by the n-th request.
         """
         free = (order or self._order) is ChunkOrder.FREE
         first, last = _chunks_before_the_question(prompt)
@@ -147,13 +160,14 @@ class Arranger:
         places = self._free_order(prompt, first, ids, chunks) if free else list(range(len(chunks)))
         moved = (*prompt.parts[:first], *(chunks[place] for place in places), *prompt.parts[last:])
         stands = prompt if places == sorted(places) else Prompt(moved)
+        promotion = self._promotion([ids[place] for place in places]) if free else None
         if counted:
             self.count(stands, free=free)
         return Arranged(
             stands,
             self._ordering.name if free else ORIGINAL,
             {first + number: place for number, place in enumerate(places)},
-            self._promotion([ids[place] for place in places]) if free else None,
+            promotion,
         )
 
     def _free_order(
@@ -173,15 +187,15 @@ class Arranger:
             self._begun.note(_beginnings(path))
 
     def _promotion(self, path: list[ChunkId]) -> Promotion:
-        """What of `path` comes back."""
+        """What of `path` comes back, with the request that asks for it counted."""
         kept, continued = self._config.promotion_threshold, self._config.continuation_threshold
         begins = _beginnings(path)
         return Promotion(
-            None if kept is None else frozenset(one for one in path if self.table.count(one) >= kept),
+            None if kept is None else frozenset(one for one in path if self.table.count_with(one) >= kept),
             frozenset(
                 chunk
                 for chunk, begin in zip(path, begins, strict=True)
-                if continued is not None and self._begun.count(begin) >= continued
+                if continued is not None and self._begun.count_with(begin) >= continued
             ),
         )
 

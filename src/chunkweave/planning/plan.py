@@ -110,6 +110,8 @@ class RecomputeScore:
     """That many they are."""
     coverage: float = 1.0
     """Share of the tokens before the part that were before it then too, 0 to 1."""
+    generation: int = 0
+    """That of the variant which is reused (`SegmentRecord.generation`)."""
 
     @property
     def impact(self) -> float:

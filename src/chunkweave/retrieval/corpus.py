@@ -2,7 +2,6 @@
 
 import json
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,135 +18,11 @@ from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument, appended, next_batch, without
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.embedders import Embedder, make_embedder
-from chunkweave.retrieval.faiss_indexes import FaissIndex, build_index, check_available, save_index, stored_index
-from chunkweave.retrieval.indexes import (
-    Hits,
-    IndexConfig,
-    IndexKind,
-    VectorIndex,
-    check_top_k,
-    checked_vectors,
-    timed_stages,
-)
+from chunkweave.retrieval.faiss_indexes import check_available
+from chunkweave.retrieval.indexes import IndexConfig, IndexKind, check_top_k, checked_vectors
 from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
+from chunkweave.retrieval.searcher import Built, MadeIndex, Searcher, document_chunks
 from chunkweave.types import Chunk
-
-
-def document_chunks(document: StoredDocument) -> list[Chunk]:
-    """The chunks of a document, called as `split_text` calls them: by its id, and `#number` if there are several."""
-    if len(document.chunks) == 1:
-        return [Chunk(document.chunks[0], document.id)]
-    return [Chunk(text, f"{document.id}#{place}") for place, text in enumerate(document.chunks)]
-
-
-class _Searcher:
-    """The chunks of a corpus at one commit, numbered like the rows of their index. Safe to use from several threads.
-
-    The index is read or made when it is first needed.
-    """
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        parts: Sequence[Part],
-        files: CorpusFiles | None,
-        index: VectorIndex | None = None,
-    ) -> None:
-        """Over `parts`; `index` holds their first rows already, or all, and is this object's from now on."""
-        self._manifest = manifest
-        self._parts = tuple(parts)
-        self._files = files
-        self._index = index
-        self._lock = threading.Lock()
-
-    def grown(self, manifest: Manifest, parts: Sequence[Part]) -> Self:
-        """A searcher over `parts`, which begin with the rows of this one: it takes the index over, if that can grow."""
-        return type(self)(manifest, parts, self._files, None if self._is_flat else self._index)
-
-    @property
-    def config(self) -> IndexConfig:
-        """How vectors are searched, as it was configured."""
-        return IndexConfig.from_dict(dict(self._manifest.index))
-
-    def chunks(self) -> list[Chunk]:
-        """All chunks by row."""
-        return [chunk for part in self._parts for document in part.documents for chunk in document_chunks(document)]
-
-    def search(self, vector: NDArray[np.float32], k: int) -> tuple[RetrievedChunk, ...]:
-        """The `k` best chunks; see `Corpus.search`."""
-        return self._retrieved(self.index().search(vector, k))
-
-    def stages(self, vector: NDArray[np.float32], k: int) -> Iterator[RetrievalStage]:
-        """The same in stages; see `Corpus.search_stages`."""
-        stages = timed_stages(self.index(), vector, k)
-        return (
-            RetrievalStage(
-                self._retrieved(stage.hits),
-                stage.number,
-                stage.last,
-                seconds,
-                stage.distances,
-                stage.extra_distances,
-            )
-            for stage, seconds in stages
-        )
-
-    def index(self) -> VectorIndex:
-        """The index over all parts: the one that was taken over, with what it lacks; else that on disk; else a new one.
-
-        Raises:
-            UsageError: it needs an extra that is not installed.
-            EmbedderMismatchError: the index on disk was made by another embedder.
-        """
-        blocks = [part.vectors for part in self._parts]
-        with self._lock:
-            index = self._stored_index() if self._index is None else self._index
-            if index is None:
-                index = build_index(self.config, blocks, self._manifest.dimension)
-            elif len(index) < sum(map(len, blocks)):
-                index.add(np.concatenate(blocks)[len(index) :])
-            self._index = index
-            return index
-
-    def save(self) -> None:
-        """Keep the index in the folder, if there is one and the index is of a kind that takes time to make.
-
-        Raises:
-            CorpusError: it cannot be written.
-            UsageError: it needs an extra that is not installed.
-        """
-        if self._files is None or self._is_flat or not self._parts:
-            return
-        index = self.index()
-        assert isinstance(index, FaissIndex), "all kinds but flat are faiss's"
-        save_index(self._files, self._manifest, index)
-
-    @property
-    def _is_flat(self) -> bool:
-        """Whether the index is no more than the vectors themselves."""
-        return self.config.kind is IndexKind.FLAT
-
-    def _stored_index(self) -> VectorIndex | None:
-        if self._files is None or self._is_flat:
-            return None
-        return stored_index(self._files, self._manifest)
-
-    @cached_property
-    def _rows(self) -> tuple[list[StoredDocument], NDArray[np.int64]]:
-        """The documents, and the row at which each starts, `[documents + 1]`."""
-        documents = [document for part in self._parts for document in part.documents]
-        return documents, np.cumsum([0, *(len(document.chunks) for document in documents)])
-
-    def _retrieved(self, hits: Hits) -> tuple[RetrievedChunk, ...]:
-        documents, starts = self._rows
-        found = []
-        for rank, (row, score) in enumerate(zip(hits.rows, hits.scores, strict=True), start=1):
-            number = int(np.searchsorted(starts, row, side="right")) - 1
-            document, place = documents[number], row - int(starts[number])
-            chunk = document_chunks(document)[place]
-            found.append(RetrievedChunk(chunk, document.id, place, rank, score, document.title, document.metadata))
-        return tuple(found)
-
 
 _FLOAT_BYTES = 4
 
@@ -281,7 +156,7 @@ class Corpus:
         self._parts: tuple[Part, ...] = ()
         self._by_id: dict[str, StoredDocument] = {}
         self._nbytes: int | None = None  # counted when somebody asks
-        self._searcher = _Searcher(self._manifest, (), None)
+        self._searcher = Searcher(self._manifest, (), None, Built())
 
     @classmethod
     def create(
@@ -304,7 +179,7 @@ class Corpus:
         files = CorpusFiles(Path(folder))
         files.create(corpus._manifest)
         corpus._files = files
-        corpus._searcher = _Searcher(corpus._manifest, (), files)
+        corpus._searcher = Searcher(corpus._manifest, (), files, Built())
         return corpus
 
     @classmethod
@@ -332,7 +207,7 @@ class Corpus:
         corpus._manifest, corpus._files = manifest, files
         corpus._parts = tuple(parts)
         corpus._by_id = {document.id: document for part in parts for document in part.documents}
-        corpus._searcher = _Searcher(manifest, parts, files)
+        corpus._searcher = Searcher(manifest, parts, files, Built(looked=False))
         return corpus
 
     @staticmethod
@@ -476,18 +351,44 @@ class Corpus:
         """
         return self._searcher.stages(self._vector(question, k), k)
 
-    def build_index(self) -> None:
-        """Make the index now, and keep it in the folder if it is one that takes time to make.
+    @property
+    def searched_by(self) -> IndexKind:
+        """Which index searches use now: `flat` where the configured one is for larger corpora, or not made yet."""
+        return self._searcher.searched_by
 
-        A search makes it too if need be, but does not keep it.
+    @property
+    def index_outdated(self) -> bool:
+        """Whether `build_index` would make searches faster."""
+        return self._searcher.outdated
+
+    def build_index(self, *, keep: bool = True) -> None:
+        """Make the index now, and `keep` it in the folder if it is one that takes time to make.
+
+        Of `flat` it makes what a first stage of a large search looks at. Without `flat_up_to` a search makes the other
+        kinds too if need be, but does not keep them.
 
         Raises:
             UsageError: it needs an extra that is not installed.
             CorpusError: it cannot be written.
             EmbedderMismatchError: the index on disk was made by another embedder.
         """
-        if len(self):
-            self._searcher.index()
+        self.take_index(self.make_index(), keep=keep)
+
+    def make_index(self) -> MadeIndex | None:
+        """What `build_index` makes, for `take_index`; None: nothing is to be made.
+
+        This may run beside searches and changes. Raises what `build_index` raises.
+        """
+        return self._searcher.make()
+
+    def take_index(self, made: MadeIndex | None, *, keep: bool = True) -> None:
+        """Search what was made, unless documents left meanwhile, and `keep` it. May run beside searches.
+
+        Raises what `build_index` raises.
+        """
+        if made is not None:
+            self._searcher.take(made, keep=keep)
+        elif keep:
             self._searcher.save()
 
     @cached_property
@@ -565,7 +466,7 @@ class Corpus:
             del self._by_id[document]
         self._by_id |= {document.id: document for document in coming}
         if leaving:
-            self._searcher = _Searcher(self._manifest, parts, self._files)
+            self._searcher = Searcher(self._manifest, parts, self._files, Built())
         else:
             self._searcher = self._searcher.grown(self._manifest, parts)
 

@@ -89,14 +89,6 @@ class Manifest:
     generation: int = 0
     parts: tuple[PartEntry, ...] = ()
 
-    @property
-    def vectors_digest(self) -> str:
-        """Hash of all vectors in order: what an index is an index of."""
-        digest = hashlib.blake2b(digest_size=16)
-        for part in self.parts:
-            digest.update(part.vectors_digest.encode("ascii"))
-        return digest.hexdigest()
-
 
 class CorpusFiles:
     """The folder of a corpus: `corpus.json` and, for each part, `part-N.jsonl` and `part-N.safetensors`.

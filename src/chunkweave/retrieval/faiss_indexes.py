@@ -3,6 +3,7 @@
 faiss is imported when one of its indexes is made or read.
 """
 
+import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -26,6 +27,7 @@ from chunkweave.retrieval.indexes import (
     checked_query,
     checked_vectors,
     merged,
+    sampled,
     top_hits,
 )
 
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 INDEX_FILE, INDEX_NOTE = "index.faiss", "index.json"
-_INDEX_FORMAT = 1
+_INDEX_FORMAT = 2
 
 _TRAINING_VECTORS_A_LIST = 64
 _NO_LIST = -1
@@ -92,20 +94,10 @@ class FaissIndex(ABC):
 
 
 class FaissFlatIndex(FaissIndex):
-    """Exact search by faiss; a stage is a slice of the rows."""
+    """Exact search by faiss, in one stage: what a part of the rows has says little of what all of them have."""
 
     def _stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
-        rows = len(self)
-        number = min(self.config.stages, rows)
-        hits = Hits()
-        for stage, (start, stop) in enumerate(pairwise(_bounds(rows, number)), start=1):
-            hits = merged([hits, _complete_top(self._within(query, start, stop), k, stop - start)], k)
-            yield SearchStage(hits, stage, stage == number, stop - start)
-
-    def _within(self, query: NDArray[np.float32], start: int, stop: int) -> Callable[[int], _Scored]:
-        faiss = import_faiss()
-        parameters = faiss.SearchParameters(sel=faiss.IDSelectorRange(start, stop))
-        return lambda fetch: _first(self.faiss_index.search(query, fetch, params=parameters))
+        yield SearchStage(self._search(query, k), 1, True, len(self))
 
 
 class IvfIndex(FaissIndex):
@@ -188,6 +180,16 @@ def check_available(kind: IndexKind) -> None:
         import_faiss()
 
 
+def available(kind: IndexKind) -> bool:
+    """Whether what the kind needs is installed."""
+    return kind is IndexKind.FLAT or find_spec("faiss") is not None
+
+
+def outgrown(index: VectorIndex, config: IndexConfig, rows: int) -> bool:
+    """Whether an IVF index of `config` would have half as many lists again if it learned them from `rows` vectors."""
+    return isinstance(index, IvfIndex) and config.resolved(rows).lists >= 1.5 * index.config.lists
+
+
 def build_index(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], dimension: int) -> VectorIndex:
     """An index over the rows of all `blocks`, each `[rows, dimension]`, in their order.
 
@@ -196,7 +198,7 @@ def build_index(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], dime
         UsageError: the kind needs faiss, and it is not installed.
     """
     if config.kind is IndexKind.FLAT:
-        index: VectorIndex = FlatIndex(dimension, stages=config.stages)
+        index: VectorIndex = FlatIndex(dimension)
     else:
         index = new_faiss_index(config.resolved(sum(map(len, blocks))), blocks, dimension)
     for block in blocks:
@@ -225,7 +227,7 @@ def new_faiss_index(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], 
     inverted.nprobe = config.probes
     inverted.cp.seed = config.seed
     inverted.cp.min_points_per_centroid = 1
-    sample = _sample(blocks, config.lists * _TRAINING_VECTORS_A_LIST, config.seed)
+    sample = sampled(blocks, config.lists * _TRAINING_VECTORS_A_LIST, config.seed)
     inverted.train(checked_vectors(sample, len(sample), dimension))
     return IvfIndex(inverted, config)
 
@@ -276,23 +278,10 @@ def _bounds(count: int, slices: int) -> list[int]:
     return bounds
 
 
-def _sample(blocks: Sequence[NDArray[np.float32]], count: int, seed: int) -> NDArray[np.float32]:
-    """At most `count` rows of all blocks, drawn without replacement."""
-    rows = sum(map(len, blocks))
-    if rows <= count:
-        return np.concatenate(blocks)
-    chosen = np.sort(np.random.default_rng(seed).choice(rows, count, replace=False))
-    starts = np.cumsum([0, *map(len, blocks)])[:-1].tolist()
-    return np.concatenate(
-        [
-            block[chosen[(chosen >= start) & (chosen < start + len(block))] - start]
-            for block, start in zip(blocks, starts, strict=True)
-        ]
-    )
-
-
-def save_index(files: CorpusFiles, manifest: Manifest, index: FaissIndex) -> None:
-    """Write the index, then the note that says what it is an index of.
+def save_index(
+    files: CorpusFiles, manifest: Manifest, index: FaissIndex, blocks: Sequence[NDArray[np.float32]]
+) -> None:
+    """Write the index, then the note that says what it is an index of: the first rows of `blocks`.
 
     Raises:
         CorpusError: they cannot be written.
@@ -303,7 +292,7 @@ def save_index(files: CorpusFiles, manifest: Manifest, index: FaissIndex) -> Non
         "fingerprint": manifest.fingerprint,
         "dimension": index.dimension,
         "rows": len(index),
-        "vectors_digest": manifest.vectors_digest,
+        "rows_digest": _digest_of_rows(blocks, len(index)),
         "asked": dict(manifest.index),
         "config": index.config.as_dict(),
         "digest": digest_of(data),
@@ -311,10 +300,11 @@ def save_index(files: CorpusFiles, manifest: Manifest, index: FaissIndex) -> Non
     files.write({INDEX_FILE: data, INDEX_NOTE: (json.dumps(note, indent=1) + "\n").encode()})
 
 
-def stored_index(files: CorpusFiles, manifest: Manifest) -> FaissIndex | None:
-    """The index on disk, if it is one of exactly these vectors with these settings; None if it has to be made.
+def stored_index(files: CorpusFiles, manifest: Manifest, blocks: Sequence[NDArray[np.float32]]) -> FaissIndex | None:
+    """The index on disk, if it is one of the first rows of `blocks` with these settings; None if it has to be made.
 
-    An index that is damaged or of other vectors is left out, with a line in the log: it can be made again.
+    Rows that were added since it was written are not in it. An index that is damaged or of other vectors is left out,
+    with a line in the log: it can be made again.
 
     Raises:
         EmbedderMismatchError: it was made by another embedder.
@@ -329,7 +319,7 @@ def stored_index(files: CorpusFiles, manifest: Manifest) -> FaissIndex | None:
                 f"{files.folder / INDEX_FILE} was made by the embedder {note['fingerprint']} with {note['dimension']} "
                 f"dimensions, the corpus by {manifest.fingerprint} with {manifest.dimension}: remove the index"
             )
-        if note["vectors_digest"] != manifest.vectors_digest or note["asked"] != dict(manifest.index):
+        if note["asked"] != dict(manifest.index) or note["rows_digest"] != _digest_of_rows(blocks, note["rows"]):
             return None
         data = (files.folder / INDEX_FILE).read_bytes()
         if digest_of(data) != note["digest"]:
@@ -343,3 +333,12 @@ def stored_index(files: CorpusFiles, manifest: Manifest) -> FaissIndex | None:
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, CorpusError) as error:
         logger.warning("%s is not used, the index is made again: %s", files.folder / INDEX_FILE, error)
         return None
+
+
+def _digest_of_rows(blocks: Sequence[NDArray[np.float32]], rows: int) -> str:
+    """Hash of the first `rows` vectors, however they are cut into blocks; of all if there are fewer."""
+    digest = hashlib.blake2b(digest_size=16)
+    for block in blocks:
+        digest.update(np.ascontiguousarray(block[: max(0, rows)]).data)
+        rows -= len(block)
+    return digest.hexdigest()

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from itertools import pairwise
 from math import sqrt
 from typing import Any, Final, Protocol, Self
 
@@ -14,6 +13,8 @@ from numpy.typing import NDArray
 from chunkweave.errors import DimensionMismatchError, TopKError, UsageError
 
 _USUAL_TOP_K = 6
+_ONE_STAGE_VALUES = 4_000_000
+"""Values of the vectors up to which an exact search is one stage: it takes a millisecond or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class IndexKind(StrEnum):
     FLAT = "flat"
     """Every vector is compared, with NumPy; exact."""
     FAISS_FLAT = "faiss-flat"
-    """The same with faiss."""
+    """The same with faiss, in one stage."""
     IVF = "ivf"
     """Only the vectors of the lists whose centroids are nearest to the question."""
     HNSW = "hnsw"
@@ -93,7 +94,10 @@ class IndexConfig:
 
     `probes` of `lists` are searched by `ivf`. `links` a vector has in the graph of `hnsw`; `build_width` and `width`
     are faiss's efConstruction and efSearch, `probe_width` the efSearch of the first stage. `stages` is into how many
-    slices flat and IVF searches are cut.
+    slices an IVF search is cut; 1 leaves out the first pass of `flat`.
+
+    With a `flat_up_to` a corpus of at most so many vectors is searched flat, and so is a larger one until its index
+    was made by `Corpus.build_index`: no search waits for one. 0: the first search makes it.
 
     Raises:
         UsageError: a value is out of range.
@@ -108,10 +112,11 @@ class IndexConfig:
     probe_width: int = 16
     stages: int = 4
     seed: int = 0
+    flat_up_to: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.lists, self.probes, self.seed) < 0:
-            raise UsageError("lists, probes and seed of an index cannot be negative")
+        if min(self.lists, self.probes, self.seed, self.flat_up_to) < 0:
+            raise UsageError("lists, probes, seed and flat_up_to of an index cannot be negative")
         if self.links < 2 or min(self.build_width, self.width, self.probe_width, self.stages) < 1:
             raise UsageError("an index needs at least two links, and widths and stages of at least 1")
         if self.lists and self.probes > self.lists:
@@ -129,8 +134,9 @@ class IndexConfig:
         return type(self)(**{**asdict(self), "lists": lists, "probes": probes})
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {**asdict(self), "kind": str(self.kind)}
+        """JSON-able; without a `flat_up_to` as earlier versions wrote and read it."""
+        written = {**asdict(self), "kind": str(self.kind)}
+        return written if self.flat_up_to else {name: value for name, value in written.items() if name != "flat_up_to"}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
@@ -238,12 +244,84 @@ def merged(found: Sequence[Hits], k: int) -> Hits:
     return top_hits(rows, scores, k)
 
 
-class FlatIndex:
-    """Exact search over blocks of vectors, which are kept as they were given and not copied."""
+class Sketch:
+    """All rows in few columns: a first look at them that is worth something (RAGCache §5.3, for an exact search).
 
-    def __init__(self, dimension: int, *, stages: int = 4) -> None:
+    The columns are the principal directions of a sample of the rows. What is near by them is compared exactly.
+    """
+
+    def __init__(self, blocks: Sequence[NDArray[np.float32]], *, seed: int = 0) -> None:
+        """Of the rows of `blocks`, each `[rows, dimension]`."""
+        self._basis = _principal(sampled(blocks, _SKETCH_SAMPLE, seed), _SKETCH_COLUMNS)
+        self._rows = np.empty((0, self._basis.shape[1]), dtype=np.float32)
+        self._count = 0
+        for block in blocks:
+            self.add(block)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, vectors: NDArray[np.float32]) -> None:
+        """Append rows `[rows, dimension]`, by the directions that are there."""
+        count = self._count + len(vectors)
+        if count > len(self._rows):
+            grown = np.empty((max(count, 2 * len(self._rows)), self._rows.shape[1]), dtype=np.float32)
+            grown[: self._count] = self._rows[: self._count]
+            self._rows = grown
+        self._rows[self._count : count] = vectors @ self._basis
+        self._count = count
+
+    def nearest(self, query: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+        """The `count` rows that seem best, by their number."""
+        scores = self._rows[: self._count] @ (query @ self._basis)
+        best = np.argpartition(scores, self._count - count)[self._count - count :]
+        return np.sort(best).astype(np.int64)
+
+
+_SKETCH_SAMPLE = 1024
+_SKETCH_COLUMNS = 64
+_SKETCH_CANDIDATES = 256
+_CANDIDATES_A_HIT = 16
+
+
+def worth_sketching(rows: int, dimension: int, stages: int) -> bool:
+    """Whether a first pass over a sketch saves an exact search anything."""
+    return stages > 1 and rows * dimension > _ONE_STAGE_VALUES and dimension > 2 * _SKETCH_COLUMNS
+
+
+def sampled(blocks: Sequence[NDArray[np.float32]], count: int, seed: int) -> NDArray[np.float32]:
+    """At most `count` rows of all blocks, drawn without replacement."""
+    rows = sum(map(len, blocks))
+    if rows <= count:
+        return np.concatenate(blocks)
+    chosen = np.sort(np.random.default_rng(seed).choice(rows, count, replace=False))
+    starts = np.cumsum([0, *map(len, blocks)])[:-1].tolist()
+    return np.concatenate(
+        [
+            block[chosen[(chosen >= start) & (chosen < start + len(block))] - start]
+            for block, start in zip(blocks, starts, strict=True)
+        ]
+    )
+
+
+def _principal(sample: NDArray[np.float32], columns: int) -> NDArray[np.float32]:
+    """The directions `[dimension, columns]` in which a sample spreads most, by the products of its rows."""
+    products = sample.astype(np.float64) @ sample.T.astype(np.float64)
+    values, vectors = np.linalg.eigh(products)
+    kept = [place for place in range(len(values) - 1, -1, -1) if values[place] > 1e-9 * values[-1]][:columns]
+    directions: NDArray[np.float32] = (sample.T @ (vectors[:, kept] / np.sqrt(values[kept]))).astype(np.float32)
+    return directions
+
+
+class FlatIndex:
+    """Exact search over blocks of vectors, which are kept as they were given and not copied.
+
+    A search has one stage; with a `sketch` of all rows a first one, over what that names.
+    """
+
+    def __init__(self, dimension: int) -> None:
         self.dimension: Final = dimension
-        self._stages = stages
+        self.sketch: Sketch | None = None
         self._blocks: list[NDArray[np.float32]] = []
         self._rows = 0
 
@@ -251,39 +329,37 @@ class FlatIndex:
         return self._rows
 
     def add(self, vectors: NDArray[np.float32]) -> None:
-        """Append rows; see `VectorIndex.add`."""
+        """Append rows; see `VectorIndex.add`. A sketch that lacks them is not used."""
         self._blocks.append(checked_vectors(vectors, len(vectors), self.dimension))
         self._rows += len(vectors)
 
     def search(self, query: NDArray[np.float32], k: int) -> Hits:
-        """The best `k` rows of all; see `VectorIndex.search`.
-
-        Goes through the same slices as `stages`: a matrix product over other slices may round differently.
-        """
-        hits = Hits()
-        for stage in self.stages(query, k):
-            hits = stage.hits
-        return hits
+        """The best `k` rows of all; see `VectorIndex.search`."""
+        return self._all(checked_query(query, k, rows=self._rows, dimension=self.dimension), k)
 
     def stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
-        """One stage for each slice of the rows; see `VectorIndex.stages`."""
+        """What the sketch names, then every row; see `VectorIndex.stages`."""
         return self._scan(checked_query(query, k, rows=self._rows, dimension=self.dimension), k)
 
     def _scan(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
-        number = min(self._stages, self._rows)
-        bounds = np.linspace(0, self._rows, number + 1).astype(int).tolist()
-        hits = Hits()
-        for stage, (start, stop) in enumerate(pairwise(bounds), start=1):
-            scores = self._scores(query, start, stop)
-            hits = merged([hits, top_hits(np.arange(start, stop), scores, k)], k)
-            yield SearchStage(hits, stage, stage == number, stop - start)
+        sketch, candidates, number = self.sketch, max(_SKETCH_CANDIDATES, _CANDIDATES_A_HIT * k), 1
+        if sketch is not None and len(sketch) == self._rows > candidates:
+            rows, distances = sketch.nearest(query, candidates), self._rows + candidates
+            hits = top_hits(rows, self._of(rows) @ query, k)
+            yield SearchStage(hits, number, False, distances, extra_distances=distances)
+            number += 1
+        yield SearchStage(self._all(query, k), number, True, self._rows)
 
-    def _scores(self, query: NDArray[np.float32], start: int, stop: int) -> NDArray[np.float32]:
-        """Inner products of the rows `start <= row < stop`."""
-        scores, first = [], 0
-        for block in self._blocks:
-            inside = block[max(0, start - first) : max(0, stop - first)]
-            if len(inside):
-                scores.append(inside @ query)
-            first += len(block)
-        return np.concatenate(scores)
+    def _all(self, query: NDArray[np.float32], k: int) -> Hits:
+        scores = np.concatenate([block @ query for block in self._blocks])
+        return top_hits(np.arange(self._rows), scores, k)
+
+    def _of(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The vectors of `rows`, which rise."""
+        starts = np.cumsum([0, *map(len, self._blocks)])
+        return np.concatenate(
+            [
+                block[rows[(rows >= start) & (rows < start + len(block))] - start]
+                for block, start in zip(self._blocks, starts[:-1].tolist(), strict=True)
+            ]
+        )

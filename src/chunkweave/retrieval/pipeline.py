@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any, Unpack
 
@@ -395,7 +395,8 @@ class AsyncRagPipeline(_QuestionMaker):
         async def on_stage(found: tuple[RetrievedChunk, ...]) -> None:
             await ahead.on_stage(self._ordered(found))
 
-        ahead = self._retriever.question(submit)
+        by_set = self._order is None and self._chunk_order is ChunkOrder.FREE and self.engine.reorders
+        ahead = self._retriever.question(submit, by_set=by_set)
         try:
             found = Found()
             if k or top_k is not None:
@@ -410,12 +411,19 @@ class AsyncRagPipeline(_QuestionMaker):
                     if event.answer is None:
                         yield RagEvent(event.text)
                         continue
-                    report = event.answer.report
+                    report = ahead.ranked(event.answer.report, chunks)
                     began_s = ahead.submitted_s + report.queue_s
                     ended_s = ahead.submitted_s + report.ttft_s + report.decode_s
                     pipelining = ahead.summary(found.at_s, began_s, ended_s) if self._speculate else None
                     in_prompt = _in_prompt_order(chunks, report)
-                    answer = RagAnswer(event.answer, in_prompt, found.embed_s, found.search_s, ttft_s, pipelining)
+                    answer = RagAnswer(
+                        replace(event.answer, report=report),
+                        in_prompt,
+                        found.embed_s,
+                        found.search_s,
+                        ttft_s,
+                        pipelining,
+                    )
                     yield RagEvent(event.text, answer=answer)
         finally:
             await ahead.aclose()

@@ -10,12 +10,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from chunkweave.conversation.answer import PendingAnswer
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestEndedError, UsageError
+from chunkweave.metrics import ReuseReport
 from chunkweave.retrieval.faiss_indexes import search_in_one_thread
 from chunkweave.retrieval.retrievers import DocumentName, RetrievedChunk, StagedCorpus
 
@@ -104,7 +105,7 @@ class Speculation(Generic[RequestT, DocumentT]):
     """Algorithm 2 of RAGCache for many requests at once: it decides, and neither searches nor computes.
 
     A speculation is started when a stage names new documents and fewer than `max_prefill_batch` requests are pending,
-    so that it takes idle capacity only. It is for an ordered list: the same documents in another order are others.
+    so that it takes idle capacity only. It is for the list that it is given: who compares sets sorts it.
 
     One deviation: the printed algorithm starts only where the list changes, so that a list that was named under load
     is never started, however long the search goes on after it. Theorem 5.1 lets it start once the pool has room; so
@@ -195,7 +196,8 @@ class Speculation(Generic[RequestT, DocumentT]):
 class Found:
     """The best chunks so far, the best first, and whether the search is over.
 
-    `embed_s` and `search_s` are the seconds that it has taken, `at_s` when that was by `time.perf_counter`.
+    `embed_s` and `search_s` are the seconds that it has taken, `at_s` when that was by `time.perf_counter`. `stages` it
+    had so far; 0 if it was asked for none.
     """
 
     chunks: tuple[RetrievedChunk, ...] = ()
@@ -203,6 +205,17 @@ class Found:
     embed_s: float = 0.0
     search_s: float = 0.0
     at_s: float = 0.0
+    stages: int = 0
+
+
+class NotStarted(StrEnum):
+    """Why nothing was computed ahead of a search."""
+
+    OFF = "speculate is off"
+    CONVERSATION = "a turn of a conversation begins once"
+    BUSY = "other requests were pending"
+    ONE_STAGE = "the search has one stage"
+    SHORT = "the search ended before an earlier stage was of use"
 
 
 class Retriever:
@@ -234,15 +247,18 @@ class Retriever:
             raise UsageError(f"max_searches must be at least 1, not {max_searches}")
         self.speculation: Speculation[object, DocumentName] = Speculation(max_prefill_batch=max_prefill_batch)
         self.pending = pending
-        self._speculate = speculate
+        self.speculates: Final = speculate
         self._max_prefill_batch = max_prefill_batch
         self._threads = ThreadPoolExecutor(
             max_searches or os.cpu_count() or 1, "chunkweave-search", initializer=search_in_one_thread
         )
 
-    def question(self, submit: Submit[EventT]) -> "SpeculativeAnswer[EventT]":
-        """A question that is about to be searched for, answered by what `submit` returns. Close it."""
-        return SpeculativeAnswer(self, submit)
+    def question(self, submit: Submit[EventT], *, by_set: bool = False) -> "SpeculativeAnswer[EventT]":
+        """A question that is about to be searched for, answered by what `submit` returns. Close it.
+
+        `by_set`: the same chunks in another sequence are the same request, as with a free order.
+        """
+        return SpeculativeAnswer(self, submit, by_set=by_set)
 
     async def search(
         self,
@@ -284,7 +300,7 @@ class Retriever:
 
     def _worth_stages(self) -> bool:
         """Whether there may be time to compute ahead: stages cost calls, and under load nothing would come of them."""
-        return self._speculate and self.pending() <= self._max_prefill_batch
+        return self.speculates and self.pending() <= self._max_prefill_batch
 
 
 class _SearchThread:
@@ -357,7 +373,7 @@ class _SearchThread:
             return
         for stage in self._corpus.search_stages(vector, self._k):
             now_s = time.perf_counter()
-            yield Found(stage.chunks, stage.last, embed_s, now_s - began_s, now_s)
+            yield Found(stage.chunks, stage.last, embed_s, now_s - began_s, now_s, stage.number)
 
     def _publish(self, newest: Found | BaseException) -> None:
         try:
@@ -375,10 +391,15 @@ class SpeculativeAnswer(Generic[EventT]):
     """One question's requests while its search goes on, and after it (RAGCache §5.3, Algorithm 2). Close it.
 
     At most one request is under way. What a speculation gives is held back until the search has confirmed it; one that
-    fails, or is refused, is as if it had not been started. Stages are lists in the order of the prompt.
+    fails, or is refused, is as if it had not been started. Stages are lists in the order of the prompt, or `by_set` any
+    sequence of its chunks: a match then has the sequence of the stage that started it.
     """
 
-    def __init__(self, retriever: Retriever, submit: Submit[EventT]) -> None:
+    def __init__(self, retriever: Retriever, submit: Submit[EventT], *, by_set: bool = False) -> None:
+        self._speculates = retriever.speculates
+        self._by_set = by_set
+        self._sent: tuple[RetrievedChunk, ...] = ()
+        self._no_room = False
         self._speculation = retriever.speculation
         self._pending = retriever.pending
         self._submit = submit
@@ -393,21 +414,23 @@ class SpeculativeAnswer(Generic[EventT]):
         """A stage that is not the last has named `chunks`."""
         self._drop_failed()
         own = self._answer is not None and not self._answer.begun
-        decision = self._speculation.on_stage(self, _names(chunks), max(0, self._pending() - own))
+        decision = self._speculation.on_stage(self, self._key(chunks), max(0, self._pending() - own))
         if decision.terminated is not None:
             await self._terminate()
+        self._no_room |= decision.action in (Action.WAIT, Action.TERMINATE)
         if decision.action is Action.START:
             try:
-                await self._start(chunks, speculative=True)
+                await self.start(chunks, speculative=True)
                 self._started += 1
             except ChunkweaveError as error:
                 logger.debug("nothing is computed ahead: %s", error)
+                self._no_room = True
                 self._speculation.failed(self)
 
     async def final(self, chunks: Sequence[RetrievedChunk]) -> PendingAnswer[EventT] | None:
         """The search is over: what was started for exactly these chunks, not confirmed yet; None if nothing was."""
         self._drop_failed()
-        decision = self._speculation.on_final(self, _names(chunks))
+        decision = self._speculation.on_final(self, self._key(chunks))
         if decision.terminated is not None:
             await self._terminate()
         self._matched = decision.action is Action.KEEP and self._answer is not None
@@ -437,7 +460,7 @@ class SpeculativeAnswer(Generic[EventT]):
                     raise
                 logger.warning("a speculation failed (%s); its request is computed anew", error)
                 self._matched = False
-        async for event in await self._start(chunks, speculative=False):
+        async for event in await self.start(chunks, speculative=False):
             yield event
 
     def summary(self, search_end_s: float, began_s: float, ended_s: float) -> Pipelining:
@@ -446,16 +469,41 @@ class SpeculativeAnswer(Generic[EventT]):
         overlap_s = max(0.0, min(search_end_s, ended_s) - began_s) if matched else 0.0
         return Pipelining(self._started, self._terminated, matched, overlap_s)
 
+    def ranked(self, report: ReuseReport, chunks: Sequence[RetrievedChunk]) -> ReuseReport:
+        """The report of the newest request with the ranks that its chunks have among `chunks`, not when submitted."""
+        places = {chunk.name: place for place, chunk in enumerate(chunks)}
+        ranks = [places[chunk.name] for chunk in self._sent]
+        if ranks == sorted(ranks):
+            return report
+        found = (one if one.rank is None else replace(one, rank=ranks[one.rank]) for one in report.chunks)
+        return replace(report, chunks=tuple(found))
+
+    def not_started(self, found: Found) -> NotStarted | None:
+        """Why nothing was computed ahead of the search that ended with `found`; None if something was."""
+        if self._started:
+            return None
+        if not self._speculates:
+            return NotStarted.OFF
+        if self._no_room or not found.stages:
+            return NotStarted.BUSY
+        return NotStarted.ONE_STAGE if found.stages == 1 else NotStarted.SHORT
+
     async def aclose(self) -> None:
-        """End what is under way; a second time is harmless."""
+        """End what is under way. Idempotent."""
         self._speculation.abort(self)
         if self._answer is not None:
             await self._answer.aclose()
 
-    async def _start(self, chunks: Sequence[RetrievedChunk], *, speculative: bool) -> PendingAnswer[EventT]:
-        self.submitted_s = time.perf_counter()
+    async def start(self, chunks: Sequence[RetrievedChunk], *, speculative: bool) -> PendingAnswer[EventT]:
+        """Submit the question over `chunks`; raises what `submit` raises."""
+        self.submitted_s, self._sent = time.perf_counter(), tuple(chunks)
         self._answer = await self._submit(chunks, speculative)
         return self._answer
+
+    def _key(self, chunks: Sequence[RetrievedChunk]) -> list[DocumentName]:
+        """What makes the request over `chunks` the same as another one."""
+        names = [chunk.name for chunk in chunks]
+        return sorted(names) if self._by_set else names
 
     async def _terminate(self) -> None:
         if self._answer is not None:
@@ -481,7 +529,3 @@ def left_s(until_s: float | None) -> float | None:
     if seconds <= 0:
         raise DeadlineError("the question was not answered in the time that it was given")
     return seconds
-
-
-def _names(chunks: Sequence[RetrievedChunk]) -> list[DocumentName]:
-    return [chunk.name for chunk in chunks]

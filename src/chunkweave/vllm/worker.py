@@ -36,7 +36,7 @@ from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
 from chunkweave.vllm.weave import CapturedParts, Choices, WeaveJob
 from chunkweave.vllm.weave_queue import Alone, PreparedWeave, QueuedWeave, ReadAhead, WeaveQueue
 from chunkweave.weaving.segments import Prefetch, WeavingStore, loading_now
-from chunkweave.weaving.stores import open_store, store_counts
+from chunkweave.weaving.stores import eviction_order, open_store, store_counts
 
 logger = logging.getLogger("vllm.chunkweave")
 
@@ -120,12 +120,14 @@ class ConnectorWorker:
         """By request, parts of which vLLM has computed the beginning."""
         self._outdated: set[str] = set()
         """Requests that use what was removed meanwhile: nothing of them is stored."""
+        self._noted: set[str] = set()
+        """Requests that are counted."""
         self._arrived: set[str] = set()
         self._results = StepResults()
         self._expires = settings.store.ttl_s is not None
         self._expired_s = time.monotonic()
         self._ahead = ReadAhead(self._read_ahead) if slow else None
-        self._counts = CountsSender(replica * ranks.size + ranks.rank, partial(store_counts, self._store))
+        self._counts = CountsSender(replica * ranks.size + ranks.rank, self._counted)
 
     def holdings(self) -> Holdings:
         """What is stored from earlier on, for the scheduler to begin with; call it before the first step."""
@@ -186,6 +188,7 @@ class ConnectorWorker:
     def forget(self, finished: Collection[str]) -> None:
         """Drop the plans of requests that have ended, and what was read of parts that they never completed."""
         self._outdated.difference_update(finished)
+        self._noted.difference_update(finished)
         for request_id in finished:
             self._begun.pop(request_id, None)
             if self._ahead is not None:
@@ -254,10 +257,16 @@ class ConnectorWorker:
                 pinned.close()
                 found = without(found, gone)
                 continue
-            if order.request.asked:
-                self._store.note_request(RequestUse.of(known, plan.segments()))
+            self._note(order, known, plan.segments())
             return PreparedWeave(plan, pinned, exact_to)
+        self._note(order, known, ())
         raise NotWoven("nothing of it is stored")
+
+    def _note(self, order: WeaveOrder, found: PromptLookup, used: Iterable[SegmentId]) -> None:
+        """Count a request that is asked for, once, however often its weave is ordered."""
+        if order.request.asked and order.request_id not in self._noted:
+            self._noted.add(order.request_id)
+            self._store.note_request(RequestUse.of(found, used))
 
     def _too_slow(self, order: WeaveOrder, found: PromptLookup, loading: Loading) -> Collection[SegmentId]:
         """What takes longer to load than to compute; not what others take from these blocks as exact."""
@@ -284,6 +293,9 @@ class ConnectorWorker:
 
     def _usual_plan(self, request: WeaveRequest, found: PromptLookup) -> Plan:
         return make_method(request.method, request.reuse).plan(found, self._layers.geometry)
+
+    def _counted(self) -> dict[str, object]:
+        return {"store": store_counts(self._store), "eviction": eviction_order(self._store)}
 
     def _counting(self, asked: AskedOrder) -> Iterator[object]:
         yield self._in_background(partial(self._count, asked))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
+from heapq import nsmallest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.cost import stored_cost_model
 from chunkweave.store.eviction import PrefillSeconds, make_policy
 from chunkweave.store.level import BackgroundWriter, Level, VariantLimits
+from chunkweave.store.records import SegmentRecord
 from chunkweave.store.shared_folder import Tombstones, pinned_segments
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import SharedTier, Tier
@@ -74,6 +76,27 @@ def store_counts(store: TieredStore[SegmentSource]) -> dict[str, Any]:
         "tiers": {level.name: {"failures": level.failures, "available": level.available} for level in store.levels},
         "remotes": {name: {**asdict(tier.stats), "opens": tier.breaker.times_opened} for name, tier in remotes.items()},
     }
+
+
+_MOST_SHOWN = 64
+
+
+def eviction_order(store: TieredStore[SegmentSource], most: int = _MOST_SHOWN) -> dict[str, list[dict[str, Any]]]:
+    """By level the segments of least priority, which are evicted first, JSON-able: at most so many of each.
+
+    With the numbers by which the level's policy ranks them, `frequency` among them where it counts uses. A policy that
+    says no numbers has segments in no order. Looks at every record: not for every request.
+    """
+
+    def shown(record: SegmentRecord, numbers: dict[str, float]) -> dict[str, Any]:
+        about = {"segment": record.id, "source": record.source, "tokens": len(record), "bytes": record.nbytes}
+        return {**about, "exact": record.exact, "behind": len(record.context), **numbers}
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    for level in store.levels:
+        least = nsmallest(most, level.store.explained(), key=lambda pair: pair[1].get("priority", 0.0))
+        found[level.name] = [shown(record, numbers) for record, numbers in least]
+    return found
 
 
 def _memory(

@@ -120,15 +120,18 @@ class VllmBackend:
         preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens, passages))
         shadow = None if self.shadow is None else VllmShadow(self.shadow, fleet)
         self._chats = ChatPrompts(preparer.builder, self.name)
-        self.context = AnswerContext(preparer, fleet, self._inbox, shadow, self._settings.batching.deadline_s)
+        deadline_s = self._settings.batching.deadline_s
+        self.context = AnswerContext(preparer, fleet, self._inbox, shadow, deadline_s, settings.first_token_timeout_s)
         self.cache = VllmCache(self.context, removals, threads, model=self.name)
         self.fleet = fleet
         return BackendParts(
             tokenizer,
             preparer.chooser.record is not None,
             most_tokens,
-            replicas=len(fleet.replicas),
+            max_prefill_batch=settings.max_prefill_batch or len(fleet.replicas),
             speculate=settings.speculate,
+            order=preparer.order,
+            reorders=fleet.replicas[0].arranger.reorders,
         )
 
     async def stop(self) -> None:

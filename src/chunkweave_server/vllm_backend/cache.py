@@ -77,8 +77,10 @@ class VllmCache:
         return await to_its_end(self._removals.remove(EVERYTHING))
 
     def stats(self) -> Mapping[str, Any]:
-        """The replicas as the server sees them."""
+        """The replicas as the server sees them, and what their workers said last of what they evict first."""
+        inbox = self._context.inbox
         return {
+            "eviction": {} if inbox is None else dict(inbox.eviction),
             "replicas": [
                 {
                     "name": one.name,
@@ -90,5 +92,5 @@ class VllmCache:
                     "answered": one.served,
                 }
                 for one in self._context.fleet.replicas
-            ]
+            ],
         }

@@ -6,6 +6,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from chunkweave.conversation.prepare import PreparedRequest
@@ -19,13 +20,16 @@ from chunkweave_server.errors import HttpError
 from chunkweave_server.metrics import MetricSample
 from chunkweave_server.settings import Settings
 from chunkweave_server.vllm_backend.process import VllmProcess
-from chunkweave_server.vllm_backend.upstream import Upstream, UpstreamLostError
+from chunkweave_server.vllm_backend.upstream import Upstream, UpstreamLateError, UpstreamLostError
 
 logger = logging.getLogger(__name__)
 
 
 _BURST_TOKENS = 4096
 """Work of a tenant that asks seldom which goes before that of others, whoever's turn it is."""
+
+
+_POLL_S = 0.1
 
 
 class NoReplicaError(HttpError):
@@ -82,6 +86,14 @@ class Replica:
     outstanding_tokens: int = 0
     served: int = 0
     placed: dict[int, Placed] = field(default_factory=dict)
+
+
+class ReplicaBusyError(UpstreamLateError):
+    """A request's turn at a `replica` has not come in time."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(f"{replica.name} was not given a request in time: others are before it")
+        self.replica = replica
 
 
 class Fleet:
@@ -150,16 +162,19 @@ class Fleet:
         like: Placed | None = None,
         counted: bool = True,
         tenant: str = "",
+        within_s: float | None = None,
     ) -> Placed:
         """Route a request and wait for its turn; `leave` it.
 
-        `avoid` is taken only if there is no other. A request that was prefilled ahead goes where that was, in the same
-        order, if that replica is still up: `like` it. A speculative request is not `counted` by orderings.
+        If another replica is up, it waits no longer than `within_s` in the queue of one. `avoid` is taken only if there
+        is no other. A request that was prefilled ahead goes where that was, in the same order, if that replica is still
+        up: `like` it. A speculative request is not `counted` by orderings.
 
         Raises:
             NoReplicaError: none is up.
             QueueFullError: as many wait as may, and the tenant's share of them.
             UpstreamLostError: the replica went down meanwhile: place it anew.
+            ReplicaBusyError: its turn has not come in time: place it anew, and avoid that replica.
         """
         replicas = self._up()
         if avoid is not None and len(replicas) > 1:
@@ -186,11 +201,24 @@ class Fleet:
         )
         self._release(replica)
         try:
-            await placed.released
+            async with asyncio.timeout(within_s if len(replicas) > 1 else None):
+                await placed.released
+        except TimeoutError:
+            self.leave(placed)
+            raise ReplicaBusyError(replica) from None
         except BaseException:
             self.leave(placed)
             raise
         return placed
+
+    async def until_another(self, failed: Replica | None, within_s: float) -> None:
+        """Wait until another replica is up than one that `failed`, or that answers again; no longer than `within_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not any(one.up and one is not failed for one in self.replicas):
+                    if failed is not None and failed.up and await failed.upstream.healthy():
+                        return
+                    await asyncio.sleep(_POLL_S)
 
     def leave(self, placed: Placed, *, served: bool = False) -> None:
         """A request has its answer, or will not get it here; a second time is harmless."""
@@ -336,7 +364,7 @@ def fleet_samples(fleet: Fleet, processes: Sequence[VllmProcess], retries: int) 
         yield MetricSample(f"replica_{name}", meaning, values, "replica", counter=name == "requests")
     if restarts := {one.name: one.restarts for one in processes}:
         yield MetricSample("replica_restarts", "How often it was started again.", restarts, "replica", counter=True)
-    yield MetricSample("request_retries", "Requests that were given to a second server.", {"": retries}, counter=True)
+    yield MetricSample("request_retries", "Requests that were given to a server again.", {"": retries}, counter=True)
 
 
 def _with_label(line: str, replica: str) -> str:

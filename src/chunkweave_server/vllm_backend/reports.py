@@ -48,6 +48,8 @@ class ReportInbox:
         self._unread: OrderedDict[str, Report] = OrderedDict()
         self._awaited: dict[str, asyncio.Future[Report]] = {}
         self._stores: dict[str, Mapping[str, Any]] = {}
+        self.eviction: dict[str, Mapping[str, Any]] = {}
+        """By worker, what its store evicts first, as it said last (`weaving.stores.eviction_order`)."""
 
     @property
     def path(self) -> str:
@@ -110,7 +112,9 @@ class ReportInbox:
         try:
             message = json.loads(data)
             if "store" in message:
-                self._stores[str(message["source"])] = dict(message["store"])
+                source = str(message["source"])
+                self._stores[source] = dict(message["store"])
+                self.eviction[source] = dict(message.get("eviction") or {})
                 return
             found = _OUR_ID.search(message["request_id"])
             report = message["report"][FIELD]
@@ -209,7 +213,7 @@ def reuse_report(
     sources = [PartSource(one) for one in _sources(placed.prompt, said, counts.prefix_exact)]
     method, recomputed = str(said.get("method") or choice.method), sorted(said.get("recomputed") or ())
     outcome = Outcome(method, counts, sources, recomputed)
-    report = build_report(placed.arranged, choice, placed.prepared.turn, outcome, durations, new_tokens)
+    report = build_report(placed.arranged, choice, placed.prepared.content, outcome, durations, new_tokens)
     return replace(
         report,
         recompute_fraction=float(said.get("recompute_fraction") or 0.0),

@@ -81,7 +81,8 @@ class CacheCraft:
             if (cci * (1.0 - overlap), record.id) < (least, best.id):
                 best, least, scores = record, cci * (1.0 - overlap), (cci, overlap)
         cfo = recompute_share(self._config.alpha, least)
-        return best, RecomputeScore(*scores, cfo, ceil(cfo * len(best)), coverage(best.context, prefix.tokens))
+        covered = coverage(best.context, prefix.tokens)
+        return best, RecomputeScore(*scores, cfo, ceil(cfo * len(best)), covered, best.generation)
 
     def _bounds(self, record: SegmentRecord, prefix: ChunkPrefix) -> tuple[float, float]:
         """CCI of a variant, and beta, which is as much as its overlap can be."""

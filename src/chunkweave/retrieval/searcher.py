@@ -1,0 +1,249 @@
+"""The chunks of a corpus at one commit as they are searched, and how their index is made beside searches."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument
+from chunkweave.retrieval.faiss_indexes import (
+    FaissIndex,
+    available,
+    build_index,
+    outgrown,
+    save_index,
+    stored_index,
+)
+from chunkweave.retrieval.indexes import (
+    FlatIndex,
+    Hits,
+    IndexConfig,
+    IndexKind,
+    Sketch,
+    VectorIndex,
+    timed_stages,
+    worth_sketching,
+)
+from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
+from chunkweave.types import Chunk
+
+
+def document_chunks(document: StoredDocument) -> list[Chunk]:
+    """The chunks of a document, called as `split_text` calls them: by its id, and `#number` if there are several."""
+    if len(document.chunks) == 1:
+        return [Chunk(document.chunks[0], document.id)]
+    return [Chunk(text, f"{document.id}#{place}") for place, text in enumerate(document.chunks)]
+
+
+@dataclass(slots=True, eq=False)
+class Built:
+    """What was made over the rows of a corpus, for its searchers as long as rows are only added.
+
+    `index` and `sketch` have the first rows, or all. Both change under `lock`. `looked`: what is on disk was read.
+    `saved_rows` of the index are there.
+    """
+
+    index: VectorIndex | None = None
+    sketch: Sketch | None = None
+    looked: bool = True
+    saved_rows: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MadeIndex:
+    """What `Corpus.make_index` made, and for which rows."""
+
+    index: VectorIndex | Sketch
+    built: Built
+
+
+class Searcher:
+    """The chunks of a corpus at one commit, numbered like the rows of their index. Safe to use from several threads.
+
+    The index is read or made when it is first needed.
+    """
+
+    def __init__(self, manifest: Manifest, parts: Sequence[Part], files: CorpusFiles | None, built: Built) -> None:
+        """Over `parts`; what is `built` holds their first rows already, or all."""
+        self._manifest = manifest
+        self._parts = tuple(parts)
+        self._files = files
+        self._flat_index: FlatIndex | None = None
+        self.built: Final = built
+
+    def grown(self, manifest: Manifest, parts: Sequence[Part]) -> Self:
+        """A searcher over `parts`, which begin with the rows of this one: it takes over what is built."""
+        return type(self)(manifest, parts, self._files, self.built)
+
+    @property
+    def config(self) -> IndexConfig:
+        """How vectors are searched, as it was configured."""
+        return IndexConfig.from_dict(dict(self._manifest.index))
+
+    @property
+    def kind(self) -> IndexKind:
+        """Which index is meant for so many rows: `flat` up to a size, and where what the other needs is missing."""
+        config = self.config
+        small = self._count <= config.flat_up_to
+        return IndexKind.FLAT if config.flat_up_to and (small or not available(config.kind)) else config.kind
+
+    @property
+    def searched_by(self) -> IndexKind:
+        """Which index searches use now."""
+        waits = self.config.flat_up_to and self.built.index is None
+        return IndexKind.FLAT if waits else self.kind
+
+    @property
+    def outdated(self) -> bool:
+        """Whether `make` has something to make, or may find it on disk."""
+        if self.kind is IndexKind.FLAT:
+            worth = worth_sketching(self._count, self._manifest.dimension, self.config.stages)
+            return worth and self.built.sketch is None
+        index = self.built.index
+        return self._count > 0 and (index is None or outgrown(index, self.config, self._count))
+
+    def chunks(self) -> list[Chunk]:
+        """All chunks by row."""
+        return [chunk for part in self._parts for document in part.documents for chunk in document_chunks(document)]
+
+    def search(self, vector: NDArray[np.float32], k: int) -> tuple[RetrievedChunk, ...]:
+        """The `k` best chunks; see `Corpus.search`."""
+        return self._retrieved(self.index().search(vector, k))
+
+    def stages(self, vector: NDArray[np.float32], k: int) -> Iterator[RetrievalStage]:
+        """The same in stages; see `Corpus.search_stages`."""
+        stages = timed_stages(self.index(), vector, k)
+        return (
+            RetrievalStage(
+                self._retrieved(stage.hits),
+                stage.number,
+                stage.last,
+                seconds,
+                stage.distances,
+                stage.extra_distances,
+            )
+            for stage, seconds in stages
+        )
+
+    def index(self) -> VectorIndex:
+        """What is searched: the index that is built, with what it lacks; else that on disk; else a new one.
+
+        Where searches do not wait for an index, every vector is compared as long as there is none.
+
+        Raises:
+            UsageError: it needs an extra that is not installed.
+            EmbedderMismatchError: the index on disk was made by another embedder.
+        """
+        built = self.built
+        with built.lock:
+            if self.kind is IndexKind.FLAT:
+                return self._flat(built.sketch)
+            if built.index is None and self._files is not None and not built.looked:
+                built.index = stored_index(self._files, self._manifest, self._blocks)
+                built.saved_rows = 0 if built.index is None else len(built.index)
+            built.looked = True
+            if built.index is None:
+                if self.config.flat_up_to:
+                    return self._flat(None)
+                built.index = build_index(self.config, self._blocks, self._manifest.dimension)
+            _complete(built.index, self._blocks)
+            return built.index
+
+    def make(self) -> MadeIndex | None:
+        """What searches would be faster with, made without keeping them waiting; None if there is nothing to make.
+
+        Raises what `index` raises.
+        """
+        if self.kind is IndexKind.FLAT:
+            return MadeIndex(Sketch(self._blocks, seed=self.config.seed), self.built) if self.outdated else None
+        if self._count:
+            self.index()
+        if not self.outdated:
+            return None
+        return MadeIndex(build_index(self.config, self._blocks, self._manifest.dimension), self.built)
+
+    def take(self, made: MadeIndex, *, keep: bool) -> None:
+        """Search what was made from now on, if all its rows are still there; what it lacks is added first.
+
+        It is written before searches use it, so that none of them waits for the disk.
+
+        Raises:
+            CorpusError: it cannot be written; it is searched all the same.
+        """
+        built, saved_rows = self.built, 0
+        if made.built is not built:
+            return
+        _complete(made.index, self._blocks)
+        try:
+            if keep and self._files is not None and isinstance(made.index, FaissIndex):
+                save_index(self._files, self._manifest, made.index, self._blocks)
+                saved_rows = len(made.index)
+        finally:
+            with built.lock:
+                if isinstance(made.index, Sketch):
+                    built.sketch = made.index
+                else:
+                    built.index, built.saved_rows = made.index, saved_rows
+
+    def save(self) -> None:
+        """Keep the index in the folder, if there is one and the index is of a kind that takes time to make.
+
+        Raises:
+            CorpusError: it cannot be written.
+            UsageError: it needs an extra that is not installed.
+        """
+        if self._files is None or self.kind is IndexKind.FLAT or not self._parts:
+            return
+        index = self.index()
+        with self.built.lock:
+            if isinstance(index, FaissIndex) and len(index) != self.built.saved_rows:
+                save_index(self._files, self._manifest, index, self._blocks)
+                self.built.saved_rows = len(index)
+
+    @property
+    def _count(self) -> int:
+        return sum(map(len, self._parts))
+
+    @property
+    def _blocks(self) -> list[NDArray[np.float32]]:
+        return [part.vectors for part in self._parts]
+
+    def _flat(self, sketch: Sketch | None) -> FlatIndex:
+        """The index that is no more than the vectors themselves."""
+        if self._flat_index is None:
+            self._flat_index = FlatIndex(self._manifest.dimension)
+            _complete(self._flat_index, self._blocks)
+        if sketch is not None:
+            _complete(sketch, self._blocks)
+            self._flat_index.sketch = sketch
+        return self._flat_index
+
+    @cached_property
+    def _rows(self) -> tuple[list[StoredDocument], NDArray[np.int64]]:
+        """The documents, and the row at which each starts, `[documents + 1]`."""
+        documents = [document for part in self._parts for document in part.documents]
+        return documents, np.cumsum([0, *(len(document.chunks) for document in documents)])
+
+    def _retrieved(self, hits: Hits) -> tuple[RetrievedChunk, ...]:
+        documents, starts = self._rows
+        found = []
+        for rank, (row, score) in enumerate(zip(hits.rows, hits.scores, strict=True), start=1):
+            number = int(np.searchsorted(starts, row, side="right")) - 1
+            document, place = documents[number], row - int(starts[number])
+            chunk = document_chunks(document)[place]
+            found.append(RetrievedChunk(chunk, document.id, place, rank, score, document.title, document.metadata))
+        return tuple(found)
+
+
+def _complete(index: VectorIndex | Sketch, blocks: Sequence[NDArray[np.float32]]) -> None:
+    """Add the rows of `blocks` that an index of the first ones lacks."""
+    first = 0
+    for block in blocks:
+        if len(index) < first + len(block):
+            index.add(block[len(index) - first :])
+        first += len(block)
