@@ -53,11 +53,10 @@ _MOST_REFUSAL_CHARACTERS = 1000
 
 @dataclass(slots=True)
 class _Saving:
-    """A save that was ordered: what it will store, of which chunks, and the ranks that have not done it."""
+    """A save that was ordered: what it will store, and the ranks that have not done it."""
 
     request_id: str
     stored: tuple[ChunkId | SegmentId, ...]
-    chunks: tuple[ChunkId, ...]
     ranks: int
 
 
@@ -515,7 +514,7 @@ class ConnectorScheduler:
             blocks = tuple(map(tuple, self._manager.get_block_ids(request_id)))
             exact = not tracked.woven and tracked.behind_exact
             readable = start if windowed else 0
-            number = self._expect(request_id, tracked, done, exact=exact)
+            number = self._expect(request_id, tracked, done, exact=exact or tracked.exact_method)
             saves.append(
                 SaveOrder(
                     request_id, tracked.request, blocks, tracked.saved, computed, exact, readable, windowed, number
@@ -529,11 +528,11 @@ class ConnectorScheduler:
         kept = self._kept(tracked) if done else 0
         stored: list[ChunkId | SegmentId] = [tracked.parts[at].id for at in done if at < kept]
         stored += [tracked.segments[at] for at in done if exact and at < kept]
-        chunks = [tracked.parts[at].id for at in done]
         number = next(self._save_numbers)
         tracked.saving.add(number)
-        self._saving[number] = _Saving(request_id, tuple(stored), tuple(chunks), self._ranks)
+        self._saving[number] = _Saving(request_id, tuple(stored), self._ranks)
         self._stored.expect(stored)
+        self._waits.stored(request_id, [tracked.parts[at].id for at in done])
         return number
 
     def _note_saved(self, saved: Mapping[int, int]) -> None:
@@ -544,7 +543,6 @@ class ConnectorScheduler:
                 continue
             del self._saving[number]
             self._stored.settle(saving.stored)
-            self._waits.stored(saving.request_id, saving.chunks)
             tracked = self._requests.get(saving.request_id)
             if tracked is not None:
                 tracked.saving.discard(number)

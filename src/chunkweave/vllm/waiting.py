@@ -131,7 +131,7 @@ class PartWaits:
             self._parts.drop(request_id, [part.chunk for part in one.parts if part.stop <= one.woven_to])
 
     def stored(self, request_id: str, chunks: Iterable[ChunkId]) -> None:
-        """Chunks that a request computed are stored, or could not be."""
+        """Chunks that a request computed are stored before others are woven, or never."""
         self._parts.drop(request_id, chunks)
 
     def withhold(self, request_id: str) -> None:
