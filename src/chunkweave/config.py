@@ -8,7 +8,7 @@ from pathlib import Path
 
 from chunkweave.errors import UsageError
 from chunkweave.plugins import METHODS, POLICIES, load_plugin_files
-from chunkweave.settings import GIB, PROGRAMS, REQUESTS, SERVERS, Place, configuration, setting
+from chunkweave.settings import EVERYWHERE, GIB, PROGRAMS, REQUESTS, SERVERS, Place, configuration, setting
 
 DEFAULT_RECOMPUTE_RATIO = 0.15
 """CacheBlend §5.1: the least ratio with negligible loss of quality in its Figure 16."""
@@ -262,9 +262,10 @@ class CaptureConfig:
     costs time to the first token, so that by default no request pays for what neither its own method nor the usual
     one reads (`planning.method_choice.Kept`).
 
-    A reused chunk is stored again, as an inexact variant of this prompt's context, if at least `woven_fraction` of its
-    tokens were recomputed through the last layer (None: never). By default it takes all of them: a variant is only
-    stored where its KV is fresh.
+    What `cachecraft` has recomputed of a reused chunk becomes a variant of this prompt's context, if it is at least
+    `variant_fraction` of its tokens (Cache-Craft §3.3; None: never). Its other tokens keep KV of an earlier context, so
+    that it is of the next generation (`SegmentRecord.generation`). One of `variant_generations` is recomputed whole
+    where anything of it has to be (None: no limit; not in the paper).
 
     What is computed before anybody asks comes behind the instruction and at most `neutral_tokens` tokens of neutral
     passages, those of `neutral_file` or others (`chunking.neutral.neutral_passages`); with 0 it is computed alone
@@ -292,13 +293,22 @@ class CaptureConfig:
     )
     layers: int | None = 8
     heads: int | None = 4
-    woven_fraction: float | None = 1.0
+    variant_fraction: float | None = setting(
+        0.0,
+        "cachecraft stores a reused chunk as a variant of its new context if this share of its tokens, and all that it "
+        "chose, was recomputed; none: no variants.",
+        least=0,
+        most=1,
+    )
+    variant_generations: int | None = setting(
+        2,
+        "A variant that was made from another one so many times in a row is recomputed whole; none: no limit.",
+        least=1,
+    )
 
     def __post_init__(self) -> None:
         if min(1 if count is None else count for count in (self.layers, self.heads)) < 1:
             raise UsageError(f"attention is averaged over at least one layer and head, not {self.layers}, {self.heads}")
-        if self.woven_fraction is not None and not 0.0 < self.woven_fraction <= 1.0:
-            raise UsageError(f"woven_fraction must be above 0 and at most 1, not {self.woven_fraction}")
 
 
 class Combine(StrEnum):
@@ -388,7 +398,7 @@ class ReuseConfig:
     focus: bool = setting(
         True,
         "Have cachecraft stop to compute again chunks that the question does not attend to.",
-        places=frozenset({Place.CONNECTOR}),
+        places=EVERYWHERE,
     )
     query: QueryConfig = QueryConfig()
     capture: CaptureConfig = CaptureConfig()

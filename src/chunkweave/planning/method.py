@@ -154,10 +154,10 @@ def reuse_every_hit(
 def prefer_neutral(variants: Sequence[SegmentRecord]) -> SegmentRecord | None:
     """The variant that was computed behind neutral passages, else the most recently used one that has a context.
 
-    One that was computed alone comes last: it reads as the beginning of a prompt, and is the furthest from full prefill
-    (docs/methods.md).
+    Of equal ones, the one of an earlier generation (`SegmentRecord`). One that was computed alone comes last:
+    it reads as the beginning of a prompt, and is the furthest from full prefill (docs/methods.md).
     """
-    return max(variants, key=lambda record: (record.neutral, not record.alone), default=None)
+    return max(variants, key=lambda record: (record.neutral, not record.alone, -record.generation), default=None)
 
 
 def required_spans(parts: Sequence[PartPlan], also: Sequence[int] = ()) -> tuple[Span, ...]:

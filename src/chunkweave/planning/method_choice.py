@@ -211,7 +211,7 @@ class MethodChooser:
         found = self._calibrated(quality)
         if found is None:
             return MethodChoice(EXACT_METHOD, reuse, Why.OUT_OF_REACH)
-        method, calibrated = found
+        method, calibrated = found[0], replace(found[1], capture=self.reuse.capture)
         own = parameter_of(method)
         if others := given.keys() - {own, RATIO}:
             raise UsageError(

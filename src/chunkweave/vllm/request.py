@@ -7,7 +7,7 @@ from enum import StrEnum
 from itertools import pairwise, takewhile
 from typing import Any
 
-from chunkweave.config import QueryConfig, ReuseConfig
+from chunkweave.config import CaptureConfig, QueryConfig, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.adaptive_methods import promoted_length
@@ -25,6 +25,7 @@ from chunkweave.planning.method_choice import (
     refuse_unknown_keys,
 )
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, is_neutral, neutral_id
+from chunkweave.settings import Place, read
 from chunkweave.types import ChunkId, Context, Span
 
 
@@ -119,7 +120,8 @@ class Defaults:
             UsageError: a value is out of range or of the wrong type, or a quality without a record.
         """
         request = _method_request(extra)
-        reuse = replace(_compared(extra, ReuseConfig()), **request.parameters)
+        reuse = ReuseConfig(capture=read(CaptureConfig, extra, Place.CONNECTOR))
+        reuse = replace(_compared(extra, reuse), **request.parameters)
         chooser = MethodChooser(request, reuse, record, how_to_calibrate)
         chooser.choose_usual()  # refused now, not with every request
         return cls(chooser, _capture(extra, None))
@@ -352,3 +354,6 @@ _PROMOTION = ("promoted", "continued")
 
 SETTINGS = _COMPARED | {"method", "quality", "recompute_ratio", "check_layers", "alpha", "capture"}
 """What a request may say of the way it is woven, and the connector's extra config for those that do not."""
+
+VARIANTS = frozenset({"variant_fraction", "variant_generations"})
+"""What the connector's extra config says of the variants that are stored (`CaptureConfig`), and no request."""
