@@ -283,7 +283,7 @@ def with_comparisons(rows: Sequence[Mapping[str, Any]], encode: Any) -> list[dic
     made = []
     for row in rows:
         one = named[row["mechanism"]]
-        base, told = found.get((row["backend"], one.base)), found.get((row["backend"], one.answers_of))
+        base, answered = found.get((row["backend"], one.base)), found.get((row["backend"], one.answers_of))
         more: dict[str, Any] = {}
         if "runs" in row and base is not None:
             last = [each["runs"][-1] for each in (base, row)]
@@ -291,8 +291,8 @@ def with_comparisons(rows: Sequence[Mapping[str, Any]], encode: Any) -> list[dic
         for key, other in (("over_full", FULL), ("over_prefix", PREFIX)):
             rate = found.get((row["backend"], other), {}).get("sustained_per_s")
             more[key] = row["sustained_per_s"] / rate if rate and "runs" in row and not one.corpus else None
-        if "runs" in row and told is not None:
-            texts = ([encode(text) for text in each["answers"]] for each in (row, told))
+        if "runs" in row and answered is not None:
+            texts = ([encode(text) for text in each["answers"]] for each in (row, answered))
             more |= agreement(*texts)
         made.append({**row, **more})
     return made
