@@ -317,15 +317,21 @@ def cells_of(row: Mapping[str, Any]) -> list[str]:
         if row["sustained_per_s"]
         else f"below {row['trials'][-1]['rate_per_s']:.2f}/s"
     )
-    paper = "; ".join(part for part in (_against(one, sooner), one.paper and f"paper: {one.paper}") if part)
+    parts = (_against(one, sooner), one.paper and f"paper: {one.paper}", _speculations(row["server"]))
     return [
         row["mechanism"],
         ", ".join([rate, *over]),
         ", ".join("" if last[key] is None else f"{last[key]:.2f} s" for key in ("ttft_p50_s", "ttft_p99_s")),
         f"{row['computed_tokens_mean']:.0f}",
         f"{row['answer_agreement']:.0%} {one.answers_of}'s" if "answer_agreement" in row else "",
-        paper,
+        "; ".join(part for part in parts if part),
     ]
+
+
+def _speculations(counts: Mapping[str, int]) -> str:
+    """What became of searches; empty where there were none. Of a search that is short nothing can be begun ahead."""
+    found = {name: counts.get(f"speculations_{name}", 0) for name in ("started", "matched", "late")}
+    return ", ".join(f"{count} {name}" for name, count in found.items()) if any(found.values()) else ""
 
 
 def _against(one: Mechanism, sooner: Mapping[str, float] | None) -> str:
@@ -337,7 +343,7 @@ def _against(one: Mechanism, sooner: Mapping[str, float] | None) -> str:
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
     """A table for each backend, and the command, for the documentation."""
     made = {"served-papers": command_block(result["command"])}
-    for backend in BACKENDS:
+    for backend in dict.fromkeys(row["backend"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["backend"] == backend]
         table = markdown_table(HEADS, [cells_of(row) for row in rows if "runs" in row])
         missing = [f"- {row['mechanism']}: not measured; {row['why']}" for row in rows if "why" in row]
