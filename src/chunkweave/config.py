@@ -8,7 +8,7 @@ from pathlib import Path
 
 from chunkweave.errors import UsageError
 from chunkweave.plugins import METHODS, POLICIES, load_plugin_files
-from chunkweave.settings import EVERYWHERE, GIB, PROGRAMS, REQUESTS, SERVERS, Place, configuration, setting
+from chunkweave.settings import GIB, PROGRAMS, REQUESTS, SERVERS, Place, configuration, setting
 
 DEFAULT_RECOMPUTE_RATIO = 0.15
 """CacheBlend §5.1: the least ratio with negligible loss of quality in its Figure 16."""
@@ -138,7 +138,8 @@ class RequestDefaults:
 
     method: str | None = setting(
         None,
-        "Reuse method of requests that name none; `prefix` is exact. Else `balanced` if calibrated, or prefix.",
+        "Reuse method of requests that name none, with its settings after colons if it has any "
+        "(`query:whole:late:stored`); `prefix` is exact. Else `balanced` if calibrated, or prefix.",
         plugins=METHODS,
     )
     quality: str | None = setting(
@@ -372,18 +373,18 @@ class ReuseConfig:
     """Parameters of reuse methods; each takes those that concern it.
 
     A request may say `recompute_ratio` (the share of the reused chunks' tokens that are computed again), `check_layers`
-    (where CacheBlend compares fresh with cached KV) and `alpha` (Cache-Craft's scale of the share of a chunk that is
-    recomputed, its eq. 12). `seed` feeds what is drawn at random; with `focus` Cache-Craft stops recomputing chunks
-    that the question does not attend to.
+    (where CacheBlend compares fresh with cached KV), `alpha` (Cache-Craft's scale of the share of a chunk that is
+    recomputed, its eq. 12) and `focus` (whether Cache-Craft stops recomputing chunks that the question does not attend
+    to), each with a method that takes it. `seed` feeds what is drawn at random.
 
-    `query` has the settings of that method, which a calibration chooses. `capture` is no method's: it says what is kept
-    of a prefill for the methods of later ones.
+    `query` has the settings of that method, which a request says after colons (`query:whole:late:stored`). `capture` is
+    no method's: it says what is kept of a prefill for the methods of later ones.
 
     >>> from chunkweave import Engine, ReuseConfig
     >>> with Engine.load("reader", method="cacheblend", reuse=ReuseConfig(recompute_ratio=0.3)) as engine:
     ...     answer = engine.generate("Who leads the choir?", ["It is led by Otto Gunmark."])
     >>> answer.report.parameters
-    {'recompute_ratio': 0.3}
+    {'recompute_ratio': 0.3, 'check_layers': [1]}
     """
 
     recompute_ratio: float = setting(
@@ -398,7 +399,6 @@ class ReuseConfig:
     focus: bool = setting(
         True,
         "Have cachecraft stop to compute again chunks that the question does not attend to.",
-        places=EVERYWHERE,
     )
     query: QueryConfig = QueryConfig()
     capture: CaptureConfig = CaptureConfig()

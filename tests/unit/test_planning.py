@@ -120,10 +120,14 @@ def test_a_method_is_called_as_it_is_found(name):
 @pytest.mark.parametrize(
     ("declared", "config", "names"),
     [
-        (needs_profiles, ReuseConfig(), {"cachecraft"}),
-        (needs_profiles, ReuseConfig(query=QueryConfig(factor=DeviationFactor.STORED)), {"cachecraft", "query"}),
-        (reads_question, ReuseConfig(), {"cachecraft", "query"}),
-        (reads_question, ReuseConfig(focus=False), {"query"}),
+        (needs_profiles, ReuseConfig(), {"cachecraft", "query-whole"}),
+        (
+            needs_profiles,
+            ReuseConfig(query=QueryConfig(factor=DeviationFactor.STORED)),
+            {"cachecraft", "query", "query-whole"},
+        ),
+        (reads_question, ReuseConfig(), {"cachecraft", "query", "query-whole"}),
+        (reads_question, ReuseConfig(focus=False), {"query", "query-whole"}),
         (asks_again, ReuseConfig(), set()),
         (asks_again, ReuseConfig(query=QueryConfig(rounds=2)), {"query"}),
     ],

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
+from typing import ClassVar
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import ALPHA_BUDGET, required_spans, settled_part
+from chunkweave.planning.method import ALPHA_BUDGET, MethodSettings, required_spans, settled_part
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, RecomputeScore, StopUnfocused
 from chunkweave.planning.scores import LEAST_CHUNKS, coverage, order_penalty, prefix_overlap, recompute_share
 from chunkweave.prompt.parts import PartKind
@@ -46,6 +47,8 @@ class CacheCraft:
 
     name = "cachecraft"
     budget = ALPHA_BUDGET
+    parameters = ("focus",)
+    settings: ClassVar[MethodSettings] = {"no-focus": {"focus": False}}
     needs_profiles = True
 
     def __init__(self, config: ReuseConfig) -> None:
