@@ -212,6 +212,7 @@ class FakeVllm:
             report["why"] = f"{params['method']}: nothing stored yet"
         if found:
             reused = sum(len(ids) for _, ids in found)
+            places = [span for chunk, span in zip(chunks, spans, strict=True) if chunk in found]
             again = math.ceil(params.get("recompute_ratio", params.get("alpha", 0.0) / 4) * reused)
             report = {
                 "method": params["method"],
@@ -224,8 +225,13 @@ class FakeVllm:
                 "hits": {"host": reused},
                 "local_tokens": 0,
                 "recomputed": list(range(again)),
+                "check_layers": params.get("check_layers", []),
+                "stopped_at_layer": 3 if params.get("focus") else None,
+                "reasons": [[start, {"cfo": 0.25, "generation": 1}] for start, _ in places]
+                if "alpha" in params
+                else [],
                 "kv_sources": {
-                    "reused": [span for chunk, span in zip(chunks, spans, strict=True) if chunk in found],
+                    "reused": places,
                     "computed": [span for chunk, span in zip(chunks, spans, strict=True) if chunk not in found],
                 },
             }

@@ -536,6 +536,20 @@ def test_a_server_that_breaks_before_the_first_token_is_replaced_by_another(two)
     assert b"chunkweave:request_retries_total" in front.get("/metrics").content
 
 
+@pytest.mark.parametrize("front", [{"path_chunks": 1, "deduplicate": True}], indirect=True)
+def test_of_a_large_top_k_only_the_first_chunks_are_promoted(front, vllm):
+    """RAGCache §8, before vLLM: numbers of what the plug-in sees as chunks, turns among them."""
+    exact = {"chunkweave": {"method": "prefix"}}
+    told = front.ask(documents=DOCUMENTS, **exact).json()
+    answer = told["choices"][0]["message"]["content"]
+    texts = (("user", "When does the ferry leave?"), ("assistant", answer), ("user", "And?"))
+    messages = [{"role": role, "content": text} for role, text in texts]
+    front.ask(messages=messages, documents=[MORE, "The tower has 230 steps."], **exact)
+    first, second = (sent["kv_transfer_params"]["chunkweave"] for sent in vllm.seen)
+    assert (len(first["chunks"]), first["promoted"]) == (2, [0])
+    assert (len(second["chunks"]), second["promoted"]) == (5, [0, 1, 2, 3])
+
+
 def test_a_server_that_does_not_begin_in_time_is_replaced_by_another(tmp_path):
     """RAGCache §6: a request that times out before its first token is made again; one that has begun is not."""
     socket = str(tmp_path / "reports")

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.backend("engine")
 
 def ask(client, *documents, **reuse):
     """The report of one answer over documents."""
-    reply = client.ask(documents=list(documents), max_tokens=1, chunkweave={"method": "prefix", **reuse})
+    body = {"messages": reuse.pop("messages")} if "messages" in reuse else {}
+    reply = client.ask(documents=list(documents), max_tokens=1, chunkweave={"method": "prefix", **reuse}, **body)
     assert reply.status_code == 200, reply.text
     return reply.json()["chunkweave"]
 
@@ -211,6 +212,31 @@ def test_reuse_frequency_keeps_what_saved_most(serve, policy, stays):
     budget = probe.engine.store.used_bytes - 1
     client = serve(method="cachecraft", variant_fraction="none", policy=policy, host_budget=budget)
     assert served(client) == [stays is FERRY, stays is CHOIR]
+
+
+LARGE = [FERRY, CHOIR, TOWER]
+
+
+@pytest.mark.parametrize("order", ["fixed", "free"])
+def test_of_a_large_top_k_only_the_first_chunks_are_stored_as_an_exact_path(serve, order):
+    """RAGCache §8: permutations of many documents seldom come back, those of the first few do."""
+    usual, capped = serve(order=order), serve(order=order, path_chunks=2)
+    assert [exact(ask(usual, *LARGE)) for _ in range(2)] == [0, 3]
+    assert [exact(ask(capped, *LARGE)) for _ in range(2)] == [0, 2]
+    assert len(capped.engine.store) == len(usual.engine.store) - 1
+    woven = ask(capped, *LARGE, method="full-reuse")
+    assert sum(chunk["kv_source"] == "computed" for chunk in woven["chunks"]) == 1
+
+
+def test_history_stays_on_the_path_whatever_the_cap(serve):
+    client = serve(path_chunks=1, deduplicate=True)
+    messages = [{"role": "user", "content": "When?"}]
+    first = client.ask(messages=messages, documents=[FERRY], chunkweave={"method": "prefix"}).json()
+    said = first["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+    reports = [ask(client, CHOIR, TOWER, messages=messages) for _ in range(2)]
+    found = [chunk["kv_source"] for chunk in reports[1]["chunks"]]
+    assert found == ["prefix-exact"] * 4 + ["computed"], "instruction, ferry, turn, choir"
 
 
 def flat_costs(folder):

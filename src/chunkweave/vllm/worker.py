@@ -16,7 +16,7 @@ from chunkweave.planning.adaptive_methods import method_for
 from chunkweave.planning.cost import MEASURED_BY_VLLM, CostModel, Loading, given_cost_model, stored_cost_model, too_slow
 from chunkweave.planning.method import make_method, without
 from chunkweave.planning.method_choice import EXACT_METHODS
-from chunkweave.planning.outcome import recompute_fraction
+from chunkweave.planning.outcome import check_layers_of, reasons_of, recompute_fraction
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.records import SegmentRecord, segment_id
@@ -546,7 +546,10 @@ def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, num_layers: int) -> di
         "recomputed_tokens": counts.recomputed,
         "computed_tokens": counts.computed,
         "recompute_fraction": recompute_fraction(plan, job.recompute_work, num_layers),
+        "check_layers": check_layers_of(plan),
+        "stopped_at_layer": job.stopped_at_layer,
         "local_tokens": order.first,
         "recomputed": recomputed,
         "kv_sources": {str(one): [[span.start, span.stop] for span in plan.spans(one)] for one in KVSource},
+        "reasons": [[part.span.start, reasons] for part in plan.parts if (reasons := reasons_of(part))],
     }

@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from chunkweave.config import StoreConfig
 from chunkweave.conversation.prepare import PreparedRequest
-from chunkweave.ordering.arrangement import Arranged, Arranger, Promotion
+from chunkweave.ordering.arrangement import COUNTS_FILE, Arranged, Arranger, Promotion
 from chunkweave.planning.adaptive_methods import promoted_length
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, is_neutral
@@ -30,9 +32,10 @@ _BURST_TOKENS = 4096
 """Work of a tenant that asks seldom which goes before that of others, whoever's turn it is."""
 
 
+_POLL_S = 0.1
+
 _NO_STORE = "full"
 """The method that the connector is not told of (`vllm.request.weave_params`)."""
-_POLL_S = 0.1
 
 
 class NoReplicaError(HttpError):
@@ -127,6 +130,7 @@ class Fleet:
     def __init__(self, upstreams: Sequence[Upstream], settings: Settings) -> None:
         """All replicas are down until they are said to be `up`."""
         self._fleet, self._max_waiting = settings.fleet, settings.batching.max_waiting
+        self._store = settings.store
         self._routing = make_routing(settings.fleet.routing, settings.fleet.imbalance)
         self._weights = TenantWeights.parse(settings.batching.tenant_weight)
         self._time = VirtualTime(self._weights, burst=_BURST_TOKENS)
@@ -134,6 +138,11 @@ class Fleet:
         self.replicas = tuple(_replica(one, settings, self._time) for one in upstreams)
         self.on_idle: Callable[[], None] | None = None
         """Called when a request has left and nothing is under way."""
+
+    def save_counts(self) -> None:
+        """Keep what was asked for over a restart, if segments are."""
+        for replica in self.replicas:
+            replica.arranger.save(_counts_file(self._store, replica.name))
 
     @property
     def ready(self) -> bool:
@@ -211,7 +220,7 @@ class Fleet:
         replica.placed[number] = placed
         replica.outstanding_tokens += placed.work_tokens
         if counted:
-            replica.arranger.count(placed.prompt, free=placed.arranged.promotion is not None)
+            replica.arranger.count(placed.prompt, free=placed.arranged.free, tenant=prepared.request.tenant)
         self._time.join(tenant)
         queue = replica.queue.of(tenant)
         placed.waiting = queue.submit(
@@ -298,7 +307,9 @@ class Fleet:
             if like is not None and like.replica is replica:
                 arranged = like.arranged
             else:
-                arranged = replica.arranger.arrange(prepared.prompt, prepared.order, counted=False)
+                arranged = replica.arranger.arrange(
+                    prepared.prompt, prepared.order, counted=False, tenant=prepared.request.tenant
+                )
             path, sizes = _stored(arranged.prompt)
             cached = replica.contents.cached_tokens(path, sizes, weaves=prepared.weaves)
             cached = 0 if prepared.choice.method == _NO_STORE else cached
@@ -336,7 +347,13 @@ class Fleet:
 def _replica(upstream: Upstream, settings: Settings, time: VirtualTime) -> Replica:
     contents = ReplicaContents(settings.fleet.mirror_tokens)
     queue: FairQueue[int] = FairQueue(contents, time, window=settings.batching.window)
-    return Replica(upstream.name, upstream, contents, Arranger(settings.ordering, contents.tree), queue)
+    arranger = Arranger(settings.ordering, contents.tree)
+    arranger.load(_counts_file(settings.store, upstream.name))
+    return Replica(upstream.name, upstream, contents, arranger, queue)
+
+
+def _counts_file(store: StoreConfig, replica: str) -> Path | None:
+    return None if store.cache_dir is None else store.cache_dir / f"{replica}-{COUNTS_FILE}"
 
 
 def _stored_everywhere(part: PromptPart) -> bool:

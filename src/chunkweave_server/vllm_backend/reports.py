@@ -8,7 +8,7 @@ import shutil
 import socket
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,10 +169,10 @@ _UNKNOWN = ("lookup_s", "load_s", "weave_s", "prefill_flops", "full_prefill_flop
 """What our own engine says of a request and nobody outside vLLM knows."""
 
 
-_NOT_SHOWN = ("recomputed", "kv_sources", STORE_TOKENS)
+_NOT_SHOWN = ("recomputed", "kv_sources", "reasons", STORE_TOKENS)
 """What the plug-in says of positions and parts, which an answer has chunk by chunk, and of its store."""
 
-_OF_CHUNK = ("source", "kv_source", "tokens", "recomputed_tokens", "rank")
+_OF_CHUNK = ("source", "kv_source", "tokens", "recomputed_tokens", "rank", "reasons")
 
 
 def _woven(report: Report) -> bool:
@@ -231,9 +231,10 @@ def reuse_report(
     details = usage.get("prompt_tokens_details") or {}
     local_tokens = int(details.get("cached_tokens") or 0)
     counts = TokenCounts(*tokens_by_source(reported, len(placed.prompt), local_tokens))
-    sources = [PartSource(one) for one in _sources(placed.prompt, said, counts.prefix_exact)]
+    sources = _sources(placed.prompt, said, counts.prefix_exact)
     method, recomputed = str(said.get("method") or choice.method), sorted(said.get("recomputed") or ())
-    outcome = Outcome(method, counts, sources, recomputed)
+    checked, stopped = tuple(said.get("check_layers") or ()), said.get("stopped_at_layer")
+    outcome = Outcome(method, counts, sources, recomputed, checked, stopped)
     report = build_report(placed.arranged, choice, placed.prepared.content, outcome, durations, new_tokens)
     return replace(
         report,
@@ -245,10 +246,11 @@ def reuse_report(
     )
 
 
-def _sources(prompt: Prompt, said: Report, cached: int) -> Iterator[str]:
-    """The source of each part; empty where the plug-in could not send it."""
+def _sources(prompt: Prompt, said: Report, cached: int) -> list[PartSource]:
+    """The source of each part, empty where the plug-in could not send it, with the method's reasons."""
     spans = _spans_by_source(prompt, said, cached)
-    return (_source_of(span, spans) for span in prompt.spans())
+    reasons = {start: dict(one) for start, one in said.get("reasons") or ()}
+    return [PartSource(_source_of(span, spans), reasons=reasons.get(span.start, {})) for span in prompt.spans()]
 
 
 def _spans_by_source(prompt: Prompt, said: Report, cached: int) -> Mapping[str, Sequence[Sequence[int]]]:
