@@ -88,6 +88,8 @@ def side(paged, monkeypatch):
         device=paged.device,
         rotations=rotations,
         geometry=GEOMETRY,
+        own_geometry=GEOMETRY,
+        dtype=torch.float32,
         num_layers=LAYERS,
     )
     made = ConnectorWorker(layers, "model", PluginSettings.from_config({"weave_step_tokens": 1}, {}))
