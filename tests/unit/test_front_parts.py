@@ -115,10 +115,10 @@ def test_flags_that_the_front_sets_are_refused(flag):
 def test_settings_of_the_connector_and_of_replicas():
     fleet = FleetSettings(
         replicas=2,
-        connector=("host_budget=1GiB", "max_variants=3", "check_layers=[1, 2]"),
+        connector=("host_budget=1GiB", "max_variants=3", "ttl=5"),
         replica_env=("0:CUDA_VISIBLE_DEVICES=0,1", "1:A=b=c"),
     )
-    assert fleet.connector_config() == {"host_budget": "1GiB", "max_variants": 3, "check_layers": [1, 2]}
+    assert fleet.connector_config() == {"host_budget": "1GiB", "max_variants": 3, "ttl": 5}
     assert fleet.environments() == {0: {"CUDA_VISIBLE_DEVICES": "0,1"}, 1: {"A": "b=c"}}
 
 
@@ -126,6 +126,8 @@ def test_settings_of_the_connector_and_of_replicas():
     ("wrong", "told"),
     [
         ({"connector": ("method=cacheblend",)}, "--method"),
+        ({"connector": ("check_layers=[1, 2]",)}, "--check-layers"),
+        ({"connector": ('query={"tail": 4}',)}, "--method query:SETTINGS"),
         ({"connector": ("nothing",)}, "KEY=VALUE"),
         ({"replica_env": ("1:A=b",)}, "below 1"),
         ({"upstream": ("host:80",)}, "must be a URL"),

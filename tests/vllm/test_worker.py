@@ -59,6 +59,7 @@ class FakeJob:
         self.chosen = {(0, 1): torch.tensor([21])}
         self.recomputed = [21]
         self.recompute_work = LAYERS
+        self.stopped_at_layer = None
 
     @property
     def done(self):
