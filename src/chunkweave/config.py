@@ -138,7 +138,8 @@ class RequestDefaults:
 
     method: str | None = setting(
         None,
-        "Reuse method of requests that name none; `prefix` is exact. Else `balanced` if calibrated, or prefix.",
+        "Reuse method of requests that name none, with its settings after colons if it has any "
+        "(`query:whole:late:stored`); `prefix` is exact. Else `balanced` if calibrated, or prefix.",
         plugins=METHODS,
     )
     quality: str | None = setting(
@@ -177,6 +178,11 @@ class StoreConfig:
 
     host_budget_bytes: int = setting(4 * GIB, "Most host memory for stored segments.", least=0)
     policy: str = setting("lru", "Eviction policy.", plugins=POLICIES)
+    cost_model: Path | None = setting(
+        None,
+        "File of `chunkweave profile`, for policies that weigh what computing costs (pgdsf), and for loading; none: "
+        "the one in cache_dir, else prefill is measured at the first start, for such policies alone.",
+    )
     device_budget_bytes: int = setting(
         0, "Most accelerator memory for stored segments, beside vLLM's own; 0 keeps them on the host.", least=0
     )
@@ -262,9 +268,10 @@ class CaptureConfig:
     costs time to the first token, so that by default no request pays for what neither its own method nor the usual
     one reads (`planning.method_choice.Kept`).
 
-    A reused chunk is stored again, as an inexact variant of this prompt's context, if at least `woven_fraction` of its
-    tokens were recomputed through the last layer (None: never). By default it takes all of them: a variant is only
-    stored where its KV is fresh.
+    What `cachecraft` has recomputed of a reused chunk becomes a variant of this prompt's context, if it is at least
+    `variant_fraction` of its tokens (Cache-Craft §3.3; None: never). Its other tokens keep KV of an earlier context, so
+    that it is of the next generation (`SegmentRecord.generation`). One of `variant_generations` is recomputed whole
+    where anything of it has to be (None: no limit; not in the paper).
 
     What is computed before anybody asks comes behind the instruction and at most `neutral_tokens` tokens of neutral
     passages, those of `neutral_file` or others (`chunking.neutral.neutral_passages`); with 0 it is computed alone
@@ -292,13 +299,22 @@ class CaptureConfig:
     )
     layers: int | None = 8
     heads: int | None = 4
-    woven_fraction: float | None = 1.0
+    variant_fraction: float | None = setting(
+        0.0,
+        "cachecraft stores a reused chunk as a variant of its new context if this share of its tokens, and all that it "
+        "chose, was recomputed; none: no variants.",
+        least=0,
+        most=1,
+    )
+    variant_generations: int | None = setting(
+        2,
+        "A variant that was made from another one so many times in a row is recomputed whole; none: no limit.",
+        least=1,
+    )
 
     def __post_init__(self) -> None:
         if min(1 if count is None else count for count in (self.layers, self.heads)) < 1:
             raise UsageError(f"attention is averaged over at least one layer and head, not {self.layers}, {self.heads}")
-        if self.woven_fraction is not None and not 0.0 < self.woven_fraction <= 1.0:
-            raise UsageError(f"woven_fraction must be above 0 and at most 1, not {self.woven_fraction}")
 
 
 class Combine(StrEnum):
@@ -362,18 +378,18 @@ class ReuseConfig:
     """Parameters of reuse methods; each takes those that concern it.
 
     A request may say `recompute_ratio` (the share of the reused chunks' tokens that are computed again), `check_layers`
-    (where CacheBlend compares fresh with cached KV) and `alpha` (Cache-Craft's scale of the share of a chunk that is
-    recomputed, its eq. 12). `seed` feeds what is drawn at random; with `focus` Cache-Craft stops recomputing chunks
-    that the question does not attend to.
+    (where CacheBlend compares fresh with cached KV), `alpha` (Cache-Craft's scale of the share of a chunk that is
+    recomputed, its eq. 12) and `focus` (whether Cache-Craft stops recomputing chunks that the question does not attend
+    to), each with a method that takes it. `seed` feeds what is drawn at random.
 
-    `query` has the settings of that method, which a calibration chooses. `capture` is no method's: it says what is kept
-    of a prefill for the methods of later ones.
+    `query` has the settings of that method, which a request says after colons (`query:whole:late:stored`). `capture` is
+    no method's: it says what is kept of a prefill for the methods of later ones.
 
     >>> from chunkweave import Engine, ReuseConfig
     >>> with Engine.load("reader", method="cacheblend", reuse=ReuseConfig(recompute_ratio=0.3)) as engine:
     ...     answer = engine.generate("Who leads the choir?", ["It is led by Otto Gunmark."])
     >>> answer.report.parameters
-    {'recompute_ratio': 0.3}
+    {'recompute_ratio': 0.3, 'check_layers': [1]}
     """
 
     recompute_ratio: float = setting(
@@ -388,7 +404,6 @@ class ReuseConfig:
     focus: bool = setting(
         True,
         "Have cachecraft stop to compute again chunks that the question does not attend to.",
-        places=frozenset({Place.CONNECTOR}),
     )
     query: QueryConfig = QueryConfig()
     capture: CaptureConfig = CaptureConfig()
@@ -429,7 +444,9 @@ class ConversationConfig:
     keep: float = setting(
         0.5, "Share of conversation_tokens that a cut leaves at most.", name="conversation_keep", least=0, most=1
     )
-    deduplicate: bool = setting(False, "Do not send a chunk again that is in a conversation's context already.")
+    deduplicate: bool = setting(
+        False, "Do not send a chunk again that an earlier turn has, of a conversation or of the same messages."
+    )
     max_conversations: int = setting(
         1024,
         "Conversations that are kept; of more, the one that was idle longest is forgotten, of a tenant with more than "
@@ -459,7 +476,8 @@ class ConversationConfig:
 class WeaveConfig:
     """How woven requests share vLLM's steps.
 
-    A request whose segments were not read within `load_timeout_s` is computed by vLLM.
+    A request whose segments were not read within `load_timeout_s` is computed by vLLM. So is one that has waited that
+    long for chunks that another request computes.
     """
 
     weave_step_tokens: int | None = setting(
@@ -469,7 +487,10 @@ class WeaveConfig:
         least=1,
     )
     load_timeout_s: float = setting(
-        10.0, "Maximum wait for a request's segments before it is prefilled normally.", above=0
+        10.0,
+        "Maximum wait for a request's segments, and for chunks that another request computes, before it is prefilled "
+        "normally.",
+        above=0,
     )
     lookup_timeout_s: float = setting(
         0.5, "Maximum wait for a remote lookup before the request is prefilled normally.", above=0

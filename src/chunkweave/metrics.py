@@ -14,7 +14,8 @@ class ChunkReport:
     `kv_source` is `prefix-exact`, `reused` or `computed`; `variant` names the segment that was reused and `tier` where
     it came from. `recomputed` are the prompt positions of this chunk that were active at the last layer. `rank` is the
     chunk's place in the caller's order, 0 the first, wherever it stood in the prompt; the system part has none. `start`
-    is the prompt position of its first token. Over vLLM `variant` and `tier` are not known.
+    is the prompt position of its first token. Over vLLM `variant` and `tier` are not known. `reasons` say why a method
+    that scores segments recomputed so much of it (`planning.outcome.reasons_of`); empty for others.
     """
 
     id: ChunkId
@@ -27,6 +28,24 @@ class ChunkReport:
     recomputed: tuple[Span, ...] = ()
     rank: int | None = None
     start: int = 0
+    reasons: Mapping[str, float] = field(default_factory=dict)
+
+
+def parameter_text(value: Any) -> str:
+    """A value of `ReuseReport.parameters` as it is shown.
+
+    >>> parameter_text(0.15), parameter_text(True), parameter_text([1, 2]), parameter_text({"tail": None, "rounds": 1})
+    ('0.15', 'on', '1 2', 'tail all, rounds 1')
+    """
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {parameter_text(one)}" for name, one in value.items())
+    if isinstance(value, list):
+        return " ".join(map(parameter_text, value))
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value is None:
+        return "all"
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
 TOKEN_SOURCES = ("prefix-exact", "reused", "recomputed", "computed")
@@ -41,15 +60,18 @@ class ReuseReport:
     is the sum over layers of recomputed reused-chunk tokens, over (layers x reused-chunk tokens), dense first layers
     included; 0 where nothing was reused. Times are in seconds; `ttft_s` runs from the call to the first token and
     contains the four before it. `why` says why this method (`exact`, `calibrated`, `target not reached`, `asked for`,
-    `switched off`; in vLLM `METHOD: nothing stored yet`), `parameters` with which value, that of the loading controller
-    if it raised it. `lost_segments` were broken, gone or late when they were read, so that the prompt was planned again
-    without them. `order` is the ordering of the chunks; `original` is the caller's.
+    `switched off`; in vLLM `METHOD: nothing stored yet`), `parameters` all that the method takes and the values, that
+    of the loading controller if it raised one. `lost_segments` were broken, gone or late when they were read, so that
+    the prompt was planned again without them. `order` is the ordering of the chunks; `original` is the caller's.
 
     `loaded_fraction` is the share of the stored KV in the prompt that was brought in: less than 1 where layers with a
     sliding window look at none of a chunk.
 
     `looked_up_tokens` are those of the parts that can be stored: instructions, chunks, turns. Of these, `hits` were
     found, by tier; `vllm` is vLLM's own prefix cache.
+
+    `check_layers` are those at which it was chosen what is computed further. From `stopped_at_layer` on, chunks that
+    the question does not attend to were not computed any more (None: no token was left out).
 
     In a conversation, `history_tokens` are those of earlier turns: exact, or `reused` and never recomputed.
     `chunks_not_sent` (`tokens_not_sent`) were in the context already; `turns_cut` were cut off for lack of room.
@@ -82,7 +104,7 @@ class ReuseReport:
     full_prefill_flops: float
     chunks: tuple[ChunkReport, ...] = ()
     why: str = ""
-    parameters: Mapping[str, float] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     order: str = "original"
     history_tokens: int = 0
     chunks_not_sent: int = 0
@@ -92,6 +114,8 @@ class ReuseReport:
     loaded_fraction: float = 1.0
     looked_up_tokens: int = 0
     hits: Mapping[str, int] = field(default_factory=dict)
+    check_layers: tuple[int, ...] = ()
+    stopped_at_layer: int | None = None
 
     @property
     def tokens_by_source(self) -> dict[str, int]:

@@ -27,8 +27,8 @@ from chunkweave.config import (
 from chunkweave.errors import UsageError, unknown_names
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.planning.calibration import Quality
-from chunkweave.planning.method import make_method
-from chunkweave.planning.method_choice import EXACT_METHOD
+from chunkweave.planning.cost import given_cost_model
+from chunkweave.planning.method_choice import EXACT_METHOD, checked_method
 from chunkweave.retrieval.faiss_indexes import available, check_available
 from chunkweave.retrieval.indexes import IndexConfig, IndexKind
 from chunkweave.scheduling.budget import BatchingConfig
@@ -43,6 +43,7 @@ from chunkweave.settings import (
     configuration,
     refuse_unknown,
     setting,
+    settings_at,
     settings_of,
 )
 from chunkweave.store.eviction import make_policy
@@ -57,6 +58,8 @@ FILE_VARIABLE = "CHUNKWEAVE_CONFIG"
 _OTHER_VARIABLES = (KEYS_VARIABLE, FILE_VARIABLE, "CHUNKWEAVE_REPORT_SOCKET")
 _MIB = 1 << 20
 _VLLM = frozenset({Place.VLLM})
+_OF_METHODS = ("method", *settings_at(ReuseConfig, Place.VLLM))
+"""What each request is sent with, as the server's own settings say it."""
 
 
 class LogForm(StrEnum):
@@ -206,10 +209,19 @@ class FleetSettings:
         32, "Requests with documents that one replica is given at once; others wait here.", least=1
     )
     mirror_tokens: int = setting(
-        2_000_000, "Tokens that a replica's segment store is assumed to hold, for routing and order.", least=1
+        2_000_000,
+        "Most tokens that a replica's segment store is assumed to hold, for routing and order; fewer once it reports "
+        "that it has room for fewer.",
+        least=1,
     )
     speculate: bool = setting(
         True, "Prefill for what a search of a corpus has found so far, while nothing else waits.", places=SERVERS
+    )
+    first_token_timeout_s: float | None = setting(
+        None,
+        "Longest time for a vLLM server to begin an answer; a request is then sent once more, to another one if there "
+        "is one; none: any.",
+        above=0,
     )
     max_prefill_batch: int | None = setting(
         None,
@@ -234,8 +246,10 @@ class FleetSettings:
             key, found, value = entry.partition("=")
             if not found or not key.isidentifier():
                 raise UsageError(f"connector must be KEY=VALUE, not {entry!r}")
-            if key in ("method", "recompute_ratio"):
+            if key in _OF_METHODS:
                 raise UsageError(f"give --{key.replace('_', '-')}, not --connector {entry}")
+            if key == "query":
+                raise UsageError(f"give --method query:SETTINGS, such as query:whole:late, not --connector {entry}")
             config[key] = _json_or_text(value)
         return config
 
@@ -282,9 +296,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         make_policy(self.store.policy)
+        given_cost_model(self.store.cost_model, None)
         ChunkOrder.parse(self.requests.order or "")
         TenantWeights.parse(self.batching.tenant_weight)
-        make_method(self.requests.method or EXACT_METHOD)
+        checked_method(self.requests.method or EXACT_METHOD)
         if self.requests.quality is not None:
             Quality.parse(self.requests.quality)
         if self.model.adapter is not None and self.fleet.upstream:

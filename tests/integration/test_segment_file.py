@@ -132,6 +132,19 @@ def test_the_attention_profile_comes_back(tmp_path: Path) -> None:
     assert back.attention.cci == record.attention.cci
 
 
+def test_the_generation_comes_back_and_a_file_without_one_is_of_generation_0() -> None:
+    plain, kv = make_segment(2)
+    woven = replace(plain, generation=3)
+    assert parsed(header_of(woven, kv), kv).generation == 3
+    assert parsed(header_of(woven, kv, lambda fields: fields.pop("generation")), kv).generation == 0
+    assert b"generation" not in header_of(plain, kv)
+    for wrong in ("-1", "many"):
+        with pytest.raises(SegmentRefused):
+            parsed(header_of(woven, kv, lambda fields, wrong=wrong: fields.update(generation=wrong)), kv)
+    with pytest.raises(ValueError, match="exact segment of generation 1"):
+        replace(plain, exact=True, generation=1)
+
+
 def test_token_masses_are_rounded_to_float32() -> None:
     plain, kv = make_segment(1, contexts=2)
     record = with_profile(plain, outward=(0.1,) * 6)

@@ -79,6 +79,66 @@ def test_earlier_messages_stand_in_the_prompt_without_a_conversation(client):
     assert report(client.ask(**plain))["history_tokens"] == later["history_tokens"]
 
 
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_a_chunk_that_earlier_messages_brought_is_not_sent_again(serve, deduplicate):
+    """CRAFT §4.3 for clients that send all messages and no id, as OpenAI's do."""
+    client = serve(keys=key_ring(), deduplicate=deduplicate)
+    exact = {"chunkweave": {"method": "prefix"}, "key": KEYS["acme"]}
+
+    def later(*messages: str, **more: Any) -> dict:
+        return report(client.ask(messages=said(*messages), documents=[DOCUMENTS[1], MORE], **{**exact, **more}))
+
+    first = client.ask(messages=said(FIRST[0]), documents=DOCUMENTS, **exact)
+    answer = first.json()["choices"][0]["message"]["content"]
+    stranger = later(FIRST[0], answer, "And?", key=KEYS["bolt"])
+    second = later(FIRST[0], answer, "And?")
+    assert stranger["chunks_not_sent"] == 0, "another tenant"
+    assert second["chunks_not_sent"] == int(deduplicate)
+    if not deduplicate:
+        assert second["history_tokens"] == stranger["history_tokens"]
+        return
+    chunk_tokens = [chunk["tokens"] for chunk in report(first)["chunks"] if chunk["rank"] is not None]
+    assert second["tokens_not_sent"] == chunk_tokens[1]
+    assert second["history_tokens"] == stranger["history_tokens"] + sum(chunk_tokens)
+    assert second["prompt_tokens"] == stranger["prompt_tokens"] + chunk_tokens[0]
+    third = later(FIRST[0], f"  {answer}\n", "And?", "Of what?", "When?")
+    assert (third["chunks_not_sent"], third["turns_cut"]) == (2, 0), "one of each earlier turn"
+    other = later("When does the ferry land?", answer, "And?")
+    assert other["chunks_not_sent"] == 0, "another conversation"
+
+
+@pytest.mark.backend("engine")
+def test_what_earlier_messages_brought_is_an_exact_prefix(serve):
+    client = serve(deduplicate=True)
+    exact = {"chunkweave": {"method": "prefix"}}
+    first = client.ask(messages=said(FIRST[0]), documents=DOCUMENTS, **exact)
+    answer = first.json()["choices"][0]["message"]["content"]
+    ask = {"messages": said(FIRST[0], answer, "And?"), "documents": [DOCUMENTS[1], MORE]}
+    second = client.ask(**ask, **exact)
+    sources = [(chunk["source"], chunk["kv_source"]) for chunk in report(second)["chunks"]]
+    assert [source for _, source in sources[1:]] == ["prefix-exact", "prefix-exact", "computed", "computed"]
+    assert sources[3][0] == "turn"
+    full = client.ask(**ask, chunkweave={"method": "full"}).json()
+    assert full["choices"][0]["message"]["content"] == second.json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.backend("engine")
+def test_messages_bring_no_more_again_than_fits(serve):
+    client = serve(deduplicate=True)
+    long = [f"{MORE} " * 3, f"{DOCUMENTS[0]} " * 2]
+    limit = report(client.ask(messages=said(FIRST[0]), documents=long))["prompt_tokens"]
+    context = client.engine.loaded.model.geometry.max_positions
+    fits = context // limit
+    messages: list[str] = []
+    for number in range(fits + 2):
+        asked = [f"{document} Of {number}." for document in long]
+        told = client.ask(messages=said(*messages, f"Question {number}?"), documents=asked)
+        found = report(told)
+        assert found["prompt_tokens"] < context
+        messages += [f"Question {number}?", told.json()["choices"][0]["message"]["content"]]
+    assert found["history_tokens"] < (fits + 1) * limit
+
+
 @pytest.mark.backend("engine")
 def test_messages_that_were_sent_before_are_found_by_what_they_say(serve: Serve):
     client = serve(keys=key_ring())

@@ -1,10 +1,12 @@
 """The front before servers that look like vLLM: what is sent, what comes back, and what happens when one goes."""
 
 import json
+import random
 import re
 import threading
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from starlette.responses import JSONResponse
@@ -422,16 +424,35 @@ def test_what_comes_back_is_promoted_and_what_does_not_is_not_expected_to_be_sto
         (replica,) = front.service.backend.fleet.replicas
         ferry, pilots = DOCUMENTS
         exact = {"method": "prefix", "order": "free"}
-        assert sent(ferry, **exact) == ([], None)
-        assert replica.contents.segments == 1, "the instruction"
-        assert sent(ferry, MORE, **exact) == ([0], None)
-        assert replica.contents.segments == 2
-        assert sent(ferry, pilots, method="cacheblend", order="free") == ([0], [0])
+        assert sent(ferry, **exact) == ([0], None)
+        assert replica.contents.segments == 2, "the instruction and the chunk"
+        assert sent(ferry, MORE, **exact) == ([0, 1], [0])
+        assert replica.contents.segments == 3
+        assert sent(ferry, pilots, method="cacheblend", order="free") == ([0, 1], [0])
         assert sent(ferry, pilots, method="cacheblend", order="fixed") == (None, None)
         conversation = {**exact, "conversation_id": "c"}
         assert sent(ferry, **conversation) == (None, None), "its next turn goes on from all of it"
+    with running_front(vllm, promotion_threshold=2) as front:
+        (replica,) = front.service.backend.fleet.replicas
+        assert sent("The lighthouse has a fog horn.", **exact) == ([], None)
+        assert replica.contents.segments == 1, "the instruction alone: what is not promoted is not expected to be there"
     with running_front(vllm) as front:
         assert [sent(ferry, **exact) for _ in range(2)] == [(None, None)] * 2
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 3])
+def test_a_threshold_of_n_is_reached_by_the_nth_request(vllm, threshold):
+    """The request that asks counts, as it does in our own engine."""
+
+    def sent(method, name):
+        assert front.ask(documents=DOCUMENTS, chunkweave={"method": method, "order": "free"}).status_code == 200
+        return vllm.seen[-1]["kv_transfer_params"]["chunkweave"].get(name) or []
+
+    thresholds = {"promotion_threshold": threshold, "continuation_threshold": threshold}
+    for method, name in (("prefix", "promoted"), ("cacheblend", "continued")):
+        with running_front(vllm, **thresholds) as front:
+            told = [sent(method, name) for _ in range(4)]
+        assert told == [[] if number < threshold else [0, 1] for number in range(1, 5)], method
 
 
 def test_a_corpus_is_searched_before_vllm_is_asked(front, vllm):
@@ -464,6 +485,35 @@ def test_tenants_never_share_a_salt(vllm):
         assert front.get("/ping").status_code == 200, "it needs no key"
 
 
+@pytest.mark.parametrize("method", ["cacheblend", "prefix"])
+def test_what_is_assumed_to_be_at_a_replica_is_what_it_finds_there(vllm, method):
+    """The mirror has the size that the replica reports, and what it did not find is assumed no longer."""
+    texts = [" ".join(f"{word}{number}" for word in ("harbour", "ferry", "pilot") * 12) for number in range(24)]
+    vllm.store_tokens = 2000
+    rng = random.Random(1)
+    with running_front(vllm) as front:
+        for _ in range(120):
+            one = [texts[min(23, int(rng.paretovariate(0.6)) - 1)]]
+            assert front.ask(documents=one, chunkweave={"method": method}, max_tokens=1).status_code == 200
+        (shown,) = front.get("/v1/cache").json()["replicas"]
+        metrics = front.get("/metrics").text
+    assert shown["mirror_budget_tokens"] == 2000
+    assert shown["mirror_tokens"] <= 2000
+    believed, real = (shown[name] / shown["prompt_tokens"] for name in ("expected_tokens", "found_tokens"))
+    assert 0.2 < real < 0.8, "something is found, and something was evicted"
+    assert abs(believed - real) <= 0.05, (believed, real)
+    assert (
+        f'replica_found_tokens_total{{model_name="m",replica="upstream-0"}} {float(shown["found_tokens"])}' in metrics
+    )
+
+
+def test_what_nobody_keeps_is_not_expected(front, vllm):
+    for method in ("full", "prefix"):
+        front.ask(documents=DOCUMENTS, chunkweave={"method": method})
+    (shown,) = front.get("/v1/cache").json()["replicas"]
+    assert shown["expected_tokens"] == 0, "a request without reuse stores nothing"
+
+
 def test_requests_go_where_their_documents_are(two):
     front, one, other = two
     for _ in range(3):
@@ -484,6 +534,65 @@ def test_a_server_that_breaks_before_the_first_token_is_replaced_by_another(two)
     assert one.seen
     assert front.service.backend.context.retries >= 1
     assert b"chunkweave:request_retries_total" in front.get("/metrics").content
+
+
+@pytest.mark.parametrize("front", [{"path_chunks": 1, "deduplicate": True}], indirect=True)
+def test_of_a_large_top_k_only_the_first_chunks_are_promoted(front, vllm):
+    """RAGCache §8, before vLLM: numbers of what the plug-in sees as chunks, turns among them."""
+    exact = {"chunkweave": {"method": "prefix"}}
+    told = front.ask(documents=DOCUMENTS, **exact).json()
+    answer = told["choices"][0]["message"]["content"]
+    texts = (("user", "When does the ferry leave?"), ("assistant", answer), ("user", "And?"))
+    messages = [{"role": role, "content": text} for role, text in texts]
+    front.ask(messages=messages, documents=[MORE, "The tower has 230 steps."], **exact)
+    first, second = (sent["kv_transfer_params"]["chunkweave"] for sent in vllm.seen)
+    assert (len(first["chunks"]), first["promoted"]) == (2, [0])
+    assert (len(second["chunks"]), second["promoted"]) == (5, [0, 1, 2, 3])
+
+
+def test_a_server_that_does_not_begin_in_time_is_replaced_by_another(tmp_path):
+    """RAGCache §6: a request that times out before its first token is made again; one that has begun is not."""
+    socket = str(tmp_path / "reports")
+    limits = {"first_token_timeout_s": 0.5, "replica_requests": 1}
+    with FakeVllm(socket) as one, FakeVllm(socket) as other, running_front(one, other, **limits) as front:
+        one.gate.clear()
+        answers: list[httpx.Response] = []
+        threads = [threading.Thread(target=lambda: answers.append(front.ask(documents=DOCUMENTS))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert {answer.json()["chunkweave"]["replica"] for answer in answers} == {"upstream-1"}
+        assert one.seen
+        wait_until(lambda: one.aborted == len(one.seen))
+        assert front.service.backend.context.retries >= len(one.seen)
+
+
+def test_the_only_server_is_asked_a_second_time_and_then_for_as_long_as_it_takes(vllm):
+    with running_front(vllm, first_token_timeout_s=0.2) as front:
+        vllm.gate.clear()
+        threading.Timer(1.0, vllm.gate.set).start()
+        told = front.ask(documents=DOCUMENTS)
+        assert told.status_code == 200, told.text
+        assert len(vllm.seen) == 2
+        assert vllm.seen[0]["prompt"] == vllm.seen[1]["prompt"]
+
+
+def test_a_server_that_is_gone_is_waited_for_as_long_as_an_answer_may_take_to_begin(vllm):
+    with running_front(vllm, first_token_timeout_s=20) as front:
+
+        def comes_back() -> None:
+            vllm.behave, vllm.break_after, vllm.healthy = None, None, True
+
+        def goes(_body) -> None:
+            vllm.behave, vllm.break_after, vllm.healthy = None, 0, False
+            threading.Timer(0.7, comes_back).start()
+
+        vllm.behave = goes
+        told = front.ask(documents=DOCUMENTS)
+        assert told.status_code == 200, told.text
+        assert len(vllm.seen) == 2
 
 
 def test_a_stream_that_breaks_ends_with_an_error_in_openais_form(front, vllm):

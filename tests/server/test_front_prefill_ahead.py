@@ -104,6 +104,22 @@ def test_what_the_search_confirms_was_prefilled_under_the_same_salt(front, corpu
     assert 'event="matched"' in front.get("/metrics").text
 
 
+@pytest.mark.parametrize("threshold", [1, 2])
+def test_what_is_computed_ahead_promotes_as_the_request_that_it_becomes(vllm, threshold):
+    reuse = {"chunkweave": {**ASK["chunkweave"], "method": "prefix"}}
+    with running_front(vllm, order="free", promotion_threshold=threshold) as front:
+        corpus = slow_corpus(front)
+        for number in range(1, 4):
+            corpus.go_on.clear()
+            thread, answers = asked(front, **reuse)
+            wait_until(lambda number=number: len(vllm.seen) == 2 * number - 1)
+            corpus.go_on.set()
+            thread.join()
+            assert answers[0].json()["chunkweave"]["pipelining"]["matched"]
+    told = [body["kv_transfer_params"]["chunkweave"]["promoted"] for body in vllm.seen]
+    assert told == [[] if number // 2 + 1 < threshold else [0, 1] for number in range(6)]
+
+
 def test_the_answer_waits_for_a_prefill_that_is_under_way(front, corpus, vllm):
     vllm.gate.clear()
     thread, answers = asked(front)
@@ -209,7 +225,7 @@ def test_an_ordering_counts_the_question_once(vllm):
             corpus.go_on.set()
             thread.join()
         (replica,) = front.service.backend.fleet.replicas
-        assert replica.arranger.table.requests == 2
+        assert replica.arranger.table().requests == 2
         assert len(vllm.seen) == 4
 
 

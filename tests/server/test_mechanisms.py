@@ -1,6 +1,15 @@
 """Eviction, admission, variants and promotion do what a server is told: each test fails if its setting is not wired."""
 
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from threading import Event
+
 import pytest
+
+from chunkweave.errors import UsageError
+from chunkweave.planning.cost import CostModel
+from tests.server.conftest import engine_of, settings_of, wait_until
+from tests.server.test_front_prefill_ahead import asked, slow_corpus, speculations
 
 FERRY = "The ferry leaves at seven, at noon and at six."
 CHOIR = "The choir sings on Sundays behind the old wall."
@@ -11,7 +20,8 @@ pytestmark = pytest.mark.backend("engine")
 
 def ask(client, *documents, **reuse):
     """The report of one answer over documents."""
-    reply = client.ask(documents=list(documents), max_tokens=1, chunkweave={"method": "prefix", **reuse})
+    body = {"messages": reuse.pop("messages")} if "messages" in reuse else {}
+    reply = client.ask(documents=list(documents), max_tokens=1, chunkweave={"method": "prefix", **reuse}, **body)
     assert reply.status_code == 200, reply.text
     return reply.json()["chunkweave"]
 
@@ -39,7 +49,7 @@ def test_the_policy_says_what_leaves_memory(serve, policy, kept):
         ask(probe, document)
         sizes.append(probe.engine.store.used_bytes)
     client = serve(policy=policy, host_budget=sizes[-1] - 1)
-    for document in (FERRY, FERRY, FERRY, TOWER, CHOIR):
+    for document in (*[FERRY] * 6, TOWER, CHOIR):
         ask(client, document)
     assert exact(ask(client, kept)) == 1
 
@@ -61,3 +71,221 @@ def test_a_threshold_keeps_what_was_asked_for_once_off_the_exact_paths(serve):
     usual, promoting = serve(order="free"), serve(order="free", promotion_threshold=3)
     assert [exact(ask(usual, FERRY)) for _ in range(4)] == [0, 1, 1, 1]
     assert [exact(ask(promoting, FERRY)) for _ in range(4)] == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 3])
+def test_a_threshold_of_n_is_reached_by_the_nth_request_computed_ahead_or_not(serve, threshold):
+    """What a search's first stage names is prefilled before the request counts: it is promoted even so."""
+    client = serve(order="free", promotion_threshold=threshold)
+    corpus, found = slow_corpus(client), []
+    for number in range(1, 5):
+        corpus.go_on.clear()
+        thread, answers = asked(client, chunkweave={"corpus": "sea", "top_k": 2, "method": "prefix"})
+        wait_until(lambda number=number: speculations(client)["started"] == number)
+        corpus.go_on.set()
+        thread.join()
+        report = answers[0].json()["chunkweave"]
+        assert report["pipelining"]["matched"]
+        found.append(exact(report))
+    # What the request itself was computed by is no exact prefix of it: the next one finds it.
+    assert found == [0 if number <= threshold else 2 for number in range(1, 5)]
+
+
+def frequencies(client, tier="host"):
+    """By how many chunks are before it and which document it is, how often a segment was asked for."""
+    shown = client.get("/v1/cache").json()["eviction"]["engine"][tier]
+    return {(one["behind"], one["source"]): one["frequency"] for one in shown}
+
+
+def ask_at_once(client, number, *documents):
+    """So many requests over the same documents, of which none is begun before all are there."""
+    batching, gate = engine_of(client.service).batching, Event()
+    batching.between_steps(gate.wait)
+    with ThreadPoolExecutor(number) as threads:
+        replies = [threads.submit(client.ask, f"Number {one}?", documents=list(documents)) for one in range(number)]
+        wait_until(lambda: batching.stats.waiting == number)
+        gate.set()
+    assert {reply.result().status_code for reply in replies} == {200}
+
+
+@pytest.mark.parametrize(
+    ("policy", "tiers"), [("pgdsf", ["host"]), ("pgdsf", ["host", "disk"]), ("lfu", ["host"]), ("gdsf", ["host"])]
+)
+def test_equal_requests_at_once_count_once_each(serve, tmp_path, policy, tiers):
+    """Those that find a chunk missing all compute and store it: coming in again is no use (RAGCache §5.1)."""
+    client = serve(policy=policy, cache_dir=tmp_path / "kv" if "disk" in tiers else None)
+    ask_at_once(client, 6, FERRY)
+    client.engine.store.flush(5)
+    for tier in tiers:
+        assert set(frequencies(client, tier).values()) == {6}, tier
+    ask(client, FERRY)
+    assert set(frequencies(client).values()) == {7}
+
+
+def test_what_is_written_through_or_loaded_into_memory_is_no_use(serve, tmp_path):
+    client = serve(policy="pgdsf", cache_dir=tmp_path / "kv")
+    for _ in range(2):
+        ask(client, FERRY)
+    client.engine.store.flush(5)
+    for record in client.engine.store.records():
+        assert client.engine.store.levels[0].store.drop(record.id)
+    ask(client, FERRY)
+    assert set(frequencies(client, "host").values()) == set(frequencies(client, "disk").values()) == {3}
+
+
+# --- Cache-Craft's variants (§3.3), with what a server is given
+
+FIVE = (
+    FERRY,
+    CHOIR,
+    TOWER,
+    "The mill by the river was built of oak in one summer.",
+    "Nets are mended in the old loft.",
+)
+
+
+def recomputed(client, *documents, **reuse) -> float:
+    """The share of the reused chunks' tokens that one request computes again, over all layers."""
+    report = ask(client, *documents, **{"method": "cachecraft", "alpha": 1, **reuse})
+    return report["recompute_fraction"] or 0.0
+
+
+def at_random(client, requests: int = 200) -> tuple[float, float]:
+    """What requests for four of five chunks in random order recompute: the mean of the first 50, and of the last."""
+    draw = Random(1)
+    shares = [recomputed(client, *draw.sample(FIVE, 4)) for _ in range(requests)]
+    return sum(shares[:50]) / 50, sum(shares[-50:]) / 50
+
+
+def test_a_prompt_that_comes_again_is_hardly_recomputed(serve):
+    client = serve(method="cachecraft", focus=False)
+    ask(client, *FIVE[:4], method="cachecraft")
+    shares = [recomputed(client, *FIVE[:0:-1]) for _ in range(5)]
+    assert shares[0] > 0.4
+    assert shares[4] <= 0.1
+    none = serve(method="cachecraft", focus=False, variant_fraction="none")
+    ask(none, *FIVE[:4], method="cachecraft")
+    shares = [recomputed(none, *FIVE[:0:-1]) for _ in range(5)]
+    assert shares[4] == shares[1] > 0.4
+
+
+def test_what_was_computed_beforehand_becomes_variants_too(serve):
+    client = serve(method="cachecraft", focus=False)
+    assert client.post("/v1/cache/warm", json={"documents": list(FIVE)}).status_code == 200
+    shares = [recomputed(client, *FIVE[:4]) for _ in range(5)]
+    assert shares[0] == pytest.approx(0.5, abs=0.03), "behind neutral passages CCI is .5, and nothing of them is here"
+    assert shares[4] <= 0.1
+
+
+def test_random_requests_recompute_less_and_less_if_variants_may_be_kept(serve):
+    first, last = at_random(serve(method="cachecraft"))
+    assert last <= first / 2
+    _, of_one = at_random(serve(method="cachecraft", max_variants=1))
+    assert of_one > 2 * last
+
+
+def test_generations_are_limited(serve):
+    """With a limit of 1, a variant that was made from another one is recomputed whole before more are made from it."""
+
+    def oldest(client) -> int:
+        at_random(client, 60)
+        return max(record.generation for record in client.engine.store.records())
+
+    assert oldest(serve(method="cachecraft", focus=False, max_variants=2, variant_generations="none")) > 1
+    assert oldest(serve(method="cachecraft", focus=False, max_variants=2, variant_generations=1)) == 1
+
+
+@pytest.mark.parametrize(("policy", "stays"), [("reuse-frequency", FERRY), ("lfu", CHOIR)])
+def test_reuse_frequency_keeps_what_saved_most(serve, policy, stays):
+    """One exact reuse of the ferry saves its tokens; four of the choir behind the tower save 1/CFO = 2 each (§3.3)."""
+
+    def served(client) -> list[bool]:
+        for documents in ((FERRY,), (FERRY,), (CHOIR,), *[(TOWER, CHOIR)] * 4):
+            report = ask(client, *documents, method="cachecraft", alpha=1)
+        assert [chunk["kv_source"] for chunk in report["chunks"][-2:]] == ["prefix-exact", "reused"]
+        tokens = {chunk["source"]: chunk["tokens"] for chunk in ask(client, FIVE[3])["chunks"]}
+        assert min(tokens.values()) > 8
+        return [exact(ask(client, document)) == 1 for document in (FERRY, CHOIR)]
+
+    probe = serve(method="cachecraft", variant_fraction="none")
+    assert served(probe) == [True, True]
+    budget = probe.engine.store.used_bytes - 1
+    client = serve(method="cachecraft", variant_fraction="none", policy=policy, host_budget=budget)
+    assert served(client) == [stays is FERRY, stays is CHOIR]
+
+
+LARGE = [FERRY, CHOIR, TOWER]
+
+
+@pytest.mark.parametrize("order", ["fixed", "free"])
+def test_of_a_large_top_k_only_the_first_chunks_are_stored_as_an_exact_path(serve, order):
+    """RAGCache §8: permutations of many documents seldom come back, those of the first few do."""
+    usual, capped = serve(order=order), serve(order=order, path_chunks=2)
+    assert [exact(ask(usual, *LARGE)) for _ in range(2)] == [0, 3]
+    assert [exact(ask(capped, *LARGE)) for _ in range(2)] == [0, 2]
+    assert len(capped.engine.store) == len(usual.engine.store) - 1
+    woven = ask(capped, *LARGE, method="full-reuse")
+    assert sum(chunk["kv_source"] == "computed" for chunk in woven["chunks"]) == 1
+
+
+def test_history_stays_on_the_path_whatever_the_cap(serve):
+    client = serve(path_chunks=1, deduplicate=True)
+    messages = [{"role": "user", "content": "When?"}]
+    first = client.ask(messages=messages, documents=[FERRY], chunkweave={"method": "prefix"}).json()
+    said = first["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+    reports = [ask(client, CHOIR, TOWER, messages=messages) for _ in range(2)]
+    found = [chunk["kv_source"] for chunk in reports[1]["chunks"]]
+    assert found == ["prefix-exact"] * 4 + ["computed"], "instruction, ferry, turn, choir"
+
+
+def flat_costs(folder):
+    """A file by which every prefill takes a second: by the token, what comes with few others costs most."""
+    path = folder / "costs.json"
+    CostModel((0,), (1, 100_000), ((1.0, 1.0),), kv_bytes_per_token=1).save(path)
+    return path
+
+
+LONG = " ".join(f"Step {number} of the tower leads to step {number + 1}." for number in range(12))
+
+
+@pytest.mark.parametrize(("known", "kept"), [(True, FERRY), (False, LONG)])
+def test_of_equal_frequency_what_costs_least_a_token_leaves_first(serve, tmp_path, known, kept):
+    """RAGCache eq. 1: clock + average cost * frequency; by frequency alone the older one would leave."""
+    settings = {"policy": "pgdsf", "cost_model": flat_costs(tmp_path)} if known else {"policy": "gdsf"}
+    probe = serve(**settings)
+    for document in (FERRY, LONG, CHOIR):
+        ask(probe, document)
+    client = serve(**settings, host_budget=probe.engine.store.used_bytes - 1)
+    for document in (FERRY, LONG, CHOIR):
+        ask(client, document)
+    assert exact(ask(client, kept)) == 1
+    if known:
+        shown = client.get("/v1/cache").json()["eviction"]["engine"]["host"]
+        (instruction,) = (one for one in shown if not one["behind"])
+        assert instruction["frequency"] == 4
+        first = client.engine.builder.build("When does the ferry leave?", [FERRY])
+        assert instruction["average_cost_s"] == pytest.approx(1 / len(first), rel=0.2), "1 s for the first prompt"
+
+
+def test_what_prefill_costs_is_measured_where_a_policy_asks_for_it_and_nothing_is_known(serve, tmp_path):
+    first = serve(policy="pgdsf")
+    ask(first, FERRY)
+    costs = {one["average_cost_s"] for one in first.get("/v1/cache").json()["eviction"]["engine"]["host"]}
+    assert 0 < max(costs) < 0.5, "not a second a token"
+    for policy, measured in (("lru", False), ("pgdsf", True)):
+        folder = tmp_path / policy
+        serve(policy=policy, cache_dir=folder)
+        assert bool(list(folder.rglob("prefill-engine.json"))) is measured
+    (kept,) = (tmp_path / "pgdsf").rglob("prefill-engine.json")
+    kept.write_text(kept.read_text().replace('"prefill_s": [', '"prefill_s": [ '))
+    before = kept.read_text()
+    serve(policy="pgdsf", cache_dir=tmp_path / "pgdsf")
+    assert kept.read_text() == before, "measured once"
+
+
+def test_a_cost_model_that_is_none_is_refused(tmp_path):
+    (tmp_path / "none.json").write_text("{}")
+    for name in ("none.json", "missing.json"):
+        with pytest.raises(UsageError, match="cost_model"):
+            settings_of(cost_model=tmp_path / name)

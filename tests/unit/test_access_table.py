@@ -20,6 +20,8 @@ def test_counts_are_those_of_the_last_requests(asked, window):
         last = [set(one) for one in asked[:number][-window:]]
         for key in "abcdefgh":
             assert table.count(key) == sum(key in one for one in last)
+            with_it = [set(one) for one in [*asked[:number], [key]][-window:]]
+            assert table.count_with(key) == sum(key in one for one in with_it)
         assert table.requests == len(last)
         assert len(table) == len(set().union(*last))
         table.check()

@@ -4,7 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from chunkweave.config import ConversationConfig
+from chunkweave.conversation.turns import SentChunks
 from chunkweave.metrics import ChunkReport
+from chunkweave.ordering.arrangement import COUNTS_FILE, Arranger
+from chunkweave.ordering.ordering import OrderingConfig
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
+from chunkweave.prompt.request import Request
 from chunkweave.prompt.tokenizer import TokenCache
 from chunkweave.scheduling.routing import ReplicaContents
 from chunkweave.store.records import SegmentRecord
@@ -31,6 +37,29 @@ def test_short_texts_do_not_fill_a_cache_of_tokens_with_entries():
     assert len(cache) <= 500
     assert cache.get("text 3999") == (3999,)
     assert cache.get("nothing 3999") is None
+
+
+def test_chunks_that_were_sent_are_remembered_for_a_while_of_each_tenant():
+    now = 0.0
+    sent = SentChunks(ConversationConfig(max_conversations=3, idle_s=10.0), clock=lambda: now)
+
+    def asked(number: int, salt: str) -> Request:
+        return Request("And?", history=[(f"Question {number}?", "Yes.")], cache_salt=salt)
+
+    def note(number: int, salt: str, text: str) -> None:
+        sent.note(Request(f"Question {number}?", cache_salt=salt), [Chunk(text)])
+
+    note(0, "small", "a")
+    for number in range(5):
+        note(number, "large", "many letters")
+    assert len(sent) == 3
+    assert sent.before(asked(0, "small")) == ((Chunk("a"),),)
+    assert [bool(sent.before(asked(number, "large"))[0]) for number in range(5)] == [False, False, False, True, True]
+    now = 11.0
+    assert sent.before(asked(4, "large")) == ((),)
+    assert len(sent) == 2
+    note(9, "large", "x" * (33 << 20))
+    assert len(sent) == 1, "the largest holder gives its text up"
 
 
 def test_short_chunks_do_not_fill_a_mirror_with_paths():
@@ -63,3 +92,20 @@ def test_reports_of_long_prompts_leave_fewer_requests_on_the_page(chunk):
     for number in range(MOST):
         recent.add(str(number), "", "answered", replace(report, chunks=(usual,)))
     assert len(list(recent.seen_by(Tenant(admin=True)))) == MOST
+
+
+def test_requests_are_counted_of_so_many_tenants_and_a_damaged_file_counts_nothing(tmp_path, caplog):
+    def asked(number: int) -> Prompt:
+        return Prompt((PromptPart(PartKind.CHUNK, (number + 1,), ChunkId(str(number))),))
+
+    arranger = Arranger(OrderingConfig(window=2), ReplicaContents(1000).tree)
+    for number in range(300):
+        for _ in range(3):
+            arranger.count(asked(number), free=True, tenant=str(number))
+    arranger.save(tmp_path / COUNTS_FILE)
+    later = Arranger(OrderingConfig(window=2), ReplicaContents(1000).tree)
+    later.load(tmp_path / COUNTS_FILE)
+    assert [later.table(str(number)).count(ChunkId(str(number))) for number in (299, 100, 43, 0)] == [2, 2, 0, 0]
+    (tmp_path / COUNTS_FILE).write_text('{"format": 1, "requests": {"a": [[true]]}}')
+    later.load(tmp_path / COUNTS_FILE)
+    assert "counted anew" in caplog.text

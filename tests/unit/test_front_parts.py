@@ -209,7 +209,7 @@ def test_workers_say_what_their_stores_count(tmp_path, monkeypatch):
         monkeypatch.setenv("CHUNKWEAVE_REPORT_SOCKET", inbox.path)
         monkeypatch.setenv("CHUNKWEAVE_REPLICA", "replica-0")
         counts = [{"hits": number, "tiers": {"host": {"failures": 1, "available": number == 1}}} for number in (1, 2)]
-        senders = [CountsSender(rank, lambda rank=rank: counts[rank], every_s=0.01) for rank in range(2)]
+        senders = [CountsSender(rank, lambda rank=rank: {"store": counts[rank]}, every_s=0.01) for rank in range(2)]
         await asyncio.sleep(0.05)
         counts[1] = {**counts[1], "hits": 5}  # the last word is sent when they are closed
         for sender in senders:

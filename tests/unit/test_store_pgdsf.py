@@ -6,6 +6,8 @@ from chunkweave.planning.cost import CostModel
 from chunkweave.store.eviction import PathRequest, PGDSFPolicy, ReuseFrequencyPolicy, make_policy
 from chunkweave.store.index import path_request_of
 from chunkweave.store.records import SegmentRecord
+from chunkweave.store.tier_store import SegmentStore
+from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId, SegmentId
 
 
@@ -89,16 +91,45 @@ def test_what_is_neither_stored_nor_used_within_the_window_is_forgotten():
     assert len(policy._known) == 5
 
 
-def test_a_copy_from_another_tier_is_no_use_and_a_use_that_nobody_announced_counts():
+def test_coming_in_is_no_use_and_a_use_beside_the_path_counts_once():
     policy = PGDSFPolicy()
-    record = _record("a")
+    record, other = _record("a"), _record("b")
     policy.on_request(_asked(missing=(record,), new=100))
     policy.on_insert(record)
     policy.on_remove(record.id)
     policy.on_insert(record)
-    assert _ranked(policy, record) == pytest.approx(1.0)
+    assert policy.explain(record.id) == {"priority": 1.0, "frequency": 1, "average_cost_s": 1.0}
+    policy.on_request(PathRequest((), (other.id,), 0, 100, reused=(record.id,)))
     policy.on_hit(record)
-    assert _ranked(policy, record) == pytest.approx(2.0)
+    assert policy.explain(record.id) == {"priority": 2.0, "frequency": 2, "average_cost_s": 1.0}
+
+
+def test_a_use_counts_where_the_segment_is_not_stored_yet():
+    """A request reuses, in another context, what a slower tier holds: then it is copied here, which is no use."""
+    policy = PGDSFPolicy()
+    record, other = _record("a"), _record("b")
+    policy.on_request(PathRequest((), (other.id,), 0, 100, reused=(record.id,)))
+    policy.on_insert(record)
+    assert policy.explain(record.id)["frequency"] == 1
+    assert policy.explain(other.id)["frequency"] == 1
+
+
+def test_a_new_node_has_the_clock_at_its_request_and_not_that_after_its_own_evictions():
+    """RAGCache Algorithm 1: UPDATE_NODE comes before EVICT. By hand, in a tier of 300 bytes at one second a token."""
+    store = SegmentStore(HostTier[memoryview](), budget_bytes=300, policy=(policy := PGDSFPolicy()))
+    one, two, new = _record("1"), _record("2", tokens=200), _record("n", tokens=300)
+
+    def request(record, new_tokens):
+        store.note_request(_asked(missing=(record,), new=new_tokens))
+        assert store.insert(record, memoryview(bytes(len(record))))
+
+    request(one, 100)
+    request(two, 200)
+    assert [policy.explain(record.id)["priority"] for record in (one, two)] == [1.0, 1.0]
+    request(new, 300)  # both leave for it: the clock is 1 from then on, and was 0 when it was asked for
+    assert policy.explain(new.id)["priority"] == 1.0, "0 + 1 s a token * 1 request"
+    request(one, 100)  # was asked for at clock 1, before `new` left
+    assert policy.explain(one.id)["priority"] == 1.0 + 2.0
 
 
 def test_what_was_computed_ahead_of_any_request_costs_what_computing_it_alone_does():
@@ -141,7 +172,28 @@ def test_a_lookup_is_told_as_the_path_that_it_asked_for():
     assert path_request_of(lookup) == PathRequest((system.id,), (missing,), cached_tokens=2, new_tokens=4)
 
 
-def test_reuse_frequency_evicts_what_reuse_has_saved_least_with():
+def test_reuse_frequency_is_the_papers_sum_over_uses():
+    """Cache-Craft §3.3: f_r += 1/CFO, by hand for five reuses each with CCI (1 - beta') of .5, .949 and .877."""
+    policy = ReuseFrequencyPolicy()
+    a, c, d = (_record(name, tokens=37) for name in "acd")
+    for record in (a, c, d):
+        policy.on_insert(record)
+    for _ in range(5):
+        policy.on_request(PathRequest((), (), 0, 1, saved={a.id: 1 / 0.5, c.id: 1 / 0.949, d.id: 1 / 0.877}))
+        for record in (d, a, c):
+            policy.on_hit(record)
+    ranks = [policy._ranking.of(record.id) for record in (a, c, d)]
+    assert ranks == pytest.approx([10.0, 5.269, 5.701], abs=5e-4)
+    order = []
+    while (victim := policy.victim(_anything)) is not None:
+        order.append(victim)
+        policy.on_remove(victim)
+    assert order == [c.id, d.id, a.id]
+    policy.on_insert(c)
+    assert policy._ranking.of(c.id) == pytest.approx(5.269, abs=5e-4), "a copy from a slower tier is worth what it was"
+
+
+def test_reuse_frequency_of_uses_without_a_plan():
     policy = ReuseFrequencyPolicy()
     long, short, woven = _record("l", tokens=50), _record("s", tokens=5), _record("w", tokens=50, exact=False)
     for record in (long, short, woven):
@@ -149,6 +201,6 @@ def test_reuse_frequency_evicts_what_reuse_has_saved_least_with():
     assert policy.victim(_anything) == long.id, "nothing was saved with any: the oldest"
     for record in (long, short, woven):
         policy.on_hit(record)
-    assert policy.victim(_anything) == woven.id, "recomputed whole it saves 1, the others 50 and 5"
+    assert policy.victim(_anything) == woven.id, "no score: it counts as recomputed whole, 1; the others 50 and 5"
     policy.on_remove(woven.id)
     assert policy.victim(_anything) == short.id

@@ -3,12 +3,16 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import permutations
 
 import openai
 import pytest
 
 from chunkweave_server.vllm_backend.process import free_port
-from tests.vllm.fronts import CLEAN, PASSAGES, alive, ask, children, front_process, load, streamed
+from tests.vllm.fronts import CLEAN, PASSAGES, WEAVE, alive, ask, children, front_process, load, streamed
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +76,61 @@ def test_exact_answers_are_those_of_vllm_without_reuse(client):
     assert len(texts) == 1
     assert again.usage.prompt_tokens_details.cached_tokens > 0
     assert full.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def new_documents(name: str) -> list[str]:
+    """Three documents of some hundred tokens that no other test has."""
+    lines = [
+        f"The {name} {place} has {{}} steps. It was built in {{}} by Karin Halvorsen." for place in ("A", "B", "C")
+    ]
+    return [" ".join(line.format(number, 1800 + number) for number in range(230, 236)) for line in lines]
+
+
+def orders_of(documents: list[str]) -> list[list[str]]:
+    return [list(one) for one in permutations(documents)]
+
+
+@contextmanager
+def busy(client) -> Iterator[None]:
+    """vLLM prefills plain prompts, so that what is sent meanwhile is there at once when it is done."""
+    prompts = [[*range(start, start + 900)] for start in (100, 101, 102, 103)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        for prompt in prompts:
+            pool.submit(client.completions.create, model="reader", prompt=prompt, max_tokens=1)
+        time.sleep(0.1)
+        yield
+
+
+def computed(answer) -> int:
+    report = answer.model_extra["chunkweave"]
+    return report["computed_tokens"] + report["recomputed_tokens"]
+
+
+@pytest.mark.parametrize("method", ["cacheblend", "query"])
+def test_requests_at_once_compute_what_they_compute_one_after_the_other(client, method):
+    reuse = {"method": method, "recompute_ratio": 0.1, "order": "fixed"}
+    alone = [ask(client, order, reuse=reuse) for order in orders_of(new_documents(f"{method} mill"))]
+    with ThreadPoolExecutor(6) as pool, busy(client):
+        together = list(
+            pool.map(lambda order: ask(client, order, reuse=reuse), orders_of(new_documents(f"{method} inn")))
+        )
+    assert sum(map(computed, together)) <= 1.1 * sum(map(computed, alone))
+
+
+def test_if_one_of_several_at_once_gives_up_the_others_are_answered(client):
+    reuse = {"method": "prefix", "order": "fixed"}
+    documents = new_documents("chapel")
+    impatient = client.with_options(timeout=0.2)
+    with ThreadPoolExecutor(6) as pool, busy(client):
+        gone = pool.submit(ask, impatient, documents, reuse={**WEAVE})
+        time.sleep(0.02)
+        asked = [pool.submit(ask, client, documents[:count], reuse=reuse) for count in (3, 2, 1, 2, 3)]
+        texts = [one.result().choices[0].message.content for one in asked]
+    assert isinstance(gone.exception(), openai.APITimeoutError | None)
+    full = {"method": "full", "order": "fixed"}
+    lone = [ask(client, documents[:count], reuse=full, cache_salt="alone") for count in (3, 2, 1)]
+    expected = [one.choices[0].message.content for one in lone]
+    assert texts == [expected[0], expected[1], expected[2], expected[1], expected[0]]
 
 
 def test_with_a_free_order_exact_paths_grow_over_what_comes_back(client):

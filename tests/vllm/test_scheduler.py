@@ -99,9 +99,11 @@ def side() -> ConnectorScheduler:
     return bound()
 
 
-def stored_chunks(side: ConnectorScheduler, *indices: int, params=CHUNKS, salt=None, lora=None, exact=True) -> None:
+def stored_chunks(
+    side: ConnectorScheduler, *indices: int, params=CHUNKS, ids=IDS, salt=None, lora=None, exact=True
+) -> None:
     """Let a worker report that it holds the chunks of these places, as exact segments behind those before them."""
-    request = FakeRequest(params, name="first", salt=salt, lora=lora)
+    request = FakeRequest(params, name="first", ids=ids, salt=salt, lora=lora)
     side.add(request)
     parts = list(side._requests["first"].request.stored_parts())
     side.finished(request)
@@ -316,14 +318,15 @@ def test_what_is_to_be_copied_is_woven_as_if_it_were_stored(side, method):
         assert side.matched(request, 0) == tokens
 
 
-def test_what_may_not_be_kept_is_not_expected(side):
-    first = FakeRequest({**CHUNKS, "method": "prefix", "promoted": [0]})
+@pytest.mark.parametrize(("promoted", "expected"), [([], 0), ([1, 2], 0), ([0], 41), ([0, 2], 41), ([0, 1], 91)])
+def test_only_what_may_be_kept_is_expected(side, promoted, expected):
+    first = FakeRequest({**CHUNKS, "method": "prefix", "promoted": promoted})
     side.add(first)
     side.matched(first, 0)
     assert side.orders(step([("a", 0, 131)])).saves
     request = FakeRequest({**CHUNKS, "method": "prefix"}, name="b")
     side.add(request)
-    assert side.matched(request, 0) == 0
+    assert side.matched(request, 0) == expected
 
 
 @pytest.fixture
@@ -467,7 +470,7 @@ def test_woven_blocks_of_vllms_own_cache_are_reported_as_what_they_are(side):
 
 
 def test_ending_a_request_calls_its_weave_off_only_while_it_runs(side):
-    stored_chunks(side, 0)
+    stored_chunks(side, 0, 1, 2)
     running, arrived = FakeRequest(CHUNKS), FakeRequest(CHUNKS, name="b")
     woven(side, running)
     woven(side, arrived)
@@ -617,6 +620,7 @@ def test_a_request_that_is_not_woven_counts_when_it_first_gets_blocks(side):
         assert side.matched(request, 48) == 0
         side.allocated(request, FakeBlocks(), 0)
         side.allocated(request, FakeBlocks(), 0)  # preempted meanwhile
+        side.finished(request)
     [asked] = side.orders(step()).asked
     assert asked.local == 48
     stored_chunks(side, 0)

@@ -3,11 +3,11 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol, Self, TypeVar
 
-from chunkweave.conversation.turns import TurnUnderWay
+from chunkweave.conversation.turns import NextTurn
 from chunkweave.metrics import ChunkReport, ReuseReport
 from chunkweave.ordering.arrangement import Arranged
 from chunkweave.planning.method_choice import MethodChoice
@@ -195,11 +195,15 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
-    """Where the KV of one part of a prompt came from; `segment` and `tier` are None where that is not known."""
+    """Where the KV of one part of a prompt came from; `segment` and `tier` are None where that is not known.
+
+    `reasons` are those of a method that scores segments (`planning.outcome.reasons_of`).
+    """
 
     kv_source: str
     segment: SegmentId | None = None
     tier: str | None = None
+    reasons: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,22 +215,24 @@ class Outcome:
     sources: Sequence[PartSource]
     recomputed: Sequence[int]
     """Ascending."""
+    check_layers: tuple[int, ...] = ()
+    stopped_at_layer: int | None = None
 
 
 def build_report(
     arranged: Arranged,
     choice: MethodChoice | None,
-    turn: TurnUnderWay | None,
+    content: NextTurn | None,
     outcome: Outcome,
     durations: Durations,
     new_tokens: int,
 ) -> ReuseReport:
     """Tokens by KV source and time by phase of one answer of `new_tokens`.
 
-    `choice` is the method that was chosen, `turn` a conversation's turn, if it is one. What only some
+    `choice` is the method that was chosen, `content` what is known of a conversation. What only some
     backends know has its default, or is 0: phases before the first token, FLOPs, losses.
     """
-    prompt, counts, content = arranged.prompt, outcome.counts, None if turn is None else turn.content
+    prompt, counts = arranged.prompt, outcome.counts
     chunks = _chunk_reports(arranged, outcome)
     hits: Counter[str] = Counter()
     for chunk in chunks:
@@ -253,12 +259,14 @@ def build_report(
         why="" if choice is None else str(choice.why),
         parameters={} if choice is None else choice.parameters,
         order=arranged.ordering,
-        history_tokens=prompt.turn_tokens if content is None else content.history_tokens,
+        history_tokens=prompt.history_tokens,
         chunks_not_sent=0 if content is None else len(content.not_sent),
         tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
         turns_cut=0 if content is None else content.cut,
         looked_up_tokens=sum(chunk.tokens for chunk in chunks),
         hits=dict(hits),
+        check_layers=outcome.check_layers,
+        stopped_at_layer=outcome.stopped_at_layer,
     )
 
 
@@ -282,6 +290,7 @@ def _chunk_reports(arranged: Arranged, outcome: Outcome) -> tuple[ChunkReport, .
                 recomputed=inside,
                 rank=arranged.ranks.get(number),
                 start=span.start,
+                reasons=source.reasons,
             )
         )
     return tuple(found)

@@ -1,13 +1,14 @@
 """From a question over chunks to a prompt, an order and a method, for every backend: a tokenizer is all it needs."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from chunkweave.config import SamplingParams
-from chunkweave.conversation.turns import TurnBuilder, TurnUnderWay
+from chunkweave.conversation.turns import Build, NextTurn, TurnBuilder, TurnUnderWay
 from chunkweave.errors import PromptTooLongError
 from chunkweave.ordering.arrangement import Arranged, Arranger, Promotion
 from chunkweave.ordering.ordering import ChunkOrder
@@ -22,16 +23,14 @@ from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Chunk, SegmentId
 
-Build = Callable[[Request, PromptLimit], Prompt]
-"""Makes the prompt of a request that belongs to no conversation."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRequest:
     """A request with its prompt, the method chosen for it, what it keeps, and how many tokens it may generate.
 
     `order` says whether chunks may be reordered: a preparer without an arranger leaves that to its caller. A `raisable`
-    request has not said how much is to be recomputed, so that it may be more where that hides loading.
+    request has not said how much is to be recomputed, so that it may be more where that hides loading. `again` says
+    what a request that is none of a conversation's does not send again, since its messages hold it.
     """
 
     request: Request
@@ -43,6 +42,12 @@ class PreparedRequest:
     room: int
     turn: TurnUnderWay | None = None
     raisable: bool = False
+    again: NextTurn | None = None
+
+    @property
+    def content(self) -> NextTurn | None:
+        """What of a conversation is in its prompt, and what is not sent again; None if nothing is known of one."""
+        return self.again if self.turn is None else self.turn.content
 
     def raised(self, loading: Loading | None) -> ReuseMethod:
         """The method for a plan that is made while nothing else is computed: its ratio may be what hides `loading`."""
@@ -125,19 +130,20 @@ class RequestPreparer:
         if self.shadow is not None:
             choice = self.shadow.allowed(choice)
         turn: TurnUnderWay | None = None
+        again: NextTurn | None = None
         if request.conversation_id is None:
-            limit = PromptLimit(min(self.context_tokens, most_tokens or self.context_tokens))
-            prompt = (build or self._built)(request, limit)
+            most = min(self.context_tokens, most_tokens or self.context_tokens)
+            request, prompt, again = self.turn_builder.without_id(request, build or self._built, most)
         else:
             turn, prompt = self.turn_builder.begin(request, most_tokens=most_tokens)
         room = prompt.room_in(self.context_tokens) - (0 if turn is None else len(turn.closing))
-        arranged = self._arrange(prompt, order, counted=not speculative)
+        arranged = self._arrange(prompt, order, request.tenant, counted=not speculative)
         kept = self.chooser.kept(choice)
         if turn is not None:  # its later turns may be answered by another method
             kept = replace(kept, kv=True)
         room = min(request.sampling.max_new_tokens, room)
         method = method_for(choice, _promotion(arranged, turn), None)
-        return PreparedRequest(request, order, arranged, choice, method, kept, room, turn, raisable)
+        return PreparedRequest(request, order, arranged, choice, method, kept, room, turn, raisable, again)
 
     def prepare_beforehand(
         self, chunk: Chunk | str, *, cache_salt: str = "", most_tokens: int | None = None
@@ -191,7 +197,25 @@ class RequestPreparer:
         """A speculative request is asked for."""
         if self.arranger is not None:
             with self._arranging:
-                self.arranger.count(prepared.prompt, free=prepared.arranged.promotion is not None)
+                self.arranger.count(prepared.prompt, free=prepared.arranged.free, tenant=prepared.request.tenant)
+
+    def load_counts(self, path: Path | None) -> None:
+        """Count what an earlier process saved."""
+        if self.arranger is not None:
+            with self._arranging:
+                self.arranger.load(path)
+
+    def save_counts(self, path: Path | None) -> None:
+        """Keep what was asked for over a restart."""
+        if self.arranger is not None:
+            with self._arranging:
+                self.arranger.save(path)
+
+    def answered(self, prepared: PreparedRequest, arranged: Arranged) -> None:
+        """A request was answered with its chunks `arranged` so; a later one may send its messages again."""
+        if prepared.turn is None:
+            ranks = sorted(arranged.ranks.items())
+            self.turn_builder.answered(prepared.request, [prepared.request.chunks[rank] for _, rank in ranks])
 
     def abandon(self, prepared: PreparedRequest) -> None:
         """A request ends without an answer; a no-op after its end."""
@@ -204,15 +228,16 @@ class RequestPreparer:
             request.chunks,
             system=request.system,
             history=request.history,
+            history_chunks=request.history_chunks,
             cache_salt=request.cache_salt,
             limit=limit,
         )
 
-    def _arrange(self, prompt: Prompt, order: ChunkOrder, *, counted: bool) -> Arranged:
+    def _arrange(self, prompt: Prompt, order: ChunkOrder, tenant: str, *, counted: bool) -> Arranged:
         if self.arranger is None:
             return Arranged(prompt)
         with self._arranging:
-            return self.arranger.arrange(prompt, order, counted=counted)
+            return self.arranger.arrange(prompt, order, counted=counted, tenant=tenant)
 
 
 def _promotion(arranged: Arranged, turn: TurnUnderWay | None) -> Promotion | None:

@@ -1,9 +1,13 @@
 """Turns of conversations: what goes into a turn's prompt, and what the next one goes on from (CRAFT §4.3)."""
 
-from collections import Counter
+import hashlib
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from threading import Lock
 
+from chunkweave.config import ConversationConfig
 from chunkweave.conversation.registry import Conversations, ConversationState, HistoryPart, Key, PastTurn
 from chunkweave.errors import PromptTooLongError
 from chunkweave.planning.plan import Plan
@@ -11,7 +15,10 @@ from chunkweave.prompt.builder import PromptBuilder, PromptLimit
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.prompt.request import Request
 from chunkweave.store.records import segment_id
-from chunkweave.types import ChunkId, SegmentId, Span
+from chunkweave.types import Chunk, ChunkId, SegmentId, Span
+
+Build = Callable[[Request, PromptLimit], Prompt]
+"""Makes the prompt of a request that belongs to no conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +119,126 @@ class TurnUnderWay:
         return {first + place: one.segment for place, one in enumerate(self.content.history)}
 
 
+_MOST_SENT_CHARACTERS = 32 << 20
+"""Of all chunks that `SentChunks` remembers together."""
+
+
+class SentChunks:
+    """The chunks that were sent with each question of clients that send all messages again: `ChunkMap` without ids.
+
+    CRAFT §4.3 keeps what a session's context holds under its id. Here a turn is known by its content: the salt, the
+    instruction, all questions and answers before it, and its own question. Its own answer does not count: a turn is
+    found whatever became of that. There are at most as many turns as conversations may be, and none that was idle
+    for longer than one may be; of more, the one idle for longest is forgotten of the salt that holds the most text.
+    What was sent with a forgotten turn is not in the prompt, and is sent again. Thread-safe.
+    """
+
+    def __init__(self, config: ConversationConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._lock = Lock()
+        self._turns: dict[str, OrderedDict[bytes, tuple[float, tuple[Chunk, ...]]]] = {}
+        self._characters: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._turns.values()))
+
+    def before(self, request: Request) -> tuple[tuple[Chunk, ...], ...]:
+        """For each question of a request's history the chunks that were new with it; none where that is not known."""
+        with self._lock:
+            return tuple(self._found(request.cache_salt, key) for key in _turn_keys(request)[:-1])
+
+    def note(self, request: Request, chunks: Sequence[Chunk]) -> None:
+        """A request was answered whose prompt had these new chunks, in this order, before its question."""
+        salt, key = request.cache_salt, _turn_keys(request)[-1]
+        with self._lock:
+            self._forget(salt, key)
+            if chunks:
+                self._turns.setdefault(salt, OrderedDict())[key] = self._clock(), tuple(chunks)
+                self._characters[salt] += _characters(chunks)
+            while len(self) > self._config.max_conversations or self._characters.total() > _MOST_SENT_CHARACTERS:
+                most = max(self._turns, key=lambda one: self._characters[one])
+                self._forget(most, next(iter(self._turns[most])))
+
+    def _found(self, salt: str, key: bytes) -> tuple[Chunk, ...]:
+        turns, idle_s = self._turns.get(salt), self._config.idle_s
+        if turns is None or key not in turns:
+            return ()
+        since_s, chunks = turns[key]
+        if idle_s is not None and self._clock() - since_s > idle_s:
+            self._forget(salt, key)
+            return ()
+        turns[key] = self._clock(), chunks
+        turns.move_to_end(key)
+        return chunks
+
+    def _forget(self, salt: str, key: bytes) -> None:
+        turns = self._turns.get(salt)
+        if turns is None or key not in turns:
+            return
+        self._characters[salt] -= _characters(turns.pop(key)[1])
+        if not turns:
+            del self._turns[salt], self._characters[salt]
+
+
+def _characters(chunks: Sequence[Chunk]) -> int:
+    return sum(len(chunk.text) + len(chunk.source) for chunk in chunks)
+
+
+def _turn_keys(request: Request) -> list[bytes]:
+    """A hash of what was said up to each question, the request's own last."""
+    digest, keys = hashlib.blake2b(repr(request.system).encode(), digest_size=16), []
+    for question, answer in (*request.history, (request.question, "")):
+        digest.update(repr(question.strip()).encode())
+        keys.append(digest.digest())
+        digest.update(repr(answer.strip()).encode())
+    return keys
+
+
 class TurnBuilder:
     """Begins and ends turns with one model's builder. What has been said is in `conversations`."""
 
     def __init__(self, builder: PromptBuilder, conversations: Conversations, max_positions: int) -> None:
         self.conversations = conversations
+        self._sent = SentChunks(conversations.config)
         self._builder = builder
         self._max_positions = max_positions
+
+    def without_id(self, request: Request, build: Build, most_tokens: int) -> tuple[Request, Prompt, NextTurn | None]:
+        """The prompt of a request that belongs to no conversation, and the request as it was made.
+
+        With `deduplicate`, the chunks that were sent with the questions of its history stand before these again, where
+        their KV is, and are not sent another time. Where all of it does not fit, those of the oldest turns are left
+        out; what stood there is new again. The history itself is never cut.
+
+        Raises:
+            UsageError, PromptTooLongError: what `build` raises.
+        """
+        if not self.conversations.config.deduplicate:
+            return request, build(request, PromptLimit(most_tokens)), None
+        held, given = self._sent.before(request), [_chunk(one) for one in request.chunks]
+        room = most_tokens - min(request.sampling.max_new_tokens, most_tokens // _ANSWER_SHARE)
+        for cut in range(len(held) + 1):
+            kept = (*((),) * cut, *held[cut:])
+            sent = {chunk.text for chunks in kept for chunk in chunks}
+            new = list({chunk.text: chunk for chunk in reversed(given) if chunk.text not in sent}.values())[::-1]
+            asked = replace(request, chunks=new, history_chunks=kept)
+            try:
+                prompt = build(asked, PromptLimit(most_tokens))
+            except PromptTooLongError:
+                if not any(kept):
+                    raise
+                continue
+            if len(prompt) <= room or not any(kept):
+                break
+        others = Counter(chunk.text for chunk in given) - Counter(chunk.text for chunk in new)
+        not_sent = self._builder.chunk_parts([*others.elements()], cache_salt=request.cache_salt)
+        return asked, prompt, NextTurn((), 0, (), not_sent)
+
+    def answered(self, request: Request, chunks: Sequence[Chunk | str]) -> None:
+        """A request that belongs to no conversation was answered with these new `chunks` in this order."""
+        if self.conversations.config.deduplicate:
+            self._sent.note(request, [_chunk(one) for one in chunks])
 
     def begin(self, request: Request, *, most_tokens: int | None = None) -> tuple[TurnUnderWay, Prompt]:
         """The turn that `request` asks for and its prompt; `end` or `abandon` it.
@@ -196,6 +316,10 @@ class TurnBuilder:
     def abandon(self, turn: TurnUnderWay) -> None:
         """Let the conversation be as it was before; harmless once the turn has ended."""
         self.conversations.abandon(turn.key, turn.before)
+
+
+def _chunk(chunk: Chunk | str) -> Chunk:
+    return Chunk(chunk) if isinstance(chunk, str) else chunk
 
 
 def history_after(prompt: Prompt, plan: Plan, turn: TurnUnderWay, woven: Collection[Span]) -> tuple[HistoryPart, ...]:

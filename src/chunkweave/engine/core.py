@@ -405,6 +405,7 @@ class BatchingCore:
             decode_s=self._clock() - request.first_token_s,
             queue_s=request.admitted_s - request.arrived_s,
         )
+        self._preparer.answered(request.prepared, request.prepared.arranged)
         answer = decode.answer(self._runner.model.geometry, durations)
         self._count(finished=1)
         self._end(request, StreamEvent(rest, answer))

@@ -8,13 +8,20 @@ import torch
 from chunkweave.config import SamplingParams
 from chunkweave.conversation.answer import Answer, Durations, Outcome, PartSource, TokenCounts, build_report
 from chunkweave.conversation.prepare import PreparedRequest
-from chunkweave.conversation.turns import TurnUnderWay, history_after
+from chunkweave.conversation.turns import NextTurn, history_after
 from chunkweave.engine.prefill import Prefilled
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.metrics import ReuseReport
 from chunkweave.ordering.arrangement import Arranged
 from chunkweave.planning.method_choice import MethodChoice
-from chunkweave.planning.outcome import explain_plan, full_prefill_flops, prefill_flops, recompute_fraction
+from chunkweave.planning.outcome import (
+    check_layers_of,
+    explain_plan,
+    full_prefill_flops,
+    prefill_flops,
+    reasons_of,
+    recompute_fraction,
+)
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Geometry, SegmentId
@@ -208,7 +215,7 @@ class DecodeState:
             self._tiers,
             prepared.choice,
             prepared.arranged,
-            turn=prepared.turn,
+            content=prepared.content,
         )
         explanation = explain_plan(
             self.prefilled.plan,
@@ -229,21 +236,30 @@ def make_report(
     choice: MethodChoice | None = None,
     arranged: Arranged | None = None,
     *,
-    turn: TurnUnderWay | None = None,
+    content: NextTurn | None = None,
 ) -> ReuseReport:
     """The report of a prefill, and of the answer behind it.
 
     `tiers` has the tier of each segment (host if it has none), `choice` why the method was chosen, `arranged` how the
-    chunks were ordered, `turn` is a conversation's turn, if it is one.
+    chunks were ordered, `content` is what is known of a conversation.
     """
     plan, tiers = prefilled.plan, tiers or {}
     recomputed = [position for span in prefilled.recomputed for position in range(span.start, span.stop)]
     sources = [
-        PartSource(str(part.kv_source), part.segment, part.segment and tiers.get(part.segment, "host"))
+        PartSource(
+            str(part.kv_source), part.segment, part.segment and tiers.get(part.segment, "host"), reasons_of(part)
+        )
         for part in plan.parts
     ]
-    outcome = Outcome(plan.method, TokenCounts.of(plan, len(recomputed)), sources, recomputed)
-    report = build_report(arranged or Arranged(prefilled.prompt), choice, turn, outcome, durations, new_tokens)
+    outcome = Outcome(
+        plan.method,
+        TokenCounts.of(plan, len(recomputed)),
+        sources,
+        recomputed,
+        check_layers_of(plan),
+        None if prefilled.stop is None else prefilled.stop.layer_if_dropped,
+    )
+    report = build_report(arranged or Arranged(prefilled.prompt), choice, content, outcome, durations, new_tokens)
     return replace(
         report,
         recompute_fraction=recompute_fraction(plan, prefilled.recompute_work, geometry.num_layers),

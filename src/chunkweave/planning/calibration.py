@@ -15,8 +15,9 @@ from typing import Any, Self, TypeVar
 
 from chunkweave.config import QueryConfig, ReuseConfig
 from chunkweave.errors import DocumentError, UsageError
-from chunkweave.planning.cost import COST_FILE
-from chunkweave.planning.method import parameter_of
+from chunkweave.ordering.arrangement import COUNTS_FILE
+from chunkweave.planning.cost import COST_FILE, MEASURED_BY_ENGINE, MEASURED_BY_VLLM
+from chunkweave.planning.method import method_named, parameter_of
 from chunkweave.plugins import METHODS
 
 logger = logging.getLogger(__name__)
@@ -218,11 +219,6 @@ class CalibrationRecord:
         for quality in record.targets:
             record.config(quality)
         return record
-
-
-def method_named(spec: str) -> str:
-    """The method of a specification such as `query:two-rounds`."""
-    return spec.partition(":")[0]
 
 
 def _target_of(data: Mapping[str, Any]) -> Target:
@@ -428,4 +424,4 @@ def existing_records(path: Path) -> tuple[CalibrationRecord, ...]:
         return ()
 
 
-OWN_FILES = frozenset({COST_FILE, CALIBRATION_FILE, PARTIAL_FILE})
+OWN_FILES = frozenset({COST_FILE, MEASURED_BY_ENGINE, MEASURED_BY_VLLM, CALIBRATION_FILE, PARTIAL_FILE, COUNTS_FILE})

@@ -124,6 +124,7 @@ class PromptBuilder:
         *,
         system: str | None = None,
         history: Sequence[tuple[str, str | Rendered]] = (),
+        history_chunks: Sequence[Sequence[Chunk | str]] = (),
         exchange: Rendered | None = None,
         cache_salt: str = "",
         limit: PromptLimit | None = None,
@@ -131,19 +132,25 @@ class PromptBuilder:
         """START, SYSTEM, a TURN for each of `history`, the chunks in the order given, QUESTION.
 
         Parts without tokens are left out. `history` are earlier questions with their answers, as text or as all that
-        stands between two questions. An `exchange` is what stands between the question and its answer, in the place of
-        the template's tail. `system=None` means the template's instruction, `system=""` none. `question=None` makes a
-        prompt to precompute. No chunks is plain generation. A `limit` refuses what is far too long before all of it is
-        tokenized.
+        stands between two questions; the `history_chunks` of each stand before it. An `exchange` is what stands between
+        the question and its answer, in the place of the template's tail. `system=None` means the template's
+        instruction, `system=""` none. `question=None` makes a prompt to precompute. No chunks is plain generation. A
+        `limit` refuses what is far too long before all of it is tokenized.
 
         Raises:
             UsageError: a question or a chunk is empty, there is nothing at all, or there is a `history` and the model's
                 chat template takes no second turn.
             PromptTooLongError: what the `limit` raises.
         """
+        if history_chunks and len(history_chunks) != len(history):
+            raise UsageError(f"there are {len(history)} earlier questions, and chunks of {len(history_chunks)}")
+        turns = (
+            (*self.chunk_parts(before, cache_salt=cache_salt, limit=limit), self._past_turn(*one, cache_salt, limit))
+            for one, before in zip(history, history_chunks or [()] * len(history), strict=True)
+        )
         parts = [
             *self.opening(system=system, cache_salt=cache_salt, limit=limit),
-            *(self._past_turn(*one, cache_salt, limit) for one in history),
+            *(part for turn in turns for part in turn),
             *self.chunk_parts(chunks, cache_salt=cache_salt, limit=limit),
         ]
         if question is not None:

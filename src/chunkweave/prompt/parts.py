@@ -85,9 +85,11 @@ class Prompt:
         return tuple(token for part in self.parts for token in part.token_ids)
 
     @property
-    def turn_tokens(self) -> int:
-        """Tokens of earlier turns."""
-        return sum(len(part) for part in self.parts if part.kind is PartKind.TURN)
+    def history_tokens(self) -> int:
+        """Tokens of earlier turns, with the chunks that stand before their questions."""
+        last = max((place for place, part in enumerate(self.parts) if part.kind is PartKind.TURN), default=-1)
+        opening = (PartKind.START, PartKind.SYSTEM)
+        return sum(len(part) for part in self.parts[: last + 1] if part.kind not in opening)
 
     def room_in(self, context_tokens: int) -> int:
         """How many tokens a context of so many leaves for the answer.

@@ -18,6 +18,7 @@ class Request:
     conversation's own instruction. Who says the number of the `turn`, from 1, is refused where another one comes next.
     Conversations are shared out by `tenant`. Without an id `history` are earlier questions with their answers, which
     stand behind the instruction: nothing is kept of them but KV, which is found again by what they say.
+    `history_chunks` has for each of these the chunks that stand before its question.
 
     >>> from chunkweave import Engine, Request, SamplingParams
     >>> asked = Request("Who leads the choir?", ["The choir is led by Otto Gunmark."], sampling=SamplingParams(16))
@@ -36,3 +37,4 @@ class Request:
     turn: int | None = None
     tenant: str = ""
     history: Sequence[tuple[str, str]] = ()
+    history_chunks: Sequence[Sequence[Chunk | str]] = ()

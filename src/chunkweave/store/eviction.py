@@ -5,14 +5,14 @@ A policy is found by its name in `plugins.POLICIES`, from this package or anothe
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from inspect import signature
-from itertools import count
-from typing import Any, Protocol
+from itertools import chain, count
+from typing import Any, Protocol, runtime_checkable
 
 from chunkweave.plugins import POLICIES
-from chunkweave.store.records import SegmentRecord
+from chunkweave.store.records import SegmentRecord, Sightings
 from chunkweave.types import SegmentId
 
 
@@ -21,17 +21,29 @@ class PathRequest:
     """The path that a request asked for: the segments of it that are stored, then those that are not.
 
     `cached_tokens` and `new_tokens` are alpha and beta of RAGCache's Algorithm 1: tokens of the prompt that the stored
-    exact prefix covers, and all the others, the question's among them.
+    exact prefix covers, and all the others, the question's among them. `reused` are segments beside the path, computed
+    in other contexts, that the request's plan uses. `saved` is what each segment that the plan uses adds to its f_r
+    (`Plan.saved`).
     """
 
     stored: tuple[SegmentId, ...]
     missing: tuple[SegmentId, ...]
     cached_tokens: int
     new_tokens: int
+    reused: tuple[SegmentId, ...] = ()
+    saved: Mapping[SegmentId, float] = field(default_factory=dict, hash=False)
 
 
 PrefillSeconds = Callable[[float, float], float]
 """Seconds to compute `new` tokens behind `cached` ones, in this order: `CostModel.prefill`."""
+
+
+@runtime_checkable
+class ExplainedPolicy(Protocol):
+    """A policy that can say by which numbers it ranks a segment."""
+
+    def explain(self, segment: SegmentId) -> dict[str, float]:
+        """The numbers by name, `priority` among them: the least priority is evicted first. Empty if it is unknown."""
 
 
 class EvictionPolicy(Protocol):
@@ -50,10 +62,10 @@ class EvictionPolicy(Protocol):
         return
 
     def on_insert(self, record: SegmentRecord) -> None:
-        """`record` is stored now; it was not before."""
+        """`record` is stored now; it was not before. That is no use: the request that it was computed for counts."""
 
     def on_hit(self, record: SegmentRecord) -> None:  # noqa: ARG002 - likewise
-        """A stored segment is used once more. Within a request the deepest part is reported first."""
+        """A request uses a stored segment. Within a request the deepest part is reported first."""
         return
 
     def on_remove(self, segment: SegmentId) -> None:
@@ -80,9 +92,13 @@ def make_policy(name: str, *, prefill_s: PrefillSeconds | None = None) -> Evicti
         UsageError: it cannot be imported.
     """
     build = POLICIES.get(name)
-    takes_cost = prefill_s is not None and "prefill_s" in signature(build).parameters
-    policy: EvictionPolicy = build(prefill_s=prefill_s) if takes_cost else build()
+    policy: EvictionPolicy = build(prefill_s=prefill_s) if prefill_s is not None and weighs_cost(name) else build()
     return policy
+
+
+def weighs_cost(name: str) -> bool:
+    """Whether the policy of that name asks what computing costs. Raises what `make_policy` does."""
+    return "prefill_s" in signature(POLICIES.get(name)).parameters
 
 
 _SLACK = 64
@@ -167,12 +183,13 @@ class AgedRanking(Ranking):
 
     def __init__(self) -> None:
         super().__init__()
-        self._clock = 0.0
+        self.clock = 0.0
+        """The greatest priority evicted so far."""
         self._proposed: SegmentId | None = None
 
-    def rank(self, segment: SegmentId, worth: float, /) -> None:
-        """Give a segment its priority as of now."""
-        super().rank(segment, self._clock + worth)
+    def rank(self, segment: SegmentId, worth: float, /, clock: float | None = None) -> None:
+        """Give a segment its priority as of now, or as of an earlier `clock`."""
+        super().rank(segment, (self.clock if clock is None else clock) + worth)
 
     def least(self, admitted: Callable[[SegmentId], bool]) -> SegmentId | None:
         """The first id in order that `admitted` admits; if it is what is removed next, that was an eviction."""
@@ -183,7 +200,7 @@ class AgedRanking(Ranking):
         """Forget a segment, and move the clock on if it was evicted."""
         priority = self.of(segment)
         if priority is not None and segment == self._proposed:
-            self._clock = max(self._clock, priority)
+            self.clock = max(self.clock, priority)
         self._proposed = None
         super().remove(segment)
 
@@ -202,6 +219,11 @@ class RankedPolicy(EvictionPolicy):
 
     def ids(self) -> Iterator[SegmentId]:
         return iter(self._ranking)
+
+    def explain(self, segment: SegmentId) -> dict[str, float]:
+        """The priority."""
+        priority = self._ranking.of(segment)
+        return {} if priority is None else {"priority": priority}
 
 
 class LRUPolicy(EvictionPolicy):
@@ -234,21 +256,51 @@ class FIFOPolicy(LRUPolicy):
         """Changes nothing."""
 
 
-class LFUPolicy(RankedPolicy):
-    """Evicts what was used least often since it came in; storing counts as the first use.
+class CountingPolicy(RankedPolicy):
+    """A policy that counts requests for a segment since it came in, those among them that it came in for.
+
+    Of several that missed it at once one stores it, and all count.
+    """
+
+    def __init__(self, ranking: Ranking | None = None) -> None:
+        super().__init__(ranking)
+        self._missed = Sightings()
+        self._frequencies: dict[SegmentId, int] = {}
+
+    def on_request(self, request: PathRequest) -> None:
+        for segment in request.missing:
+            self._missed.see(segment)
+
+    def on_insert(self, record: SegmentRecord) -> None:
+        self._frequencies[record.id] = max(1, self._missed.forget(record.id))
+        self._rank(record, self._frequencies[record.id])
+
+    def on_hit(self, record: SegmentRecord) -> None:
+        self._frequencies[record.id] += 1
+        self._rank(record, self._frequencies[record.id])
+
+    def on_remove(self, segment: SegmentId) -> None:
+        super().on_remove(segment)
+        self._frequencies.pop(segment, None)
+
+    def explain(self, segment: SegmentId) -> dict[str, float]:
+        """Priority and frequency."""
+        counted = {"frequency": self._frequencies[segment]} if segment in self._frequencies else {}
+        return {**super().explain(segment), **counted}
+
+    def _rank(self, record: SegmentRecord, frequency: int) -> None:
+        self._ranking.rank(record.id, frequency)
+
+
+class LFUPolicy(CountingPolicy):
+    """Evicts what was asked for least often since it came in; storing counts as the first use.
 
     Counts do not age: what was popular once stays. `gdsf` is the one that ages. All operations are O(log n), but for
     what `victim` passes over.
     """
 
-    def on_insert(self, record: SegmentRecord) -> None:
-        self._ranking.rank(record.id, 1)
 
-    def on_hit(self, record: SegmentRecord) -> None:
-        self._ranking.rank(record.id, self._ranking.of(record.id) + 1)
-
-
-class GDSFPolicy(RankedPolicy):
+class GDSFPolicy(CountingPolicy):
     """Evicts the least priority = clock + cost * frequency / size (Cherkasova 1998, "GDSF"; RAGCache §5.1 compares it).
 
     `frequency` counts uses since the segment came in, storing being the first; `size` is its bytes in this tier; `cost`
@@ -263,20 +315,8 @@ class GDSFPolicy(RankedPolicy):
     def __init__(self, cost: Callable[[SegmentRecord], float] = len) -> None:
         super().__init__(AgedRanking())
         self._cost = cost
-        self._frequencies: dict[SegmentId, int] = {}
-
-    def on_insert(self, record: SegmentRecord) -> None:
-        self._rank(record, 1)
-
-    def on_hit(self, record: SegmentRecord) -> None:
-        self._rank(record, self._frequencies[record.id] + 1)
-
-    def on_remove(self, segment: SegmentId) -> None:
-        super().on_remove(segment)
-        self._frequencies.pop(segment, None)
 
     def _rank(self, record: SegmentRecord, frequency: int) -> None:
-        self._frequencies[record.id] = frequency
         self._ranking.rank(record.id, self._cost(record) * frequency / record.nbytes)
 
 
@@ -296,7 +336,8 @@ class _Statistics:
     frequency: int = 0
     total_cost_s: float = 0.0
     misses: int = 0
-    announced: bool = False
+    clock: float | None = None
+    """The tier's at the latest request for it; None if there was none."""
 
 
 class PGDSFPolicy(RankedPolicy):
@@ -307,12 +348,13 @@ class PGDSFPolicy(RankedPolicy):
     `frequency` counts the requests for the segment among the last `window` uses, whether it was stored then or not:
     what comes back after an eviction is as popular as before. `clock` is the greatest priority evicted so far from
     this tier; each tier has a policy, hence a clock, of its own. As in the paper a priority is set when the segment is
-    asked for, so that a use that leaves the window lowers it at the next request only.
+    asked for: a new node's has the clock at its request, before room was made for it (Algorithm 1), and a use that
+    leaves the window lowers it at the next request only.
 
-    Uses that no request announced (a segment in another context than the asked one) count when they happen. Coming in
-    is no use: what is computed ahead of any request, or copied from another tier, was not asked for. Nodes that are
-    neither stored nor used within the window are forgotten. All operations are O(log n), but for what `victim` passes
-    over.
+    A request counts once for each segment of its path and each that it reuses beside it. Coming in is no use, nor is
+    coming in again: what is computed ahead of any request, by several requests at once, or copied from another tier,
+    was not asked for once more. Nodes that are neither stored nor used within the window are forgotten. All operations
+    are O(log n), but for what `victim` passes over.
     """
 
     def __init__(
@@ -330,34 +372,33 @@ class PGDSFPolicy(RankedPolicy):
         """
         if window < 1:
             raise ValueError(f"frequency needs a window of at least one use, not {window}")
-        super().__init__(AgedRanking())
+        self._aged = AgedRanking()
+        super().__init__(self._aged)
         self._prefill_s = prefill_s
         self._window = window
         self._latest: deque[SegmentId] = deque()
         self._known: dict[SegmentId, _Statistics] = {}
+        self._counted: frozenset[SegmentId] = frozenset()
+        """What the latest request has counted for already."""
 
     def on_request(self, request: PathRequest) -> None:
-        for segment in request.stored:
-            self._use(segment).announced = True
+        self._counted = frozenset(chain(request.stored, request.missing, request.reused))
+        for segment in (*request.stored, *request.reused):
+            self._use(segment)
         if not request.missing:
             return
         cost_s = self._prefill_s(request.new_tokens, request.cached_tokens) / request.new_tokens
         for segment in request.missing:
             node = self._use(segment)
-            node.announced = True
             node.total_cost_s += cost_s
             node.misses += 1
 
     def on_insert(self, record: SegmentRecord) -> None:
         node = self._known.setdefault(record.id, _Statistics())
-        node.announced = False
         self._rank(record, node)
 
     def on_hit(self, record: SegmentRecord) -> None:
-        node = self._known.setdefault(record.id, _Statistics())
-        if not node.announced:
-            node = self._use(record.id)
-        node.announced = False
+        node = self._known[record.id] if record.id in self._counted else self._use(record.id)
         self._rank(record, node)
 
     def on_remove(self, segment: SegmentId) -> None:
@@ -367,6 +408,7 @@ class PGDSFPolicy(RankedPolicy):
     def _use(self, segment: SegmentId) -> _Statistics:
         node = self._known.setdefault(segment, _Statistics())
         node.frequency += 1
+        node.clock = self._aged.clock
         self._latest.append(segment)
         if len(self._latest) > self._window:
             oldest = self._latest.popleft()
@@ -381,7 +423,15 @@ class PGDSFPolicy(RankedPolicy):
             del self._known[segment]
 
     def _rank(self, record: SegmentRecord, node: _Statistics) -> None:
-        self._ranking.rank(record.id, self._average_s(record, node) * max(1, node.frequency))
+        self._aged.rank(record.id, self._average_s(record, node) * max(1, node.frequency), node.clock)
+
+    def explain(self, segment: SegmentId) -> dict[str, float]:
+        """Priority, frequency, and the average cost as far as it was observed, in seconds a token."""
+        node = self._known.get(segment)
+        if node is None:
+            return {}
+        average_s = {"average_cost_s": node.total_cost_s / node.misses} if node.misses else {}
+        return {**super().explain(segment), "frequency": node.frequency, **average_s}
 
     def _average_s(self, record: SegmentRecord, node: _Statistics) -> float:
         if not node.misses:  # it was computed ahead of any request
@@ -389,27 +439,71 @@ class PGDSFPolicy(RankedPolicy):
         return node.total_cost_s / node.misses
 
 
-def exact_or_lost(record: SegmentRecord) -> float:
-    """The impact CCI (1 - beta') of a reuse, as far as it is known without the prompt: none where it is exact."""
-    return 0.0 if record.exact else 1.0
+class ReuseFrequencies:
+    """What reuse of each segment has saved so far: f_r of Cache-Craft §3.3. Not thread-safe.
+
+    Each reuse adds 1/CFO with CFO = max(CCI (1 - beta'), 1/|C|) (`Plan.saved`): one for a segment that had to be
+    recomputed whole, its number of tokens for one that needed nothing. The bound is ours: 1/0 has no place in a sum. A
+    segment starts at 0, since nothing was reused yet (the paper says nothing of the start); so does one whose uses are
+    forgotten. As in the paper, f_r does not age.
+    """
+
+    def __init__(self, capacity: int = 65_536) -> None:
+        """Remember at most `capacity` segments; of more, those that were heard of longest ago are forgotten."""
+        self._capacity = capacity
+        self._known: dict[SegmentId, tuple[float, int]] = {}
+        self._ticks = 0
+
+    def start(self, segment: SegmentId) -> None:
+        """It is stored now; what was known of an earlier one under its id is over."""
+        self._enter(segment, 0.0)
+
+    def add(self, segment: SegmentId, saved: float) -> None:
+        """It was reused, which `saved` so much."""
+        self._enter(segment, self.of(segment) + saved)
+
+    def of(self, segment: SegmentId) -> float:
+        """The f_r of a segment, 0 if it is unknown."""
+        return self._known.get(segment, (0.0, 0))[0]
+
+    def least_first(self, records: Iterable[SegmentRecord]) -> list[SegmentRecord]:
+        """`records` by rising f_r; of equal ones, the one first that was stored or reused longest ago.
+
+        Those never heard of come first, in the order given.
+        """
+        return sorted(records, key=lambda record: self._known.get(record.id, (0.0, 0)))
+
+    def _enter(self, segment: SegmentId, frequency: float) -> None:
+        self._ticks += 1
+        self._known.pop(segment, None)
+        self._known[segment] = (frequency, self._ticks)
+        if len(self._known) > self._capacity:
+            del self._known[next(iter(self._known))]
 
 
 class ReuseFrequencyPolicy(RankedPolicy):
     """Evicts the least f_r, of equal ones the one that was stored or used longest ago.
 
-    Each reuse adds 1 / max(impact, 1/|C|): the number of tokens of a segment that needed no recomputation, one for a
-    segment that had to be recomputed whole. A segment starts at 0, and f_r does not age, as in the paper, which uses
-    it to bound the variants of a chunk; here it chooses among all segments. All operations are O(log n), but for what
-    `victim` passes over.
+    The paper bounds the variants of a chunk by it; here it chooses among all segments. What a request saved with each
+    segment comes with it (`PathRequest.saved`); a use without (in a simulation) is exact or saves nothing. A segment
+    that was evicted keeps its f_r as long as it is remembered, so that a copy from a slower tier is worth what it was.
+    All operations are O(log n), but for what `victim` passes over.
     """
 
-    def __init__(self, impact: Callable[[SegmentRecord], float] = exact_or_lost) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._impact = impact
+        self._frequencies = ReuseFrequencies()
+        self._counted: Collection[SegmentId] = ()
+
+    def on_request(self, request: PathRequest) -> None:
+        self._counted = request.saved.keys()
+        for segment, saved in request.saved.items():
+            self._frequencies.add(segment, saved)
 
     def on_insert(self, record: SegmentRecord) -> None:
-        self._ranking.rank(record.id, 0.0)
+        self._ranking.rank(record.id, self._frequencies.of(record.id))
 
     def on_hit(self, record: SegmentRecord) -> None:
-        saved = 1.0 / max(self._impact(record), 1.0 / len(record))
-        self._ranking.rank(record.id, self._ranking.of(record.id) + saved)
+        if record.id not in self._counted:
+            self._frequencies.add(record.id, float(len(record)) if record.exact else 1.0)
+        self._ranking.rank(record.id, self._frequencies.of(record.id))

@@ -15,7 +15,7 @@ from weakref import ref
 
 from chunkweave.errors import StoreError
 from chunkweave.prompt.parts import Prompt, PromptPart
-from chunkweave.store.eviction import EvictionPolicy, PathRequest
+from chunkweave.store.eviction import EvictionPolicy, ExplainedPolicy, PathRequest
 from chunkweave.store.prefix_trie import KnowledgeTree, PrefixTrie, TrieNode
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.types import ChunkId, SegmentId, Span
@@ -126,10 +126,15 @@ class RequestUse:
     misses: int
 
     @classmethod
-    def of(cls, found: PromptLookup, used: Iterable[SegmentId]) -> "RequestUse":
-        """What a lookup and the plan made of it count for."""
+    def of(
+        cls, found: PromptLookup, used: Iterable[SegmentId], saved: Mapping[SegmentId, float] | None = None
+    ) -> "RequestUse":
+        """What a lookup and the plan made of it count for; `saved` is the plan's, as far as it is `used`."""
         chunks = tuple(entry.part.id for entry in found.parts if entry.part.id is not None)
-        return cls(path_request_of(found), chunks, tuple(dict.fromkeys(used)), found.hits, found.misses)
+        path, segments = path_request_of(found), tuple(dict.fromkeys(used))
+        beside = tuple(segment for segment in segments if segment not in path.stored)
+        own = {segment: saved[segment] for segment in segments if segment in saved} if saved else {}
+        return cls(replace(path, reused=beside, saved=own), chunks, segments, found.hits, found.misses)
 
 
 class PathIndex:
@@ -326,6 +331,10 @@ class SegmentIndex:
     def note_request(self, request: PathRequest) -> None:
         """Pass on to the policy what a request asked for."""
         self._policy.on_request(request)
+
+    def explain(self, segment: SegmentId) -> dict[str, float]:
+        """By which numbers the policy ranks a segment; empty if it does not say."""
+        return self._policy.explain(segment) if isinstance(self._policy, ExplainedPolicy) else {}
 
     def touch(self, record: SegmentRecord) -> None:
         """Count one use of a held record."""

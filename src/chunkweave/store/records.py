@@ -126,10 +126,13 @@ class SegmentRecord:
     `exact` means that every token before it was exact too when it was computed, so that its KV equals
     what full prefill gives (up to rounding). Only exact segments may be in the path index. `attention` is what
     its tokens looked at then, if somebody measured it. `owner` is the tenant that it was computed for. Of a `source`
-    as much is kept as of a chunk's.
+    as much is kept as of a chunk's. `generation` counts how often a part of its tokens was recomputed in a new context
+    since all of them were computed in one: 0 where all KV is of this context, n + 1 for a variant that was made from
+    one of generation n.
 
     Raises:
-        ValueError: the attention profile is of another number of tokens, or has chunks that are not in the context.
+        ValueError: the attention profile is of another number of tokens, or has chunks that are not in the context;
+            the generation is negative, or an exact segment has one.
     """
 
     id: SegmentId
@@ -141,10 +144,13 @@ class SegmentRecord:
     source: str = ""
     attention: AttentionProfile | None = field(default=None, hash=False)
     owner: str = field(default="", compare=False)
+    generation: int = 0
 
     def __post_init__(self) -> None:
         if len(self.source) > MOST_SOURCE_CHARACTERS:
             object.__setattr__(self, "source", self.source[:MOST_SOURCE_CHARACTERS])
+        if self.generation < 0 or (self.exact and self.generation):
+            raise ValueError(f"an {'exact' if self.exact else 'inexact'} segment of generation {self.generation}")
         if self.attention is None:
             return
         if self.attention.tokens != len(self.token_ids):
@@ -164,9 +170,21 @@ class SegmentRecord:
         source: str = "",
         attention: AttentionProfile | None = None,
         owner: str = "",
+        generation: int = 0,
     ) -> Self:
         """A record whose id follows from chunk and context."""
-        return cls(segment_id(chunk_id, context), chunk_id, context, token_ids, exact, nbytes, source, attention, owner)
+        return cls(
+            segment_id(chunk_id, context),
+            chunk_id,
+            context,
+            token_ids,
+            exact,
+            nbytes,
+            source,
+            attention,
+            owner,
+            generation,
+        )
 
     @property
     def path(self) -> tuple[ChunkId, ...]:
@@ -325,3 +343,7 @@ class Sightings:
     def count(self, segment: SegmentId) -> int:
         """Sightings so far, 0 if it is unknown or forgotten."""
         return self._counts.get(segment, 0)
+
+    def forget(self, segment: SegmentId) -> int:
+        """Begin anew; returns the sightings so far."""
+        return self._counts.pop(segment, 0)

@@ -105,6 +105,14 @@ class TieredStore(Generic[PayloadT]):
         return sum(level.store.budget_bytes for level in self._memory)
 
     @property
+    def room_bytes(self) -> int:
+        """Most bytes that are found, as a slow level may encode them: the largest of memory and the slow levels.
+
+        What is computed goes to all of them, so that the largest has what the others have.
+        """
+        return max(self.budget_bytes, *(level.store.budget_bytes for level in self._slow), 0)
+
+    @property
     def used_bytes(self) -> int:
         """Bytes held in memory now, without those in the write queue."""
         return sum(level.store.used_bytes for level in self._memory)
@@ -207,6 +215,8 @@ class TieredStore(Generic[PayloadT]):
         self._count(hits=use.hits, misses=use.misses)
         for level in self.levels:
             level.store.note_request(use.path, use.used)
+        if self._keeper is not None:
+            self._keeper.note_reuse(use.path.saved)
         self.tree.used(use.chunks)
         self._requests += 1  # without the lock: a count may be lost
         if self._requests % REPLICATED_EVERY == 0:
@@ -293,14 +303,6 @@ class TieredStore(Generic[PayloadT]):
                 if record is not None and payload is not None:
                     queued += self._offer(Write(target, record, payload, record.nbytes), unchanged)
         return queued
-
-    def note_reuse(self, segment: SegmentId, impact: float) -> None:
-        """Count one reuse of a segment, for when variants are too many; unknown ones are ignored.
-
-        `impact` is its CCI (1 - beta') in that prompt, 0 where it was exactly right (Cache-Craft §3.3).
-        """
-        if self._keeper is not None and (record := self.record(segment)) is not None:
-            self._keeper.note_reuse(record, impact)
 
     def hold(self, segments: Iterable[SegmentId]) -> None:
         """Do not count these as variants of their chunks: a conversation goes on from them. They are evicted as all."""

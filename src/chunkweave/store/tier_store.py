@@ -204,6 +204,11 @@ class SegmentStore(Generic[PayloadT]):
                 if record is not None:
                     self._index.touch(record)
 
+    def explained(self) -> list[tuple[SegmentRecord, dict[str, float]]]:
+        """All records, in no order, each with the numbers by which the eviction policy ranks it, if it says any."""
+        with self._settled():
+            return [(record, self._index.explain(segment)) for segment, record in self._index.records.items()]
+
     def show_in(self, tree: KnowledgeTree[ChunkId], tier: str) -> None:
         """Keep `tree` current from now on: which exact segments are stored, as `tier`."""
         with self._settled():
@@ -266,10 +271,10 @@ class SegmentStore(Generic[PayloadT]):
         """Store a segment, evicting what must go; True if it, or a better one of its id, is stored afterwards.
 
         Better is exact before inexact: an exact segment replaces an inexact one, never the other way round.
-        What is stored already is only refreshed. The record's bytes here are what the tier says. False, and
-        nothing evicted, if there is no room because it is larger than the budget or the rest is pinned, or if the
-        token ids stored under its id are others. False also if it is removed, or `wanted` turns false, before the
-        payload is in; `wanted` is asked under the lock.
+        What is stored already stays as it is: that is no use of it. The record's bytes here are what the tier says.
+        False, and nothing evicted, if there is no room because it is larger than the budget or the rest is pinned, or
+        if the token ids stored under its id are others. False also if it is removed, or `wanted` turns false, before
+        the payload is in; `wanted` is asked under the lock.
 
         Raises:
             UsageError: the record's id is not that of its chunk and context, or its payload has no bytes.
@@ -445,8 +450,7 @@ class SegmentStore(Generic[PayloadT]):
                 self._counts["rejected"] += 1
                 return False
             if old is not None and (old.exact or not record.exact):
-                self._index.touch(old)
-                return True
+                return True  # no use of it: the request that computed it, too, counts by `note_request`
             if not self._make_room(record, leaving):
                 self._counts["rejected"] += 1
                 logger.debug("no room for segment %s of %d bytes", record.id, record.nbytes)

@@ -152,6 +152,7 @@ def header_bytes(
         "layer_checksums": " ".join(f"{checksum:08x}" for checksum in layer_checksums),
         **({} if layout.keys_at is None else {"keys_at": str(layout.keys_at)}),
         **({"owner": record.owner} if record.owner else {}),
+        **({"generation": str(record.generation)} if record.generation else {}),
         **attention_fields(record.attention),
     }
     text = json.dumps({"__metadata__": metadata, **_tensor_table(layout)}, separators=(",", ":")).encode()
@@ -233,6 +234,7 @@ def _header_of(fields: dict[str, Any], data_start: int, file_bytes: int) -> Segm
         metadata["source"],
         attention_of(metadata),
         metadata.get("owner", ""),
+        int(metadata.get("generation", "0")),
     )
     _require_fitting(record, layout)
     checksums = tuple(int(checksum, 16) for checksum in metadata["layer_checksums"].split())

@@ -22,6 +22,9 @@ VARIABLE = "CHUNKWEAVE_REPORT_SOCKET"
 REPLICA = "CHUNKWEAVE_REPLICA"
 """Environment variable with the name that a server's counts are kept under, apart from those of other servers."""
 
+STORE_TOKENS = "store_tokens"
+"""Field of a report: for how many tokens the stores of the workers have room, for servers that guess what is there."""
+
 _COUNTS_S = 10.0
 """Prometheus commonly scrapes every 15 s."""
 
@@ -51,11 +54,11 @@ class ReportSender:
             logger.debug("the report of %s was not sent: %s", request_id, error)
 
     def send_counts(self, source: str, counts: Mapping[str, Any]) -> None:
-        """Send what a store has counted so far; `source` is the worker that has it."""
+        """Send what a store has counted so far, and what it evicts first; `source` is the worker that has it."""
         if not self._path:
             return
         try:
-            self._send_message({"source": source, "store": counts})
+            self._send_message({"source": source, **counts})
         except OSError as error:
             logger.debug("what the store counts was not sent: %s", error)
 
@@ -77,7 +80,9 @@ class ReportSender:
 
 
 class CountsSender:
-    """Sends what a worker's store counts: at once, then every few seconds on a thread of its own, and at the end.
+    """Sends a worker's `counts`, its store's among them as `store`: at once, then every few seconds, and at the end.
+
+    That is on a thread of its own.
 
     Nothing is read, and there is no thread, where nobody asks for reports.
     """

@@ -2,7 +2,8 @@
 
 It plans nothing: what is stored, and where, the workers know. It keeps a mirror of the chunks that they reported as
 stored, to tell a prompt that is worth weaving from one that vLLM had better prefill itself. Where other servers fill a
-tier too, a request with chunks that the mirror lacks waits until the workers have looked them up there.
+tier too, a request with chunks that the mirror lacks waits until the workers have looked them up there. A request whose
+chunks another one is computing waits for these if that is sooner (`PartWaits`).
 """
 
 import logging
@@ -15,6 +16,8 @@ from typing import Any
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import asks_again, reuses_nothing
 from chunkweave.planning.method_choice import EXACT_METHODS, FIELD, refuse_unknown_keys
+from chunkweave.scheduling.in_progress import Wanted
+from chunkweave.store.prefix_trie import PathMatch
 from chunkweave.store.records import segment_id
 from chunkweave.types import ChunkId, SegmentId
 from chunkweave.vllm.block_hashes import keep_apart
@@ -31,8 +34,10 @@ from chunkweave.vllm.orders import (
     WeaveOrder,
 )
 from chunkweave.vllm.removal import FORGET, RemovalAnswers, RemovalOrder, Removed, removed_chunks
+from chunkweave.vllm.report_socket import STORE_TOKENS
 from chunkweave.vllm.request import Defaults, StoredPart, WeaveRequest, parse
 from chunkweave.vllm.store_events import StoredMirror
+from chunkweave.vllm.waiting import Computation, PartToStore, PartWaits
 
 logger = logging.getLogger("vllm.chunkweave")
 
@@ -99,6 +104,10 @@ class _Tracked:
         """Whether all that vLLM found in its own cache is exact."""
         return self.local <= self.shared
 
+    def missing(self, part: StoredPart) -> int:
+        """How many tokens of a part vLLM did not find in its own cache."""
+        return max(0, part.span.stop - max(part.span.start, self.local))
+
     @property
     def saved_to(self) -> int:
         """Up to where nothing is to be saved: of what is exact in vLLM's own cache the stores may have nothing."""
@@ -108,6 +117,27 @@ class _Tracked:
     def all_saved(self) -> bool:
         """Whether nothing of its prompt is to be saved (any more): true for most steps of its life."""
         return self.outdated or not self.request.kept.kv or self.saved_to >= self.parts[-1].span.stop
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredOf:
+    """What the mirror knows of one request's parts: the `Stored` of `saving_of`."""
+
+    tracked: _Tracked
+    mirror: StoredMirror
+
+    @property
+    def tree(self) -> "_StoredOf":
+        return self
+
+    def match(self, keys: Iterable[ChunkId]) -> PathMatch:  # noqa: ARG002  (they are the request's own)
+        """How far its exact path is stored."""
+        nodes = sum(1 for _ in takewhile(self.mirror.__contains__, self.tracked.segments))
+        return PathMatch(nodes, sum(map(self.tracked.missing, self.tracked.parts[:nodes])))
+
+    def chunk_tokens(self, chunk: ChunkId) -> int:
+        """1 if a segment of a chunk is stored in any context."""
+        return int(chunk in self.mirror)
 
 
 class ConnectorScheduler:
@@ -123,11 +153,12 @@ class ConnectorScheduler:
         ranks: int = 1,
         window: int | None = None,
         lasting: bool = False,
+        waits: PartWaits | None = None,
     ) -> None:
         """`fingerprint` is the model's, part of every chunk id; `start` is what prompts begin with, see `parse`.
 
         `ranks` is how many workers share the heads, `window` the smallest one of layers whose blocks leave it.
-        `lasting` says that stores keep KV beyond the end of their process.
+        `lasting` says that stores keep KV beyond the end of their process. `waits` knows what is being computed.
         """
         self._fingerprint = fingerprint
         self._adapter_keys = AdapterKeys()
@@ -146,9 +177,12 @@ class ConnectorScheduler:
         self._saving: dict[int, _Saving] = {}
         self._save_numbers = count()
         self._stored = StoredMirror(ranks)
+        self._waits = PartWaits() if waits is None else waits
         self._weaves = True
         self._stores = ranks
         """How many workers have a store: those that weave."""
+        self._store_tokens: Mapping[str, int] = {}
+        """What every report says of the stores."""
         self._shared = False
         self._orders = StepOrders()
         self._refused: dict[str, str] = {}
@@ -168,6 +202,8 @@ class ConnectorScheduler:
         for one in holdings.values():
             self._stored.add(one.stored)
         self._stores = len(holdings)
+        rooms = [one.store_tokens for one in holdings.values() if one.store_tokens is not None]
+        self._store_tokens = {STORE_TOKENS: min(rooms)} if rooms else {}
         self._weaves = self._stores == self._ranks
         self._shared = self._weaves and any(one.shared for one in holdings.values())
 
@@ -222,7 +258,8 @@ class ConnectorScheduler:
     def matched(self, request: Any, computed: int) -> int | None:
         """How many tokens beyond `computed` the workers can bring into its blocks.
 
-        None during a remote lookup or a removal, and if it is to be asked again without those that are computed.
+        None during a remote lookup or a removal, while it waits for parts that others compute, and if it is to be asked
+        again without those that are computed.
         """
         if request.request_id in self._removals:
             return None if self._removals.waits(request.request_id) else 0
@@ -234,7 +271,11 @@ class ConnectorScheduler:
         tracked.local = computed
         if tracked.failed:
             return 0
+        if self._waits.still_waits(request.request_id):
+            return None
         weavable = self._weavable_stop(tracked)
+        if self._is_to_wait(request.request_id, tracked, weavable):
+            return None
         tracked.unstored = self._weaves and not tracked.exact_method and not weavable
         stop: int = min(weavable, request.num_tokens - 1)
         if computed and self._window is not None and stop > self._window:
@@ -253,6 +294,8 @@ class ConnectorScheduler:
         if tracked is None:
             return
         counted, tracked.counted = tracked.counted, True
+        if request.request_id not in self._waits:
+            self._begin(request.request_id, tracked, external_tokens)
         if not external_tokens:
             if not counted and self._weaves:
                 woven = None if tracked.behind_exact else tracked.request
@@ -268,6 +311,25 @@ class ConnectorScheduler:
         tracked.saved = max(tracked.saved, stop)
         tracked.woven = tracked.in_flight = True
 
+    def _begin(self, request_id: str, tracked: _Tracked, external_tokens: int) -> None:
+        """Note what a request computes now that it has blocks: which parts others may wait for, and how much of it."""
+        local, stop = tracked.local, tracked.local + external_tokens
+        ratio = max(tracked.request.reuse.recompute_ratio, 1 / PLACED_PER_COMPUTED)
+        exact = tracked.exact_method or (not external_tokens and tracked.behind_exact)
+        kept = self._kept(tracked) if self._weaves and not tracked.outdated else 0
+        parts: list[PartToStore] = []
+        weave_tokens = 0.0
+        for number, part in enumerate(tracked.parts):
+            span = part.span
+            woven = external_tokens and local < span.stop <= stop
+            if woven:
+                weave_tokens += len(span) * (ratio if part.id in self._stored else 1)
+            saved = span.start >= local if woven else span.stop > max(tracked.saved_to, stop if external_tokens else 0)
+            if saved and number < kept:
+                parts.append(PartToStore(part.id, part.context, span.stop, exact))
+        profiles = tracked.request.kept.profiles and bool(external_tokens)
+        self._waits.begin(request_id, Computation(parts, local, round(weave_tokens), stop, profiles))
+
     def orders(self, scheduler_output: Any) -> StepOrders:
         """What the workers are to do in this step; call it once a step."""
         orders, self._orders = self._orders, StepOrders()
@@ -278,10 +340,12 @@ class ConnectorScheduler:
         orders.waiting.update({one: self._requests[one].request for one in waiting})
         self._arrived -= waiting
         orders.idle = not scheduler_output.total_num_scheduled_tokens
+        self._waits.step(scheduler_output.total_num_scheduled_tokens)
         if self._requests and self._weaves:
             orders.preempted = frozenset(scheduler_output.preempted_req_ids or ()) & self._requests.keys()
             for request_id in orders.preempted:
                 self._requests[request_id].saving.clear()
+                self._waits.end(request_id)
             orders.saves.extend(self._saves(scheduler_output))
         return orders
 
@@ -289,6 +353,7 @@ class ConnectorScheduler:
         """Take in what the workers report, and which requests have their KV."""
         for request_id in arrived & self._requests.keys():
             self._requests[request_id].in_flight = False
+            self._waits.woven(request_id)
         if results is None:
             return
         self._stored.note(results.copies)
@@ -299,6 +364,7 @@ class ConnectorScheduler:
         for request_id in results.failed & self._requests.keys():
             tracked = self._requests[request_id]
             tracked.failed, tracked.woven, tracked.saved = True, False, 0
+            self._waits.end(request_id)
         for request_id in results.reports.keys() & self._requests.keys():
             tracked = self._requests[request_id]
             if tracked.report is None:  # later ones, after preemption, are of the rest only
@@ -319,13 +385,15 @@ class ConnectorScheduler:
             return False, {FIELD: self._removals.finish(request.request_id).report}
         tracked = self._requests.pop(request.request_id, None)
         self._arrived.discard(request.request_id)
+        self._waits.end(request.request_id)
         if tracked is None:
             return False, None
         if tracked.in_flight:
             self._orders.cancelled.append(request.request_id)
         elif tracked.saving:
             self._orders.held.append(request.request_id)
-        return bool(tracked.saving) and not tracked.in_flight, {FIELD: tracked.report or self._unreported(tracked)}
+        report = {**(tracked.report or self._unreported(tracked)), **self._store_tokens}
+        return bool(tracked.saving) and not tracked.in_flight, {FIELD: report}
 
     def _remove(self, request: Any, params: Mapping[str, Any]) -> None:
         """Order a removal, have running requests that use it store nothing more, and forget vLLM's own blocks.
@@ -343,6 +411,7 @@ class ConnectorScheduler:
             if chunks is None or any(part.id in chunks for part in tracked.parts):
                 tracked.outdated = True
                 concerned.add(request_id)
+                self._waits.withhold(request_id)
         if chunks is None:
             self._forgotten = None
         elif self._forgotten is not None:
@@ -407,6 +476,28 @@ class ConnectorScheduler:
         exact = sum(1 for _ in takewhile(self._stored.__contains__, tracked.segments))
         return tracked.parts[exact].span.start if exact < len(tracked.parts) else len(tracked.request.prompt)
 
+    def _kept(self, tracked: _Tracked) -> int:
+        """How many of the first parts may be stored, as far as the mirror knows."""
+        if not tracked.request.kept.kv:
+            return 0
+        return len(tracked.request.kept_parts(lambda part: segment_id(part.id, part.context) in self._stored))
+
+    def _is_to_wait(self, request_id: str, tracked: _Tracked, weavable: int) -> bool:
+        """Whether a request is to wait for parts that are not stored, and that others compute."""
+        request, local = tracked.request, tracked.local
+        if not len(self._waits) or not self._weaves or reuses_nothing(request.method, request.reuse):
+            return False
+        share = request.choice.recomputed_share
+        wanted = Wanted(
+            [part.id for part in tracked.parts],
+            [tracked.missing(part) for part in tracked.parts],
+            len(request.prompt) - local,
+            None if share is None else 1 - share,
+        )
+        stored = _StoredOf(tracked, self._stored)
+        woven = [part.id for part in tracked.parts if part.span.stop <= weavable]
+        return self._waits.waits(request_id, wanted, stored, woven=woven, profiles=request.kept.profiles)
+
     def _wanted(self, tracked: _Tracked) -> Iterable[ChunkId | SegmentId]:
         """What of each part is of use: anything of its chunk, or with an exact method its segment."""
         return tracked.segments if tracked.exact_method else (part.id for part in tracked.parts)
@@ -421,6 +512,7 @@ class ConnectorScheduler:
             if tracked is None or tracked.all_saved:
                 continue
             computed = start + output.num_scheduled_tokens[request_id]
+            self._waits.progress(request_id, computed)
             done = [at for at, part in enumerate(tracked.parts) if tracked.saved_to < part.span.stop <= computed]
             windowed = self._window is not None
             if not done and not windowed:
@@ -428,7 +520,7 @@ class ConnectorScheduler:
             blocks = tuple(map(tuple, self._manager.get_block_ids(request_id)))
             exact = not tracked.woven and tracked.behind_exact
             readable = start if windowed else 0
-            number = self._expect(request_id, tracked, done, exact=exact)
+            number = self._expect(request_id, tracked, done, exact=exact or tracked.exact_method)
             saves.append(
                 SaveOrder(
                     request_id, tracked.request, blocks, tracked.saved, computed, exact, readable, windowed, number
@@ -439,14 +531,14 @@ class ConnectorScheduler:
 
     def _expect(self, request_id: str, tracked: _Tracked, done: Sequence[int], *, exact: bool) -> int:
         """Note a save of the parts with these numbers; returns its own number."""
-        stored: list[ChunkId | SegmentId] = []
-        if tracked.request.promotion.kept is None:  # else they may not be kept
-            stored += [tracked.parts[at].id for at in done]
-            stored += [tracked.segments[at] for at in done if exact]
+        kept = self._kept(tracked) if done else 0
+        stored: list[ChunkId | SegmentId] = [tracked.parts[at].id for at in done if at < kept]
+        stored += [tracked.segments[at] for at in done if exact and at < kept]
         number = next(self._save_numbers)
         tracked.saving.add(number)
         self._saving[number] = _Saving(request_id, tuple(stored), self._ranks)
         self._stored.expect(stored)
+        self._waits.stored(request_id, [tracked.parts[at].id for at in done])
         return number
 
     def _note_saved(self, saved: Mapping[int, int]) -> None:

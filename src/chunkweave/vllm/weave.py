@@ -380,9 +380,9 @@ class CapturedParts:
         Only the KV of parts that begin `before`, and are computed, is kept; None: of all, with their attention.
         """
         self._prompt, self._plan = prompt, plan
-        woven_fraction = config.woven_fraction if before is None else None
+        fraction = config.variant_fraction if before is None else None
         sources = before_rope(placements, layers.rotations.inverse, layers.device)
-        parts = parts_to_keep(prompt, plan, sources, store, woven_fraction=woven_fraction)
+        parts = parts_to_keep(prompt, plan, sources, store, variant_fraction=fraction)
         stop = plan.prompt_tokens if before is None else before
         here = ((part, origin) for part, origin in parts if first <= part.span.start < stop)
         self.captures = new_captures(here, layers.own_geometry, layers.dtype, layers.device)
@@ -462,6 +462,12 @@ class WeaveJob:
     def recomputed(self) -> list[int]:
         """Positions of reused chunks that were computed again, or are being, ascending."""
         return [position for span in self._recomputed for position in span.positions()]
+
+    @property
+    def stopped_at_layer(self) -> int | None:
+        """From which layer on unfocused chunks are not computed any more; None: no token was dropped."""
+        stops = (one.rows.stop for one in self._passes.values())
+        return next((stop.layer_if_dropped for stop in stops if stop is not None), None)
 
     @property
     def recompute_work(self) -> int:

@@ -6,20 +6,18 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from math import inf
 
 import torch
 
 from chunkweave.conversation.answer import TokenCounts
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
-from chunkweave.planning.adaptive_methods import method_for, promoted_length
-from chunkweave.planning.cost import Loading, stored_cost_model, too_slow
+from chunkweave.planning.adaptive_methods import method_for
+from chunkweave.planning.cost import MEASURED_BY_VLLM, CostModel, Loading, given_cost_model, stored_cost_model, too_slow
 from chunkweave.planning.method import make_method, without
 from chunkweave.planning.method_choice import EXACT_METHODS
-from chunkweave.planning.outcome import recompute_fraction
+from chunkweave.planning.outcome import check_layers_of, reasons_of, recompute_fraction
 from chunkweave.planning.plan import KVSource, Plan
-from chunkweave.prompt.parts import PartKind
 from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.tiers.device import HostMemory, host_memory_for, streams_of
@@ -38,7 +36,7 @@ from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
 from chunkweave.vllm.weave import CapturedParts, Choices, WeaveJob
 from chunkweave.vllm.weave_queue import Alone, PreparedWeave, QueuedWeave, ReadAhead, WeaveQueue
 from chunkweave.weaving.segments import Prefetch, WeavingStore, loading_now
-from chunkweave.weaving.stores import open_store, store_counts
+from chunkweave.weaving.stores import eviction_cost, eviction_order, open_store, store_counts
 
 logger = logging.getLogger("vllm.chunkweave")
 
@@ -78,10 +76,13 @@ class ConnectorWorker:
         ranks: Alone | None = None,
         *,
         replica: int = 0,
+        measure: Callable[[], CostModel] | None = None,
     ) -> None:
         """`fingerprint` is the model's; each of several `ranks` keeps its own share of the heads (None: one alone).
 
-        `replica` is the number of the engine among those that vLLM runs in parallel (`--data-parallel-size`).
+        `replica` is the number of the engine among those that vLLM runs in parallel (`--data-parallel-size`). `measure`
+        says what prefill costs here, for a policy that weighs it, if no `cost_model` is given: what `chunkweave
+        profile` writes into the cache folder are our own engine's times.
         """
         ranks = Alone() if ranks is None else ranks
         self._layers = layers
@@ -90,9 +91,12 @@ class ConnectorWorker:
         self._step_work = settings.step_tokens * self._num_layers
         named = rank_fingerprint(fingerprint, ranks.rank, ranks.size)
         self._streams = streams_of(layers.device)
-        self._store = open_store(settings.store, named, layers.device, self._streams)
+        given = given_cost_model(settings.store.cost_model, fingerprint)
+        kept = settings.store if ranks.size == 1 else replace(settings.store, cache_dir=None)  # all of several measure
+        weighed = eviction_cost(kept, named, given, measure, MEASURED_BY_VLLM)
+        self._store = open_store(settings.store, named, layers.device, self._streams, weighed)
         self._memory = host_memory_for(layers.device, settings.store.most_pinned_bytes)
-        self._cost = stored_cost_model(settings.store.cache_dir, named)
+        self._cost = given or stored_cost_model(settings.store.cache_dir, named)
         self._weaving_store = WeavingStore(
             self._store,
             layers.geometry,
@@ -122,16 +126,19 @@ class ConnectorWorker:
         """By request, parts of which vLLM has computed the beginning."""
         self._outdated: set[str] = set()
         """Requests that use what was removed meanwhile: nothing of them is stored."""
+        self._noted: set[str] = set()
+        """Requests that are counted."""
         self._arrived: set[str] = set()
         self._results = StepResults()
         self._expires = settings.store.ttl_s is not None
         self._expired_s = time.monotonic()
         self._ahead = ReadAhead(self._read_ahead) if slow else None
-        self._counts = CountsSender(replica * ranks.size + ranks.rank, partial(store_counts, self._store))
+        self._counts = CountsSender(replica * ranks.size + ranks.rank, self._counted)
 
     def holdings(self) -> Holdings:
         """What is stored from earlier on, for the scheduler to begin with; call it before the first step."""
-        return Holdings(self._follower.take().added, self._store.shared)
+        bytes_per_token = self._layers.own_geometry.kv_elements_per_token() * self._layers.dtype.itemsize
+        return Holdings(self._follower.take().added, self._store.shared, self._store.room_bytes // bytes_per_token)
 
     def begin(self, orders: StepOrders) -> None:
         """Before vLLM gives blocks of preempted requests to others: copy what is to be kept of them."""
@@ -188,6 +195,7 @@ class ConnectorWorker:
     def forget(self, finished: Collection[str]) -> None:
         """Drop the plans of requests that have ended, and what was read of parts that they never completed."""
         self._outdated.difference_update(finished)
+        self._noted.difference_update(finished)
         for request_id in finished:
             self._begun.pop(request_id, None)
             if self._ahead is not None:
@@ -256,10 +264,17 @@ class ConnectorWorker:
                 pinned.close()
                 found = without(found, gone)
                 continue
-            if order.request.asked:
-                self._store.note_request(RequestUse.of(known, plan.segments()))
+            self._note(order, known, plan)
             return PreparedWeave(plan, pinned, exact_to)
+        self._note(order, known, None)
         raise NotWoven("nothing of it is stored")
+
+    def _note(self, order: WeaveOrder, found: PromptLookup, plan: Plan | None) -> None:
+        """Count a request that is asked for, once, however often its weave is ordered."""
+        if order.request.asked and order.request_id not in self._noted:
+            self._noted.add(order.request_id)
+            use = RequestUse.of(found, ()) if plan is None else RequestUse.of(found, plan.segments(), plan.saved())
+            self._store.note_request(use)
 
     def _too_slow(self, order: WeaveOrder, found: PromptLookup, loading: Loading) -> Collection[SegmentId]:
         """What takes longer to load than to compute; not what others take from these blocks as exact."""
@@ -287,6 +302,9 @@ class ConnectorWorker:
     def _usual_plan(self, request: WeaveRequest, found: PromptLookup) -> Plan:
         return make_method(request.method, request.reuse).plan(found, self._layers.geometry)
 
+    def _counted(self) -> dict[str, object]:
+        return {"store": store_counts(self._store), "eviction": eviction_order(self._store)}
+
     def _counting(self, asked: AskedOrder) -> Iterator[object]:
         yield self._in_background(partial(self._count, asked))
 
@@ -306,11 +324,13 @@ class ConnectorWorker:
         found = self._store.lookup(asked.prompt)
         if asked.woven is None:
             exact = (entry.exact for entry in found.parts if entry.span.stop <= asked.local)
-            used = [record.id for record in exact if record is not None]
+            saved = {record.id: float(len(record)) for record in exact if record is not None}
+            used = list(saved)
         else:  # from which segments it was woven nobody knows any more: from these it would be now
-            parts = self._usual_plan(asked.woven, found).parts
-            used = [part.segment for part in parts if part.segment is not None and part.span.stop <= asked.local]
-        self._store.note_request(RequestUse.of(found, used))
+            plan = self._usual_plan(asked.woven, found)
+            used = [part.segment for part in plan.parts if part.segment is not None and part.span.stop <= asked.local]
+            saved = plan.saved()
+        self._store.note_request(RequestUse.of(found, used, saved))
 
     def _weave(self, weave: QueuedWeave, work: float) -> int:
         """Go on with a weave, for about so much work; returns what was done."""
@@ -367,29 +387,17 @@ class ConnectorWorker:
             self._store.promote(segment, whole)
         if self._ahead is not None:
             self._ahead.drop(order.request_id)
-        self._weaving_store.note_reuse(plan)
         fresh = {part.span for part in plan.parts if part.kv_source is KVSource.COMPUTED}
         if job.captured is not None:
             fresh -= job.captured.spans
             self._insert(order.request_id, job.captured.segments(woven.exact_to))
         parts = [
             part
-            for part in self._kept(order.request)
+            for part in order.request.kept_parts(self._is_exact)
             if part.span in fresh and order.first <= part.span.start and part.span.stop <= order.stop
         ]
         blocks = RequestBlocks(order.block_ids, self._layers.paged)
         self._insert(order.request_id, self._copied(parts, blocks, woven.exact_to))
-
-    def _kept(self, request: WeaveRequest) -> Iterator[StoredPart]:
-        """The parts that may be stored: with an exact method, chunks as far as the exact path is promoted."""
-        promoted, parts = request.promotion.kept, request.stored_parts()
-        if promoted is None or request.method not in EXACT_METHODS:
-            return parts
-        path = list(parts)
-        head = len(path) - sum(part.kind is PartKind.CHUNK for part in request.prompt.parts)
-        records = (self._store.record(segment_id(part.id, part.context)) for part in path[head:])
-        stored = sum(1 for _ in takewhile(lambda record: record is not None and record.exact, records))
-        return iter(path[: head + promoted_length([part.id in promoted for part in path[head:]], stored)])
 
     def _remember(self, key: _ChoiceKey, chosen: Choices) -> None:
         self._chosen_positions -= _positions(self._choices.pop(key, {}))
@@ -427,7 +435,7 @@ class ConnectorWorker:
         blocks = RequestBlocks(order.block_ids, self._layers.paged)
         begun = self._begun.pop(order.request_id, {})
         prefix = [segment_id(part.id, part.context) for part in order.request.stored_parts()]
-        for part in self._kept(order.request):
+        for part in order.request.kept_parts(self._is_exact):
             first, stop = max(part.span.start, order.readable), min(part.span.stop, order.computed)
             complete = part.span.stop <= order.computed
             if part.span.stop <= order.saved or first >= stop or not (complete or order.windowed):
@@ -538,7 +546,10 @@ def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, num_layers: int) -> di
         "recomputed_tokens": counts.recomputed,
         "computed_tokens": counts.computed,
         "recompute_fraction": recompute_fraction(plan, job.recompute_work, num_layers),
+        "check_layers": check_layers_of(plan),
+        "stopped_at_layer": job.stopped_at_layer,
         "local_tokens": order.first,
         "recomputed": recomputed,
         "kv_sources": {str(one): [[span.start, span.stop] for span in plan.spans(one)] for one in KVSource},
+        "reasons": [[part.span.start, reasons] for part in plan.parts if (reasons := reasons_of(part))],
     }

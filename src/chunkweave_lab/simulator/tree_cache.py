@@ -171,7 +171,6 @@ class TreeCache:
         """
         index, budget = self._indexes[tier], self._tiers[tier].budget_bytes
         if record.id in index.records:
-            index.touch(record)
             return True
         if index.used_bytes + record.nbytes > budget:
             staying = sum(index.records[s].nbytes for s in pins[tier] if s in index.records)

@@ -16,9 +16,15 @@ from chunkweave.planning.method_choice import FIELD
 from chunkweave.vllm.request import weave_params
 from chunkweave_server.backend import Submission
 from chunkweave_server.errors import HttpError
-from chunkweave_server.vllm_backend.fleet import Fleet, Placed, Replica
+from chunkweave_server.vllm_backend.fleet import Fleet, Placed, Replica, ReplicaBusyError
 from chunkweave_server.vllm_backend.parsing import AnswerForms, AnswerParser
-from chunkweave_server.vllm_backend.reports import ReportInbox, cached_tokens, reuse_report, shown_report
+from chunkweave_server.vllm_backend.reports import (
+    ReportInbox,
+    cached_tokens,
+    reuse_report,
+    shown_report,
+    what_was_found,
+)
 from chunkweave_server.vllm_backend.shadow import VllmShadow
 from chunkweave_server.vllm_backend.upstream import UpstreamFailedError, UpstreamLostError, failed_reply
 
@@ -30,13 +36,14 @@ TRIES = 2
 
 @dataclass(slots=True)
 class AnswerContext:
-    """What all answers share. `retries` counts requests that were given to a second replica."""
+    """What all answers share. `retries` counts requests that were given to a replica for the second time."""
 
     preparer: RequestPreparer
     fleet: Fleet
     inbox: ReportInbox | None
     shadow: VllmShadow | None
     deadline_s: float | None
+    first_token_s: float | None = None
     retries: int = 0
     forms: AnswerForms = field(default_factory=AnswerForms)
 
@@ -145,11 +152,17 @@ class VllmAnswer:
         self._context.preparer.abandon(self._prepared)
 
     async def _all(self) -> AsyncGenerator[VllmEvent, None]:
+        """Its events, from a second attempt if the first was lost, or late, before its first token (RAGCache §6).
+
+        The paper continues a request that fails later from stored KV; here its stream ends with an error. The second
+        attempt computes what neither replica has stored by then, and has until the deadline.
+        """
         failed: Replica | None = None
-        ahead = None if self._ahead is None else await asyncio.shield(self._ahead)
+        limit_s = self._context.first_token_s
+        ahead = await self._prefilled_ahead()
         for last in (attempt == TRIES - 1 for attempt in range(TRIES)):
             try:
-                async for event in self._attempt(avoid=failed, like=ahead):
+                async for event in self._attempt(avoid=failed, like=ahead, within_s=None if last else limit_s):
                     yield event
                 if self._first_s is None:
                     raise HttpError(502, "vLLM answered nothing", code="replica_lost")
@@ -162,11 +175,29 @@ class VllmAnswer:
                     message = "the vLLM server that answered this went away; its log says why"
                     raise HttpError(502, message, code="replica_lost") from error
                 failed, ahead = None if self._placed is None else self._placed.replica, None
+                if isinstance(error, ReplicaBusyError):
+                    failed = error.replica
                 self._context.retries += 1
+                if limit_s is not None:
+                    await self._context.fleet.until_another(failed, limit_s)
 
-    async def _attempt(self, *, avoid: Replica | None, like: Placed | None) -> AsyncGenerator[VllmEvent, None]:
+    async def _prefilled_ahead(self) -> Placed | None:
+        """Where it was prefilled while it was speculative; None if it was not, or that takes too long."""
+        if self._ahead is None:
+            return None
+        try:
+            async with asyncio.timeout(self._context.first_token_s):
+                return await asyncio.shield(self._ahead)
+        except TimeoutError:
+            self._ahead.cancel()
+            return None
+
+    async def _attempt(
+        self, *, avoid: Replica | None, like: Placed | None, within_s: float | None
+    ) -> AsyncGenerator[VllmEvent, None]:
         fleet, prepared = self._context.fleet, self._prepared
-        self._placed = placed = await fleet.place(prepared, avoid=avoid, like=like, tenant=self._tenant)
+        placing = fleet.place(prepared, avoid=avoid, like=like, tenant=self._tenant, within_s=within_s)
+        self._placed = placed = await placing
         self._queued_s = time.perf_counter() - self._arrived_s
         request_id = uuid.uuid4().hex
         try:
@@ -174,7 +205,8 @@ class VllmAnswer:
             parser, parsing = self._parser(placed), self._parsing or {}
             if "tools" in parsing:
                 body |= await self._context.forms.held(placed.replica.upstream, parsing, body)
-            async with aclosing(placed.replica.upstream.complete(body, request_id)) as stream:
+            upstream = placed.replica.upstream
+            async with aclosing(upstream.complete_begun(body, request_id, within_s=within_s)) as stream:
                 async for event in stream:
                     if event.get("usage"):
                         self._usage = event["usage"]
@@ -223,8 +255,9 @@ class VllmAnswer:
         new_tokens = int(self._usage.get("completion_tokens") or len(choice["token_ids"]))
         report = reuse_report(placed, reported, self._usage, durations, new_tokens)
         cached = cached_tokens(report, reported)
-        context.fleet.served(placed, cached_tokens=cached)
+        context.fleet.served(placed, what_was_found(placed, report, reported))
         self._end_turn(placed, choice)
+        context.preparer.answered(self._prepared, placed.arranged)
         shown = shown_report(placed, report, reported)
         finish_reason = str(choice.get("finish_reason") or "stop")
         self._answered = True
@@ -270,7 +303,7 @@ async def compute_ahead(
             async with aclosing(placed.replica.upstream.complete(whole, uuid.uuid4().hex)) as stream:
                 async for _ in stream:
                     pass
-            fleet.served(placed, cached_tokens=None)
+            fleet.served(placed, None)
             return placed
         except (UpstreamLostError, UpstreamFailedError) as error:
             await _refuse_if_up(placed.replica, error)

@@ -120,7 +120,8 @@ class VllmBackend:
         preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens, passages))
         shadow = None if self.shadow is None else VllmShadow(self.shadow, fleet)
         self._chats = ChatPrompts(preparer.builder, self.name)
-        self.context = AnswerContext(preparer, fleet, self._inbox, shadow, self._settings.batching.deadline_s)
+        deadline_s = self._settings.batching.deadline_s
+        self.context = AnswerContext(preparer, fleet, self._inbox, shadow, deadline_s, settings.first_token_timeout_s)
         self.cache = VllmCache(self.context, removals, threads, model=self.name)
         self.fleet = fleet
         return BackendParts(
@@ -135,6 +136,8 @@ class VllmBackend:
 
     async def stop(self) -> None:
         """End the checks, then the vLLM servers."""
+        if self.fleet is not None:
+            await in_thread(self.fleet.save_counts)
         if self.fleet is not None and self.context.shadow is not None:
             await self.context.shadow.close()
         for task in self._watching:

@@ -77,8 +77,10 @@ class VllmCache:
         return await to_its_end(self._removals.remove(EVERYTHING))
 
     def stats(self) -> Mapping[str, Any]:
-        """The replicas as the server sees them."""
+        """The replicas as the server sees them, and what their workers said last of what they evict first."""
+        inbox = self._context.inbox
         return {
+            "eviction": {} if inbox is None else dict(inbox.eviction),
             "replicas": [
                 {
                     "name": one.name,
@@ -87,8 +89,12 @@ class VllmCache:
                     "waiting": len(one.queue),
                     "outstanding_tokens": one.outstanding_tokens,
                     "mirror_tokens": one.contents.tokens,
+                    "mirror_budget_tokens": one.contents.budget_tokens,
+                    "prompt_tokens": one.prompt_tokens,
+                    "expected_tokens": one.expected_tokens,
+                    "found_tokens": one.found_tokens,
                     "answered": one.served,
                 }
                 for one in self._context.fleet.replicas
-            ]
+            ],
         }

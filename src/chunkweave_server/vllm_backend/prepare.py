@@ -74,6 +74,7 @@ class ChatPrompts:
             request.chunks,
             system=request.system,
             history=history,
+            history_chunks=request.history_chunks,
             exchange=exchanges[-1] if exchanges else None,
             cache_salt=request.cache_salt,
             limit=limit,

@@ -1,9 +1,10 @@
 """HTTP to one vLLM server: completions as events, and requests handed through as they are."""
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -55,6 +56,10 @@ class UpstreamLostError(ChunkweaveError):
     """A vLLM server could not be reached or went away: another one may do better."""
 
 
+class UpstreamLateError(UpstreamLostError):
+    """A vLLM server has not begun to answer in time: another one may, or the same if it is asked again."""
+
+
 class UpstreamFailedError(ChunkweaveError):
     """A vLLM server answered that it failed: because of the request, or because its engine is gone.
 
@@ -82,6 +87,26 @@ class Upstream:
     async def close(self) -> None:
         """Close all connections."""
         await self._client.aclose()
+
+    async def complete_begun(
+        self, body: Mapping[str, Any], request_id: str, *, within_s: float | None
+    ) -> AsyncGenerator[Event, None]:
+        """`complete`, if its first event comes `within_s`; else its connection is closed, and the server aborts it.
+
+        Raises:
+            UpstreamLateError: it does not come.
+            UpstreamLostError, UpstreamFailedError, HttpError: what `complete` raises.
+        """
+        async with aclosing(self.complete(body, request_id)) as events:
+            try:
+                async with asyncio.timeout(within_s):
+                    first = await anext(events, None)
+            except TimeoutError:
+                raise UpstreamLateError(f"{self.name} has not begun to answer within {within_s:.3g} s") from None
+            if first is not None:
+                yield first
+            async for event in events:
+                yield event
 
     async def complete(self, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[Event, None]:
         """Events of a streamed completion, without the mark of its end.

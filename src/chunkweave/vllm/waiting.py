@@ -1,0 +1,225 @@
+"""Which requests wait for parts that others compute. The scheduler's half decides, alone, for all ranks. Torch-free."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+from chunkweave.scheduling.in_progress import PartInProgress, PartsInProgress, Stored, Wanted, saving_of
+from chunkweave.types import ChunkId, Context
+
+LEAST_SAVED_TOKENS = 64
+"""Tokens that a wait must save: it costs two more steps, and each reads all weights. Assumed, not measured."""
+
+_LATE = 4
+"""A request stops waiting after so many times the time that is expected: the owner may be reading from a slow tier."""
+
+_STEPS = 8
+"""Steps whose time is remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Most tokens of a step that has both: those of vLLM's prefills, and those of weaves."""
+
+    prefill_tokens: int = 2048
+    weave_tokens: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PartToStore:
+    """A part that is stored when its request has computed up to position `stop`; `exact` as in `PartInProgress`."""
+
+    chunk: ChunkId
+    context: Context
+    stop: int
+    exact: bool
+
+
+@dataclass(slots=True)
+class Computation:
+    """What a request computes, from the first step in which it has blocks.
+
+    Below `computed` it has the KV. A weave that has not ended computes `weave_tokens` first, counted as through all
+    layers, and brings the KV up to `woven_to`. `profiles` says that what the parts attend to is stored with them.
+    """
+
+    parts: Sequence[PartToStore] = ()
+    computed: int = 0
+    weave_tokens: int = 0
+    woven_to: int = 0
+    profiles: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What is computed before some parts are stored: in vLLM's prefills, and in weaves."""
+
+    prefilled_tokens: int
+    woven_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prefilled_tokens + self.woven_tokens
+
+
+@dataclass(slots=True)
+class _Wait:
+    """Since when a request waits, for which chunks of which owners, and how long for these."""
+
+    since_s: float
+    owners: dict[ChunkId, str] = field(default_factory=dict)
+    until_s: float = 0.0
+
+
+class PartWaits:
+    """Owns what requests compute, and since when others wait for it. Called from the scheduler's thread only.
+
+    A request waits before it has blocks, for requests that have them. So the owner of a part never waits for a waiter.
+    It asks in every step. If the owner has ended, failed or was preempted, the first waiter that asks computes.
+    """
+
+    def __init__(
+        self, pace: Pace | None = None, *, most_s: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """A request waits at most `most_s`, for all its parts together, and less where less is expected."""
+        self._pace = pace or Pace()
+        self._most_s = most_s
+        self._clock = clock
+        self._parts = PartsInProgress[str]()
+        self._running: dict[str, Computation] = {}
+        """In the order in which they got blocks, which is the one in which vLLM prefills them and workers weave."""
+        self._waits: dict[str, _Wait] = {}
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_STEPS)
+        """When recent steps began, and their tokens."""
+        self._took_s: tuple[float, float] | None = None
+        """What a step and a token took lately; decoding and weaves are in it, and so are pauses."""
+
+    def __len__(self) -> int:
+        """How many chunks are being computed that others may wait for."""
+        return len(self._parts)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request has begun to compute."""
+        return request_id in self._running
+
+    def begin(self, request_id: str, computation: Computation) -> None:
+        """A request got blocks."""
+        self._waits.pop(request_id, None)
+        self._running[request_id] = computation
+        self._parts.claim(request_id, (part.chunk for part in computation.parts))
+
+    def step(self, tokens: int) -> None:
+        """A step begins that computes so many tokens."""
+        now_s = self._clock()
+        computed = sum(count for _, count in self._steps)
+        if computed >= LEAST_SAVED_TOKENS:  # not of each step alone: vLLM may begin one before the last has ended
+            since_s = now_s - self._steps[0][0]
+            self._took_s = since_s / len(self._steps), since_s / computed
+        self._steps.append((now_s, tokens))
+
+    def progress(self, request_id: str, computed: int) -> None:
+        """At the end of this step a request has its KV below a position."""
+        if request_id in self._running:
+            self._running[request_id].computed = computed
+
+    def woven(self, request_id: str) -> None:
+        """A weave has ended: what it computed is stored, and vLLM computes the rest."""
+        if (one := self._running.get(request_id)) is not None:
+            one.computed, one.weave_tokens = max(one.computed, one.woven_to), 0
+            self._parts.drop(request_id, [part.chunk for part in one.parts if part.stop <= one.woven_to])
+
+    def stored(self, request_id: str, chunks: Iterable[ChunkId]) -> None:
+        """Chunks that a request computed are stored before others are woven, or never."""
+        self._parts.drop(request_id, chunks)
+
+    def withhold(self, request_id: str) -> None:
+        """Nothing of what a request computes may be stored any more."""
+        self._parts.release(request_id)
+
+    def end(self, request_id: str) -> None:
+        """A request has ended, failed or lost its blocks."""
+        self._waits.pop(request_id, None)
+        self._running.pop(request_id, None)
+        self._parts.release(request_id)
+
+    def still_waits(self, request_id: str) -> bool:
+        """Whether a request that waits has nothing to decide: its owners all run, and have not stored all of it."""
+        wait = self._waits.get(request_id)
+        if wait is None or not self._is_in_time(wait) or not self._running.keys() >= set(wait.owners.values()):
+            return False
+        return any(owner in self._parts.owners_of(chunk) for chunk, owner in wait.owners.items())
+
+    def waits(
+        self, request_id: str, wanted: Wanted, stored: Stored, *, woven: Collection[ChunkId], profiles: bool = False
+    ) -> bool:
+        """Whether a request is to wait for parts that others compute; with `profiles`, if it needs these.
+
+        `woven` are the chunks that it would compute in a weave if it did not wait; vLLM would prefill the others.
+        """
+        if request_id in self._running or not self._parts:
+            return False
+        coming = self._coming(wanted, profiles=profiles)
+        saving = saving_of(wanted, stored, (part for part, _ in coming.values()))
+        if saving.tokens < LEAST_SAVED_TOKENS:
+            return False
+        ahead = self._ahead([coming[chunk] for chunk in saving.chunks])
+        beside = self._beside(ahead, saving.tokens, woven=not saving.chunks.isdisjoint(woven))
+        if not replace(saving, tokens_left=ahead.tokens).sooner(ahead.tokens, beside=beside):
+            return False
+        now_s = self._clock()
+        wait = self._waits.setdefault(request_id, _Wait(now_s))
+        owners = {chunk: coming[chunk][1] for chunk in saving.chunks}
+        if not owners.items() <= wait.owners.items():
+            wait.owners, wait.until_s = owners, min(now_s + self._late_s(ahead), wait.since_s + self._most_s)
+        return self._is_in_time(wait)
+
+    def _coming(self, wanted: Wanted, *, profiles: bool) -> dict[ChunkId, tuple[PartInProgress, str]]:
+        """Of each chunk, the part that is computed in the same context, or else the one that was begun first."""
+        coming: dict[ChunkId, tuple[PartInProgress, str]] = {}
+        for number, chunk in enumerate(wanted.chunks):
+            found: list[tuple[PartToStore, str]] = []
+            for owner in self._parts.owners_of(chunk):
+                running = self._running[owner]
+                if running.profiles or not profiles:
+                    found += [(part, owner) for part in running.parts if part.chunk == chunk]
+            context = tuple(wanted.chunks[:number])
+            same = [one for one in found if one[0].exact and one[0].context == context]
+            for part, owner in (same or found)[:1]:
+                left = max(0, part.stop - self._running[owner].computed)
+                coming[chunk] = PartInProgress(chunk, part.context, part.exact, left), owner
+        return coming
+
+    def _ahead(self, coming: Iterable[tuple[PartInProgress, str]]) -> _Ahead:
+        left: dict[str, int] = {}
+        for part, owner in coming:
+            left[owner] = max(left.get(owner, 0), part.tokens_left)
+        prefilled = woven = queued = 0
+        for name, running in self._running.items():
+            queued += running.weave_tokens
+            if name in left:
+                woven = queued if running.weave_tokens else woven
+                prefilled += max(0, left[name] - max(0, running.woven_to - running.computed))
+        return _Ahead(prefilled, woven)
+
+    def _beside(self, ahead: _Ahead, saved: float, *, woven: bool) -> int:
+        """What the owners compute by the time at which the request would have computed the parts itself.
+
+        Requests that got blocks first are computed first, by vLLM and in the queue of weaves: so all their prefills if
+        it is prefilled, all weaves if it is woven, and of the other kind what fits into as many steps.
+        """
+        prefill, weave = self._pace.prefill_tokens, self._pace.weave_tokens
+        if woven:
+            return ahead.woven_tokens + min(ahead.prefilled_tokens, ceil(saved / weave) * prefill)
+        return ahead.prefilled_tokens + min(ahead.woven_tokens, ceil(saved / prefill) * weave)
+
+    def _is_in_time(self, wait: _Wait) -> bool:
+        return self._clock() <= wait.until_s
+
+    def _late_s(self, ahead: _Ahead) -> float:
+        """How long the owners may take: what they compute, and two steps around it, as recent steps took."""
+        if self._took_s is None:
+            return self._most_s
+        step_s, token_s = self._took_s
+        return _LATE * (ahead.tokens * token_s + 2 * step_s)
