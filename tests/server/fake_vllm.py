@@ -200,25 +200,28 @@ class FakeVllm:
         chunks = [(salt, tuple(body["prompt"][start:stop])) for start, stop in params["chunks"]]
         found = [chunk for chunk in chunks if chunk in self.stored]
         self.stored |= set(chunks)
-        report: dict[str, Any] = {"method": "prefix", "prompt_tokens": total, "computed_tokens": total}
-        if params["method"] != "prefix":
-            report["why"] = f"{params['method']}: nothing stored yet"
-        if found:
-            reused = sum(len(ids) for _, ids in found)
-            again = math.ceil(params["recompute_ratio"] * reused) if params["method"] != "prefix" else 0
-            report = {
-                "method": params["method"],
-                "prompt_tokens": total,
-                "prefix_exact_tokens": 0,
-                "reused_tokens": reused - again,
-                "recomputed_tokens": again,
-                "computed_tokens": total - reused,
-                "recompute_fraction": 0.2,
-                "hits": {"host": reused},
-                "local_tokens": 0,
-                "recomputed": list(range(again)),
-                "kv_sources": {"reused": [params["chunks"][chunks.index(chunk)] for chunk in found]},
-            }
+        found = [] if params["method"] == "full" else found
+        local = 0 if found or params["method"] == "full" else self.cached
+        reused = sum(len(ids) for _, ids in found)
+        again = math.ceil(params["recompute_ratio"] * reused) if params["method"] != "prefix" else 0
+        report: dict[str, Any] = {
+            "method": params["method"],
+            "effective_method": params["method"] if found else "prefix" if local else "full",
+            "prompt_tokens": total,
+            "prefix_exact_tokens": local,
+            "reused_tokens": reused - again,
+            "recomputed_tokens": again,
+            "computed_tokens": total - reused - local,
+            "engine_cached_tokens": local,
+            "local_tokens": local,
+            "recomputed": list(range(again)),
+            "kv_sources": {
+                "reused": [params["chunks"][chunks.index(chunk)] for chunk in found],
+                "computed": [] if found else [[local, total]],
+            },
+            "hits": {"host": reused} if found else {"vllm": local - params["start_tokens"]} if local else {},
+            **({"recompute_fraction": 0.2} if found else {}),
+        }
         self._sender.send(f"cmpl-{request_id}-0-ab12cd34", {"chunkweave": report})
 
     async def _events(self, body: dict[str, Any]) -> Any:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.ordering.arrangement import Arranged, Arranger, Promotion
 from chunkweave.planning.adaptive_methods import promoted_length
+from chunkweave.planning.method import reuses_nothing
+from chunkweave.planning.method_choice import MethodChoice
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, is_neutral
 from chunkweave.scheduling.queue import FairQueue, TenantWeights, VirtualTime, Waiting, waiting_path
 from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routing
@@ -172,7 +174,7 @@ class Fleet:
         placed.tenant = tenant
         number = next(self._numbers)
         replica = placed.replica
-        path, _ = _stored(placed.prompt)
+        path, _ = _reusable(placed.prompt, prepared.choice)
         replica.placed[number] = placed
         replica.outstanding_tokens += placed.work_tokens
         if counted:
@@ -240,7 +242,7 @@ class Fleet:
                 arranged = like.arranged
             else:
                 arranged = replica.arranger.arrange(prepared.prompt, prepared.order, counted=False)
-            path, sizes = _stored(arranged.prompt)
+            path, sizes = _reusable(arranged.prompt, prepared.choice)
             cached = replica.contents.cached_tokens(path, sizes, weaves=prepared.weaves)
             work = len(arranged.prompt) - cached + prepared.room
             released = asyncio.get_running_loop().create_future()
@@ -287,6 +289,11 @@ def _stored(prompt: Prompt) -> tuple[list[ChunkId], list[int]]:
     """Ids and sizes of the parts that a replica stores."""
     stored = [(part.id, len(part)) for part in prompt.parts if part.id is not None]
     return [chunk for chunk, _ in stored], [size for _, size in stored]
+
+
+def _reusable(prompt: Prompt, choice: MethodChoice) -> tuple[list[ChunkId], list[int]]:
+    """Those that its method may take from there."""
+    return ([], []) if reuses_nothing(choice.method, choice.reuse) else _stored(prompt)
 
 
 def _failed(future: "asyncio.Future[None]") -> bool:
