@@ -52,17 +52,33 @@ TOKEN_SOURCES = ("prefix-exact", "reused", "recomputed", "computed")
 """Where the KV of a prompt's token can be from, in the order in which they are drawn."""
 
 
+def effective_method(method: str, *, prefix_exact: int, reused: int) -> str:
+    """What a method came to: `full` if it reused nothing, `prefix` if it reused exact prefixes alone, else itself.
+
+    `reused` counts tokens of reused chunks, those that were computed again included.
+
+    >>> effective_method("cacheblend", prefix_exact=128, reused=0)
+    'prefix'
+    """
+    if reused:
+        return method
+    return "prefix" if prefix_exact else "full"
+
+
 @dataclass(frozen=True, slots=True)
 class ReuseReport:
     """Tokens by KV source and time by phase of one answer; every answer carries one.
 
-    `prefix_exact_tokens + reused_tokens + recomputed_tokens + computed_tokens == prompt_tokens`. `recompute_fraction`
-    is the sum over layers of recomputed reused-chunk tokens, over (layers x reused-chunk tokens), dense first layers
-    included; 0 where nothing was reused. Times are in seconds; `ttft_s` runs from the call to the first token and
-    contains the four before it. `why` says why this method (`exact`, `calibrated`, `target not reached`, `asked for`,
-    `switched off`; in vLLM `METHOD: nothing stored yet`), `parameters` all that the method takes and the values, that
-    of the loading controller if it raised one. `lost_segments` were broken, gone or late when they were read, so that
-    the prompt was planned again without them. `order` is the ordering of the chunks; `original` is the caller's.
+    `method` is the one that was requested or chosen, `effective_method` what it came to (see the function).
+
+    `prefix_exact_tokens + reused_tokens + recomputed_tokens + computed_tokens == prompt_tokens`.
+    `engine_cached_tokens` of the first were in vLLM's own prefix cache; 0 in our engine. `recompute_fraction` is the
+    sum over layers of recomputed reused-chunk tokens, over (layers x reused-chunk tokens), dense first layers included;
+    0 where nothing was reused. Times are in seconds; `ttft_s` runs from the call to the first token and contains the
+    four before it. `why` says why this method (`exact`, `calibrated`, `target not reached`, `asked for`,
+    `switched off`), `parameters` all that the method takes and the values, that of the loading controller if it raised
+    one. `lost_segments` were broken, gone or late when they were read, so that the prompt was planned again without
+    them. `order` is the ordering of the chunks; `original` is the caller's.
 
     `loaded_fraction` is the share of the stored KV in the prompt that was brought in: less than 1 where layers with a
     sliding window look at none of a chunk.
@@ -113,6 +129,7 @@ class ReuseReport:
     lost_segments: int = 0
     loaded_fraction: float = 1.0
     looked_up_tokens: int = 0
+    engine_cached_tokens: int = 0
     hits: Mapping[str, int] = field(default_factory=dict)
     check_layers: tuple[int, ...] = ()
     stopped_at_layer: int | None = None
@@ -121,6 +138,12 @@ class ReuseReport:
     def tokens_by_source(self) -> dict[str, int]:
         """The prompt's tokens by `TOKEN_SOURCES`; they sum to the prompt."""
         return {source: getattr(self, f"{source.replace('-', '_')}_tokens") for source in TOKEN_SOURCES}
+
+    @property
+    def effective_method(self) -> str:
+        """What the method came to, by the tokens that it reused."""
+        reused = self.reused_tokens + self.recomputed_tokens
+        return effective_method(self.method, prefix_exact=self.prefix_exact_tokens, reused=reused)
 
     @property
     def flops_limit(self) -> float:
@@ -141,5 +164,5 @@ class ReuseReport:
         return tuple(found)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON-able values, `flops_limit` included."""
-        return {**asdict(self), "flops_limit": self.flops_limit}
+        """Plain JSON-able values, `effective_method` and `flops_limit` included."""
+        return {**asdict(self), "effective_method": self.effective_method, "flops_limit": self.flops_limit}

@@ -207,33 +207,32 @@ class FakeVllm:
         found = [chunk for chunk in chunks if chunk in self.stored]
         self.stored |= set(chunks)
         self._evict(chunks)
-        report: dict[str, Any] = {"method": "prefix", "prompt_tokens": total, "computed_tokens": total}
-        if params["method"] != "prefix":
-            report["why"] = f"{params['method']}: nothing stored yet"
+        found = [] if params["method"] == "full" else found
+        local = 0 if found or params["method"] == "full" else self.cached
+        reused = sum(len(ids) for _, ids in found)
+        places = [span for chunk, span in zip(chunks, spans, strict=True) if chunk in found]
+        missing = [span for chunk, span in zip(chunks, spans, strict=True) if chunk not in found]
+        again = math.ceil(params.get("recompute_ratio", params.get("alpha", 0.0) / 4) * reused)
+        report: dict[str, Any] = {
+            "method": params["method"],
+            "effective_method": params["method"] if found else "prefix" if local else "full",
+            "prompt_tokens": total,
+            "prefix_exact_tokens": local,
+            "reused_tokens": reused - again,
+            "recomputed_tokens": again,
+            "computed_tokens": total - reused - local,
+            "engine_cached_tokens": local,
+            "local_tokens": local,
+            "recomputed": list(range(again)),
+            "kv_sources": {"reused": places, "computed": missing if found else [[local, total]]},
+            "hits": {"host": reused} if found else {"vllm": local - params["start_tokens"]} if local else {},
+        }
         if found:
-            reused = sum(len(ids) for _, ids in found)
-            places = [span for chunk, span in zip(chunks, spans, strict=True) if chunk in found]
-            again = math.ceil(params.get("recompute_ratio", params.get("alpha", 0.0) / 4) * reused)
-            report = {
-                "method": params["method"],
-                "prompt_tokens": total,
-                "prefix_exact_tokens": 0,
-                "reused_tokens": reused - again,
-                "recomputed_tokens": again,
-                "computed_tokens": total - reused,
+            report |= {
                 "recompute_fraction": 0.2,
-                "hits": {"host": reused},
-                "local_tokens": 0,
-                "recomputed": list(range(again)),
                 "check_layers": params.get("check_layers", []),
                 "stopped_at_layer": 3 if params.get("focus") else None,
-                "reasons": [[start, {"cfo": 0.25, "generation": 1}] for start, _ in places]
-                if "alpha" in params
-                else [],
-                "kv_sources": {
-                    "reused": places,
-                    "computed": [span for chunk, span in zip(chunks, spans, strict=True) if chunk not in found],
-                },
+                "reasons": [[start, {"cfo": 0.25, "generation": 1}] for start, _ in places if "alpha" in params],
             }
         if self.store_tokens is not None:
             report["store_tokens"] = self.store_tokens

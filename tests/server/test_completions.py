@@ -148,6 +148,25 @@ def test_the_system_message_is_the_instruction(client: Client):
     assert body["choices"][0]["message"]["content"] == toy_engine().generate_batch([request])[0].text
 
 
+def test_a_report_names_the_method_that_was_requested_and_what_it_came_to(client: Client):
+    documents = [FERRY * 3, CHOIR * 3]
+    weave = {"method": "cacheblend", "recompute_ratio": 0.4, "order": "fixed"}
+    asked = [(documents, weave), (documents[::-1], weave), (documents, {"method": "full", "order": "fixed"})]
+    reports = [client.ask(documents=given, chunkweave=reuse).json()["chunkweave"] for given, reuse in asked]
+    assert [one["method"] for one in reports] == ["cacheblend", "cacheblend", "full"]
+    assert {one["why"] for one in reports} == {"asked for"}
+    assert [one["effective_method"] for one in reports] == ["full", "cacheblend", "full"]
+    assert all(one["engine_cached_tokens"] == 0 for one in reports)
+
+
+@pytest.mark.backend("engine")
+def test_one_that_finds_all_of_it_as_an_exact_prefix_came_to_prefix(client: Client):
+    weave = {"method": "cacheblend", "order": "fixed"}
+    reports = [client.ask(documents=[FERRY, CHOIR], chunkweave=weave).json()["chunkweave"] for _ in range(2)]
+    assert [one["method"] for one in reports] == ["cacheblend"] * 2
+    assert [one["effective_method"] for one in reports] == ["full", "prefix"]
+
+
 @pytest.mark.backend("engine")
 def test_cached_tokens_are_those_that_were_not_computed_again(client: Client):
     documents = [FERRY * 3, CHOIR * 3]

@@ -57,14 +57,14 @@ def test_parts_are_tokenized_apart_and_their_places_are_told(front, vllm):
 
 def test_recomputed_tokens_are_not_cached_and_the_report_says_so(front):
     first = front.ask(documents=DOCUMENTS, chunkweave=WEAVE).json()["chunkweave"]
-    assert (first["method"], first["why"]) == ("prefix", "cacheblend: nothing stored yet")
+    assert (first["method"], first["why"], first["effective_method"]) == ("cacheblend", "asked for", "full")
     told = front.ask(documents=DOCUMENTS[::-1], chunkweave=WEAVE).json()
     report = told["chunkweave"]
     assert report["recomputed_tokens"] > 0
     assert told["usage"]["prompt_tokens_details"]["cached_tokens"] == report["reused_tokens"]
     sources = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
     assert sum(report[name] for name in sources) == report["prompt_tokens"] == told["usage"]["prompt_tokens"]
-    assert report["why"] == "asked for"
+    assert (report["why"], report["effective_method"]) == ("asked for", "cacheblend")
     assert [chunk["rank"] for chunk in report["chunks"]] == [0, 1]
 
 
@@ -382,10 +382,27 @@ def test_what_vllm_refuses_is_told_in_its_words(front, vllm):
     assert refused.json()["error"]["message"] == "top_k is odd"
 
 
-def test_a_request_without_reuse_tells_the_plug_in_nothing(front, vllm):
-    told = front.ask(documents=DOCUMENTS, chunkweave={"method": "full"}).json()
-    assert "kv_transfer_params" not in vllm.seen[0]
-    assert told["chunkweave"]["computed_tokens"] == told["usage"]["prompt_tokens"]
+def test_a_full_prefill_takes_nothing_from_vllms_own_cache_either(front, vllm):
+    """With documents the plug-in sees to it, and stores them under the client's salt; without, nothing is stored."""
+    for documents in (DOCUMENTS, DOCUMENTS, [], []):
+        told = front.ask(documents=documents, chunkweave={"method": "full"}, cache_salt="mine").json()
+        assert told["chunkweave"]["computed_tokens"] == told["usage"]["prompt_tokens"]
+        assert (told["chunkweave"]["method"], told["chunkweave"]["effective_method"]) == ("full", "full")
+    assert [one["kv_transfer_params"]["chunkweave"]["method"] for one in vllm.seen[:2]] == ["full"] * 2
+    assert not any("kv_transfer_params" in one for one in vllm.seen[2:])
+    front.ask(chunkweave={"method": "prefix"}, cache_salt="mine")
+    salts = [one["cache_salt"] for one in vllm.seen]
+    assert salts[0] == salts[1] == salts[4]
+    assert len(set(salts)) == 3, "those without documents have one of their own each"
+
+
+def test_a_full_prefill_does_not_make_the_front_forget_what_a_server_holds(front):
+    for documents in (DOCUMENTS, DOCUMENTS[::-1]):
+        front.ask(documents=documents, chunkweave={"order": "fixed"})
+    (replica,) = front.service.backend.fleet.replicas
+    held = replica.contents.tokens
+    front.ask(documents=DOCUMENTS, chunkweave={"method": "full", "order": "fixed"})
+    assert replica.contents.tokens == held > 0
 
 
 @pytest.mark.parametrize("front", [{"deduplicate": True}], indirect=True)
@@ -507,11 +524,13 @@ def test_what_is_assumed_to_be_at_a_replica_is_what_it_finds_there(vllm, method)
     )
 
 
-def test_what_nobody_keeps_is_not_expected(front, vllm):
-    for method in ("full", "prefix"):
+def test_what_full_prefill_computes_is_stored_and_expected(front, vllm):
+    """It takes nothing itself, so that nothing is expected for it."""
+    for method in ("full", "full"):
         front.ask(documents=DOCUMENTS, chunkweave={"method": method})
-    (shown,) = front.get("/v1/cache").json()["replicas"]
-    assert shown["expected_tokens"] == 0, "a request without reuse stores nothing"
+    assert front.get("/v1/cache").json()["replicas"][0]["expected_tokens"] == 0
+    front.ask(documents=DOCUMENTS, chunkweave={"method": "prefix"})
+    assert front.get("/v1/cache").json()["replicas"][0]["expected_tokens"] > 0
 
 
 def test_requests_go_where_their_documents_are(two):
@@ -715,8 +734,9 @@ def test_what_was_looked_up_and_found_is_counted_by_tier(front):
 
 def test_what_vllms_own_prefix_cache_found_is_a_tier_of_its_own(front, vllm):
     vllm.cached = 32
-    report = front.ask(documents=DOCUMENTS, chunkweave={"method": "full"}).json()["chunkweave"]
-    assert report["prefix_exact_tokens"] == 32
+    report = front.ask(documents=DOCUMENTS, chunkweave={"method": "cacheblend"}).json()["chunkweave"]
+    assert report["prefix_exact_tokens"] == report["engine_cached_tokens"] == 32
+    assert (report["method"], report["effective_method"]) == ("cacheblend", "prefix")
     begins = len(front.service.backend.context.preparer.builder.build("x", DOCUMENTS).parts[0])
     assert report["hits"] == {"vllm": 32 - begins}
     assert counted(front, "cache_hits", tier="vllm") == 32 - begins

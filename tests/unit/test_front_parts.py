@@ -174,7 +174,7 @@ def test_divergence_of_the_likeliest_tokens():
 
 def test_tokens_by_source_sum_to_the_prompt():
     woven = {"prefix_exact_tokens": 5, "reused_tokens": 3, "recomputed_tokens": 1, "computed_tokens": 1}
-    for report in (None, {"computed_tokens": 4}, woven):
+    for report in (None, {"error": "chunks must be a list"}, woven):
         sources = tokens_by_source(report, 10, 2)
         assert len(sources) == 4
         assert sum(sources) == 10

@@ -167,7 +167,7 @@ class VllmArena(Arena):
             assert self.lone.send("POST", one.path, tenant, {**one.body, **salted}).status == 200
         again = self.lone.send("POST", "/v1/chat/completions", tenant, {**body, **salted})
         self.counts["woven answers replayed"] += 1
-        for name in ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens"):
+        for name in ("reused_tokens", "recomputed_tokens"):  # of the others vLLM's own cache may have more, or less
             assert again.report[name] == reply.report[name], self.told(f"{name}: {again.report} {reply.report}")
         assert _said(again) == _said(reply), self.told(f"replayed {_said(again)}, not {_said(reply)}")
 

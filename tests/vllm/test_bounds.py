@@ -25,25 +25,28 @@ def answered(side: ConnectorScheduler, number: int, recomputed: int) -> None:
     side.finished(before)
     side.note(StepResults(copies=Counter(part.id for part in parts)), set())
     woven(side, request)
-    report = {"method": "cacheblend", "prompt_tokens": 131, "computed_tokens": 1, "kv_sources": {}}
+    spans = {"prefix-exact": [[0, 1]], "reused": [[1, 121]], "computed": [[121, 131]]}
+    report = {"method": "cacheblend", "prompt_tokens": 131, "computed_tokens": 10, "kv_sources": spans}
     side.note(StepResults(reports={request.request_id: {**report, "recomputed": list(range(recomputed))}}), set())
     side.finished(request)
 
 
-def found_again(side: ConnectorScheduler, number: int) -> str:
-    """The method that is reported of a prompt which vLLM finds in its own cache."""
+def found_again(side: ConnectorScheduler, number: int) -> dict:
+    """What is reported of a prompt which vLLM finds in its own cache."""
     request = FakeRequest(WOVEN, name="again", ids=ids_of(number))
     side.add(request)
     side.matched(request, 128)
     side.allocated(request, FakeBlocks(), 0)
-    return side.finished(request)[1]["chunkweave"]["method"]
+    return side.finished(request)[1]["chunkweave"]
 
 
 def test_reports_of_long_prompts_leave_room_for_fewer(side, monkeypatch):
     monkeypatch.setattr(scheduler, "_REMEMBERED_POSITIONS", 100)
     for number in range(1, 6):
         answered(side, number, 40)
-    assert [found_again(side, number) for number in range(1, 6)] == ["prefix"] * 3 + ["cacheblend"] * 2
+    found = [found_again(side, number) for number in range(1, 6)]
+    assert [one["recomputed_tokens"] for one in found] == [0] * 3 + [40] * 2
+    assert {(one["effective_method"], one["prefix_exact_tokens"]) for one in found} == {("cacheblend", 1)}, "woven"
 
 
 @pytest.mark.parametrize("wrong", [{"x" * 5_000_000: 1}, {"method": "x" * 5_000_000}, {"promoted": "x" * 5_000_000}])

@@ -31,9 +31,10 @@ from tests.vllm.prompts import (
     tokens,
 )
 from tests.vllm.reference import Reference, Woven
-from tests.vllm.serving import IN_PROCESS, Ask, Got, serving
+from tests.vllm.serving import IN_PROCESS, Got, serving
 
 TOLERANCE = 5e-4
+BLOCK_SIZE = 32
 RATIOS = (0.0, 0.05, 0.15, 0.5, 1.0)
 SCENARIOS = {
     "alone": computed_alone,
@@ -133,22 +134,33 @@ def test_prefix_is_exact(way, name):
     scenario.precompute(served)
     got = served.answer(scenario.prompt.ask("prefix"))[0]
     assert (got.log_probs[0] - Reference(folder).log_probs(scenario.prompt.ids)).abs().max().item() <= TOLERANCE
-    exact = sum(map(len, scenario.exact))
-    assert got.report.get("prefix_exact_tokens", 0) == exact
+    exact = 1 + sum(map(len, scenario.exact))
+    assert got.report["prefix_exact_tokens"] == (exact // BLOCK_SIZE * BLOCK_SIZE if scenario.exact else 0)
 
 
-def test_what_prefix_brings_back_is_vllms_own_to_the_bit(checkpoint):
-    """In bfloat16, where keys that were rotated back and forth would be rounded twice."""
-    ids = [BOS, *tokens(127), *tokens(9)]
-    spans = [[0, 32], [32, 96], [96, 128]]  # BOS among them, and up to where a block ends: the same is left to compute
-    ask = Ask(ids, {"chunks": spans, "start_tokens": 0, "method": "prefix"})
+def test_prefix_from_the_store_answers_to_the_bit_as_vllms_own_prefix_cache_does(checkpoint):
+    """In bfloat16, where another number of tokens to compute is rounded otherwise, and so are keys rotated twice."""
+    first = [
+        Given([tokens(40 + number), tokens(61), tokens(30 + 3 * number)], system=tokens(12)) for number in range(10)
+    ]
+    again = [Given(one.chunks, tokens(5 + 3 * number), one.system) for number, one in enumerate(first)]
     with serving(checkpoint("llama"), dtype="bfloat16") as served:
-        served.answer(ask)
-        local = served.answer(ask)[0]  # by vLLM's own prefix cache
+        cached = []
+        for one, other in zip(first, again, strict=True):
+            served.answer(one.plain())
+            before = served.metric("vllm:prefix_cache_hits")
+            got = served.answer(other.plain(8))[0]
+            cached.append((got, served.metric("vllm:prefix_cache_hits") - before))
         assert served.blocks_are_free()
-        stored = served.answer(ask)[0]
-    assert (stored.report["prefix_exact_tokens"], stored.report["local_tokens"]) == (128, 0)
-    assert torch.equal(stored.log_probs, local.log_probs)
+        for one in first:
+            served.answer(one.ask("prefix"))
+        assert served.blocks_are_free()
+        for other, (own, hits) in zip(again, cached, strict=True):
+            got = served.answer(other.ask("prefix", None, 8))[0]
+            assert got.report["local_tokens"] == 0, "it is from the store"
+            assert got.report["computed_tokens"] == len(other.ids) - hits
+            assert got.tokens == own.tokens
+            assert torch.equal(got.log_probs, own.log_probs)
 
 
 def test_several_woven_and_plain_requests_at_once(way):

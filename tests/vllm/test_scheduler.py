@@ -63,7 +63,8 @@ class FakeManager:
 
     def __init__(self) -> None:
         self.block_pool = BlockPool(64, enable_caching=True, hash_block_size=BLOCK)
-        self.coordinator = SimpleNamespace(single_type_managers=(SimpleNamespace(block_pool=self.block_pool),))
+        managers = (SimpleNamespace(block_pool=self.block_pool),)
+        self.coordinator = SimpleNamespace(single_type_managers=managers, scheduler_block_size=BLOCK)
 
     def get_block_ids(self, request_id):
         return (list(BLOCKS),)
@@ -147,11 +148,32 @@ def test_what_is_woven_has_its_blocks_apart_from_others(side):
     assert not set(other.block_hashes) & set(request.block_hashes)
 
 
-@pytest.mark.parametrize("method", ["prefix", "full"])
-def test_an_exact_request_shares_all_its_blocks(side, method):
-    request = FakeRequest({**CHUNKS, "method": method}, salt="tenant")
+def test_an_exact_request_shares_all_its_blocks(side):
+    request = FakeRequest({**CHUNKS, "method": "prefix"}, salt="tenant")
     side.add(request)
     assert (request.cache_salt, request.block_hashes) == ("tenant", request.plain)
+
+
+def test_a_full_prefill_shares_no_block_and_is_stored_under_the_tenants_salt(side):
+    first, again = (FakeRequest({**CHUNKS, "method": "full"}, salt="tenant") for _ in range(2))
+    for request in (first, again):  # of the same id, as an engine may be given it
+        side.add(request)
+        assert request.shared_blocks == 0
+        assert side.matched(request, 0) == 0
+        side.allocated(request, FakeBlocks(), 0)
+        (save,) = side.orders(step([("a", 0, 131)])).saves
+        assert (save.saved, save.computed, save.exact) == (0, 131, True)
+        side.note(StepResults(saved=Counter({save.number: 1})), set())
+        report = side.finished(request)[1]["chunkweave"]
+        assert (report["method"], report["computed_tokens"]) == ("full", 131)
+    assert not set(first.block_hashes) & set(again.block_hashes)
+    stored_chunks(side, 0, 1, salt="tenant")
+    other = FakeRequest({**CHUNKS, "method": "full"}, name="b", salt="tenant")
+    side.add(other)
+    assert side.matched(other, 0) == 0
+    prefix = FakeRequest({**CHUNKS, "method": "prefix"}, name="c", salt="tenant")
+    side.add(prefix)
+    assert side.matched(prefix, 0) == 91 // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize(("stored", "exact"), [((), 1), ((0,), 41), ((1,), 1), ((0, 1), 91), ((0, 1, 2), len(IDS))])
@@ -207,9 +229,9 @@ def test_the_weave_ends_where_the_last_stored_chunk_ends(side, stored, stop):
     assert side.matched(request, 128) == 0
 
 
-@pytest.mark.parametrize(("stored", "stop"), [((0,), 41), ((0, 1), 91), ((1,), 0), ((0, 2), 41), ((1, 2), 0)])
-def test_an_exact_weave_ends_with_the_exact_path(side, stored, stop):
-    """What no weave makes fewer, vLLM computes sooner."""
+@pytest.mark.parametrize(("stored", "stop"), [((0,), 32), ((0, 1), 80), ((1,), 0), ((0, 2), 32), ((1, 2), 0)])
+def test_an_exact_weave_ends_with_the_last_whole_block_of_the_exact_path(side, stored, stop):
+    """What no weave makes fewer, vLLM computes sooner; and its own prefix cache would leave it as many tokens."""
     stored_chunks(side, *stored)
     stored_chunks(side, 0, 1, 2, exact=False)
     request = FakeRequest({**CHUNKS, "method": "prefix"})
@@ -221,9 +243,14 @@ def test_an_exact_weave_ends_with_the_exact_path(side, stored, stop):
 
 def test_one_token_is_left_for_vllm(side):
     stored_chunks(side, 0, 1, 2)
-    request = FakeRequest(CHUNKS, ids=IDS[:121])
+    request = FakeRequest({**CHUNKS, "method": "epic"}, ids=IDS[:121])
     side.add(request)
     assert side.matched(request, 0) == 120
+    whole = FakeRequest({"chunks": [[1, 41], [41, 128]]}, name="whole", ids=IDS[:128])
+    side.add(whole)
+    parts = side._requests["whole"].segments
+    side.note(StepResults(copies=Counter(parts)), set())
+    assert side.matched(whole, 0) == 112, "the last block would leave none"
 
 
 def test_chunks_of_another_salt_or_adapter_do_not_count(side, tmp_path):
@@ -238,7 +265,7 @@ def test_chunks_of_another_salt_or_adapter_do_not_count(side, tmp_path):
     for number in (3, 4):  # the same files under another name
         request = FakeRequest(CHUNKS, name=str(number), lora=LoRARequest(f"adapter {number}", number, str(tmp_path)))
         side.add(request)
-        assert side.matched(request, 0) == 91
+        assert side.matched(request, 0) == 80
 
 
 def test_a_chunk_that_left_the_store_does_not_count(side):
@@ -253,7 +280,7 @@ def test_a_weave_is_ordered_once_into_the_requests_blocks(side):
     stored_chunks(side, 0, 1)
     request = FakeRequest(CHUNKS)
     order = woven(side, request, local=32)
-    assert (order.request_id, order.block_ids, order.first, order.stop) == ("a", BY_GROUP, 32, 91)
+    assert (order.request_id, order.block_ids, order.first, order.stop) == ("a", BY_GROUP, 32, 80)
     assert not side.orders(step()).weaves
     side.allocated(request, FakeBlocks(), 0)  # blocks for the tokens behind it
     assert not side.orders(step()).weaves
@@ -311,7 +338,8 @@ def test_what_is_to_be_copied_is_woven_as_if_it_were_stored(side, method):
     side.add(first)
     side.matched(first, 0)
     (save,) = side.orders(step([("a", 0, 131)])).saves
-    for name, saved, tokens in (("b", {}, 121), ("c", {save.number: 1}, 0)):
+    stop = 112 if method == "prefix" else 121
+    for name, saved, tokens in (("b", {}, stop), ("c", {save.number: 1}, 0)):
         side.note(StepResults(saved=Counter(saved)), set())
         request = FakeRequest({**CHUNKS, "method": method}, name=name)
         side.add(request)
@@ -358,9 +386,9 @@ def test_where_blocks_leave_windows_nothing_is_woven_behind_vllms_own_cache(wind
     assert windowed.matched(request, 0) == 91
     exact = FakeRequest({**CHUNKS, "method": "prefix"}, name="exact")
     windowed.add(exact)
-    assert windowed.matched(exact, 90) == 0, "what is missing is soon computed"
+    assert windowed.matched(exact, 79) == 0, "what is missing is soon computed"
     assert windowed.matched(exact, 32) is None
-    assert windowed.matched(exact, 0) == 91
+    assert windowed.matched(exact, 0) == 80
     other = FakeRequest({**CHUNKS, "method": "prefix"}, name="other")
     windowed.add(other)
     assert windowed.matched(other, 32) is None
@@ -381,7 +409,7 @@ def test_within_a_window_all_blocks_are_there_and_a_weave_begins_behind_vllms_ow
     stored_chunks(windowed, 0)
     request = FakeRequest(CHUNKS)
     windowed.add(request)
-    assert windowed.matched(request, 16) == 25
+    assert windowed.matched(request, 16) == 16
 
 
 def test_what_vllm_computes_behind_a_weave_is_not_exact(side):
@@ -389,8 +417,8 @@ def test_what_vllm_computes_behind_a_weave_is_not_exact(side):
     request = FakeRequest(CHUNKS)
     woven(side, request)
     side.note(None, {"a"})
-    (save,) = side.orders(step([("a", 41, 90)])).saves
-    assert (save.saved, save.computed, save.exact) == (41, 131, False)
+    (save,) = side.orders(step([("a", 32, 99)])).saves
+    assert (save.saved, save.computed, save.exact) == (32, 131, False)
 
 
 @pytest.mark.parametrize(("method", "exact"), [("cacheblend", False), ("prefix", True)])
@@ -410,17 +438,38 @@ def test_a_failed_weave_is_not_tried_again_and_its_parts_are_saved(side):
     assert side.matched(request, 0) == 0
     (save,) = side.orders(step([("a", 0, 131)])).saves
     assert (save.saved, save.computed, save.exact) == (0, 131, True)
-    assert side.finished(request)[1] == {
-        "chunkweave": {"method": "prefix", "prompt_tokens": 131, "computed_tokens": 131}
-    }
-
-
-def test_a_report_says_that_nothing_was_stored(side):
-    request = FakeRequest({**CHUNKS, "method": "cacheblend"})
-    side.add(request)
-    assert side.matched(request, 0) == 0
     report = side.finished(request)[1]["chunkweave"]
-    assert (report["method"], report["why"]) == ("prefix", "cacheblend: nothing stored yet")
+    assert (report["method"], report["effective_method"], report["computed_tokens"]) == ("prefix", "full", 131)
+
+
+COUNTS = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+
+
+@pytest.mark.parametrize("method", ["cacheblend", "query", "prefix"])
+@pytest.mark.parametrize(("stored", "local"), [((), 0), ((), 112), ((0, 1, 2), 128)])
+def test_a_report_names_the_method_that_was_requested_and_what_it_came_to(side, method, stored, local):
+    """Nothing of it is woven. What vLLM's own cache has of the exact path is exact, with any method."""
+    stored_chunks(side, *stored)
+    request = FakeRequest({**CHUNKS, "method": method})
+    side.add(request)
+    local = local if request.block_hashes == request.plain or stored else 0
+    assert side.matched(request, local) == 0
+    side.allocated(request, FakeBlocks(), 0)
+    report = side.finished(request)[1]["chunkweave"]
+    assert (report["method"], report["why"]) == (method, "asked for")
+    assert report["effective_method"] == ("prefix" if local else "full")
+    assert [report[name] for name in COUNTS] == [local, 0, 0, 131 - local]
+    assert report["engine_cached_tokens"] == report["local_tokens"] == local
+    assert report["hits"] == ({"vllm": min(local, 121) - 1} if local else {})
+
+
+def test_what_a_preempted_request_finds_of_itself_was_not_cached(side):
+    request = FakeRequest({**CHUNKS, "method": "prefix"})
+    side.add(request)
+    for local in (0, 64):
+        side.matched(request, local)
+        side.allocated(request, FakeBlocks(), 0)
+    assert side.finished(request)[1]["chunkweave"]["engine_cached_tokens"] == 0
 
 
 def test_the_workers_report_is_the_answers(side):
@@ -458,15 +507,19 @@ def test_woven_blocks_of_vllms_own_cache_are_reported_as_what_they_are(side):
     found = side.finished(again)[1]["chunkweave"]
     changed = {"prompt_tokens": 133, "computed_tokens": 63, "local_tokens": 128, "hits": {"vllm": 120}}
     sources = {"reused": [[1, 41], [91, 121]], "computed": [[0, 1], [41, 91], [121, 133]]}
-    assert found == {**report, **changed, "kv_sources": sources}
+    assert found.items() >= {**report, **changed, "kv_sources": sources}.items()
+    assert (found["effective_method"], found["engine_cached_tokens"]) == ("cacheblend", 0)
 
     computed = FakeRequest({**CHUNKS, "method": "cacheblend"}, name="c")
     side.add(computed)
     side.matched(computed, 0)
     side.finished(computed)  # its blocks had left the cache, and vLLM computed all of them
+    again = FakeRequest({**CHUNKS, "method": "cacheblend"}, name="d")
     side.add(again)
     side.matched(again, 128)
-    assert side.finished(again)[1]["chunkweave"]["method"] == "prefix"
+    side.allocated(again, FakeBlocks(), 0)
+    found = side.finished(again)[1]["chunkweave"]
+    assert (found["method"], found["effective_method"], found["engine_cached_tokens"]) == ("cacheblend", "prefix", 128)
 
 
 def test_ending_a_request_calls_its_weave_off_only_while_it_runs(side):
@@ -495,7 +548,7 @@ def test_a_chunk_counts_once_every_rank_has_reported_it():
     stored_chunks(side, 0)
     assert side.matched(request, 0) == 0
     stored_chunks(side, 0, 1)  # the other one, in another step, and more
-    assert side.matched(request, 0) == 41
+    assert side.matched(request, 0) == 32
     side.note(StepResults(copies=Counter(dict.fromkeys(side._stored._copies, -1))), set())
     assert side.matched(request, 0) == 0
 
@@ -506,7 +559,7 @@ def test_what_the_tiers_held_at_start_up_counts():
     side.add(request)
     first, second, _ = (segment_id(part.id, part.context) for part in side._requests["a"].parts)
     side.begin_with({0: Holdings(frozenset({first, second}), False), 1: Holdings(frozenset({first}), False)})
-    assert side.matched(request, 0) == 41
+    assert side.matched(request, 0) == 32
     assert not side.orders(step()).lookups
 
 
@@ -523,7 +576,7 @@ def test_where_others_fill_a_tier_a_request_waits_for_a_lookup():
     first, *_ = side._requests["a"].parts
     copies = Counter({segment_id(first.id, first.context): 2})
     side.note(StepResults(copies=copies, answered=Counter(a=1, gone=2)), set())
-    assert side.matched(request, 0) == 41
+    assert side.matched(request, 0) == 32
     assert not side.orders(step()).lookups
 
 
@@ -625,7 +678,7 @@ def test_a_request_that_is_not_woven_counts_when_it_first_gets_blocks(side):
     assert asked.local == 48
     stored_chunks(side, 0)
     order = woven(side, FakeRequest(CHUNKS, name="c"))
-    assert order.stop == 41
+    assert order.stop == 32
     assert not side.orders(step()).asked, "its weave counts it"
 
 

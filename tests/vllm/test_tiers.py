@@ -76,9 +76,11 @@ def test_what_a_killed_process_stored_serves_the_next_one(start, tmp_path, refer
     right(after, reference, scenario)
     assert after["tokens"] == before["tokens"]
     assert before["report"]["local_tokens"] == BLOCK_SIZE, "the exact path was in the first one's own cache"
-    (hits,) = before["report"]["hits"].values()
-    assert after["report"] == before["report"] | {"local_tokens": 0, "hits": {"disk": hits}}
-    assert after["report"]["computed_tokens"] == 1 + len(scenario.prompt.question)
+    assert after["report"]["hits"] == {"disk": sum(before["report"]["hits"].values())}
+    places = ("local_tokens", "engine_cached_tokens", "hits", "kv_sources")
+    computed = dict.fromkeys(places) | {"computed_tokens": 1 + len(scenario.prompt.question)}  # and BOS
+    exact = {"prefix_exact_tokens": before["report"]["prefix_exact_tokens"] - 1}
+    assert after["report"] | dict.fromkeys(places) == before["report"] | exact | computed
     assert second.call("chunkweave_check") == [True]
 
 
@@ -167,8 +169,9 @@ def test_our_engine_and_vllm_read_each_others_segments(start, tmp_path, family, 
     process.wait()
     for answer, prompt in zip(answers, prompts, strict=False):
         got = process.answer(asked(prompt, "prefix"))[0]
-        start_tokens = len(prompt) - got["report"]["prefix_exact_tokens"] - len(prompt.parts[-1])
-        assert start_tokens == int(adds_bos)
+        whole = (len(prompt) - len(prompt.parts[-1])) // BLOCK_SIZE * BLOCK_SIZE
+        begins = adds_bos and not got["report"]["local_tokens"]  # BOS is stored in no segment
+        assert got["report"]["prefix_exact_tokens"] == whole - int(begins)
         assert tuple(got["tokens"]) == tuple(answer.token_ids)
     new = process.answer(asked(prompts[2], "prefix"))[0]
     process.close()  # at once: what is not written yet is written then

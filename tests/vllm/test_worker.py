@@ -17,6 +17,7 @@ from chunkweave.vllm import worker as worker_module
 from chunkweave.vllm.background_work import BackgroundWork, Work
 from chunkweave.vllm.lora import Adapters
 from chunkweave.vllm.orders import AskedOrder, LookupOrder, SaveOrder, StepOrders, WeaveOrder
+from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.removal import RemovalOrder, Removed
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse
 from chunkweave.vllm.settings import PluginSettings
@@ -41,10 +42,17 @@ class FakePaged:
     num_slots = 1024
     broken = False
 
+    def __init__(self) -> None:
+        self.written: list[tuple[int, list[int]]] = []
+
     def read(self, layer, slots):
         if self.broken:
             raise RuntimeError("the device is out of memory")
         return torch.zeros(2, len(slots), *self.shape)
+
+    def write(self, layer, slots, keys, values):
+        assert keys.shape == values.shape == (len(slots), *self.shape)
+        self.written.append((layer, slots.tolist()))
 
 
 class FakeJob:
@@ -52,12 +60,12 @@ class FakeJob:
 
     given: ClassVar[list] = []
 
-    def __init__(self, *_args, chosen=None, captured=None, **_kwargs) -> None:
-        self.layer = 0
+    def __init__(self, _layers, _blocks, plan, *_args, first, chosen=None, captured=None, **_kwargs) -> None:
+        self.layer, self.first = 0, first
         self.captured = captured
         self.given.append(chosen)
         self.chosen = {(0, 1): torch.tensor([21])}
-        self.recomputed = [21]
+        self.recomputed = plan.reused_among([21])
         self.recompute_work = LAYERS
         self.stopped_at_layer = None
 
@@ -335,6 +343,54 @@ def test_what_was_captured_is_stored_with_what_it_attended_to(side, monkeypatch,
         assert FakeCaptured.exact_to == [len(wanted.prompt)]
 
 
+COUNTS = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+
+
+@pytest.mark.parametrize("local", [0, 16])
+def test_what_lies_in_exact_blocks_of_vllms_own_cache_is_stored_and_counted(side, monkeypatch, local):
+    """A weave that captures begins behind them: of the chunks before it the store had nothing."""
+    monkeypatch.setattr(worker_module, "CapturedParts", FakeCaptured)
+    order = WeaveOrder("a", request("prefix", capture=True), BLOCKS, local, 35, exact=40)
+    side.step(StepOrders(weaves=[order], idle=True))
+    arrived, results = side.take_outcome()
+    assert (arrived, results.failed) == ({"a"}, set())
+    assert stored_paths(side) == {"system", "first", "last"}
+    assert all(record.exact for record in side._store.records())
+    report = results.reports["a"]
+    assert [report[name] for name in COUNTS] == [local, 0, 0, 40 - local]
+    assert report["engine_cached_tokens"] == report["local_tokens"] == local
+    assert (report["method"], report["effective_method"]) == ("prefix", "prefix" if local else "full")
+    assert report["hits"] == ({"vllm": local} if local else {})
+
+
+def test_what_is_claimed_ends_before_the_exact_path_does(side):
+    """With vLLM's last whole block: it computes the rest, and the report counts that."""
+    whole(side, saves=[SaveOrder("a", request("prefix"), BLOCKS, 0, 40, True)])
+    side.step(StepOrders(weaves=[WeaveOrder("b", request("prefix"), BLOCKS, 16, 32, exact=40)], idle=True))
+    report = side.take_outcome()[1].reports["b"]
+    assert [report[name] for name in COUNTS] == [32, 0, 0, 8]
+    assert (report["engine_cached_tokens"], report["hits"]) == (16, {"vllm": 16, "host": 19})
+    assert report["kv_sources"] == {"prefix-exact": [[0, 32]], "computed": [[32, 40]]}
+
+
+@pytest.mark.parametrize(("method", "placed"), [("prefix", True), ("cacheblend", False)])
+def test_what_a_prompt_begins_with_is_brought_as_vllm_computed_it(paged, side, method, placed):
+    """No segment has it; computed alone it would be rounded otherwise, and an exact answer with it."""
+
+    def started(method):
+        params = {"chunks": [[2, 20], [20, 35]], "start_tokens": 2, "method": method}
+        return parse(params, IDS, fingerprint="model", salt="", start=tuple(IDS[:2]), defaults=Defaults())
+
+    whole(side, saves=[SaveOrder("a", started("prefix"), BLOCKS, 0, 40, True)])
+    for name, adapter in (("b", 0), ("c", 7)):
+        order = WeaveOrder(name, started(method), BLOCKS, 0, 32, exact=40 if placed else 0, adapter=adapter)
+        side.step(StepOrders(weaves=[order], idle=True))
+    reports = side.take_outcome()[1].reports
+    slots = RequestBlocks(BLOCKS, paged).of(0).slots(torch.arange(2)).tolist()
+    assert paged.written == ([(layer, slots) for layer in range(LAYERS)] if placed else [])
+    assert [reports[name]["computed_tokens"] for name in "bc"] == ([8, 10] if placed else [10, 10])
+
+
 def stored_paths(side: ConnectorWorker) -> set[str]:
     """Which parts of the request are stored behind the very parts that are before them in it."""
     names = zip(("system", "first", "last"), request().stored_parts(), strict=True)
@@ -373,9 +429,8 @@ def test_a_weaving_method_computes_the_chunk_that_its_exact_prefix_grows_by(side
     side.step(StepOrders(weaves=[order], idle=True))
     report = side.take_outcome()[1].reports["a"]
     assert report["reused_tokens"] == (14 if grown else 24)
-    assert report["hits"] == {
-        "host": report["prefix_exact_tokens"] + report["reused_tokens"] + report["recomputed_tokens"]
-    }
+    found = report["prefix_exact_tokens"] + report["reused_tokens"] + report["recomputed_tokens"]
+    assert report["hits"] == ({"vllm": 16, "host": 35 - 16} if first else {"host": found})
     assert stored_paths(side) == grown
     records = (side._store.record(segment_id(part.id, part.context)) for part in request().stored_parts())
     assert all(record.exact for record in records if record is not None)

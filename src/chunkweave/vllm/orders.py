@@ -1,6 +1,7 @@
 """What the connector's halves send each other: orders to the workers in every step, and what became of them."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -9,8 +10,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from chunkweave.metrics import effective_method
+from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt
-from chunkweave.types import ChunkId, SegmentId
+from chunkweave.types import ChunkId, SegmentId, Span, joined
 from chunkweave.vllm.removal import RemovalOrder, Removed
 from chunkweave.vllm.request import WeaveRequest
 
@@ -62,6 +65,8 @@ class SaveOrder:
     readable: int = 0
     windowed: bool = False
     number: int = 0
+    adapter: int = 0
+    """As in a `WeaveOrder`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +153,38 @@ class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has 
         both = self.removed.keys() | other.removed.keys()
         removed = {name: [*self.removed.get(name, ()), *other.removed.get(name, ())] for name in both}
         return StepResults(copies, reports, failed, answered, saved, removed)
+
+
+def request_report(
+    request: WeaveRequest,
+    sources: Mapping[KVSource, Sequence[Span]],
+    *,
+    recomputed: Sequence[int] = (),
+    local: int,
+    hits: Mapping[str, int],
+) -> dict[str, object]:
+    """The report of one request, with the fields of the project's `ReuseReport`.
+
+    `sources` cover the prompt, `recomputed` are positions in its reused parts, ascending. `local` of its tokens were in
+    vLLM's own prefix cache: those of them that are exact are the `engine_cached_tokens`.
+    """
+    spans = {one: joined(sources.get(one, ())) for one in KVSource}
+    exact, reused, computed = (
+        sum(map(len, spans[one])) for one in (KVSource.EXACT, KVSource.REUSED, KVSource.COMPUTED)
+    )
+    return {
+        "method": request.method,
+        "why": str(request.choice.why),
+        "effective_method": effective_method(request.method, prefix_exact=exact, reused=reused),
+        "parameters": dict(request.choice.parameters),
+        "prompt_tokens": len(request.prompt),
+        "prefix_exact_tokens": exact,
+        "reused_tokens": reused - len(recomputed),
+        "recomputed_tokens": len(recomputed),
+        "computed_tokens": computed,
+        "engine_cached_tokens": sum(len(span.within(0, local)) for span in spans[KVSource.EXACT]),
+        "local_tokens": local,
+        "recomputed": list(recomputed),
+        "kv_sources": {str(one): [[span.start, span.stop] for span in found] for one, found in spans.items() if found},
+        "hits": {tier: tokens for tier, tokens in hits.items() if tokens},
+    }

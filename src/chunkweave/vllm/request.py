@@ -66,6 +66,12 @@ class WeaveRequest:
         """The method's parameters."""
         return self.choice.reuse
 
+    @property
+    def start(self) -> tuple[int, ...]:
+        """The tokens that the prompt begins with and that no store has."""
+        first = self.prompt.parts[0]
+        return first.token_ids if first.kind is PartKind.START else ()
+
     def stored_parts(self) -> Iterator[StoredPart]:
         """The parts that a store can hold, in prompt order."""
         prompt = self.prompt
@@ -224,13 +230,13 @@ def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None
 def weave_params(
     prompt: Prompt, choice: MethodChoice, promotion: Promotion | None, *, raisable: bool = False
 ) -> dict[str, Any] | None:
-    """What a prompt's request tells the connector; None if there is nothing for it to do."""
+    """What a prompt's request tells the connector; None if it has no part that can be stored."""
     spans = [
         [span.start, span.stop]
         for part, span in zip(prompt.parts, prompt.spans(), strict=True)
         if part.kind in _STORED_KINDS
     ]
-    if not spans or choice.method == "full":
+    if not spans:
         return None
     start = sum(len(part) for part in prompt.parts if part.kind is PartKind.START)
     neutral = sum(part.id is not None and is_neutral(part.id) for part in prompt.parts)

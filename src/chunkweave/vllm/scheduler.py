@@ -9,17 +9,19 @@ chunks another one is computing waits for these if that is sooner (`PartWaits`).
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 from typing import Any
+from uuid import uuid4
 
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import asks_again, reuses_nothing
 from chunkweave.planning.method_choice import EXACT_METHODS, FIELD, refuse_unknown_keys
+from chunkweave.planning.plan import KVSource
 from chunkweave.scheduling.in_progress import Wanted
 from chunkweave.store.prefix_trie import PathMatch
 from chunkweave.store.records import segment_id
-from chunkweave.types import ChunkId, SegmentId
+from chunkweave.types import ChunkId, SegmentId, Span
 from chunkweave.vllm.block_hashes import keep_apart
 from chunkweave.vllm.block_owners import BlockOwners
 from chunkweave.vllm.lora import AdapterKeys
@@ -32,6 +34,7 @@ from chunkweave.vllm.orders import (
     StepOrders,
     StepResults,
     WeaveOrder,
+    request_report,
 )
 from chunkweave.vllm.removal import FORGET, RemovalAnswers, RemovalOrder, Removed, removed_chunks
 from chunkweave.vllm.report_socket import STORE_TOKENS
@@ -52,6 +55,10 @@ _MOST_REFUSAL_CHARACTERS = 1000
 """Of the reason why a request is served without reuse: it may quote the request."""
 
 
+_OF_WEAVE = ("parameters", "recompute_fraction", "check_layers", "stopped_at_layer", "reasons")
+"""What the report of a prompt that vLLM found woven in its own cache has from that of the weave."""
+
+
 @dataclass(slots=True)
 class _Saving:
     """A save that was ordered: what it will store, and the ranks that have not done it."""
@@ -65,13 +72,14 @@ class _Saving:
 class _Tracked:
     """One request with chunks, from its arrival until it is finished.
 
-    `local` are its tokens that vLLM found in its own prefix cache when it was last scheduled, `saved` the positions
-    that need no saving (any more). `unstored` says that it could not be woven because nothing of it was stored then.
-    `in_flight` means that workers write into its blocks, `failed` that they could not.
-    `counted` says that workers count it, or that nobody has asked for it. `lookups` counts the workers whose remote
-    lookup has not ended. `parts` are those that can be stored, in order, `segments` what they are called if they are
-    exact. Blocks below position `shared` are exact, and not apart from others'. `saving` are the numbers of saves that
-    read its blocks yet. `outdated` says that it uses what was removed meanwhile, so that nothing of it is stored.
+    `local` are its tokens that vLLM found in its own prefix cache when it was last scheduled, `found` those of the
+    first time: after preemption they are its own. `saved` are the positions that need no saving (any more).
+    `in_flight` means that workers write into its blocks, `failed` that they could not. `adapter` is the number of its
+    LoRA adapter. `counted` says that workers count it, or that nobody has asked for it. `lookups` counts the workers
+    whose remote lookup has not ended. `parts` are those that can be stored, in order, `segments` what they are called
+    if they are exact. Blocks below position `shared` are exact, and not apart from others'. `saving` are the numbers of
+    saves that read its blocks yet. `outdated` says that it uses what was removed meanwhile, so that nothing of it is
+    stored.
     """
 
     request: WeaveRequest
@@ -79,9 +87,10 @@ class _Tracked:
     segments: tuple[SegmentId, ...] = field(init=False)
     shared: int = 0
     local: int = 0
+    found: int | None = None
     saved: int = 0
     woven: bool = False
-    unstored: bool = False
+    adapter: int = 0
     in_flight: bool = False
     failed: bool = False
     lookups: int = 0
@@ -236,19 +245,20 @@ class ConnectorScheduler:
             logger.warning("request %s is served without reuse: %s", request.request_id, reason)
             self._refused[request.request_id] = reason
             return
-        tracked = self._requests[request.request_id] = _Tracked(woven)
+        adapter = 0 if request.lora_request is None else int(request.lora_request.lora_int_id)
+        tracked = self._requests[request.request_id] = _Tracked(woven, adapter=adapter)
         # The first round of one that asks again must see no block that is finished; and where what has left a window
         # cannot be read back, a weave has to begin at 0, or its answer would depend on what vLLM's own cache held.
         long = self._weaves and self._window is not None and len(woven.prompt) > self._window
-        alone = asks_again(woven.method, woven.reuse) or (long and not tracked.exact_method)
-        if alone:
-            keep_apart(request, f"{woven.salt}|{request.request_id}")
-        elif tracked.exact_method:
-            tracked.shared = len(woven.prompt)
-        else:
+        # One that reuses nothing takes nothing from vLLM's own cache either: it is what the others are compared with.
+        nothing = reuses_nothing(woven.method, woven.reuse)
+        exact = nothing or tracked.exact_method
+        tracked.shared = len(woven.prompt) if exact else 0
+        if nothing or asks_again(woven.method, woven.reuse) or (long and not exact):
+            keep_apart(request, f"{woven.salt}|{uuid4().hex}")
+        elif not exact:
             tracked.shared = self._exact_stop(tracked)
             keep_apart(request, woven.salt, start=tracked.shared, block_tokens=self._manager.block_pool.hash_block_size)
-        nothing = reuses_nothing(woven.method, woven.reuse)
         if self._shared and not nothing:
             self._arrived.add(request.request_id)
         if self._shared and not nothing and any(one not in self._stored for one in self._wanted(tracked)):
@@ -273,11 +283,9 @@ class ConnectorScheduler:
             return 0
         if self._waits.still_waits(request.request_id):
             return None
-        weavable = self._weavable_stop(tracked)
-        if self._is_to_wait(request.request_id, tracked, weavable):
+        stop = self._weavable_stop(tracked, request.num_tokens - 1)
+        if self._is_to_wait(request.request_id, tracked, stop):
             return None
-        tracked.unstored = self._weaves and not tracked.exact_method and not weavable
-        stop: int = min(weavable, request.num_tokens - 1)
         if computed and self._window is not None and stop > self._window:
             # vLLM would drop of its own blocks what a weave behind them is to read: it is woven from the start, unless
             # what they lack is soon computed, and exact.
@@ -296,6 +304,8 @@ class ConnectorScheduler:
         counted, tracked.counted = tracked.counted, True
         if request.request_id not in self._waits:
             self._begin(request.request_id, tracked, external_tokens)
+        if tracked.found is None:
+            tracked.found = tracked.local
         if not external_tokens:
             if not counted and self._weaves:
                 woven = None if tracked.behind_exact else tracked.request
@@ -304,9 +314,9 @@ class ConnectorScheduler:
             return
         stop = tracked.local + external_tokens
         block_ids = tuple(map(tuple, blocks.get_block_ids()))
-        adapter = 0 if request.lora_request is None else int(request.lora_request.lora_int_id)
+        shared, adapter = tracked.shared, tracked.adapter
         self._orders.weaves.append(
-            WeaveOrder(request.request_id, tracked.request, block_ids, tracked.local, stop, tracked.shared, adapter)
+            WeaveOrder(request.request_id, tracked.request, block_ids, tracked.local, stop, shared, adapter)
         )
         tracked.saved = max(tracked.saved, stop)
         tracked.woven = tracked.in_flight = True
@@ -422,21 +432,25 @@ class ConnectorScheduler:
         self._orders.removals.append(RemovalOrder(request.request_id, chunks, frozenset(concerned)))
 
     def _unreported(self, tracked: _Tracked) -> dict[str, object]:
-        """The report of a request that no worker wove: vLLM computed it, or found it woven in its own cache."""
-        request, local = tracked.request, tracked.local
-        tokens = len(request.prompt)
-        if tracked.behind_exact:
-            self._forget_report(request.salt)
-        elif (woven := self._reports.get(request.salt)) is not None:
-            parts_stop = tracked.parts[-1].span.stop
-            found = sum(max(0, min(part.span.stop, local) - part.span.start) for part in tracked.parts)
-            by_source = {name: _until(spans, parts_stop) for name, spans in woven["kv_sources"].items()}
-            by_source["computed"] = [*by_source.get("computed", []), [parts_stop, tokens]]
-            more = tokens - int(woven["prompt_tokens"])
-            counts = {"prompt_tokens": tokens, "computed_tokens": int(woven["computed_tokens"]) + more}
-            return {**woven, **counts, "local_tokens": local, "kv_sources": by_source, "hits": {"vllm": found}}
-        unwoven = {"method": "prefix", "prompt_tokens": tokens, "computed_tokens": tokens - local}
-        return {**unwoven, "why": f"{request.method}: nothing stored yet"} if tracked.unstored else unwoven
+        """The report of a request that no worker wove: vLLM computed it, behind what it found in its own cache.
+
+        That is exact, or was woven for the same prompt: then the report of that weave says what it is, and if that is
+        gone it counts as reused.
+        """
+        request, found = tracked.request, tracked.found or 0
+        tokens, exact = len(request.prompt), found <= tracked.shared
+        before: Mapping[str, Any] = {} if exact else self._reports.get(request.salt, {})
+        spans = {KVSource(name): [Span(*one) for one in spans] for name, spans in before.get("kv_sources", {}).items()}
+        if not before:
+            spans = {KVSource.EXACT: [Span(0, tracked.shared)], KVSource.REUSED: [Span(tracked.shared, tokens)]}
+        sources = {one: [span.within(0, found) for span in spans.get(one, ())] for one in KVSource}
+        sources[KVSource.COMPUTED].append(Span(found, tokens))
+        recomputed = [position for position in before.get("recomputed", ()) if position < found]
+        hits = {"vllm": sum(len(part.span.within(0, found)) for part in tracked.parts)}
+        report = request_report(request, sources, recomputed=recomputed, local=found, hits=hits)
+        if exact and not tracked.exact_method:  # who finds these blocks under this salt finds what vLLM computed
+            self._remember(request.salt, {"kv_sources": {str(KVSource.EXACT): [[0, tokens]]}})
+        return report | {name: before[name] for name in _OF_WEAVE if name in before}
 
     def _remember(self, salt: str, report: dict[str, Any]) -> None:
         self._forget_report(salt)
@@ -454,22 +468,24 @@ class ConnectorScheduler:
         lora = request.lora_request
         return self._fingerprint if lora is None else f"{self._fingerprint}+{self._adapter_keys.of(lora)}"
 
-    def _weavable_stop(self, tracked: _Tracked) -> int:
-        """Where the last part ends of which something is stored; vLLM computes what follows itself.
+    def _weavable_stop(self, tracked: _Tracked, most: int) -> int:
+        """Where the last part ends of which something is stored, at `most`; vLLM computes what follows itself.
 
-        With an exact method it is the last one of the exact path: vLLM computes sooner what no weave makes fewer. What
-        is captured is computed where attention can be looked at, so that it is woven though nothing is stored. A method
-        that reuses nothing means vLLM's own prefill.
+        With an exact method it is the last one of the exact path: vLLM computes sooner what no weave makes fewer. Of
+        that it is the last whole block: vLLM's own prefix cache leaves the same tokens to compute, and with other
+        numbers of tokens sums are rounded otherwise. What is captured is computed where attention can be looked at, so
+        that it is woven though nothing is stored. A method that reuses nothing means vLLM's own prefill.
         """
-        request = tracked.request
+        request, parts = tracked.request, tracked.parts
         if reuses_nothing(request.method, request.reuse) or not self._weaves:
             return 0
-        if request.kept.profiles:
-            return tracked.parts[-1].span.stop
+        exact = sum(1 for _ in takewhile(self._stored.__contains__, tracked.segments))
+        if request.kept.profiles and (exact < len(parts) or not tracked.exact_method):
+            return min(parts[-1].span.stop, most)
         if tracked.exact_method:
-            exact = sum(1 for _ in takewhile(self._stored.__contains__, tracked.segments))
-            return tracked.parts[exact - 1].span.stop if exact else 0
-        return max((part.span.stop for part in tracked.parts if part.id in self._stored), default=0)
+            stop = min(parts[exact - 1].span.stop if exact else 0, most)
+            return stop - stop % int(self._manager.coordinator.scheduler_block_size)
+        return min(max((part.span.stop for part in parts if part.id in self._stored), default=0), most)
 
     def _exact_stop(self, tracked: _Tracked) -> int:
         """Where the first part begins that may be reused approximately: none of the exact path is."""
@@ -521,11 +537,10 @@ class ConnectorScheduler:
             exact = not tracked.woven and tracked.behind_exact
             readable = start if windowed else 0
             number = self._expect(request_id, tracked, done, exact=exact or tracked.exact_method)
-            saves.append(
-                SaveOrder(
-                    request_id, tracked.request, blocks, tracked.saved, computed, exact, readable, windowed, number
-                )
+            order = SaveOrder(
+                request_id, tracked.request, blocks, tracked.saved, computed, exact, readable, windowed, number
             )
+            saves.append(replace(order, adapter=tracked.adapter))
             tracked.saved = max((tracked.parts[at].span.stop for at in done), default=tracked.saved)
         return saves
 
@@ -552,8 +567,3 @@ class ConnectorScheduler:
             tracked = self._requests.get(saving.request_id)
             if tracked is not None:
                 tracked.saving.discard(number)
-
-
-def _until(spans: Iterable[Sequence[int]], stop: int) -> list[list[int]]:
-    """What of spans lies before `stop`."""
-    return [[first, min(last, stop)] for first, last in spans if first < stop]

@@ -433,7 +433,8 @@ class WeaveJob:
         method chose, where this one begins behind what that wove: it takes the same, so that an answer does not depend
         on what vLLM's own cache held.
         """
-        self._plan, self._first, self._stop = plan, first, stop
+        self.first = self._first = first
+        self._plan, self._stop = plan, stop
         reused = flags_of(plan.spans(KVSource.REUSED), plan.prompt_tokens)
         cache = PagedCache(layers, blocks, placements, first=first, stop=stop, capacity=plan.prompt_tokens)
         ids = torch.tensor(token_ids[: plan.prompt_tokens], dtype=torch.long, device=layers.device)

@@ -3,14 +3,13 @@
 import logging
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import inf
 
 import torch
 
-from chunkweave.conversation.answer import TokenCounts
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.adaptive_methods import method_for
 from chunkweave.planning.cost import MEASURED_BY_VLLM, CostModel, Loading, given_cost_model, stored_cost_model, too_slow
@@ -22,10 +21,19 @@ from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.tiers.device import HostMemory, host_memory_for, streams_of
 from chunkweave.tiers.preload import Gone
-from chunkweave.types import SegmentId, Span
+from chunkweave.types import ChunkId, SegmentId, Span
 from chunkweave.vllm.background_work import BackgroundWork, Work, wait_for_now
 from chunkweave.vllm.model_check import rank_fingerprint
-from chunkweave.vllm.orders import AskedOrder, Holdings, NotWoven, SaveOrder, StepOrders, StepResults, WeaveOrder
+from chunkweave.vllm.orders import (
+    AskedOrder,
+    Holdings,
+    NotWoven,
+    SaveOrder,
+    StepOrders,
+    StepResults,
+    WeaveOrder,
+    request_report,
+)
 from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.removal import RemovalOrder, StoreRemovals
 from chunkweave.vllm.report_socket import CountsSender
@@ -49,8 +57,14 @@ _CHOSEN_POSITIONS = 4 << 20
 _WAITING_SHARE = 1 / 8
 """Of vLLM's blocks, how many may wait to be copied."""
 
+_STARTS, _MOST_START_TOKENS = 64, 8
+"""Beginnings of prompts whose KV is kept as vLLM computed it, and the most tokens of one."""
+
 _EXPIRE_S = 60.0
 """How often the store is searched for what has outlived its time."""
+
+_StartKey = tuple[int, tuple[int, ...]]
+"""The adapter, and the tokens that a prompt begins with and that are part of no chunk."""
 
 _ChoiceKey = tuple[str, tuple[SegmentId, ...]]
 """Requests of the same chunks and method, woven from the same segments, choose the same positions.
@@ -124,6 +138,8 @@ class ConnectorWorker:
         self._chosen_positions = 0
         self._begun: dict[str, dict[Span, PartCopy]] = {}
         """By request, parts of which vLLM has computed the beginning."""
+        self._starts: OrderedDict[_StartKey, PartCopy] = OrderedDict()
+        """As every rank has it in the same step: where it is missing, all compute these tokens."""
         self._outdated: set[str] = set()
         """Requests that use what was removed meanwhile: nothing of them is stored."""
         self._noted: set[str] = set()
@@ -180,6 +196,7 @@ class ConnectorWorker:
     def save(self, orders: StepOrders) -> None:
         """Store the parts whose KV this step's forward has completed: between steps, or at once what leaves windows."""
         for order in orders.saves:
+            self._keep_start(order)
             woven = self._woven.get(order.request_id)
             exact_to = (order.computed if order.exact else 0) if woven is None else woven.exact_to
             parts = [part for part in order.request.stored_parts() if order.saved < part.span.stop <= order.computed]
@@ -311,19 +328,22 @@ class ConnectorWorker:
     def _removing(self, order: RemovalOrder) -> Iterator[object]:
         yield self._in_background(partial(self._removals.run, order))
 
-    def _hits(self, plan: Plan) -> dict[str, int]:
-        """Tokens of the parts that a plan takes from the store, by the tier that has them."""
+    def _hits(self, plan: Plan, local: int) -> dict[str, int]:
+        """Tokens of stored parts that were found, by tier: the first `local` of the prompt in vLLM's own cache."""
         hits: Counter[str] = Counter()
         for part in plan.parts:
+            own = len(part.span.within(0, local))
+            if part.part.id is not None:
+                hits["vllm"] += own
             if part.segment is not None:
-                hits[self._store.tier_of(part.segment) or "host"] += len(part.span)
+                hits[self._store.tier_of(part.segment) or "host"] += len(part.span) - own
         return dict(hits)
 
     def _count(self, asked: AskedOrder) -> None:
         """Count a request that vLLM computes; of what its own cache has of it, the segments here are used."""
         found = self._store.lookup(asked.prompt)
         if asked.woven is None:
-            exact = (entry.exact for entry in found.parts if entry.span.stop <= asked.local)
+            exact = (entry.exact for entry in found.parts if entry.span.start < asked.local)
             saved = {record.id: float(len(record)) for record in exact if record is not None}
             used = list(saved)
         else:  # from which segments it was woven nobody knows any more: from these it would be now
@@ -369,11 +389,35 @@ class ConnectorWorker:
             plan,
             placements,
             request.prompt.token_ids,
-            first=order.first,
+            first=self._place_start(order, blocks),
             stop=order.stop,
             captured=captured,
             chosen=self._choices.get(_choice_key(request, plan)) if order.first > order.exact else None,
         )
+
+    def _keep_start(self, order: SaveOrder) -> None:
+        """Keep the KV of what the prompt begins with, which no segment has, as vLLM computed it among many tokens."""
+        blocks, start = RequestBlocks(order.block_ids, self._layers.paged), order.request.start
+        key = order.adapter, start
+        if not (order.exact and blocks.whole and 0 < len(start) <= _MOST_START_TOKENS) or key in self._starts:
+            return
+        span = Span(0, len(start))
+        copy = PartCopy(StoredPart(ChunkId(""), start, span, ()), self._layers, self._memory, as_they_are=True)
+        deque(copy.read(blocks, span), maxlen=0)
+        self._starts[key] = copy
+        if len(self._starts) > _STARTS:
+            self._starts.popitem(last=False)
+
+    def _place_start(self, order: WeaveOrder, blocks: RequestBlocks) -> int:
+        """Put that KV into the blocks of a request by an exact method; returns from where on they are to be filled.
+
+        Computed alone, it would be rounded otherwise than the first time, and an answer with it.
+        """
+        copy = self._starts.get((order.adapter, order.request.start))
+        if order.first or copy is None or order.request.method not in EXACT_METHODS or not blocks.whole:
+            return order.first
+        copy.write(blocks)
+        return len(order.request.start)
 
     def _finish(self, order: WeaveOrder, job: WeaveJob) -> None:
         woven = self._woven[order.request_id]
@@ -381,8 +425,9 @@ class ConnectorWorker:
         if order.first <= order.exact:  # for requests like it of which vLLM's own cache has a woven part
             self._remember(_choice_key(order.request, plan), job.chosen)
         self._arrived.add(order.request_id)
-        report = _report(plan, order, job, self._num_layers)
-        self._results.reports[order.request_id] = {**report, "hits": self._hits(plan)}
+        report = _report(plan, order, job, self._hits(plan, order.first))
+        fraction = recompute_fraction(plan, job.recompute_work, self._num_layers)
+        self._results.reports[order.request_id] = {**report, "recompute_fraction": fraction}
         for segment, whole in woven.pinned.loaded():
             self._store.promote(segment, whole)
         if self._ahead is not None:
@@ -391,10 +436,11 @@ class ConnectorWorker:
         if job.captured is not None:
             fresh -= job.captured.spans
             self._insert(order.request_id, job.captured.segments(woven.exact_to))
+        first = 0 if order.first <= order.exact else order.first  # what vLLM had is stored too, if it is exact
         parts = [
             part
             for part in order.request.kept_parts(self._is_exact)
-            if part.span in fresh and order.first <= part.span.start and part.span.stop <= order.stop
+            if part.span in fresh and first <= part.span.start and part.span.stop <= order.stop
         ]
         blocks = RequestBlocks(order.block_ids, self._layers.paged)
         self._insert(order.request_id, self._copied(parts, blocks, woven.exact_to))
@@ -511,6 +557,13 @@ class PartCopy:
             self._kv[layer, 1, rows] = values
             yield
 
+    def write(self, blocks: RequestBlocks) -> None:
+        """Put a part whose keys are as they are into other blocks, at the same positions."""
+        paged, span = self._layers.paged, self._part.span
+        positions = torch.arange(span.start, span.stop, device=self._layers.device)
+        for layer, kv in enumerate(self._kv.to(paged.device)):
+            paged.write(layer, blocks.of(layer).slots(positions), *kv)
+
     def segment(self, exact_to: int) -> tuple[SegmentRecord, SegmentKV]:
         """The part, for the store; it is exact if it ends at `exact_to` or before."""
         part = self._part
@@ -532,24 +585,20 @@ def _choice_key(request: WeaveRequest, plan: Plan) -> _ChoiceKey:
     return request.salt, tuple(segment for segment in woven_from if segment is not None)
 
 
-def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, num_layers: int) -> dict[str, object]:
-    """Tokens by KV source, with the fields of the project's `ReuseReport`."""
-    recomputed = job.recomputed
-    counts = TokenCounts.of(plan, len(recomputed))
+def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, hits: Mapping[str, int]) -> dict[str, object]:
+    """Of a weave that is done, between what vLLM's own cache had and what vLLM computes behind it.
+
+    Where that cache had woven blocks, of this very prompt, the plan says what they are.
+    """
+    first = job.first if order.first <= order.exact else 0
+    sources = {one: [span.within(first, order.stop) for span in plan.spans(one)] for one in KVSource}
+    sources[KVSource.EXACT].append(Span(0, first))
+    sources[KVSource.COMPUTED].append(Span(order.stop, plan.prompt_tokens))
+    report = request_report(order.request, sources, recomputed=job.recomputed, local=order.first, hits=hits)
     return {
-        "method": plan.method,
-        "why": str(order.request.choice.why),
+        **report,
         "parameters": dict(order.request.choice.parameters_raised(plan.raised_to)),
-        "prompt_tokens": plan.prompt_tokens,
-        "prefix_exact_tokens": counts.prefix_exact,
-        "reused_tokens": counts.reused,
-        "recomputed_tokens": counts.recomputed,
-        "computed_tokens": counts.computed,
-        "recompute_fraction": recompute_fraction(plan, job.recompute_work, num_layers),
         "check_layers": check_layers_of(plan),
         "stopped_at_layer": job.stopped_at_layer,
-        "local_tokens": order.first,
-        "recomputed": recomputed,
-        "kv_sources": {str(one): [[span.start, span.stop] for span in plan.spans(one)] for one in KVSource},
         "reasons": [[part.span.start, reasons] for part in plan.parts if (reasons := reasons_of(part))],
     }

@@ -12,6 +12,7 @@ from typing import Any, Self
 from chunkweave.conversation.answer import AnswerEnd, Choice, Durations, WholeChoices
 from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
+from chunkweave.planning.method import reuses_nothing
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.vllm.request import weave_params
 from chunkweave_server.backend import Submission
@@ -61,7 +62,7 @@ class VllmAnswer:
 
     A speculative one is a completion of one token until it is confirmed. It leaves the prompt's KV in vLLM's prefix
     cache, where only a request of the same tokens, chunks and method finds it: the one that this then becomes. If it
-    fails, that is computed as if it had not been started.
+    fails, that is computed as if it had not been started. With a method that reuses nothing, nothing is computed ahead.
     """
 
     def __init__(
@@ -92,7 +93,8 @@ class VllmAnswer:
         self._events = self._all()
         self._confirmed = not speculative
         self._prefilled_s: float | None = None
-        self._ahead = asyncio.create_task(self._prefill(), name="prefill ahead") if speculative else None
+        ahead = speculative and not reuses_nothing(prepared.choice.method, prepared.choice.reuse)
+        self._ahead = asyncio.create_task(self._prefill(), name="prefill ahead") if ahead else None
 
     @property
     def begun(self) -> bool:
@@ -328,7 +330,10 @@ def _prompt(placed: Placed, max_tokens: int, *, asked: bool = True) -> dict[str,
     """The part of a body that depends on where it is computed; a prefill that nobody `asked` for yet says so."""
     prompt: dict[str, Any] = {"prompt": list(placed.prompt.token_ids), "max_tokens": max_tokens}
     prepared = placed.prepared
-    params = weave_params(placed.prompt, prepared.choice, placed.promotion, raisable=prepared.raisable)
+    choice = prepared.choice
+    params = weave_params(placed.prompt, choice, placed.promotion, raisable=prepared.raisable)
     if params is None:
+        if reuses_nothing(choice.method, choice.reuse):  # else vLLM's own prefix cache would serve it
+            prompt["cache_salt"] = f"{prepared.request.cache_salt}|{uuid.uuid4().hex}"
         return prompt
     return {**prompt, "kv_transfer_params": {FIELD: params if asked else {**params, "asked": False}}}

@@ -14,6 +14,8 @@ from chunkweave.config import StoreConfig
 from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.ordering.arrangement import COUNTS_FILE, Arranged, Arranger, Promotion
 from chunkweave.planning.adaptive_methods import promoted_length
+from chunkweave.planning.method import reuses_nothing
+from chunkweave.planning.method_choice import MethodChoice
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, is_neutral
 from chunkweave.scheduling.queue import FairQueue, TenantWeights, VirtualTime, Waiting, waiting_path
@@ -33,9 +35,6 @@ _BURST_TOKENS = 4096
 
 
 _POLL_S = 0.1
-
-_NO_STORE = "full"
-"""The method that the connector is not told of (`vllm.request.weave_params`)."""
 
 
 class NoReplicaError(HttpError):
@@ -216,7 +215,7 @@ class Fleet:
         placed.tenant = tenant
         number = next(self._numbers)
         replica = placed.replica
-        path, _ = _stored(placed.prompt)
+        path, _ = _reusable(placed.prompt, prepared.choice)
         replica.placed[number] = placed
         replica.outstanding_tokens += placed.work_tokens
         if counted:
@@ -273,12 +272,9 @@ class Fleet:
     def served(self, placed: Placed, found: Found | None) -> None:
         """A replica has prefilled a request: from now on it holds its chunks.
 
-        What it `found` corrects what was assumed of it, and its store's size; None: it has not said. Of a request that
-        takes no KV from a store, none is put there either.
+        What it `found` corrects what was assumed of it, and its store's size; None: it has not said.
         """
         replica, weaves = placed.replica, placed.prepared.weaves
-        if placed.prepared.choice.method == _NO_STORE:
-            return
         path, sizes = _stored(placed.prompt)
         contents = replica.contents
         if found is not None:
@@ -310,9 +306,8 @@ class Fleet:
                 arranged = replica.arranger.arrange(
                     prepared.prompt, prepared.order, counted=False, tenant=prepared.request.tenant
                 )
-            path, sizes = _stored(arranged.prompt)
+            path, sizes = _reusable(arranged.prompt, prepared.choice)
             cached = replica.contents.cached_tokens(path, sizes, weaves=prepared.weaves)
-            cached = 0 if prepared.choice.method == _NO_STORE else cached
             work = len(arranged.prompt) - cached + prepared.room
             released = asyncio.get_running_loop().create_future()
             options[replica.name] = Placed(replica, prepared, arranged, cached, work, released)
@@ -364,6 +359,11 @@ def _stored(prompt: Prompt) -> tuple[list[ChunkId], list[int]]:
     """Ids and sizes of the parts that a replica stores."""
     stored = [(part.id, len(part)) for part in prompt.parts if part.id is not None]
     return [chunk for chunk, _ in stored], [size for _, size in stored]
+
+
+def _reusable(prompt: Prompt, choice: MethodChoice) -> tuple[list[ChunkId], list[int]]:
+    """Those that its method may take from there."""
+    return ([], []) if reuses_nothing(choice.method, choice.reuse) else _stored(prompt)
 
 
 def _failed(future: "asyncio.Future[None]") -> bool:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from chunkweave.conversation.answer import Durations, Outcome, PartSource, TokenCounts, build_report
 from chunkweave.errors import UsageError
@@ -175,25 +175,22 @@ _NOT_SHOWN = ("recomputed", "kv_sources", "reasons", STORE_TOKENS)
 _OF_CHUNK = ("source", "kv_source", "tokens", "recomputed_tokens", "rank", "reasons")
 
 
-def _woven(report: Report) -> bool:
-    """Whether it is of a weave; else vLLM computed the request, and `why` says what kept it from being woven."""
-    return "reused_tokens" in report
-
-
 def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: int) -> tuple[int, int, int, int]:
     """Tokens of a prompt that are exact prefixes, reused, recomputed and computed; they sum to it.
 
-    Without a woven report nothing was woven: what vLLM found in its own prefix cache (`local_tokens`) is exact, since
-    requests that weave are hashed apart. Of a woven prompt the plan's counts are taken as they are; blocks that vLLM
-    found of the same prompt are among those that it reuses.
+    Without a report, or in one of an error, what vLLM found in its own prefix cache (`local_tokens`) is exact, since
+    requests that weave are hashed apart.
     """
-    if report is None or not _woven(report):
-        computed = report.get("computed_tokens") if report is not None else None
-        cached = local_tokens if computed is None else prompt_tokens - int(computed)
-        return cached, 0, 0, prompt_tokens - cached
+    if not _counted(report):
+        return local_tokens, 0, 0, prompt_tokens - local_tokens
     names = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
     prefix_exact, reused, recomputed, computed = (int(report[name]) for name in names)
     return prefix_exact, reused, recomputed, computed
+
+
+def _counted(report: Report | None) -> TypeGuard[Report]:
+    """Whether the plug-in says what became of the prompt's tokens."""
+    return report is not None and "reused_tokens" in report
 
 
 def cached_tokens(report: ReuseReport, reported: Report | None) -> int:
@@ -211,10 +208,10 @@ def what_was_found(placed: Placed, report: ReuseReport, reported: Report | None)
     cached = report.prefix_exact_tokens
     if reported is None and placed.prepared.weaves and cached:
         return Found([None] * len(placed.prompt.parts), cached)
-    reported = reported or {}
-    spans = _spans_by_source(placed.prompt, reported, cached)
+    said = reported if _counted(reported) else _of_vllm(placed.prompt, cached)
+    spans = said.get("kv_sources") or {}
     sources = [_source_of(Span(span.start, span.start + 1), spans) for span in placed.prompt.spans()]
-    room = reported.get(STORE_TOKENS)
+    room = (reported or {}).get(STORE_TOKENS)
     return Found(
         [KVSource(source) if source else None for source in sources],
         cached_tokens(report, reported) + report.recomputed_tokens,
@@ -226,53 +223,43 @@ def reuse_report(
     placed: Placed, reported: Report | None, usage: Mapping[str, Any], durations: Durations, new_tokens: int
 ) -> ReuseReport:
     """The project's own report, of what the plug-in `reported` (None: nothing), of vLLM's `usage`, and of the clock."""
-    choice = placed.prepared.choice
-    said: Report = reported or {}
+    choice, said = placed.prepared.choice, reported if _counted(reported) else {}
     details = usage.get("prompt_tokens_details") or {}
     local_tokens = int(details.get("cached_tokens") or 0)
     counts = TokenCounts(*tokens_by_source(reported, len(placed.prompt), local_tokens))
-    sources = _sources(placed.prompt, said, counts.prefix_exact)
-    method, recomputed = str(said.get("method") or choice.method), sorted(said.get("recomputed") or ())
+    if not said:
+        said = _of_vllm(placed.prompt, counts.prefix_exact)
+    spans = said.get("kv_sources") or {}
+    reasons = {start: dict(one) for start, one in said.get("reasons") or ()}
+    sources = [
+        PartSource(_source_of(span, spans), reasons=reasons.get(span.start, {})) for span in placed.prompt.spans()
+    ]
+    recomputed = sorted(said.get("recomputed") or ())
     checked, stopped = tuple(said.get("check_layers") or ()), said.get("stopped_at_layer")
-    outcome = Outcome(method, counts, sources, recomputed, checked, stopped)
+    outcome = Outcome(choice.method, counts, sources, recomputed, checked, stopped)
     report = build_report(placed.arranged, choice, placed.prepared.content, outcome, durations, new_tokens)
     return replace(
         report,
         recompute_fraction=float(said.get("recompute_fraction") or 0.0),
         weave_s=max(0.0, durations.ttft_s - durations.queue_s),
-        why=report.why if _woven(said) else str(said.get("why", report.why)),
         parameters=said.get("parameters") or report.parameters,
-        hits=_hits(placed.prompt, said, counts.prefix_exact),
+        engine_cached_tokens=int(said.get("engine_cached_tokens") or 0),
+        hits={str(tier): int(tokens) for tier, tokens in (said.get("hits") or {}).items()},
     )
 
 
-def _sources(prompt: Prompt, said: Report, cached: int) -> list[PartSource]:
-    """The source of each part, empty where the plug-in could not send it, with the method's reasons."""
-    spans = _spans_by_source(prompt, said, cached)
-    reasons = {start: dict(one) for start, one in said.get("reasons") or ()}
-    return [PartSource(_source_of(span, spans), reasons=reasons.get(span.start, {})) for span in prompt.spans()]
-
-
-def _spans_by_source(prompt: Prompt, said: Report, cached: int) -> Mapping[str, Sequence[Sequence[int]]]:
-    """Positions by source. What vLLM found of a prompt that was not woven lies at its beginning."""
-    if _woven(said):
-        return said.get("kv_sources") or {}
-    return {str(KVSource.EXACT): [(0, cached)], str(KVSource.COMPUTED): [(cached, len(prompt))]}
+def _of_vllm(prompt: Prompt, cached: int) -> Report:
+    """What the plug-in would say of a prompt that it had nothing to do with: vLLM found its first `cached` tokens."""
+    spans = {str(KVSource.EXACT): [(0, cached)], str(KVSource.COMPUTED): [(cached, len(prompt))]}
+    stored = [span for part, span in zip(prompt.parts, prompt.spans(), strict=True) if part.id is not None]
+    found = sum(len(span.within(0, cached)) for span in stored)
+    return {"kv_sources": spans, "engine_cached_tokens": cached, "hits": {"vllm": found} if found else {}}
 
 
 def _source_of(part: Span, sources: Mapping[str, Sequence[Sequence[int]]]) -> str:
     """The source of a part's last token: vLLM's blocks may end within it."""
     found = (source for source, spans in sources.items() for start, stop in spans if start < part.stop <= stop)
     return str(next(found, ""))
-
-
-def _hits(prompt: Prompt, said: Report, cached: int) -> dict[str, int]:
-    """Tokens of stored parts that were found, by tier; of a prompt that was not woven, vLLM's cache had the first."""
-    if _woven(said):
-        return {str(tier): int(tokens) for tier, tokens in (said.get("hits") or {}).items()}
-    stored = [span for part, span in zip(prompt.parts, prompt.spans(), strict=True) if part.id is not None]
-    found = sum(max(0, min(span.stop, cached) - span.start) for span in stored)
-    return {"vllm": found} if found else {}
 
 
 def shown_report(placed: Placed, report: ReuseReport, reported: Report | None) -> dict[str, Any]:
