@@ -346,7 +346,7 @@ def test_what_is_to_be_copied_is_woven_as_if_it_were_stored(side, method):
         assert side.matched(request, 0) == tokens
 
 
-@pytest.mark.parametrize(("promoted", "expected"), [([], 0), ([1, 2], 0), ([0], 41), ([0, 2], 41), ([0, 1], 91)])
+@pytest.mark.parametrize(("promoted", "expected"), [([], 0), ([1, 2], 0), ([0], 32), ([0, 2], 32), ([0, 1], 80)])
 def test_only_what_may_be_kept_is_expected(side, promoted, expected):
     first = FakeRequest({**CHUNKS, "method": "prefix", "promoted": promoted})
     side.add(first)

@@ -8,7 +8,7 @@ from chunkweave.store.records import segment_id
 from chunkweave.vllm.orders import Holdings, StepResults
 from chunkweave.vllm.removal import FORGET
 from chunkweave.vllm.scheduler import ConnectorScheduler
-from tests.vllm.test_scheduler import BOS, FakeBlocks, FakeRequest, bound, step, stored_chunks
+from tests.vllm.test_scheduler import BLOCK, BOS, FakeBlocks, FakeRequest, bound, step, stored_chunks
 
 FIRST, SECOND, THIRD = range(100, 180), range(200, 290), range(300, 370)
 QUESTION = range(400, 410)
@@ -121,7 +121,7 @@ def test_an_exact_request_waits_for_the_same_chunks_behind_the_same_ones(side):
     assert asks(side, request("same", FIRST, SECOND, method="prefix")) is None
     assert asks(side, request("other", SECOND, FIRST, method="prefix")) == 0
     side.orders(step([("owner", 0, 181)]))
-    assert side.matched(request("same", FIRST, SECOND, method="prefix"), 0) == 171
+    assert side.matched(request("same", FIRST, SECOND, method="prefix"), 0) == 171 // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize(("method", "waits"), [("full", False), ("epic", True), ("cachecraft", False)])
