@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
@@ -15,6 +16,7 @@ from chunkweave.engine.engine import Engine, EngineOptions
 from chunkweave.errors import RequestAbortedError, UsageError
 from chunkweave.kv.request_cache import keep_freed_memory
 from chunkweave.models.threads import keep_within_cpus
+from chunkweave.ordering.arrangement import COUNTS_FILE
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.index import TieredLease
 from chunkweave.types import Chunk, ChunkId, SegmentId
@@ -62,6 +64,7 @@ class EngineBackend:
     async def start(self, threads: TenantThreads) -> BackendParts:
         """Load the model and start the batching thread."""
         engine = self.engine = await in_thread(lambda: self._load(self._settings))
+        await in_thread(lambda: engine.preparer.load_counts(self._counts_file))
         self.batching = AsyncEngine(engine, self._settings.batching)
         self.cache = EngineCache(engine, self.batching, threads, self._settings.limits.pin_budget_bytes)
         self._threads = threads
@@ -81,6 +84,7 @@ class EngineBackend:
         if threads is None:
             return
         await in_thread(self.batching.close)
+        await in_thread(lambda: self.engine.preparer.save_counts(self._counts_file))
         self.cache.release_all()
         await in_thread(self._close)
 
@@ -115,6 +119,11 @@ class EngineBackend:
     async def metrics(self) -> bytes:
         """There are no other processes."""
         return b""
+
+    @property
+    def _counts_file(self) -> Path | None:
+        folder = self._settings.store.cache_dir
+        return None if folder is None else folder / self.engine.loaded.fingerprint / COUNTS_FILE
 
     def _close(self) -> None:
         if not self.engine.store.flush(_FLUSH_S):

@@ -181,7 +181,7 @@ def test_a_request_that_is_refused_is_not_counted(model):
             engine.generate(QUESTION, CHUNKS, order="any")
         with pytest.raises(UsageError, match="context is 512"):
             engine.generate("word " * 600, CHUNKS)
-        assert engine.preparer.arranger.table.requests == 0
+        assert engine.preparer.arranger.table().requests == 0
     with pytest.raises(UsageError, match="there are: free, fixed"):
         Engine(model, order="loose")
     with pytest.raises(UnknownMethodError, match="unknown ordering"):

@@ -100,7 +100,7 @@ def test_a_speculation_that_has_ended_counts_when_it_is_confirmed(counted):
             stream.confirm()
             stream.confirm()
             await asyncio.wrap_future(batching.between_steps(lambda: None))
-            return [before, len(counted.engine.preparer.arranger.table) == 1]
+            return [before, len(counted.engine.preparer.arranger.table()) == 1]
 
     assert asyncio.run(ask()) == [False, True]
     assert counted.frequencies == {1}

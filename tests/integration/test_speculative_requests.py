@@ -397,11 +397,11 @@ def test_a_speculation_counts_as_asked_for_once_it_is_confirmed(loaded):
     async def work(batching):
         dropped = batching.submit(Request("Why?", ["One chunk.", "Another chunk."]), speculative=True)
         await dropped.aclose()
-        counted = [len(engine.preparer.arranger.table)]
+        counted = [len(engine.preparer.arranger.table())]
         wanted = batching.submit(Request("Why?", ["One chunk.", "Another chunk."]), speculative=True)
         batching.confirm(wanted.id)
         await wanted.answer()
-        return [*counted, len(engine.preparer.arranger.table)]
+        return [*counted, len(engine.preparer.arranger.table())]
 
     async def run_it():
         async with AsyncEngine(engine) as batching:

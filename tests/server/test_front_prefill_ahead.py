@@ -225,7 +225,7 @@ def test_an_ordering_counts_the_question_once(vllm):
             corpus.go_on.set()
             thread.join()
         (replica,) = front.service.backend.fleet.replicas
-        assert replica.arranger.table.requests == 2
+        assert replica.arranger.table().requests == 2
         assert len(vllm.seen) == 4
 
 

@@ -7,6 +7,9 @@ import pytest
 from chunkweave.config import ConversationConfig
 from chunkweave.conversation.turns import SentChunks
 from chunkweave.metrics import ChunkReport
+from chunkweave.ordering.arrangement import COUNTS_FILE, Arranger
+from chunkweave.ordering.ordering import OrderingConfig
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.prompt.request import Request
 from chunkweave.prompt.tokenizer import TokenCache
 from chunkweave.scheduling.routing import ReplicaContents
@@ -89,3 +92,20 @@ def test_reports_of_long_prompts_leave_fewer_requests_on_the_page(chunk):
     for number in range(MOST):
         recent.add(str(number), "", "answered", replace(report, chunks=(usual,)))
     assert len(list(recent.seen_by(Tenant(admin=True)))) == MOST
+
+
+def test_requests_are_counted_of_so_many_tenants_and_a_damaged_file_counts_nothing(tmp_path, caplog):
+    def asked(number: int) -> Prompt:
+        return Prompt((PromptPart(PartKind.CHUNK, (number + 1,), ChunkId(str(number))),))
+
+    arranger = Arranger(OrderingConfig(window=2), ReplicaContents(1000).tree)
+    for number in range(300):
+        for _ in range(3):
+            arranger.count(asked(number), free=True, tenant=str(number))
+    arranger.save(tmp_path / COUNTS_FILE)
+    later = Arranger(OrderingConfig(window=2), ReplicaContents(1000).tree)
+    later.load(tmp_path / COUNTS_FILE)
+    assert [later.table(str(number)).count(ChunkId(str(number))) for number in (299, 100, 43, 0)] == [2, 2, 0, 0]
+    (tmp_path / COUNTS_FILE).write_text('{"format": 1, "requests": {"a": [[true]]}}')
+    later.load(tmp_path / COUNTS_FILE)
+    assert "counted anew" in caplog.text

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from chunkweave.config import SamplingParams
@@ -136,7 +137,7 @@ class RequestPreparer:
         else:
             turn, prompt = self.turn_builder.begin(request, most_tokens=most_tokens)
         room = prompt.room_in(self.context_tokens) - (0 if turn is None else len(turn.closing))
-        arranged = self._arrange(prompt, order, counted=not speculative)
+        arranged = self._arrange(prompt, order, request.tenant, counted=not speculative)
         kept = self.chooser.kept(choice)
         if turn is not None:  # its later turns may be answered by another method
             kept = replace(kept, kv=True)
@@ -196,7 +197,19 @@ class RequestPreparer:
         """A speculative request is asked for."""
         if self.arranger is not None:
             with self._arranging:
-                self.arranger.count(prepared.prompt, free=prepared.arranged.promotion is not None)
+                self.arranger.count(prepared.prompt, free=prepared.arranged.free, tenant=prepared.request.tenant)
+
+    def load_counts(self, path: Path | None) -> None:
+        """Count what an earlier process saved."""
+        if self.arranger is not None:
+            with self._arranging:
+                self.arranger.load(path)
+
+    def save_counts(self, path: Path | None) -> None:
+        """Keep what was asked for over a restart."""
+        if self.arranger is not None:
+            with self._arranging:
+                self.arranger.save(path)
 
     def answered(self, prepared: PreparedRequest, arranged: Arranged) -> None:
         """A request was answered with its chunks `arranged` so; a later one may send its messages again."""
@@ -220,11 +233,11 @@ class RequestPreparer:
             limit=limit,
         )
 
-    def _arrange(self, prompt: Prompt, order: ChunkOrder, *, counted: bool) -> Arranged:
+    def _arrange(self, prompt: Prompt, order: ChunkOrder, tenant: str, *, counted: bool) -> Arranged:
         if self.arranger is None:
             return Arranged(prompt)
         with self._arranging:
-            return self.arranger.arrange(prompt, order, counted=counted)
+            return self.arranger.arrange(prompt, order, counted=counted, tenant=tenant)
 
 
 def _promotion(arranged: Arranged, turn: TurnUnderWay | None) -> Promotion | None:

@@ -1,9 +1,12 @@
 """Puts the chunks of prompts in order, and counts requests for them."""
 
-from collections import deque
+import json
+import logging
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from threading import Lock
 from typing import Generic, TypeVar
 
@@ -13,14 +16,15 @@ from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
 
+logger = logging.getLogger(__name__)
+
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class AccessTable(Generic[KeyT]):
     """Exact counts of keys over the last `window` requests (CRAFT §4.1); memory is bounded by the window.
 
-    A request counts each of its keys once. Ids of chunks contain model and cache salt, so tenants share a window but
-    never a count. Thread-safe; `count` takes no lock.
+    A request counts each of its keys once. Thread-safe; `count` takes no lock.
     """
 
     def __init__(self, window: int) -> None:
@@ -92,8 +96,8 @@ ORIGINAL = "original"
 class Promotion:
     """Over which chunks of one request exact prefixes may grow.
 
-    An exact method keeps exact paths over `kept` chunks only (None: over all). A method that weaves computes in full
-    what is in `continued` and comes right behind the exact prefix.
+    An exact method keeps exact paths over `kept` parts only, those of earlier turns among them (None: over all). A
+    method that weaves computes in full what is in `continued` and comes right behind the exact prefix.
     """
 
     kept: frozenset[ChunkId] | None = None
@@ -105,20 +109,48 @@ class Arranged:
     """A prompt whose chunks stand as they will be computed.
 
     `ordering` put them there. `ranks` says of a part of the prompt, by its number, where the caller had it among the
-    chunks, from 0 on. `promotion` says over what its exact prefix may grow; None if the order was not free.
+    chunks, from 0 on. `promotion` says over what its exact prefix may grow; None if over all of it. `free` says that
+    the ordering might choose.
     """
 
     prompt: Prompt
     ordering: str = ORIGINAL
     ranks: Mapping[int, int] = field(default_factory=dict)
     promotion: Promotion | None = None
+    free: bool = False
+
+
+_MOST_TENANTS = 256
+"""Whose requests are counted; of more, the one that has not asked for longest is forgotten."""
+
+FORMAT = 1
+COUNTS_FILE = "access-counts.json"
+"""What `Arranger.save` writes, in a cache folder."""
+
+
+class _Counted:
+    """The latest requests of one tenant: their chunks, and the beginnings of those of free order."""
+
+    def __init__(self, window: int) -> None:
+        self.table: AccessTable[ChunkId] = AccessTable(window)
+        self.begun: AccessTable[int] = AccessTable(window)
+        self.latest: deque[tuple[bool, tuple[ChunkId, ...]]] = deque(maxlen=window)
+
+    def note(self, path: Sequence[ChunkId], *, free: bool) -> None:
+        """Another request."""
+        self.latest.append((free, tuple(path)))
+        self.table.note(path)
+        if free:
+            self.begun.note(_beginnings(path))
 
 
 class Arranger:
     """Orders each request by what the requests before it asked for, then counts it (CRAFT §4.2).
 
-    Only chunks that stand right before the question are moved: what was said earlier in a conversation stays, since
-    its KV would have to be computed anew (§6.1). One caller at a time; the table may be read by others.
+    Requests are counted for each tenant apart: what others ask moves no chunk out of its window. `save` and `load` keep
+    the counts over a restart. Only chunks that stand right before the question are moved: what was said earlier in a
+    conversation stays, since its KV would have to be computed anew (§6.1). One caller at a time; tables may be read by
+    others.
     """
 
     def __init__(
@@ -134,8 +166,7 @@ class Arranger:
         Raises:
             UnknownMethodError: no such ordering.
         """
-        self.table: AccessTable[ChunkId] = AccessTable(config.window)
-        self._begun: AccessTable[int] = AccessTable(config.window)  # by a hash of the path: a collision is harmless
+        self._counted: OrderedDict[str, _Counted] = OrderedDict()
         self._config = config
         self._ordering = make_ordering(config.ordering)
         self._tree = tree
@@ -146,7 +177,54 @@ class Arranger:
         """Whether the sequence in which chunks of a free order are given says nothing about how they will stand."""
         return self._ordering.name != ORIGINAL
 
-    def arrange(self, prompt: Prompt, order: ChunkOrder | None = None, *, counted: bool = True) -> Arranged:
+    def table(self, tenant: str = "") -> AccessTable[ChunkId]:
+        """What is counted of a tenant's requests."""
+        return self._of(tenant).table
+
+    def save(self, path: Path | None) -> None:
+        """Write what is counted, whole or not at all (None: nowhere): ids of chunks, no texts. A failure is logged."""
+        if path is None or not self._counted:
+            return
+        counted = {tenant: list(one.latest) for tenant, one in self._counted.items()}
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps({"format": FORMAT, "requests": counted}), encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            logger.warning("what was asked for is not kept: %s", error)
+
+    def load(self, path: Path | None) -> None:
+        """Count what was saved. A file that is not there counts nothing, nor one that is damaged, which is logged."""
+        if path is None:
+            return
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            if saved["format"] != FORMAT:
+                raise ValueError("another format")
+            requests = [
+                (str(tenant), [ChunkId(str(one)) for one in chunks], bool(free))
+                for tenant, latest in saved["requests"].items()
+                for free, chunks in latest
+            ]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("%s cannot be read (%s); requests are counted anew", path, error)
+            return
+        for tenant, chunks, free in requests:
+            self._of(tenant).note(chunks, free=free)
+
+    def _of(self, tenant: str) -> _Counted:
+        counted = self._counted.pop(tenant, None) or _Counted(self._config.window)
+        self._counted[tenant] = counted
+        if len(self._counted) > _MOST_TENANTS:
+            self._counted.popitem(last=False)
+        return counted
+
+    def arrange(
+        self, prompt: Prompt, order: ChunkOrder | None = None, *, counted: bool = True, tenant: str = ""
+    ) -> Arranged:
         """The prompt with its chunks in order. Its request counts from now on, or when `count` is called.
 
         A speculative request, or one whose replica is still to be chosen, is arranged without being counted. Its order
@@ -157,51 +235,63 @@ class Arranger:
         first, last = _chunks_before_the_question(prompt)
         chunks = prompt.parts[first:last]
         ids = [part.id for part in chunks if part.id is not None]
-        places = self._free_order(prompt, first, ids, chunks) if free else list(range(len(chunks)))
+        places = self._free_order(prompt, first, chunks, tenant) if free else list(range(len(chunks)))
         moved = (*prompt.parts[:first], *(chunks[place] for place in places), *prompt.parts[last:])
         stands = prompt if places == sorted(places) else Prompt(moved)
-        promotion = self._promotion([ids[place] for place in places]) if free else None
+        path = [ids[place] for place in places]
+        promotion = self._promotion(prompt.parts[:first], path, self._of(tenant), free=free)
         if counted:
-            self.count(stands, free=free)
+            self.count(stands, free=free, tenant=tenant)
         return Arranged(
             stands,
             self._ordering.name if free else ORIGINAL,
             {first + number: place for number, place in enumerate(places)},
             promotion,
+            free,
         )
 
-    def _free_order(
-        self, prompt: Prompt, first: int, ids: Sequence[ChunkId], chunks: Sequence[PromptPart]
-    ) -> list[int]:
+    def _free_order(self, prompt: Prompt, first: int, chunks: Sequence[PromptPart], tenant: str) -> list[int]:
         """The numbers of `chunks` as the ordering puts them behind the parts before number `first`."""
         before = (part.id for part in prompt.parts[:first] if part.id is not None)
-        counts = [self.table.count(one) for one in ids]
+        ids = [part.id for part in chunks if part.id is not None]
+        counts = [self.table(tenant).count(one) for one in ids]
         return self._ordering.order(Unordered(ids, counts, list(map(len, chunks)), self._tree.at(before)))
 
-    def count(self, prompt: Prompt, *, free: bool) -> None:
+    def count(self, prompt: Prompt, *, free: bool, tenant: str = "") -> None:
         """Count a request whose chunks stand as they will be computed; `free` if that was for the arranger to say."""
         first, last = _chunks_before_the_question(prompt)
         path = [part.id for part in prompt.parts[first:last] if part.id is not None]
-        self.table.note(path)
-        if free:
-            self._begun.note(_beginnings(path))
+        self._of(tenant).note(path, free=free)
 
-    def _promotion(self, path: list[ChunkId]) -> Promotion:
-        """What of `path` comes back, with the request that asks for it counted."""
+    def _promotion(
+        self, before: Sequence[PromptPart], path: list[ChunkId], counted: _Counted, *, free: bool
+    ) -> Promotion | None:
+        """What of `path` comes back, with the request that asks for it counted, and is among the first `path_chunks`.
+
+        CRAFT's thresholds are for a free order. RAGCache §8 caches requests of a large top-k as if they had asked for
+        fewer documents. What stands `before` was said earlier, and stays.
+        """
         kept, continued = self._config.promotion_threshold, self._config.continuation_threshold
+        most = self._config.path_chunks
+        if not free:
+            kept = continued = None
+        if not free and most is None:
+            return None
         begins = _beginnings(path)
+        stays = {part.id for part in before if part.id is not None}
+        hot = stays.union(one for one in path[:most] if kept is None or counted.table.count_with(one) >= kept)
         return Promotion(
-            None if kept is None else frozenset(one for one in path if self.table.count_with(one) >= kept),
+            None if kept is None and most is None else frozenset(hot),
             frozenset(
                 chunk
                 for chunk, begin in zip(path, begins, strict=True)
-                if continued is not None and self._begun.count_with(begin) >= continued
+                if continued is not None and counted.begun.count_with(begin) >= continued
             ),
         )
 
 
-def _beginnings(path: list[ChunkId]) -> list[int]:
-    """A hash of each prefix of a path, the shortest first."""
+def _beginnings(path: Sequence[ChunkId]) -> list[int]:
+    """A hash of each prefix of a path, the shortest first: of this process alone. A collision is harmless."""
     return list(accumulate(path, lambda before, chunk: hash((before, chunk)), initial=0))[1:]
 
 

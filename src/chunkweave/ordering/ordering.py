@@ -81,6 +81,11 @@ class OrderingConfig:
         defaults={Place.COMMANDS: None},
         least=1,
     )
+    path_chunks: int | None = setting(
+        None,
+        "With full and prefix, store only so many of a prompt's first chunks (RAGCache §8); none: all.",
+        least=1,
+    )
 
     def __post_init__(self) -> None:
         make_ordering(self.ordering)

@@ -228,7 +228,7 @@ def weave_params(
     spans = [
         [span.start, span.stop]
         for part, span in zip(prompt.parts, prompt.spans(), strict=True)
-        if part.kind in (PartKind.CHUNK, PartKind.TURN)
+        if part.kind in _STORED_KINDS
     ]
     if not spans or choice.method == "full":
         return None
@@ -260,8 +260,8 @@ def to_params(choice: MethodChoice, *, raisable: bool = False) -> dict[str, Any]
 
 
 def promotion_params(prompt: Prompt, promotion: Promotion) -> dict[str, list[int]]:
-    """The fields that carry a promotion, by numbers of the prompt's chunks; only what is not the default."""
-    ids = [part.id for part in prompt.parts if part.kind is PartKind.CHUNK]
+    """The fields that carry a promotion, by numbers of the prompt's chunks and turns; only what is not the default."""
+    ids = [part.id for part in prompt.parts if part.kind in _STORED_KINDS]
 
     def numbers(of: Set[ChunkId]) -> list[int]:
         return [number for number, chunk in enumerate(ids) if chunk in of]
@@ -356,6 +356,9 @@ _AT_LEAST = "at_least"
 
 _PROMOTION = ("promoted", "continued")
 """The fields of a `Promotion`."""
+
+_STORED_KINDS = (PartKind.CHUNK, PartKind.TURN)
+"""Parts that are chunks to the connector."""
 
 SETTINGS = _COMPARED | {"method", "quality", "recompute_ratio", "check_layers", "alpha", "focus", "capture"}
 """What a request may say of the way it is woven, and the connector's extra config for those that do not."""

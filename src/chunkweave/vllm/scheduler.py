@@ -34,6 +34,7 @@ from chunkweave.vllm.orders import (
     WeaveOrder,
 )
 from chunkweave.vllm.removal import FORGET, RemovalAnswers, RemovalOrder, Removed, removed_chunks
+from chunkweave.vllm.report_socket import STORE_TOKENS
 from chunkweave.vllm.request import Defaults, StoredPart, WeaveRequest, parse
 from chunkweave.vllm.store_events import StoredMirror
 from chunkweave.vllm.waiting import Computation, PartToStore, PartWaits
@@ -180,6 +181,8 @@ class ConnectorScheduler:
         self._weaves = True
         self._stores = ranks
         """How many workers have a store: those that weave."""
+        self._store_tokens: Mapping[str, int] = {}
+        """What every report says of the stores."""
         self._shared = False
         self._orders = StepOrders()
         self._refused: dict[str, str] = {}
@@ -199,6 +202,8 @@ class ConnectorScheduler:
         for one in holdings.values():
             self._stored.add(one.stored)
         self._stores = len(holdings)
+        rooms = [one.store_tokens for one in holdings.values() if one.store_tokens is not None]
+        self._store_tokens = {STORE_TOKENS: min(rooms)} if rooms else {}
         self._weaves = self._stores == self._ranks
         self._shared = self._weaves and any(one.shared for one in holdings.values())
 
@@ -387,7 +392,8 @@ class ConnectorScheduler:
             self._orders.cancelled.append(request.request_id)
         elif tracked.saving:
             self._orders.held.append(request.request_id)
-        return bool(tracked.saving) and not tracked.in_flight, {FIELD: tracked.report or self._unreported(tracked)}
+        report = {**(tracked.report or self._unreported(tracked)), **self._store_tokens}
+        return bool(tracked.saving) and not tracked.in_flight, {FIELD: report}
 
     def _remove(self, request: Any, params: Mapping[str, Any]) -> None:
         """Order a removal, have running requests that use it store nothing more, and forget vLLM's own blocks.

@@ -136,6 +136,8 @@ class VllmBackend:
 
     async def stop(self) -> None:
         """End the checks, then the vLLM servers."""
+        if self.fleet is not None:
+            await in_thread(self.fleet.save_counts)
         if self.fleet is not None and self.context.shadow is not None:
             await self.context.shadow.close()
         for task in self._watching:
