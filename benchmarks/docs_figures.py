@@ -5,7 +5,7 @@ heading:
 
     ["docs/evidence.md"]
     "Under load" = [
-        "2.5 = server-load: rows/cacheblend/over_full",
+        "2.3 = server-load: rows/cacheblend/over_full/0",
         "0.10 s = server-load: rows/cacheblend/runs/1/ttft_p50_s",
         "2.28x = most loading: rows/*/rounds/*/speedup",
         "1.10 = server-load: rows/cacheblend/ttft_mean_s / server-load: rows/query/ttft_mean_s",

@@ -7,8 +7,9 @@ either.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, inf
 from random import Random
 from statistics import fmean
 from typing import Any
@@ -68,12 +69,14 @@ class LoadedRequest:
 class LoadResult:
     """All requests of a run, in the order of arrival, which took `duration_s` from its start to its last token.
 
-    `usages` are those of the whole answers whose tokens the server has counted, in any order.
+    `usages` are those of the whole answers whose tokens the server has counted, `answers` the texts of whole answers,
+    both in the order in which they ended.
     """
 
     requests: tuple[LoadedRequest, ...]
     duration_s: float
     usages: tuple[Usage, ...] = ()
+    answers: tuple[str, ...] = ()
 
     @property
     def answered(self) -> tuple[LoadedRequest, ...]:
@@ -91,9 +94,20 @@ class LoadResult:
         return fmean(self._ttfts()) if self.answered else float("inf")
 
     @property
+    def answer_mean_s(self) -> float:
+        """Mean time to the last token; infinite if nothing was answered."""
+        return fmean(one.total_s for one in self.answered) if self.answered else float("inf")
+
+    @property
     def requests_per_s(self) -> float:
         """Whole answers a second."""
         return len(self.answered) / self.duration_s
+
+    @property
+    def offered_per_s(self) -> float | None:
+        """Requests a second until the last one was due; None if all were due at once."""
+        last_s = self.requests[-1].arrival_s
+        return len(self.requests) / last_s if last_s else None
 
     @property
     def tokens_per_s(self) -> float:
@@ -114,6 +128,7 @@ class LoadResult:
             "requests": len(self.requests),
             "error_rate": self.error_rate,
             "duration_s": self.duration_s,
+            "offered_per_s": self.offered_per_s,
             "requests_per_s": self.requests_per_s,
             "tokens_per_s": self.tokens_per_s,
             "ttft_mean_s": self.ttft_mean_s if self.answered else None,
@@ -211,6 +226,40 @@ async def _asked(
     return ttft_s, last_s if ttft_s is not None else time.perf_counter() - due, tokens, error
 
 
+SERVED_SHARE, RUN_ANSWERS = 0.95, 20.0
+"""A rate is sustained only if this share of it is served, in a run as long as so many unloaded answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Most seconds to the first token, on average, and the mean seconds of a whole answer of the unloaded server."""
+
+    ttft_s: float
+    answer_s: float
+
+    def is_met(self, run: Mapping[str, Any]) -> bool:
+        """Whether a run, as `LoadResult.as_dict` has it, sustained the rate that was offered.
+
+        A burst that is shorter says nothing: whatever is offered, its few requests are soon answered.
+        """
+        return bool(
+            run["error_rate"] == 0.0
+            and run["ttft_mean_s"] <= self.ttft_s
+            and run["duration_s"] >= RUN_ANSWERS * self.answer_s
+            and run["requests_per_s"] >= SERVED_SHARE * (run["offered_per_s"] or inf)
+        )
+
+    def requests(self, rate_per_s: float, least: int) -> int:
+        """How many requests make a run at a rate long enough, with room for arrivals that come early by chance."""
+        return max(least, ceil(1.5 * RUN_ANSWERS * self.answer_s * rate_per_s))
+
+    def sustained(self, runs: Iterable[Mapping[str, Any]]) -> tuple[float, float | None]:
+        """The greatest rate that was offered and sustained, 0 if none was, and the least one above that was not."""
+        offered = [(run["offered_per_s"], self.is_met(run)) for run in runs]
+        best = max((rate for rate, met in offered if met), default=0.0)
+        return best, min((rate for rate, met in offered if not met and rate > best), default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class SustainableRate:
     """The greatest rate that was tried and met the objective, 0 if none did; and every run by its rate, as tried.
@@ -225,17 +274,17 @@ class SustainableRate:
 
 async def sustainable_rate(
     run: Callable[[float], Awaitable[LoadResult]],
-    objective_s: float,
+    objective: Objective,
     *,
     low_per_s: float,
     high_per_s: float,
     trials: int = 6,
 ) -> SustainableRate:
-    """The greatest rate whose mean TTFT stays within `objective_s` without an error, by bisection (RAGCache §7).
+    """The greatest rate that meets the objective, by bisection (RAGCache §7, which looks at the mean TTFT alone).
 
     Args:
-        run: runs a load at a rate; the same requests each time.
-        objective_s: most seconds to the first token, on average.
+        run: runs a load at a rate, `objective.requests` long at least.
+        objective: what a run has to meet.
         low_per_s: a rate that is thought to be sustainable; not tried.
         high_per_s: one that is thought not to be; tried first, and its double next, if it is.
         trials: how many runs; each halves what is unknown.
@@ -250,7 +299,7 @@ async def sustainable_rate(
     for _ in range(trials):
         result = await run(rate)
         tried.append((rate, result))
-        if result.error_rate == 0.0 and result.ttft_mean_s <= objective_s:
+        if objective.is_met(result.as_dict()):
             best = low = rate
         else:
             high, bounded = rate, True

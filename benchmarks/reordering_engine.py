@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from bench_program import parse, settings, show, write
 from docs_tables import markdown_table
-from load_generator import LoadResult, SustainableRate, poisson_arrivals, run_load, sustainable_rate
+from load_generator import LoadResult, Objective, SustainableRate, poisson_arrivals, run_load, sustainable_rate
 from passages import passages
 from rich.console import Console
 from rich.progress import Progress
@@ -148,7 +148,8 @@ async def rate_rows(
         try:
             await served.run(0, [0.0] * arguments.warm_up)
             unloaded_s = await _unloaded_ttft_s(served, arguments.warm_up)
-            objective_s = 5 * (rows[0]["unloaded_ttft_s"] if rows else unloaded_s)
+            # answers are one token: the first is the last
+            objective = Objective(5 * (rows[0]["unloaded_ttft_s"] if rows else unloaded_s), unloaded_s)
 
             fresh = count(arguments.warm_up + ALONE)
 
@@ -159,11 +160,11 @@ async def rate_rows(
                 return result
 
             found = await sustainable_rate(
-                at_rate, objective_s, low_per_s=0.0, high_per_s=1.5 / unloaded_s, trials=arguments.trials
+                at_rate, objective, low_per_s=0.0, high_per_s=1.5 / unloaded_s, trials=arguments.trials
             )
         finally:
             served.batching.close()
-        rows.append(_rate_row(method, unloaded_s, objective_s, found))
+        rows.append(_rate_row(method, unloaded_s, objective, found))
     return rows
 
 
@@ -179,12 +180,12 @@ async def _unloaded_ttft_s(served: Served, first: int) -> float:
     return statistics.fmean(result.ttft_mean_s for result in results)
 
 
-def _rate_row(method: str, unloaded_s: float, objective_s: float, found: SustainableRate) -> dict[str, Any]:
+def _rate_row(method: str, unloaded_s: float, objective: Objective, found: SustainableRate) -> dict[str, Any]:
     best = next((result for rate, result in found.trials if rate == found.rate_per_s), None)
     return {
         "method": method,
         "unloaded_ttft_s": unloaded_s,
-        "objective_s": objective_s,
+        "objective_s": objective.ttft_s,
         "rate_per_s": found.rate_per_s,
         "bounded": found.bounded,
         "there": None if best is None else best.as_dict(),

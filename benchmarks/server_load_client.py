@@ -28,11 +28,12 @@ class RefusedError(ChunkweaveError):
 class Asker:
     """Sends one of `bodies` (streamed chat or plain completions) for each number, and yields its tokens.
 
-    `usages` are those of whole answers so far, as far as the server tells them.
+    `usages` are those of whole answers so far, as far as the server tells them, and `answers` their texts.
     """
 
     def __init__(self, client: httpx.AsyncClient, path: str, bodies: Sequence[dict[str, Any]]) -> None:
         self.usages: list[Usage] = []
+        self.answers: list[str] = []
         self._client = client
         self._path = path
         self._bodies = bodies
@@ -43,7 +44,7 @@ class Asker:
         Raises:
             RefusedError: the server says so.
         """
-        seen, usage = 0, dict[str, Any]()
+        pieces, usage = list[str](), dict[str, Any]()
         async with self._client.stream("POST", self._path, json=self._bodies[number]) as response:
             if response.status_code != httpx.codes.OK:
                 await response.aread()
@@ -52,28 +53,30 @@ class Asker:
                 if "error" in event:
                     raise RefusedError(str(event["error"].get("type", "error")))
                 usage = event.get("usage") or usage
-                if _has_text(event):
-                    seen += 1
+                if text := _text_of(event):
+                    pieces.append(text)
                     yield 1
         if (cached := (usage.get("prompt_tokens_details") or {}).get("cached_tokens")) is not None:
             self.usages.append(Usage(usage["prompt_tokens"], cached))
+        self.answers.append("".join(pieces))
         # An answer without text has at least the token that ended it.
-        yield max(usage.get("completion_tokens", 0) - seen, 0 if seen else 1)
+        yield max(usage.get("completion_tokens", 0) - len(pieces), 0 if pieces else 1)
 
     async def at_times(self, arrivals: Sequence[float], timeout_s: float) -> LoadResult:
         """Every body at its time, with what the server has counted."""
         result = await run_load(self, arrivals, timeout_s=timeout_s, errors=FAILURES)
-        return replace(result, usages=tuple(self.usages))
+        return replace(result, usages=tuple(self.usages), answers=tuple(self.answers))
 
     async def in_turn(self) -> LoadResult:
         """Every body, each when the one before has been answered: what an idle server does."""
         results = [await run_load(self._at(number), [0.0], errors=FAILURES) for number in range(len(self._bodies))]
         requests = tuple(one for result in results for one in result.requests)
-        return LoadResult(requests, sum(result.duration_s for result in results), tuple(self.usages))
+        duration_s = sum(result.duration_s for result in results)
+        return LoadResult(requests, duration_s, tuple(self.usages), tuple(self.answers))
 
     def _at(self, offset: int) -> "Asker":
         asker = Asker(self._client, self._path, self._bodies[offset:])
-        asker.usages = self.usages
+        asker.usages, asker.answers = self.usages, self.answers
         return asker
 
 
@@ -118,6 +121,6 @@ async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield json.loads(data)
 
 
-def _has_text(event: dict[str, Any]) -> bool:
+def _text_of(event: dict[str, Any]) -> str:
     choices = event.get("choices") or [{}]
-    return bool((choices[0].get("delta") or {}).get("content") or choices[0].get("text"))
+    return (choices[0].get("delta") or {}).get("content") or choices[0].get("text") or ""

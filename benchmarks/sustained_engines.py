@@ -18,7 +18,7 @@ from chunkweave.models.fingerprint import fingerprint_shape
 from chunkweave.models.gguf import checkpoint_folder
 from chunkweave.models.huggingface import HuggingFaceModel, geometry_of
 from chunkweave.models.loading import LoadedModel, bundled_tokenizer, random_model, shape_config
-from chunkweave.planning.method import make_method
+from chunkweave.planning.method import RATIO, make_method, parameters_of
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave_server.vllm_backend.process import VllmFlags
@@ -185,7 +185,9 @@ class VllmEngine:
         if method == FULL:
             prompt["cache_salt"] = f"only-{self._sent}"
         else:
-            params: dict[str, Any] = {"chunks": spans, "method": method, "recompute_ratio": self._ratio}
+            params: dict[str, Any] = {"chunks": spans, "method": method}
+            if RATIO in parameters_of(method):
+                params[RATIO] = self._ratio
             extra = {"kv_transfer_params": {"chunkweave": params}}
         sampling = SamplingParams(
             max_tokens=1, temperature=0, ignore_eos=True, detokenize=False, logprobs=TOP, extra_args=extra

@@ -36,6 +36,7 @@ from transformers import AutoConfig
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO
 from chunkweave.models.huggingface import geometry_of
 from chunkweave.models.loading import shape_config
+from chunkweave.planning.method import RATIO, parameters_of
 from chunkweave.planning.outcome import LayerWork, prefill_flops
 from chunkweave.types import Geometry
 from chunkweave_server.vllm_backend.process import VllmFlags
@@ -93,8 +94,8 @@ class Server:
         elif contender != PREFIX_CACHING:
             method, _, ratio = contender.partition(":")
             params: dict[str, Any] = {"chunks": spans, "method": method}
-            if method not in ("prefix", "full-reuse"):
-                params["recompute_ratio"] = float(ratio or self.ratio)
+            if RATIO in parameters_of(method):
+                params[RATIO] = float(ratio or self.ratio)
             extra = {"kv_transfer_params": {"chunkweave": params}}
         sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra)
         times, answer = [], None

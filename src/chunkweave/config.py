@@ -138,7 +138,8 @@ class RequestDefaults:
 
     method: str | None = setting(
         None,
-        "Reuse method of requests that name none; `prefix` is exact. Else `balanced` if calibrated, or prefix.",
+        "Reuse method of requests that name none, with its settings after colons if it has any "
+        "(`query:whole:late:stored`); `prefix` is exact. Else `balanced` if calibrated, or prefix.",
         plugins=METHODS,
     )
     quality: str | None = setting(
@@ -262,9 +263,10 @@ class CaptureConfig:
     costs time to the first token, so that by default no request pays for what neither its own method nor the usual
     one reads (`planning.method_choice.Kept`).
 
-    A reused chunk is stored again, as an inexact variant of this prompt's context, if at least `woven_fraction` of its
-    tokens were recomputed through the last layer (None: never). By default it takes all of them: a variant is only
-    stored where its KV is fresh.
+    What `cachecraft` has recomputed of a reused chunk becomes a variant of this prompt's context, if it is at least
+    `variant_fraction` of its tokens (Cache-Craft §3.3; None: never). Its other tokens keep KV of an earlier context, so
+    that it is of the next generation (`SegmentRecord.generation`). One of `variant_generations` is recomputed whole
+    where anything of it has to be (None: no limit; not in the paper).
 
     What is computed before anybody asks comes behind the instruction and at most `neutral_tokens` tokens of neutral
     passages, those of `neutral_file` or others (`chunking.neutral.neutral_passages`); with 0 it is computed alone
@@ -292,13 +294,22 @@ class CaptureConfig:
     )
     layers: int | None = 8
     heads: int | None = 4
-    woven_fraction: float | None = 1.0
+    variant_fraction: float | None = setting(
+        0.0,
+        "cachecraft stores a reused chunk as a variant of its new context if this share of its tokens, and all that it "
+        "chose, was recomputed; none: no variants.",
+        least=0,
+        most=1,
+    )
+    variant_generations: int | None = setting(
+        2,
+        "A variant that was made from another one so many times in a row is recomputed whole; none: no limit.",
+        least=1,
+    )
 
     def __post_init__(self) -> None:
         if min(1 if count is None else count for count in (self.layers, self.heads)) < 1:
             raise UsageError(f"attention is averaged over at least one layer and head, not {self.layers}, {self.heads}")
-        if self.woven_fraction is not None and not 0.0 < self.woven_fraction <= 1.0:
-            raise UsageError(f"woven_fraction must be above 0 and at most 1, not {self.woven_fraction}")
 
 
 class Combine(StrEnum):
@@ -362,18 +373,18 @@ class ReuseConfig:
     """Parameters of reuse methods; each takes those that concern it.
 
     A request may say `recompute_ratio` (the share of the reused chunks' tokens that are computed again), `check_layers`
-    (where CacheBlend compares fresh with cached KV) and `alpha` (Cache-Craft's scale of the share of a chunk that is
-    recomputed, its eq. 12). `seed` feeds what is drawn at random; with `focus` Cache-Craft stops recomputing chunks
-    that the question does not attend to.
+    (where CacheBlend compares fresh with cached KV), `alpha` (Cache-Craft's scale of the share of a chunk that is
+    recomputed, its eq. 12) and `focus` (whether Cache-Craft stops recomputing chunks that the question does not attend
+    to), each with a method that takes it. `seed` feeds what is drawn at random.
 
-    `query` has the settings of that method, which a calibration chooses. `capture` is no method's: it says what is kept
-    of a prefill for the methods of later ones.
+    `query` has the settings of that method, which a request says after colons (`query:whole:late:stored`). `capture` is
+    no method's: it says what is kept of a prefill for the methods of later ones.
 
     >>> from chunkweave import Engine, ReuseConfig
     >>> with Engine.load("reader", method="cacheblend", reuse=ReuseConfig(recompute_ratio=0.3)) as engine:
     ...     answer = engine.generate("Who leads the choir?", ["It is led by Otto Gunmark."])
     >>> answer.report.parameters
-    {'recompute_ratio': 0.3}
+    {'recompute_ratio': 0.3, 'check_layers': [1]}
     """
 
     recompute_ratio: float = setting(
@@ -388,7 +399,6 @@ class ReuseConfig:
     focus: bool = setting(
         True,
         "Have cachecraft stop to compute again chunks that the question does not attend to.",
-        places=frozenset({Place.CONNECTOR}),
     )
     query: QueryConfig = QueryConfig()
     capture: CaptureConfig = CaptureConfig()

@@ -29,6 +29,23 @@ class ChunkReport:
     start: int = 0
 
 
+def parameter_text(value: Any) -> str:
+    """A value of `ReuseReport.parameters` as it is shown.
+
+    >>> parameter_text(0.15), parameter_text(True), parameter_text([1, 2]), parameter_text({"tail": None, "rounds": 1})
+    ('0.15', 'on', '1 2', 'tail all, rounds 1')
+    """
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {parameter_text(one)}" for name, one in value.items())
+    if isinstance(value, list):
+        return " ".join(map(parameter_text, value))
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value is None:
+        return "all"
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
 TOKEN_SOURCES = ("prefix-exact", "reused", "recomputed", "computed")
 """Where the KV of a prompt's token can be from, in the order in which they are drawn."""
 
@@ -41,9 +58,9 @@ class ReuseReport:
     is the sum over layers of recomputed reused-chunk tokens, over (layers x reused-chunk tokens), dense first layers
     included; 0 where nothing was reused. Times are in seconds; `ttft_s` runs from the call to the first token and
     contains the four before it. `why` says why this method (`exact`, `calibrated`, `target not reached`, `asked for`,
-    `switched off`; in vLLM `METHOD: nothing stored yet`), `parameters` with which value, that of the loading controller
-    if it raised it. `lost_segments` were broken, gone or late when they were read, so that the prompt was planned again
-    without them. `order` is the ordering of the chunks; `original` is the caller's.
+    `switched off`; in vLLM `METHOD: nothing stored yet`), `parameters` all that the method takes and the values, that
+    of the loading controller if it raised one. `lost_segments` were broken, gone or late when they were read, so that
+    the prompt was planned again without them. `order` is the ordering of the chunks; `original` is the caller's.
 
     `loaded_fraction` is the share of the stored KV in the prompt that was brought in: less than 1 where layers with a
     sliding window look at none of a chunk.
@@ -82,7 +99,7 @@ class ReuseReport:
     full_prefill_flops: float
     chunks: tuple[ChunkReport, ...] = ()
     why: str = ""
-    parameters: Mapping[str, float] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     order: str = "original"
     history_tokens: int = 0
     chunks_not_sent: int = 0

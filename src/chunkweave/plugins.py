@@ -103,6 +103,7 @@ METHODS = Plugins(
         "full-reuse": "chunkweave.planning.methods.positional:FullReuse",
         "prefix": "chunkweave.planning.methods.positional:ExactPrefix",
         "query": "chunkweave.planning.methods.query:QueryAware",
+        "query-whole": "chunkweave.planning.methods.query:QueryWhole",
     },
 )
 ORDERINGS = Plugins(

@@ -13,18 +13,20 @@ from math import ceil, log
 from random import Random
 from typing import Any
 
-from chunkweave.calibration.contenders import make_contenders, with_settings
+from chunkweave.calibration.contenders import make_contenders
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import (
     RATIO_BUDGET,
     ReuseMethod,
+    changed,
     make_method,
     one_pass,
     prefer_neutral,
     required_spans,
     reuse_every_hit,
     reused_spans,
+    settings_changes,
     settled_part,
     stale_offsets,
 )
@@ -50,6 +52,7 @@ class RandomTokens:
 
     name = "random"
     budget = RATIO_BUDGET
+    parameters = ("seed",)
 
     def __init__(self, config: ReuseConfig) -> None:
         self._ratio = config.recompute_ratio
@@ -308,7 +311,8 @@ def bench_method(name: str, settings: Sequence[str], reuse: ReuseConfig) -> Reus
     """
     ablations = {one: found for one in settings if (found := _ablation(one)) is not None}
     others = [one for one in settings if one not in ablations]
-    config = with_settings(reuse, others, (*_ABLATIONS, *_PATTERNS))
+    spec = ":".join((name, *others))
+    config = changed(reuse, settings_changes(spec, BENCH_METHODS, (*_ABLATIONS, *_PATTERNS)))
     made = make_method(name, config, BENCH_METHODS)
     if not ablations:
         return made

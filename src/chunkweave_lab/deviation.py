@@ -15,7 +15,7 @@ from chunkweave.calibration.prompts import Warmth, company_of
 from chunkweave.calibration.summaries import mean_interval, ratio_interval
 from chunkweave.engine.engine import Engine, Progress
 from chunkweave.engine.runner import Prefilled
-from chunkweave.errors import UsageError, install_extra
+from chunkweave.errors import UsageError
 from chunkweave.models.attention import attend_masked, attention_weights, capped, seen_keys
 from chunkweave.models.base import LayerwiseModel
 from chunkweave.planning.method import ReuseMethod
@@ -96,9 +96,6 @@ def measure_deviations(
 
     `contenders` has `full` and `full-reuse`. With `recomputing` tokens are also recomputed that full prefill's KV
     points to, as no method can; random ones are drawn with `seed`.
-
-    Raises:
-        UsageError: scipy is not installed.
     """
     model, count = engine.loaded.model, min(count, len(prompts))
     for index, prompt in enumerate(prompts[:count]):
@@ -120,7 +117,7 @@ def deviation_from(full: Prefilled, woven: Prefilled, model: LayerwiseModel) -> 
     """Compare two caches of the same prompt.
 
     Raises:
-        UsageError: the prompts differ, or have no question; or scipy is not installed.
+        UsageError: the prompts differ, or have no question.
     """
     if full.prompt.token_ids != woven.prompt.token_ids or full.prompt.parts[-1].id is not None:
         raise UsageError("a deviation is measured between two caches of one prompt that ends in a question")
@@ -303,9 +300,12 @@ def _spearman(one: torch.Tensor, two: torch.Tensor) -> float | None:
     moved = (one > 0) | (two > 0)
     if int(moved.sum()) < 2:
         return None
-    try:
-        from scipy.stats import spearmanr
-    except ImportError as error:
-        raise UsageError(f"rank correlation needs scipy: {install_extra('bench')}") from error
-    correlation = float(spearmanr(one[moved].numpy(), two[moved].numpy()).statistic)
+    ranks = torch.stack([_ranks(one[moved]), _ranks(two[moved])])
+    correlation = float(torch.corrcoef(ranks)[0, 1])
     return correlation if correlation == correlation else None  # NaN: one of them is constant
+
+
+def _ranks(values: torch.Tensor) -> torch.Tensor:
+    """Places in ascending order; equal values share the mean of theirs."""
+    less, same = (compare(values, values[:, None]).sum(1) for compare in (torch.lt, torch.eq))
+    return (less + (same + 1) / 2).double()

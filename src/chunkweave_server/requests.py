@@ -12,6 +12,7 @@ from chunkweave.planning.calibration import Quality
 from chunkweave.planning.method_choice import (
     MethodRequest,
     checked_alpha,
+    checked_flag,
     checked_layers,
     checked_method,
     checked_ratio,
@@ -218,7 +219,13 @@ def _quality(value: Any) -> str:
 
 
 def _with_methods(schema: dict[str, Any]) -> None:
-    schema["enum"] = list(METHODS.names)
+    """A method's name, or one with settings after colons."""
+    schema["pattern"] = f"^({'|'.join(METHODS.names)})(:[a-z0-9=-]+)*$"
+    schema["examples"] = list(METHODS.names)
+
+
+def _focus(value: Any) -> bool:
+    return checked_flag(value, "focus")
 
 
 class ReuseField(Body):
@@ -228,6 +235,7 @@ class ReuseField(Body):
     recompute_ratio: Annotated[float, BeforeValidator(checked_ratio), Field(ge=0, le=1)] | None = None
     check_layers: Annotated[tuple[int, ...], Field(max_length=1024), BeforeValidator(checked_layers)] | None = None
     alpha: Annotated[float, BeforeValidator(checked_alpha), Field(ge=0)] | None = None
+    focus: Annotated[bool, BeforeValidator(_focus)] | None = None
     quality: Annotated[str, BeforeValidator(_quality), Field(json_schema_extra={"enum": list(Quality)})] | None = None
     order: Literal["free", "fixed"] | None = None
     conversation_id: Name | None = None
@@ -251,7 +259,8 @@ class ReuseField(Body):
     @property
     def method_request(self) -> MethodRequest:
         """What it says about the method."""
-        return MethodRequest.of(self.method, self.quality, self.recompute_ratio, self.check_layers, self.alpha)
+        given = (self.recompute_ratio, self.check_layers, self.alpha, self.focus)
+        return MethodRequest.of(self.method, self.quality, *given)
 
 
 assert set(ChunkOrder) == {"free", "fixed"}, "the schema names the orders there are"

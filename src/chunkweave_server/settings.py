@@ -27,8 +27,7 @@ from chunkweave.config import (
 from chunkweave.errors import UsageError, unknown_names
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.planning.calibration import Quality
-from chunkweave.planning.method import make_method
-from chunkweave.planning.method_choice import EXACT_METHOD
+from chunkweave.planning.method_choice import EXACT_METHOD, checked_method
 from chunkweave.retrieval.faiss_indexes import available, check_available
 from chunkweave.retrieval.indexes import IndexConfig, IndexKind
 from chunkweave.scheduling.budget import BatchingConfig
@@ -43,6 +42,7 @@ from chunkweave.settings import (
     configuration,
     refuse_unknown,
     setting,
+    settings_at,
     settings_of,
 )
 from chunkweave.store.eviction import make_policy
@@ -57,6 +57,8 @@ FILE_VARIABLE = "CHUNKWEAVE_CONFIG"
 _OTHER_VARIABLES = (KEYS_VARIABLE, FILE_VARIABLE, "CHUNKWEAVE_REPORT_SOCKET")
 _MIB = 1 << 20
 _VLLM = frozenset({Place.VLLM})
+_OF_METHODS = ("method", *settings_at(ReuseConfig, Place.VLLM))
+"""What each request is sent with, as the server's own settings say it."""
 
 
 class LogForm(StrEnum):
@@ -240,8 +242,10 @@ class FleetSettings:
             key, found, value = entry.partition("=")
             if not found or not key.isidentifier():
                 raise UsageError(f"connector must be KEY=VALUE, not {entry!r}")
-            if key in ("method", "recompute_ratio"):
+            if key in _OF_METHODS:
                 raise UsageError(f"give --{key.replace('_', '-')}, not --connector {entry}")
+            if key == "query":
+                raise UsageError(f"give --method query:SETTINGS, such as query:whole:late, not --connector {entry}")
             config[key] = _json_or_text(value)
         return config
 
@@ -290,7 +294,7 @@ class Settings:
         make_policy(self.store.policy)
         ChunkOrder.parse(self.requests.order or "")
         TenantWeights.parse(self.batching.tenant_weight)
-        make_method(self.requests.method or EXACT_METHOD)
+        checked_method(self.requests.method or EXACT_METHOD)
         if self.requests.quality is not None:
             Quality.parse(self.requests.quality)
         if self.model.adapter is not None and self.fleet.upstream:

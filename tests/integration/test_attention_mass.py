@@ -170,7 +170,8 @@ def test_attention_that_is_not_finite_is_no_profile():
     assert capture.profile(PLANS[2], range(22)) is None
 
 
-def test_tokens_that_were_not_recomputed_keep_their_share_of_the_old_mass():
+def test_tokens_that_were_not_recomputed_keep_their_old_mass():
+    """Of it 1/5 was on a chunk that is there again; 4/5, on one that is gone, are on the new chunk now."""
     positions = [*range(31), *range(33, 50)]
     capture, weights = capture_of(CaptureConfig(layers=None, heads=None), positions)
     tokens, recomputed = 29, range(2, 19)
@@ -185,15 +186,45 @@ def test_tokens_that_were_not_recomputed_keep_their_share_of_the_old_mass():
     share = len(others) / tokens
     rows = weights[33:50]
     fresh = rows[:, 8:31].sum(1).tolist()
-    expected = [fresh[t - 2] if t in recomputed else 0.2 * outward[t] for t in range(tokens)]
+    expected = [fresh[t - 2] if t in recomputed else outward[t] for t in range(tokens)]
     assert woven.outward == pytest.approx(expected, abs=1e-5)
-    old_there = sum(0.2 * outward[t] for t in others)
-    assert woven.inter[0] == pytest.approx(rows[:, 8:30].sum().item() + old_there, abs=1e-4)
-    assert woven.inter[1] == pytest.approx(rows[:, 30].sum().item(), abs=1e-5)
+    by_others = sum(outward[t] for t in others)
+    assert woven.inter[0] == pytest.approx(rows[:, 8:30].sum().item() + 0.2 * by_others, abs=1e-4)
+    assert woven.inter[1] == pytest.approx(rows[:, 30].sum().item() + 0.8 * by_others, abs=1e-4)
     assert sum(woven.inter) == pytest.approx(sum(woven.outward), abs=1e-4)
     assert woven.intra == pytest.approx(rows[:, 31:].sum().item() + share * 3.0, abs=1e-4)
     assert woven.sink == pytest.approx(rows[:, :8].sum().item() + share * 1.0, abs=1e-4)
     assert woven.received[0] == pytest.approx(rows[:, 31].sum().item() + share, abs=1e-4)
+
+
+def test_old_mass_on_chunks_that_are_gone_goes_to_new_ones_as_the_recomputed_tokens_see_them():
+    """By hand: token 0 was recomputed, and put .6 on c and .2 on d; token 1 had 4 of the old 5."""
+    a, b, c, d = (ChunkId(name * 32) for name in "abcd")
+    old = AttentionProfile((a, b), (2, 2), (2.0, 3.0), 1.0, 0.5, (1.0, 4.0), (0.4, 0.0))
+    new = AttentionProfile((b, c, d), (2, 2, 2), (0.1, 0.6, 0.2), 0.3, 0.1, (0.9, 0.0), (0.2, 0.0))
+    woven = woven_profile(new, old, {0})
+    assert woven.outward == pytest.approx((0.9, 4.0))
+    assert woven.inter == pytest.approx((0.1 + 0.8 * 3.0, 0.6 + 0.8 * 2.0 * 0.75, 0.2 + 0.8 * 2.0 * 0.25))
+    assert (woven.intra, woven.sink) == pytest.approx((0.3 + 0.5 * 1.0, 0.1 + 0.5 * 0.5))
+    gone = woven_profile(AttentionProfile((b,), (2,), (0.1,), 0.3, 0.1, (0.1, 0.0), (0.2, 0.0)), old, {0})
+    assert gone.inter == pytest.approx((0.1 + 0.8 * 3.0,)), "nothing is new: what was on a is gone"
+    assert gone.outward == pytest.approx((0.1, 4.0 * 3 / 5))
+    first = woven_profile(AttentionProfile((), (), (), 0.3, 0.1, (0.0, 0.0), (0.2, 0.0)), old, {0})
+    assert (first.inter, first.outward) == ((), (0.0, 0.0))
+
+
+def test_tokens_whose_attention_is_not_known_attend_as_the_recomputed_ones_and_rank_behind_them():
+    a = ChunkId("a" * 32)
+    new = AttentionProfile((a,), (2,), (0.6,), 0.3, 0.2, (0.4, 0.2, 0.0), (0.2, 0.1, 0.0))
+    woven = woven_profile(new, None, {0, 1})
+    assert woven.inter == pytest.approx((0.9,))
+    assert (woven.intra, woven.sink) == pytest.approx((0.45, 0.3))
+    assert woven.received == pytest.approx((0.3, 0.15, 0.0))
+    assert (woven.outward, woven.by_outward) == ((0.4, 0.2, 0.0), (0, 1, 2))
+    alone = AttentionProfile((), (), (), 1.5, 0.9, (0.0, 0.0, 0.0), (0.6, 0.3, 0.0))
+    woven = woven_profile(new, alone, {0, 1})
+    assert woven.inter == pytest.approx((0.9,))
+    assert (woven.intra, woven.sink) == pytest.approx((0.3 + 1.5 / 3, 0.2 + 0.9 / 3))
 
 
 def test_a_chunk_listed_twice_is_carried_over_once_for_each_place():
@@ -207,7 +238,7 @@ def test_a_chunk_listed_twice_is_carried_over_once_for_each_place():
 
 
 def test_a_capture_needs_something_to_average_and_a_fraction():
-    for wrong in ({"layers": 0}, {"heads": -1}, {"woven_fraction": 0.0}, {"woven_fraction": 1.5}):
+    for wrong in ({"layers": 0}, {"heads": -1}, {"variant_fraction": -0.1}, {"variant_fraction": 1.5}):
         with pytest.raises(UsageError):
             CaptureConfig(**wrong)
 

@@ -2,6 +2,7 @@
 the stop of unfocused chunks against a loop that is written out."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.method import make_method, prefer_neutral, required_spans, reuse_every_hit
-from chunkweave.planning.plan import KVSource, Pass, Plan, StopUnfocused
+from chunkweave.planning.plan import KVSource, Pass, Plan, RecomputeScore, StopUnfocused
 from chunkweave.prompt.parts import PartKind, Prompt
-from chunkweave.store.index import PromptLookup
+from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
@@ -29,8 +30,8 @@ from chunkweave.types import Geometry, Scattered
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt, run_pass
 
 SIZES = (17, 23, 9, 31)
-EVERYTHING = CaptureConfig(profile=True, layers=None, heads=None, woven_fraction=0.5)
-HALF = CaptureConfig(woven_fraction=0.5)
+EVERYTHING = CaptureConfig(profile=True, layers=None, heads=None, variant_fraction=0.5)
+HALF = CaptureConfig(variant_fraction=0.5)
 FP32 = 1e-4
 
 
@@ -49,16 +50,23 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = FP32) -> None:
 
 
 class Chosen:
-    """A method that recomputes given tokens of given parts (by place in the prompt), and may stop unfocused ones."""
+    """A method that recomputes given tokens of given parts (by place in the prompt), and may stop unfocused ones.
+
+    If it is `scored`, what it recomputes of a part is what the part needs here, as `cachecraft` says of its own choice.
+    """
 
     name = "chosen"
 
-    def __init__(self, tokens: dict[int, Sequence[int]], *, stop: bool = False) -> None:
+    def __init__(self, tokens: dict[int, Sequence[int]], *, stop: bool = False, scored: bool = False) -> None:
         self._tokens = tokens
         self._stop = stop
+        self._scored = scored
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
         parts = reuse_every_hit(lookup, prefer_neutral)
+        if self._scored:
+            scores = {i: RecomputeScore(1.0, 0.0, 0.5, len(tokens)) for i, tokens in self._tokens.items()}
+            parts = tuple(replace(part, score=scores.get(i)) for i, part in enumerate(parts))
         candidates = tuple(Scattered(parts[i].span.start, tuple(tokens)) for i, tokens in self._tokens.items())
         chunks = tuple(part.span for part in parts if part.part.kind is PartKind.CHUNK)
         rules = (StopUnfocused(chunks, parts[-1].span),) if self._stop else ()
@@ -180,17 +188,17 @@ def test_variants_with_context_are_fixed_as_planned(bench):
 
 
 def test_the_store_hears_what_each_reuse_was_worth(qwen, monkeypatch):
-    heard: dict[str, float] = {}
-    monkeypatch.setattr(qwen.runner.store, "note_reuse", heard.__setitem__)
+    heard: list[RequestUse] = []
+    monkeypatch.setattr(qwen.runner.store, "note_request", heard.append)
     qwen.prefill(make_prompt(SIZES, system=6), "full", keep=True)
-    assert heard == {}
     prompt = make_prompt(SIZES, system=6, order=(0, 3, 1, 2))
     parts = qwen.prefill(prompt, "cachecraft", focus=False).plan.parts
-    exact = {part.segment: 0.0 for part in parts if part.kv_source is KVSource.EXACT}
-    assert heard == {**exact, **{part.segment: part.score.impact for part in parts if part.score is not None}}
-    assert (len(exact), len(heard)) == (2, 5)
     qwen.prefill(prompt, "full-reuse")
-    assert [heard[part.segment] for part in parts if part.kv_source is KVSource.REUSED] == [1.0] * 3
+    exact = {part.segment: len(part.span) for part in parts if part.kv_source is KVSource.EXACT}
+    scores = [(part.segment, part.score, 1 / len(part.span)) for part in parts if part.score is not None]
+    woven = {segment: 1 / max(score.cci * (1 - score.overlap), least) for segment, score, least in scores}
+    assert [one.path.saved for one in heard] == [{}, pytest.approx(exact | woven), exact | dict.fromkeys(woven, 1.0)]
+    assert (len(exact), len(woven)) == (2, 3)
 
 
 # --- profiles ------------------------------------------------------------------------------------------------------
@@ -292,7 +300,7 @@ def stored_woven(bench: Bench, prompt: Prompt, place: int):
     return [r for r in bench.runner.store.records() if (r.chunk_id, r.context) == (prompt.parts[place].id, context)]
 
 
-def test_a_variant_is_only_stored_where_all_its_kv_is_fresh(bench):
+def test_a_method_without_scores_leaves_a_variant_only_where_all_its_kv_is_fresh(bench):
     prompt = make_prompt(SIZES, system=6)
     bench.precompute(prompt)
     woven = bench.runner.prefill(prompt, Chosen({3: range(22), 5: range(31)}))  # 22 of 23, and all
@@ -306,12 +314,13 @@ def test_a_largely_recomputed_chunk_is_stored_as_an_inexact_variant_of_this_cont
     bench.runner.capture = HALF
     bench.precompute(prompt)
     tokens = (*range(7), *range(9, 16))  # 14 of 23
-    woven = bench.runner.prefill(prompt, Chosen({3: tokens, 5: range(15)}))
+    woven = bench.runner.prefill(prompt, Chosen({3: tokens, 5: range(15)}, scored=True))
     (kept,) = [capture for capture in woven.captures if capture.part.kv_source is KVSource.REUSED]
     assert kept.recomputed == tokens
     bench.runner.store_new(woven)
     (record,) = stored_woven(bench, prompt, 3)
     assert not record.exact
+    assert record.generation == 1
     assert not stored_woven(bench, prompt, 5)  # 15 of 31 are less than half
     span = prompt.spans()[3]
     stored = bench.runner.store.get(record.id)
@@ -324,9 +333,9 @@ def test_a_largely_recomputed_chunk_is_stored_as_an_inexact_variant_of_this_cont
     bench.runner.store.check()
 
 
-@pytest.mark.parametrize(("ratio", "captured"), [(0.2, False), (0.7, True)])
-def test_what_a_rule_keeps_little_of_is_not_followed(qwen, ratio, captured):
-    """Nobody knows beforehand which tokens a rule keeps, and following all parts takes time."""
+@pytest.mark.parametrize(("ratio", "captured"), [(0.7, False), (1.0, True)])
+def test_what_a_rule_drops_tokens_of_is_not_followed(qwen, ratio, captured):
+    """Which tokens a rule keeps is not known beforehand, and following all parts takes time."""
     prompt = make_prompt(SIZES, system=6)
     qwen.runner.capture = HALF
     qwen.precompute(prompt)
@@ -350,7 +359,7 @@ def test_a_woven_profile_has_fresh_mass_where_it_was_recomputed_and_old_mass_els
     qwen.runner.capture = EVERYTHING
     qwen.prefill(make_prompt(SIZES, system=6), "full", keep=True)
     prompt = make_prompt(SIZES, system=6, order=(1, 2, 0, 3))
-    woven = qwen.runner.prefill(prompt, Chosen({5: range(20)}))
+    woven = qwen.runner.prefill(prompt, Chosen({5: range(20)}, scored=True))
     (capture,) = woven.captures
     before = capture.woven_from.attention
     profile = woven.attention.profile(capture.part, capture.recomputed, before)
@@ -379,7 +388,7 @@ def test_a_woven_segment_of_chunks_that_were_read_from_disk(tmp_path):
     first.runner.store.close()
     second = opened()
     second.runner.capture = HALF
-    woven = second.runner.prefill(prompt, Chosen({3: range(0, 9, 2), 4: range(9, 31)}))
+    woven = second.runner.prefill(prompt, Chosen({3: range(0, 9, 2), 4: range(9, 31)}, scored=True))
     assert len(woven.loaded) == 4
     second.runner.store_new(woven)
     for place in (3, 4):
@@ -392,7 +401,7 @@ def test_a_woven_segment_of_chunks_that_were_read_from_disk(tmp_path):
 def test_no_woven_segments_if_they_are_not_wanted_or_stored_already(qwen):
     prompt = make_prompt(SIZES)
     qwen.precompute(prompt)
-    qwen.runner.capture = CaptureConfig(profile=True, woven_fraction=None)
+    qwen.runner.capture = CaptureConfig(profile=True, variant_fraction=None)
     assert qwen.prefill(prompt, "cacheblend", ratio=1.0).captures == ()
     qwen.runner.capture = CaptureConfig(profile=True)
     assert len(qwen.prefill(prompt, "cacheblend", ratio=1.0, keep=True).captures) == 3

@@ -97,7 +97,7 @@ def test_ask_explains_its_plan(documents):
     options = ("--docs", documents, "--precompute", "--method", "cacheblend", "--recompute-ratio", 0.5, "--explain")
     shown = invoke(*ASK, *options, "Why?")
     assert shown.exit_code == 0, shown.output
-    assert "cacheblend (recompute_ratio 0.5, asked for)" in shown.stdout
+    assert "cacheblend (recompute_ratio 0.5, check_layers 1, asked for)" in shown.stdout
     assert "pass 1 of 1" in shown.stdout
     assert "alone" in shown.stdout
     strips = [line for line in shown.stdout.splitlines() if line.startswith("d1.md ")]
@@ -149,7 +149,7 @@ def test_a_bad_document_is_refused_or_skipped_as_asked(documents):
         (("ask", "--shape", "demo", "--alpha", "1", "Why?"), 2, "name it with --method"),
         (("ask", "--shape", "demo", "--quality", "good", "Why?"), 2, "exact, balanced, fast"),
         (("ask", "--shape", "demo", "--quality", "fast", "Why?"), 2, "chunkweave calibrate --shape demo"),
-        (("ask", "--shape", "demo", "--quality", "exact", "--method", "epic", "Why?"), 2, "contradict"),
+        (("ask", "--shape", "demo", "--quality", "exact", "--method", "epic", "Why?"), 2, "both given"),
         (("ask", "--shape", "demo", " "), 2, "a question is empty"),
         (("ask", "--shape", "demo", "--host-budget", "lots", "Why?"), 2, "lots"),
         (("ask", "--shape", "demo", "--docs", "/no/such/folder", "Why?"), 1, "/no/such/folder"),

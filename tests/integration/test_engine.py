@@ -153,7 +153,13 @@ def test_the_store_keeps_its_budget(model):
         ({"method": "magic"}, UnknownMethodError, "magic.*there are: cacheblend, cachecraft"),
         ({"quality": "best"}, UsageError, "best.*there are: exact, balanced, fast"),
         ({"quality": "fast"}, UsageError, "chunkweave calibrate --shape toy-llama"),
-        ({"quality": "exact", "method": "cacheblend"}, UsageError, "contradict"),
+        ({"quality": "exact", "method": "cacheblend"}, UsageError, "both given"),
+        ({"quality": "fast", "method": "cacheblend"}, UsageError, "both given"),
+        (
+            {"method": "cachecraft", "recompute_ratio": 0.5},
+            UsageError,
+            "no recompute_ratio: it takes alpha, focus",
+        ),
         ({"recompute_ratio": 1.5}, UsageError, "between 0 and 1, not 1.5"),
         ({"recompute_ratio": float("nan")}, UsageError, "between 0 and 1"),
         ({"max_new_tokens": 0}, UsageError, "at least 1"),
@@ -228,9 +234,8 @@ def test_reports_say_which_method_answered_how_it_was_set_and_why(model):
         (): ("epic", "calibrated", {"recompute_ratio": 0.5}),
         (("quality", "fast"),): ("epic", "calibrated", {"recompute_ratio": 0.25}),
         (("quality", "exact"),): ("prefix", "exact", {}),
-        (("method", "cacheblend"),): ("cacheblend", "asked for", {"recompute_ratio": 0.15}),
-        (("method", "cacheblend"), ("quality", "fast")): ("cacheblend", "asked for", {"recompute_ratio": 0.15}),
-        (("method", "full"), ("quality", "exact")): ("full", "asked for", {}),
+        (("method", "cacheblend"),): ("cacheblend", "asked for", {"recompute_ratio": 0.15, "check_layers": [1]}),
+        (("method", "full"),): ("full", "asked for", {}),
     }
     for method_request, expected in method_requests.items():
         assert told(engine.generate(QUESTION, CHUNKS, max_new_tokens=1, **dict(method_request)).report) == expected
@@ -241,7 +246,10 @@ def test_reports_say_which_method_answered_how_it_was_set_and_why(model):
 def test_an_engine_keeps_the_quality_it_was_made_with(model):
     record = calibration(model, "cacheblend", 0.4)
     fast = Engine(model, quality="fast", calibration=record)
-    assert fast.generate(QUESTION, CHUNKS, max_new_tokens=1).report.parameters == {"recompute_ratio": 0.2}
+    assert fast.generate(QUESTION, CHUNKS, max_new_tokens=1).report.parameters == {
+        "recompute_ratio": 0.2,
+        "check_layers": [1],
+    }
     exact = Engine(model, quality="exact", calibration=record)
     assert exact.generate(QUESTION, CHUNKS, max_new_tokens=1).report.method == "prefix"
     with pytest.raises(UsageError, match="needs a calibration record"):
@@ -259,7 +267,7 @@ def test_reports_say_to_what_the_loading_controller_raised_a_budget(model, metho
     engine.precompute(CHUNKS)
     ask = {"question": QUESTION, "chunks": CHUNKS[::-1], "method": method, "max_new_tokens": 1}
     plain = engine.generate(**ask).report
-    assert plain.parameters == {parameter: asked}
+    assert plain.parameters == {parameter: asked, **({"focus": False} if method == "cachecraft" else {})}
     engine.runner.cost = engine.preparer.cost = CostModel((0,), (1,), ((0.01,),), 1000, {"host": 4e5})
     raised = engine.generate(**ask).report
     assert raised.parameters[parameter] > asked

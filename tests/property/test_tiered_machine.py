@@ -22,6 +22,7 @@ from tests.unit.tier_fakes import (
     payload_of,
     prompt_of,
     record_of,
+    reuse_of,
 )
 
 HOST_BYTES, DISK_BYTES, REMOTE_BYTES = 40, 60, 90
@@ -128,7 +129,7 @@ class TieredMachine(RuleBasedStateMachine):
 
     @rule(path=paths, impact=st.floats(0, 1))
     def note_reuse(self, path: str, impact: float) -> None:
-        self.store.note_reuse(id_of(path), impact)
+        self.store.note_request(reuse_of(path, impact))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), abandon=st.booleans())

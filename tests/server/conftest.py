@@ -73,9 +73,10 @@ def vllm_service(*fakes: FakeVllm, keys: KeyRing | None = None, name: str = "toy
 
 
 class Client(TestClient):
-    """A client of an app in this process, with the service behind it."""
+    """A client of an app in this process, with the service behind it, and what that takes for a vLLM server, if any."""
 
     service: Service
+    fake: FakeVllm | None = None
 
     def __init__(self, app: Any, **options: Any) -> None:
         super().__init__(app, **{"base_url": "http://localhost", **options})
@@ -136,14 +137,16 @@ def serve(server_backend: str, tmp_path: Path) -> Iterator[Serve]:
     with ExitStack() as stack:
 
         def start(**options: Any) -> Client:
+            fake: FakeVllm | None = None
             if server_backend == "engine":
                 service = toy_service(**options)
             else:
                 socket = tmp_path.with_name(f"{tmp_path.name}-{len(started)}")
-                service = vllm_service(stack.enter_context(FakeVllm(str(socket))), **options)
+                fake = stack.enter_context(FakeVllm(str(socket)))
+                service = vllm_service(fake, **options)
             started.append(service)
             client = Client(create_app(service), raise_server_exceptions=False)
-            client.service = service
+            client.service, client.fake = service, fake
             stack.enter_context(client)
             wait_until(lambda: service.stage in (Stage.READY, Stage.FAILED))
             assert service.failure is None

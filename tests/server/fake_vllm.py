@@ -205,7 +205,7 @@ class FakeVllm:
             report["why"] = f"{params['method']}: nothing stored yet"
         if found:
             reused = sum(len(ids) for _, ids in found)
-            again = math.ceil(params["recompute_ratio"] * reused) if params["method"] != "prefix" else 0
+            again = math.ceil(params.get("recompute_ratio", params.get("alpha", 0.0) / 4) * reused)
             report = {
                 "method": params["method"],
                 "prompt_tokens": total,

@@ -225,7 +225,7 @@ def test_sampling_follows_seed_stop_and_limits(client: Client):
         ({"chunkweave": {"recompute_ratio": 1.5}}, "recompute_ratio must be a number between 0 and 1, not 1.5"),
         ({"chunkweave": {"quality": "nice"}}, "nice"),
         ({"chunkweave": {"quality": "fast"}}, "not calibrated"),
-        ({"chunkweave": {"quality": "exact", "method": "cacheblend"}}, "contradict"),
+        ({"chunkweave": {"quality": "exact", "method": "cacheblend"}}, "both given"),
         ({"chunkweave": {"ratio": 0.1}}, "ratio"),
         ({"chunkweave": {"order": "random"}}, "order"),
         ({"chunkweave": {"top_k": 2}}, "top_k"),
@@ -304,8 +304,9 @@ def test_vllm_takes_what_the_engine_does_not(client: Client, body: dict):
 
 def test_a_request_may_say_check_layers_and_alpha(client: Client):
     documents = [FERRY, CHOIR]
-    told = client.ask(documents=documents, chunkweave={"method": "cacheblend", "check_layers": [1], "alpha": 0.5})
-    assert told.status_code == 200, told.text
+    for told in ({"method": "cacheblend", "check_layers": [1]}, {"method": "cachecraft", "alpha": 0.5, "focus": False}):
+        response = client.ask(documents=documents, chunkweave=told)
+        assert response.status_code == 200, response.text
     for wrong in ({"check_layers": [0]}, {"check_layers": "1"}, {"alpha": -1}, {"alpha": "much"}):
         refused = client.ask(documents=documents, chunkweave={"method": "cacheblend", **wrong})
         assert refused.status_code == 400

@@ -1,6 +1,7 @@
 """Eviction, admission, variants and promotion do what a server is told: each test fails if its setting is not wired."""
 
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
 from threading import Event
 
 import pytest
@@ -153,3 +154,84 @@ def test_history_stays_on_the_path_whatever_the_cap(serve):
     reports = [ask(client, CHOIR, TOWER, messages=messages) for _ in range(2)]
     found = [chunk["kv_source"] for chunk in reports[1]["chunks"]]
     assert found == ["prefix-exact"] * 4 + ["computed"], "instruction, ferry, turn, choir"
+
+
+# --- Cache-Craft's variants (§3.3), with what a server is given
+
+FIVE = (
+    FERRY,
+    CHOIR,
+    TOWER,
+    "The mill by the river was built of oak in one summer.",
+    "Nets are mended in the old loft.",
+)
+
+
+def recomputed(client, *documents, **reuse) -> float:
+    """The share of the reused chunks' tokens that one request computes again, over all layers."""
+    report = ask(client, *documents, **{"method": "cachecraft", "alpha": 1, **reuse})
+    return report["recompute_fraction"] or 0.0
+
+
+def at_random(client, requests: int = 200) -> tuple[float, float]:
+    """What requests for four of five chunks in random order recompute: the mean of the first 50, and of the last."""
+    draw = Random(1)
+    shares = [recomputed(client, *draw.sample(FIVE, 4)) for _ in range(requests)]
+    return sum(shares[:50]) / 50, sum(shares[-50:]) / 50
+
+
+def test_a_prompt_that_comes_again_is_hardly_recomputed(serve):
+    client = serve(method="cachecraft", focus=False)
+    ask(client, *FIVE[:4], method="cachecraft")
+    shares = [recomputed(client, *FIVE[:0:-1]) for _ in range(5)]
+    assert shares[0] > 0.4
+    assert shares[4] <= 0.1
+    none = serve(method="cachecraft", focus=False, variant_fraction="none")
+    ask(none, *FIVE[:4], method="cachecraft")
+    shares = [recomputed(none, *FIVE[:0:-1]) for _ in range(5)]
+    assert shares[4] == shares[1] > 0.4
+
+
+def test_what_was_computed_beforehand_becomes_variants_too(serve):
+    client = serve(method="cachecraft", focus=False)
+    assert client.post("/v1/cache/warm", json={"documents": list(FIVE)}).status_code == 200
+    shares = [recomputed(client, *FIVE[:4]) for _ in range(5)]
+    assert shares[0] == pytest.approx(0.5, abs=0.03), "behind neutral passages CCI is .5, and nothing of them is here"
+    assert shares[4] <= 0.1
+
+
+def test_random_requests_recompute_less_and_less_if_variants_may_be_kept(serve):
+    first, last = at_random(serve(method="cachecraft"))
+    assert last <= first / 2
+    _, of_one = at_random(serve(method="cachecraft", max_variants=1))
+    assert of_one > 2 * last
+
+
+def test_generations_are_limited(serve):
+    """With a limit of 1, a variant that was made from another one is recomputed whole before more are made from it."""
+
+    def oldest(client) -> int:
+        at_random(client, 60)
+        return max(record.generation for record in client.engine.store.records())
+
+    assert oldest(serve(method="cachecraft", focus=False, max_variants=2, variant_generations="none")) > 1
+    assert oldest(serve(method="cachecraft", focus=False, max_variants=2, variant_generations=1)) == 1
+
+
+@pytest.mark.parametrize(("policy", "stays"), [("reuse-frequency", FERRY), ("lfu", CHOIR)])
+def test_reuse_frequency_keeps_what_saved_most(serve, policy, stays):
+    """One exact reuse of the ferry saves its tokens; four of the choir behind the tower save 1/CFO = 2 each (§3.3)."""
+
+    def served(client) -> list[bool]:
+        for documents in ((FERRY,), (FERRY,), (CHOIR,), *[(TOWER, CHOIR)] * 4):
+            report = ask(client, *documents, method="cachecraft", alpha=1)
+        assert [chunk["kv_source"] for chunk in report["chunks"][-2:]] == ["prefix-exact", "reused"]
+        tokens = {chunk["source"]: chunk["tokens"] for chunk in ask(client, FIVE[3])["chunks"]}
+        assert min(tokens.values()) > 8
+        return [exact(ask(client, document)) == 1 for document in (FERRY, CHOIR)]
+
+    probe = serve(method="cachecraft", variant_fraction="none")
+    assert served(probe) == [True, True]
+    budget = probe.engine.store.used_bytes - 1
+    client = serve(method="cachecraft", variant_fraction="none", policy=policy, host_budget=budget)
+    assert served(client) == [stays is FERRY, stays is CHOIR]

@@ -39,6 +39,31 @@ def test_a_request_names_the_method_of_a_file(serve, method_file):
     assert report["parameters"] == {"recompute_ratio": 0.5}
 
 
+def test_a_method_of_a_file_declares_what_it_takes_and_short_names_of_values(serve, tmp_path, method_file):
+    more = (
+        'budget = RATIO_BUDGET\n    parameters = ("check_layers",)\n    settings = {"most": {"recompute_ratio": 0.9}}'
+    )
+    file = tmp_path / "ends_of_chunks.py"
+    file.write_text(FILE.replace("budget = RATIO_BUDGET", more).replace("chunk-ends", "ends-of-chunks"))
+    client = serve(method_file=(method_file, str(file)))
+    report = woven(client, method="ends-of-chunks:most", check_layers=[2])
+    assert (report["method"], report["parameters"]) == (
+        "ends-of-chunks",
+        {"recompute_ratio": 0.9, "check_layers": [2]},
+    )
+    refused = {
+        "method 'chunk-ends' takes no check_layers: it takes recompute_ratio": {"check_layers": [2]},
+        "unknown setting 'most' of chunk-ends; there are: none": {"method": "chunk-ends:most"},
+        "method 'ends-of-chunks:most' sets recompute_ratio already": {
+            "method": "ends-of-chunks:most",
+            "recompute_ratio": 0.5,
+        },
+    }
+    for message, reuse in refused.items():
+        error = error_of(ask(client, documents=[FERRY], chunkweave={"method": "chunk-ends", **reuse}))
+        assert message in error["message"]
+
+
 @pytest.mark.backend("engine")
 def test_what_the_method_of_a_file_says_is_recomputed(serve, method_file):
     client = serve(method_file=(method_file,))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.config import ReuseConfig
+from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.planning.method import make_method, prefer_neutral
 from chunkweave.planning.plan import KVSource, Plan, RecomputeScore, StopUnfocused
 from chunkweave.planning.scores import focused_by_gap
@@ -225,6 +225,28 @@ def test_the_least_impact_wins_and_of_equal_ones_the_least_id_whenever_it_was_us
     assert chosen(plan_of(lookup_of("DB", far, near, alone)), 1)[0] == alone.id, "CCI .5 against .88"
     for order in ((far, near), (near, far)):
         assert chosen(plan_of(lookup_of("DB", *order)), 1)[0] == min(far.id, near.id)
+
+
+def test_of_equal_impact_the_earlier_generation_wins():
+    far, near = record_of("AB", (1.0,)), record_of("CB", (1.0,))
+    last = replace(max(far, near, key=lambda one: one.id), exact=False)
+    first = replace(min(far, near, key=lambda one: one.id), exact=False, generation=1)
+    segment, score = chosen(plan_of(lookup_of("DB", first, last)), 1)
+    assert (segment, score.generation) == (last.id, 0)
+    segment, score = chosen(plan_of(lookup_of("DB", first)), 1)
+    assert (segment, score.generation) == (first.id, 1)
+
+
+@pytest.mark.parametrize(("limit", "tokens"), [(1, 4), (2, 4), (3, 2), (None, 2)])
+def test_a_variant_of_so_many_generations_is_recomputed_whole(limit, tokens):
+    """B was computed after A and C, .6 and .4 of its mass; now it comes after A and D: 2 of 4 tokens by CFO."""
+    woven = replace(record_of("ACB", (0.6, 0.4), exact=False), generation=2)
+    capture = CaptureConfig(variant_generations=limit)
+    _, score = chosen(plan_of(lookup_of("ADB", woven), alpha=1.2, capture=capture), 2)
+    assert score.tokens == tokens
+    assert score.cfo == (1.0 if tokens == 4 else pytest.approx(1.2 * score.cci * 0.4))
+    _, score = chosen(plan_of(lookup_of("ACB", woven), alpha=1.2, capture=capture), 2)
+    assert score.tokens == 0, "in its own context nothing is missing"
 
 
 def test_impact_ranks_where_the_clamp_would_not():

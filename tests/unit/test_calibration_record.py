@@ -335,19 +335,21 @@ def test_what_comes_with_the_package_is_of_this_format_and_keeps_what_it_promise
 
 RECORD = make_record()
 OWN = ReuseConfig(0.4, alpha=2.5)
+BLEND_AT_3 = {"recompute_ratio": 0.3, "check_layers": [1, 2]}
+CRAFT_AT_1 = {"alpha": 1.0, "focus": False}
+CRAFT_AT_HALF, CRAFT_OWN = ({"alpha": alpha, "focus": True} for alpha in (0.5, 2.5))
 
 
 @pytest.mark.parametrize(
     ("usual", "method_request", "record", "method", "why", "parameters"),
     [
         (MethodRequest(), MethodRequest(), None, "prefix", Why.EXACT, {}),
-        (MethodRequest(), MethodRequest(), RECORD, "cacheblend", Why.CALIBRATED, {"recompute_ratio": 0.3}),
-        (MethodRequest(), MethodRequest.of(None, "fast"), RECORD, "cachecraft", Why.CALIBRATED, {"alpha": 1.0}),
+        (MethodRequest(), MethodRequest(), RECORD, "cacheblend", Why.CALIBRATED, BLEND_AT_3),
+        (MethodRequest(), MethodRequest.of(None, "fast"), RECORD, "cachecraft", Why.CALIBRATED, CRAFT_AT_1),
         (MethodRequest(), MethodRequest.of(None, "exact"), RECORD, "prefix", Why.EXACT, {}),
         (MethodRequest(), MethodRequest.of(None, "exact"), None, "prefix", Why.EXACT, {}),
         (MethodRequest(), MethodRequest.of("epic", None), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
-        (MethodRequest(), MethodRequest.of("cachecraft", "fast"), RECORD, "cachecraft", Why.ASKED_FOR, {"alpha": 2.5}),
-        (MethodRequest(), MethodRequest.of("full", "exact"), RECORD, "full", Why.ASKED_FOR, {}),
+        (MethodRequest(), MethodRequest.of("cachecraft"), RECORD, "cachecraft", Why.ASKED_FOR, CRAFT_OWN),
         (MethodRequest(), MethodRequest.of("epic", None, 0.1), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.1}),
         (MethodRequest.of("epic", None), MethodRequest(), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
         (MethodRequest.of("epic", None), MethodRequest.of(None, "exact"), RECORD, "prefix", Why.EXACT, {}),
@@ -357,9 +359,9 @@ OWN = ReuseConfig(0.4, alpha=2.5)
             RECORD,
             "cachecraft",
             Why.CALIBRATED,
-            {"alpha": 1.0},
+            CRAFT_AT_1,
         ),
-        (MethodRequest.of(None, "fast"), MethodRequest(), RECORD, "cachecraft", Why.CALIBRATED, {"alpha": 1.0}),
+        (MethodRequest.of(None, "fast"), MethodRequest(), RECORD, "cachecraft", Why.CALIBRATED, CRAFT_AT_1),
         (
             MethodRequest.of(None, "fast"),
             MethodRequest.of("epic", None),
@@ -368,31 +370,51 @@ OWN = ReuseConfig(0.4, alpha=2.5)
             Why.ASKED_FOR,
             {"recompute_ratio": 0.4},
         ),
-        (MethodRequest(), MethodRequest.of(None, None, 0.2), None, "prefix", Why.EXACT, {}),
         (
             MethodRequest(),
             MethodRequest.of(None, None, 0.2),
             RECORD,
             "cacheblend",
             Why.ASKED_FOR,
-            {"recompute_ratio": 0.2},
+            {**BLEND_AT_3, "recompute_ratio": 0.2},
         ),
-        (MethodRequest(), MethodRequest("cachecraft", alpha=0.5), RECORD, "cachecraft", Why.ASKED_FOR, {"alpha": 0.5}),
-        (MethodRequest(), MethodRequest("epic", alpha=0.5), None, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
-        (MethodRequest(), MethodRequest(alpha=0.5, check_layers=(2,)), None, "prefix", Why.EXACT, {}),
+        (MethodRequest(), MethodRequest("cachecraft", alpha=0.5), RECORD, "cachecraft", Why.ASKED_FOR, CRAFT_AT_HALF),
+        (
+            MethodRequest(),
+            MethodRequest("cachecraft:no-focus", alpha=0.5),
+            None,
+            "cachecraft",
+            Why.ASKED_FOR,
+            {"alpha": 0.5, "focus": False},
+        ),
+        (
+            MethodRequest("cachecraft:no-focus"),
+            MethodRequest(focus=True, alpha=0.5),
+            None,
+            "cachecraft",
+            Why.ASKED_FOR,
+            CRAFT_AT_HALF,
+        ),
+        (
+            MethodRequest(),
+            MethodRequest("query:whole:late:stored"),
+            RECORD,
+            "query",
+            Why.ASKED_FOR,
+            {"recompute_ratio": 0.4, "query": {"tail": None, "layers": "late", "factor": "stored", "rounds": 1}},
+        ),
+        (MethodRequest(), MethodRequest("query-whole"), None, "query-whole", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
         (
             MethodRequest.of("cachecraft", None),
             MethodRequest(alpha=0.5),
             None,
             "cachecraft",
             Why.ASKED_FOR,
-            {"alpha": 0.5},
+            CRAFT_AT_HALF,
         ),
     ],
 )
-def test_a_method_wins_then_a_target_then_the_record_then_exactness(
-    usual, method_request, record, method, why, parameters
-):
+def test_a_method_or_a_target_then_the_record_then_exactness(usual, method_request, record, method, why, parameters):
     choice = MethodChooser(usual, OWN, record).choose(method_request)
     assert (choice.method, choice.why, dict(choice.parameters)) == (method, why, parameters)
 
@@ -424,14 +446,19 @@ def test_a_request_says_at_which_layers_a_named_method_checks():
 def test_the_parameter_of_a_calibrated_method_can_be_given_without_naming_it():
     record = make_record(targets={Quality.BALANCED: Target(FAST, {"cachecraft": 1.0}, "cachecraft")})
     choice = MethodChooser(record=record).choose(MethodRequest(alpha=0.5))
-    assert (choice.method, choice.why, dict(choice.parameters)) == ("cachecraft", Why.ASKED_FOR, {"alpha": 0.5})
-    choice = MethodChooser(record=record).choose(MethodRequest(recompute_ratio=0.2))
-    assert (choice.method, choice.why, dict(choice.parameters)) == ("cachecraft", Why.CALIBRATED, {"alpha": 1.0})
+    assert (choice.method, choice.why, dict(choice.parameters)) == (
+        "cachecraft",
+        Why.ASKED_FOR,
+        {"alpha": 0.5, "focus": False},
+    )
+    with pytest.raises(UsageError, match="what was calibrated is cachecraft, and takes alpha"):
+        MethodChooser(record=record).choose(MethodRequest(recompute_ratio=0.2))
 
 
 def test_a_request_is_read_by_its_fields():
-    fields = {"method": "cacheblend", "recompute_ratio": 1, "check_layers": [1, 4], "alpha": 2, "order": "free"}
-    assert MethodRequest.of_fields(fields) == MethodRequest("cacheblend", None, 1.0, (1, 4), 2.0)
+    fields = {"recompute_ratio": 1, "check_layers": [1, 4], "alpha": 2, "focus": False, "order": "free"}
+    read = MethodRequest.of_fields({"method": "cachecraft:no-focus", **fields})
+    assert read == MethodRequest("cachecraft:no-focus", None, 1.0, (1, 4), 2.0, focus=False)
     assert MethodRequest.of_fields({"quality": "fast"}) == MethodRequest(quality=Quality.FAST)
 
 
@@ -439,6 +466,10 @@ def test_a_request_is_read_by_its_fields():
     ("fields", "said"),
     [
         ({"method": "magic"}, "unknown reuse method 'magic'; there are: cacheblend, cachecraft"),
+        ({"method": "query:loud"}, "unknown setting 'loud' of query; there are: last, whole"),
+        ({"method": "query:"}, "unknown setting '' of query"),
+        ({"method": "query:tail=0"}, "at least one token of the question"),
+        ({"focus": 1}, "focus must be true or false, not 1"),
         ({"quality": 3}, "unknown quality 3; there are: exact, balanced, fast"),
         ({"recompute_ratio": "0.1"}, "recompute_ratio must be a number between 0 and 1, not '0.1'"),
         ({"alpha": True}, "alpha must be a number, not True"),
@@ -477,7 +508,7 @@ def test_calibrated_settings_replace_the_engines_own():
     [
         (MethodRequest.of(None, "balanced"), None, "calibration record.*make one with `chunkweave calibrate here`"),
         (MethodRequest.of(None, "fast"), None, "'fast' needs a calibration record"),
-        (MethodRequest.of("cacheblend", "exact"), RECORD, "contradict"),
+        (MethodRequest.of("cacheblend", "exact"), RECORD, "both given"),
         (MethodRequest.of(None, "fast", 0.2), RECORD, "no recompute_ratio"),
         (
             MethodRequest(quality=Quality.FAST, alpha=2.0),
@@ -485,7 +516,20 @@ def test_calibrated_settings_replace_the_engines_own():
             "'fast' sets what is recomputed: give no alpha with it",
         ),
         (MethodRequest(None, Quality.FAST, 0.2, (1,)), RECORD, "give no recompute_ratio, check_layers with it"),
-        (MethodRequest(alpha=2.0), RECORD, "alpha can only be given with a method: what was calibrated has its own"),
+        (MethodRequest(alpha=2.0), RECORD, "alpha can only be given with a method: what was calibrated is cacheblend"),
+        (
+            MethodRequest("cachecraft", recompute_ratio=0.2),
+            None,
+            "takes no recompute_ratio: it takes alpha, focus",
+        ),
+        (MethodRequest("epic", alpha=0.5), RECORD, "'epic' takes no alpha: it takes recompute_ratio"),
+        (MethodRequest("prefix", focus=False), None, "'prefix' takes no focus: it takes none"),
+        (MethodRequest("query-whole", check_layers=(2,)), None, "takes no check_layers: it takes recompute_ratio"),
+        (MethodRequest(alpha=0.5, check_layers=(2,)), None, "'prefix', which answers where none is named"),
+        (MethodRequest(recompute_ratio=0.2), None, "recompute_ratio can only be given with a method that takes it"),
+        (MethodRequest(None, Quality.EXACT, 0.2), None, "'exact' sets what is recomputed: give no recompute_ratio"),
+        (MethodRequest("cachecraft:no-focus", focus=True), None, "sets focus already"),
+        (MethodRequest.of("cachecraft", "fast"), RECORD, "quality 'fast' and method 'cachecraft' are both given"),
         (MethodRequest(check_layers=(1,)), RECORD, "check_layers can only be given with a method"),
         (MethodRequest("cachecraft", alpha=-1.0), RECORD, "alpha must be a number from 0 on"),
         (MethodRequest("cacheblend", check_layers=(0,)), RECORD, "ascending layer numbers"),

@@ -3,9 +3,10 @@ import sys
 
 import pytest
 
-from chunkweave.calibration.contenders import QUERY_SETTINGS, make_contenders
+from chunkweave.calibration.contenders import make_contenders
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
+from chunkweave.planning.methods.query import QueryAware
 from chunkweave_lab.baselines import CacheCraftAblation, QueryAblation, bench_contenders, bench_method
 
 
@@ -77,6 +78,11 @@ def test_a_setting_wins_over_what_all_are_told():
         ("cacheblend@", UsageError, "not a number"),
         ("cacheblend@1.5", UsageError, "recompute_ratio"),
         ("cachecraft@nan", UsageError, "alpha"),
+        ("cacheblend:no-focus", UsageError, "unknown setting 'no-focus' of cacheblend; there are: layer-2"),
+        ("full-reuse:late", UsageError, "unknown setting 'late' of full-reuse; there are: none"),
+        ("query:whole:late:last", UsageError, "'query:whole:late:last' sets twice what 'last' sets"),
+        ("query:tail=", UsageError, "unknown setting 'tail='"),
+        ("query:tail=many", UsageError, "'tail=many' needs a number"),
     ],
 )
 def test_what_stands_for_no_contender_is_refused(spec, error, said):
@@ -85,17 +91,17 @@ def test_what_stands_for_no_contender_is_refused(spec, error, said):
 
 
 def test_settings_of_query_add_up():
-    made = bench_method("query", ("last", "layers=1+2", "stored", "tail=3", "until=0.5"), ReuseConfig())
+    made = bench_method("query", ("layers=1+2", "stored", "tail=3", "until=0.5"), ReuseConfig())
     assert (made._query.tail, made._query.factor) == (3, "stored")
     assert made.ablation == QueryAblation(layers=(1, 2), until=0.5)
 
 
-@pytest.mark.parametrize("name", sorted(QUERY_SETTINGS))
+@pytest.mark.parametrize("name", sorted(name for name in QueryAware.settings if not name.endswith("=")))
 def test_every_setting_of_query_is_one(name):
     made = make_contenders((f"query:{name}",))
     assert list(made) == [f"query:{name}@0.15"]
-    told = made[f"query:{name}@0.15"]._query
-    assert {field: getattr(told, field) for field in QUERY_SETTINGS[name]} == QUERY_SETTINGS[name]
+    told, meant = made[f"query:{name}@0.15"]._query, QueryAware.settings[name]["query"]
+    assert {field: getattr(told, field) for field in meant} == meant
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from chunkweave.plugins import METHODS
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import SegmentRecord
-from chunkweave.types import Geometry, Scattered, Span, joined, spans_of
+from chunkweave.types import Geometry, Scattered, SegmentId, Span, joined, spans_of
 from chunkweave_lab.baselines import BENCH_METHODS, bench_method
 
 GEOMETRY = Geometry(
@@ -120,10 +120,14 @@ def test_a_method_is_called_as_it_is_found(name):
 @pytest.mark.parametrize(
     ("declared", "config", "names"),
     [
-        (needs_profiles, ReuseConfig(), {"cachecraft"}),
-        (needs_profiles, ReuseConfig(query=QueryConfig(factor=DeviationFactor.STORED)), {"cachecraft", "query"}),
-        (reads_question, ReuseConfig(), {"cachecraft", "query"}),
-        (reads_question, ReuseConfig(focus=False), {"query"}),
+        (needs_profiles, ReuseConfig(), {"cachecraft", "query-whole"}),
+        (
+            needs_profiles,
+            ReuseConfig(query=QueryConfig(factor=DeviationFactor.STORED)),
+            {"cachecraft", "query", "query-whole"},
+        ),
+        (reads_question, ReuseConfig(), {"cachecraft", "query", "query-whole"}),
+        (reads_question, ReuseConfig(focus=False), {"query", "query-whole"}),
         (asks_again, ReuseConfig(), set()),
         (asks_again, ReuseConfig(query=QueryConfig(rounds=2)), {"query"}),
     ],
@@ -215,6 +219,17 @@ def test_only_reused_parts_are_fixed():
     assert replace(part(KVSource.REUSED, 0, 5), score=score).score is score
     with pytest.raises(ValueError, match="needs no score"):
         replace(part(KVSource.COMPUTED, 0, 5), score=score)
+
+
+def test_what_a_reuse_saves_is_one_over_its_cfo():
+    """Cache-Craft §3.3 by hand: CFO .8 (1 - .25) = .6; 1/|C| where nothing is missing; none without a score."""
+    scores = (RecomputeScore(0.8, 0.25, 0.6, 3), RecomputeScore(0.7, 1.0, 0.0, 0), None)
+    parts = [replace(part(KVSource.REUSED, 5 * n, 5 * n + 5), score=one) for n, one in enumerate(scores)]
+    parts = [replace(one, segment=SegmentId(name)) for one, name in zip(parts, "abc", strict=True)]
+    exact = replace(part(KVSource.EXACT, 15, 22), segment=SegmentId("d"))
+    again = replace(parts[0], span=Span(22, 27))
+    plan = Plan("given", (*parts, exact, again), (Pass((Span(26, 27),)),))
+    assert plan.saved() == pytest.approx({"a": 2 / 0.6, "b": 5.0, "c": 1.0, "d": 7.0})
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,28 @@ def test_a_lookup_is_told_as_the_path_that_it_asked_for():
     assert path_request_of(lookup) == PathRequest((system.id,), (missing,), cached_tokens=2, new_tokens=4)
 
 
-def test_reuse_frequency_evicts_what_reuse_has_saved_least_with():
+def test_reuse_frequency_is_the_papers_sum_over_uses():
+    """Cache-Craft §3.3: f_r += 1/CFO, by hand for five reuses each with CCI (1 - beta') of .5, .949 and .877."""
+    policy = ReuseFrequencyPolicy()
+    a, c, d = (_record(name, tokens=37) for name in "acd")
+    for record in (a, c, d):
+        policy.on_insert(record)
+    for _ in range(5):
+        policy.on_request(PathRequest((), (), 0, 1, {a.id: 1 / 0.5, c.id: 1 / 0.949, d.id: 1 / 0.877}))
+        for record in (d, a, c):
+            policy.on_hit(record)
+    ranks = [policy._ranking.of(record.id) for record in (a, c, d)]
+    assert ranks == pytest.approx([10.0, 5.269, 5.701], abs=5e-4)
+    order = []
+    while (victim := policy.victim(_anything)) is not None:
+        order.append(victim)
+        policy.on_remove(victim)
+    assert order == [c.id, d.id, a.id]
+    policy.on_insert(c)
+    assert policy._ranking.of(c.id) == pytest.approx(5.269, abs=5e-4), "a copy from a slower tier is worth what it was"
+
+
+def test_reuse_frequency_of_uses_without_a_plan():
     policy = ReuseFrequencyPolicy()
     long, short, woven = _record("l", tokens=50), _record("s", tokens=5), _record("w", tokens=50, exact=False)
     for record in (long, short, woven):
@@ -180,6 +201,6 @@ def test_reuse_frequency_evicts_what_reuse_has_saved_least_with():
     assert policy.victim(_anything) == long.id, "nothing was saved with any: the oldest"
     for record in (long, short, woven):
         policy.on_hit(record)
-    assert policy.victim(_anything) == woven.id, "recomputed whole it saves 1, the others 50 and 5"
+    assert policy.victim(_anything) == woven.id, "no score: it counts as recomputed whole, 1; the others 50 and 5"
     policy.on_remove(woven.id)
     assert policy.victim(_anything) == short.id

@@ -6,11 +6,12 @@ from threading import Barrier, Thread
 import pytest
 
 from chunkweave.errors import UsageError
-from chunkweave.store.level import BackgroundWriter, Level, ReuseFrequencies, VariantLimits
+from chunkweave.store.eviction import ReuseFrequencies
+from chunkweave.store.level import BackgroundWriter, Level, VariantLimits
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.types import ChunkId, SegmentId
-from tests.unit.tier_fakes import FaultyTier, Payload, SharedFaultyTier, id_of, payload_of, record_of
+from tests.unit.tier_fakes import FaultyTier, Payload, SharedFaultyTier, id_of, payload_of, record_of, reuse_of, saved
 
 
 class Shelf:
@@ -56,9 +57,9 @@ def test_each_reuse_adds_one_over_the_impact_and_no_more_than_the_tokens():
     record = record_of("AB")
     frequencies = ReuseFrequencies()
     assert frequencies.of(record.id) == 0.0
-    frequencies.note(record, 0.8)
+    frequencies.add(record.id, saved(0.8))
     assert frequencies.of(record.id) == pytest.approx(1 / 0.8)
-    frequencies.note(record, 0.0)
+    frequencies.add(record.id, saved(0.0))
     assert frequencies.of(record.id) == pytest.approx(1 / 0.8 + 2), "two tokens"
     frequencies.start(record.id)
     assert frequencies.of(record.id) == 0.0
@@ -69,9 +70,9 @@ def test_the_least_first_and_of_equal_ones_the_longest_unheard_of():
     frequencies = ReuseFrequencies()
     for record in (a, b, c):
         frequencies.start(record.id)
-    frequencies.note(a, 1.0)
+    frequencies.add(a.id, saved(1.0))
     assert frequencies.least_first([a, c, d, b]) == [d, b, c, a]
-    frequencies.note(b, 1.0)
+    frequencies.add(b.id, saved(1.0))
     assert frequencies.least_first([a, b, c]) == [c, a, b]
 
 
@@ -79,7 +80,7 @@ def test_what_was_heard_of_longest_ago_is_forgotten():
     a, b, c = (record_of(path) for path in ("A", "B", "C"))
     frequencies = ReuseFrequencies(capacity=2)
     for record in (a, b, a, c):
-        frequencies.note(record, 1.0)
+        frequencies.add(record.id, saved(1.0))
     assert [frequencies.of(record.id) for record in (a, b, c)] == [2.0, 0.0, 1.0]
 
 
@@ -102,7 +103,7 @@ def test_the_least_reused_variant_of_the_chunk_goes_off_every_level():
     shelf = Shelf(per_chunk=2)
     shelf.put("AX", "BX", "Y")
     shelf.store.flush()
-    shelf.store.note_reuse(id_of("AX"), 0.5)
+    shelf.store.note_request(reuse_of("AX", 0.5))
     assert shelf.put("CX") == [True]
     assert shelf.held("X") == {"AX", "CX"}
     assert shelf.held() == {"AX", "CX", "Y"}, "other chunks are not concerned"
@@ -113,9 +114,9 @@ def test_reuse_that_saved_more_counts_more():
     shelf = Shelf(per_chunk=2)
     shelf.put("AX", "BX")
     for _ in range(2):
-        shelf.store.note_reuse(id_of("AX"), 1.0)
-    shelf.store.note_reuse(id_of("BX"), 0.5)
-    shelf.store.note_reuse(id_of("BX"), 0.9)
+        shelf.store.note_request(reuse_of("AX", 1.0))
+    shelf.store.note_request(reuse_of("BX", 0.5))
+    shelf.store.note_request(reuse_of("BX", 0.9))
     shelf.put("CX")
     assert shelf.held("X") == {"BX", "CX"}, "2 against 2 + 1/.9"
 
@@ -124,8 +125,8 @@ def test_the_new_one_never_goes_and_is_next_if_it_stays_unused():
     shelf = Shelf(per_chunk=2)
     shelf.put("AX", "BX")
     for path in ("AX", "BX"):
-        shelf.store.note_reuse(id_of(path), 1.0)
-    shelf.store.note_reuse(id_of("BX"), 1.0)
+        shelf.store.note_request(reuse_of(path, 1.0))
+    shelf.store.note_request(reuse_of("BX", 1.0))
     shelf.put("CX", "DX")
     assert shelf.held("X") == {"BX", "DX"}, "AX went for CX, which went unused for DX"
 
@@ -199,7 +200,7 @@ def test_an_exact_segment_without_its_ancestors_is_a_variant():
     assert shelf.held("X") == {"AX", "BX"}
     shelf.store.remove(id_of("A"))
     assert shelf.held("X") == {"AX", "BX"}, "it left the path index, and counts from the next one on"
-    shelf.store.note_reuse(id_of("BX"), 0.5)
+    shelf.store.note_request(reuse_of("BX", 0.5))
     shelf.put("CX")
     assert shelf.held("X") == {"CX"}
 
@@ -216,10 +217,10 @@ def test_a_path_may_run_over_several_levels():
 def test_in_all_inner_nodes_of_the_path_index_go_last():
     shelf = Shelf(in_all=2)
     shelf.put("X", "XY", exact=True)
-    shelf.store.note_reuse(id_of("XY"), 0.1)
+    shelf.store.note_request(reuse_of("XY", 0.1))
     shelf.put("BZ")
     assert shelf.held() == {"X", "BZ"}, "XY continues X, so that it goes though it was reused"
-    shelf.store.note_reuse(id_of("BZ"), 1.0)
+    shelf.store.note_request(reuse_of("BZ", 1.0))
     shelf.put("CZ")
     assert shelf.held() == {"BZ", "CZ"}
 
@@ -231,7 +232,7 @@ def test_in_all_the_least_reused_of_any_chunk_goes():
     shelf = Shelf(in_all=3)
     shelf.put("A", "B", "C")
     for path in "AC":
-        shelf.store.note_reuse(id_of(path), 1.0)
+        shelf.store.note_request(reuse_of(path, 1.0))
     shelf.put("D")
     assert shelf.held() == {"A", "C", "D"}
 
@@ -250,13 +251,13 @@ def test_what_the_byte_budget_evicts_is_forgotten():
         assert store.insert(record_of(path), payload_of(record_of(path)))
 
     put("AX")
-    store.note_reuse(id_of("AX"), 0.1)
+    store.note_request(reuse_of("AX", 0.1))
     put("Y")
     put("Z")
     assert id_of("AX") not in store
     put("BX")
     put("AX")
-    store.note_reuse(id_of("BX"), 1.0)
+    store.note_request(reuse_of("BX", 1.0))
     put("CX")
     assert {id_of("BX"), id_of("CX")} == {record.id for record in store.records()}, "AX began anew"
 
@@ -277,7 +278,7 @@ def test_random_stores_and_uses_keep_to_the_limits():
         path = "".join(rng.sample("ABCDEF", rng.randint(1, 3)))
         shelf.put(path, exact=rng.random() < 0.5)
         if rng.random() < 0.5:
-            shelf.store.note_reuse(id_of(path), rng.random())
+            shelf.store.note_request(reuse_of(path, rng.random()))
         if rng.random() < 0.2:
             leases.append(shelf.store.lease([id_of(path)]))
         if rng.random() < 0.3 and leases:
@@ -326,7 +327,7 @@ def test_the_histogram_of_variants():
 
 def test_reuse_of_the_unknown_is_ignored():
     shelf = Shelf(per_chunk=1)
-    shelf.store.note_reuse(id_of("AX"), 0.5)
+    shelf.store.note_request(reuse_of("AX", 0.5))
     shelf.put("AX", "BX")
     assert shelf.held("X") == {"BX"}
     assert shelf.store.remove_where(lambda record: record.chunk_id == ChunkId("X")) > 0

@@ -11,11 +11,13 @@ from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig, Watched
 from chunkweave.errors import UsageError
 from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.calibration import BOUNDS, CalibrationRecord, Quality, Target
-from chunkweave.planning.method_choice import Why
+from chunkweave.planning.method import make_method
+from chunkweave.planning.method_choice import MethodChooser, MethodRequest, Why
 from chunkweave.plugins import METHODS
 from chunkweave.prompt.parts import PartKind, chunk_id, neutral_id
 from chunkweave.types import Span
-from chunkweave.vllm.request import Defaults, WeaveRequest, parse, promotion_params, to_params
+from chunkweave.vllm.request import REQUEST_FIELDS, Defaults, WeaveRequest, parse, promotion_params, to_params
+from tests.unit.test_planning import GEOMETRY, make_lookup
 
 BOS = 1
 IDS = (BOS, 11, 12, 21, 22, 23, 31, 32, 41)
@@ -121,10 +123,8 @@ def test_without_a_word_about_it_reuse_is_exact():
 
 
 def test_a_request_overrules_defaults():
-    request = read(
-        {"chunks": [[3, 6]], "method": "cacheblend", "recompute_ratio": 1, "check_layers": [1, 2], "seed": 7}
-    )
-    assert request.reuse == ReuseConfig(recompute_ratio=1.0, check_layers=(1, 2), seed=7)
+    request = read({"chunks": [[3, 6]], "method": "cacheblend", "recompute_ratio": 1, "check_layers": [1, 2]})
+    assert request.reuse == ReuseConfig(recompute_ratio=1.0, check_layers=(1, 2))
 
 
 FINE = {"chunks": [[3, 6]]}
@@ -197,7 +197,7 @@ FINE = {"chunks": [[3, 6]]}
         ({**FINE, "quality": "best"}, "unknown quality 'best'; there are: exact, balanced, fast"),
         ({**FINE, "quality": ["fast"]}, "unknown quality ['fast']; there are: exact, balanced, fast"),
         ({**FINE, "quality": "fast"}, "quality 'fast' needs a calibration record"),
-        ({**FINE, "quality": "exact", "method": "query"}, "quality 'exact' and method 'query' contradict each other"),
+        ({**FINE, "quality": "exact", "method": "query"}, "quality 'exact' and method 'query' are both given"),
         ({**FINE, "query": 3}, "query must be an object such as {'tail': 4, 'layers': 'late'}"),
         ({**FINE, "query": {"tails": 3}}, "unknown fields of query: tails; there are factor, layers, rounds, tail"),
         ({**FINE, "query": {"tail": "all"}}, "query.tail must be a whole number, not 'all'"),
@@ -218,6 +218,10 @@ FINE = {"chunks": [[3, 6]]}
             ({**FINE, "method": name}, f"unknown reuse method {name!r}; there")
             for name in ("random", "h2o", "set-cache")
         ),
+        ({**FINE, "method": "epic", "seed": 1}, "method 'epic' takes no seed: it takes recompute_ratio"),
+        ({**FINE, "method": "cachecraft", "query": {"tail": 2}}, "'cachecraft' takes no query: it takes alpha, focus"),
+        ({**FINE, "method": "query:late", "query": {"tail": 2}}, "method 'query:late' sets query already"),
+        ({**FINE, "query": {"tail": 2}}, "query can only be given with a method that takes it"),
         ({**FINE, "query": {"rounds": 3}}, "there are 1 or 2 rounds, not 3"),
     ],
     ids=repr,
@@ -252,7 +256,7 @@ def test_no_json_raises_anything_else(params):
 
 
 def test_a_layer_that_the_model_has_not_is_refused_where_that_is_known():
-    params = {"chunks": [[3, 6]], "check_layers": [2, 4]}
+    params = {"chunks": [[3, 6]], "method": "cacheblend", "check_layers": [2, 4]}
     assert parse(params, IDS, fingerprint="model", salt="", start=(BOS,), defaults=Defaults(), num_layers=5)
     with pytest.raises(UsageError, match="layer 4 is to be checked, but the model has 4 layers"):
         parse(params, IDS, fingerprint="model", salt="", start=(BOS,), defaults=Defaults(), num_layers=4)
@@ -317,7 +321,6 @@ def test_the_salt_keeps_apart_what_differs_in_chunks_method_or_own_salt():
         read({"chunks": [[3, 6], [6, 8]], "method": "epic"}).salt,
         read({"chunks": [[3, 6], [6, 8]], "method": "cacheblend", "recompute_ratio": 0.2}).salt,
         read({"chunks": [[3, 6], [6, 8]], "method": "cacheblend", "check_layers": [2]}).salt,
-        read({"chunks": [[3, 6], [6, 8]], "method": "cacheblend", "seed": 1}).salt,
         read({"chunks": [[3, 6]], "method": "cacheblend"}).salt,
         read({"chunks": [[3, 6], [6, 8]], "method": "cacheblend"}, (*IDS[:6], 77, *IDS[7:])).salt,
     ]
@@ -340,10 +343,10 @@ def test_every_method_can_be_asked_for(method):
 
 def test_the_parameters_of_methods():
     query = {"tail": None, "layers": "first-third", "factor": "stored", "rounds": 2}
-    request = read({"chunks": [[3, 6]], "method": "query", "alpha": 2, "focus": False, "query": query})
+    craft = read({"chunks": [[3, 6]], "method": "cachecraft", "alpha": 2, "focus": False})
+    assert craft.reuse == ReuseConfig(alpha=2.0, focus=False)
+    request = read({"chunks": [[3, 6]], "method": "query", "query": query})
     assert request.reuse == ReuseConfig(
-        alpha=2.0,
-        focus=False,
         query=QueryConfig(
             tail=None,
             layers=WatchedLayers.FIRST_THIRD,
@@ -355,17 +358,87 @@ def test_the_parameters_of_methods():
     assert late.reuse.query == QueryConfig(layers=WatchedLayers.LATE)
 
 
+WHOLE = QueryConfig(tail=None, layers=WatchedLayers.LATE, factor=DeviationFactor.STORED)
+
+
 @pytest.mark.parametrize(
-    "reuse",
+    ("method", "reuse"),
     [
-        ReuseConfig(),
-        ReuseConfig(0.3, (1, 4), 7, 0.5, focus=False, query=QueryConfig(tail=None, rounds=2)),
-        ReuseConfig(query=QueryConfig(layers=WatchedLayers.LATE, factor=DeviationFactor.STORED)),
+        ("cacheblend", ReuseConfig()),
+        ("cacheblend", ReuseConfig(0.3, (1, 4))),
+        ("cachecraft", ReuseConfig(alpha=0.5, focus=False)),
+        ("query", ReuseConfig(0.3, query=QueryConfig(tail=None, rounds=2))),
+        ("query:whole:late:stored", ReuseConfig(0.05)),
+        ("query-whole", ReuseConfig(0.05)),
+        ("prefix", ReuseConfig()),
     ],
 )
-def test_what_is_sent_arrives(reuse):
-    params = json.loads(json.dumps({"chunks": [[3, 6]], "method": "query", **to_params(reuse)}))
-    assert read(params).reuse == reuse
+def test_what_is_sent_arrives_whatever_the_connector_was_given(method, reuse):
+    choice = MethodChooser(reuse=reuse).choose(MethodRequest(method))
+    params = json.loads(json.dumps({"chunks": [[3, 6]], "method": choice.method, **to_params(choice)}))
+    other = {"recompute_ratio": 0.7, "check_layers": [2], "alpha": 3, "focus": False, "query": {"rounds": 2}}
+    for config in ({}, other):
+        assert read(params, defaults=Defaults.from_config(config)).choice.parameters == choice.parameters
+
+
+def test_a_client_of_vllm_itself_may_send_a_specification():
+    assert read({**FINE, "method": "query:whole:late:stored"}).reuse == ReuseConfig(query=WHOLE)
+    assert read({**FINE, "method": "cachecraft:no-focus"}).reuse == ReuseConfig(focus=False)
+    assert read(FINE, defaults=Defaults.from_config({"method": "query:whole:late:stored"})).reuse.query == WHOLE
+
+
+EFFECTS = {
+    "method": lambda method: {"method": "full" if method == "prefix" else "prefix"},
+    "quality": lambda _: {"quality": "exact"},
+    "recompute_ratio": lambda _: {"recompute_ratio": 0.9},
+    "check_layers": lambda _: {"check_layers": [2]},
+    "alpha": lambda _: {"alpha": 0.3},
+    "focus": lambda _: {"focus": False},
+    "seed": lambda _: {"seed": 3},
+    "query": lambda _: {"query": {"tail": 2}},
+    "capture": lambda method: {"capture": method not in ("cachecraft", "query-whole", "query:whole:late:stored")},
+    "chunks": lambda _: {"chunks": [[3, 6]]},
+    "start_tokens": lambda _: {"start_tokens": 2},
+    "asked": lambda _: {"asked": False},
+    "neutral": lambda _: {"neutral": 1},
+    "at_least": lambda _: {"at_least": False},
+    "promoted": lambda _: {"promoted": [0]},
+    "continued": lambda _: {"continued": [0]},
+}
+"""By field, what a request says with it; it says less without."""
+
+PLANNED = make_lookup((10, 20, 30), stored={0, 1, 2})
+
+
+def test_every_field_that_a_request_may_have_is_crossed_with_every_method():
+    assert EFFECTS.keys() == REQUEST_FIELDS, "say here what a new field changes"
+
+
+@pytest.mark.parametrize("method", [*METHODS.names, "query:whole:late:stored"])
+@pytest.mark.parametrize("field", sorted(REQUEST_FIELDS))
+def test_each_field_has_an_effect_with_each_method_or_is_refused(field, method):
+    """Of a parameter it is the plan that differs, of the others what is read."""
+    plain = {"chunks": [[3, 6], [6, 8]], "method": method}
+    without, given = read(plain), {**plain, **EFFECTS[field](method)}
+    parameter = field in {"recompute_ratio", "check_layers", "alpha", "focus", "seed", "query"}
+    taken = field in without.choice.parameters and not (field == "query" and ":" in method)
+    if field == "quality" or (parameter and not taken):
+        with pytest.raises(UsageError, match=field):
+            read(given)
+    elif parameter:
+        one, other = (make_method(one.method, one.reuse) for one in (without, read(given)))
+        assert one.plan(PLANNED, GEOMETRY).passes != other.plan(PLANNED, GEOMETRY).passes
+    else:
+        assert read(given) != without
+
+
+def test_a_front_of_the_version_before_sends_the_usual_ratio_with_every_method():
+    before = {**FINE, "start_tokens": 1, "method": "cachecraft", "recompute_ratio": 0.15}
+    assert read(before).method == "cachecraft"
+    assert not read(before).raisable
+    for said in ({**before, "recompute_ratio": 0.3}, {**FINE, "method": "cachecraft", "recompute_ratio": 0.15}):
+        with pytest.raises(UsageError, match="'cachecraft' takes no recompute_ratio"):
+            read(said)
 
 
 @pytest.mark.parametrize("kept", [None, (), (0, 2)])
@@ -463,7 +536,9 @@ def test_a_calibration_record_says_what_a_quality_means(server, params, method, 
     assert (request.method, request.choice.why) == (method, why)
     if why is Why.CALIBRATED:
         assert request.reuse.seed == 3
-        assert request.choice.parameters in ({"recompute_ratio": 0.1}, {"alpha": 0.5})
+        query = {"tail": 1, "layers": "all", "factor": "none", "rounds": 1}
+        found = {"query": {"recompute_ratio": 0.1, "query": query}, "cachecraft": {"alpha": 0.5, "focus": True}}
+        assert request.choice.parameters == found[method]
 
 
 def test_what_was_calibrated_takes_no_other_parameters():

@@ -52,6 +52,20 @@ def test_nothing_said_is_memory_alone():
     assert settings.requests == {}
 
 
+def test_what_is_kept_of_variants_reaches_the_requests():
+    def capture(**extra):
+        return Defaults.from_config(read(extra).requests).chooser.choose_usual().reuse.capture
+
+    assert capture() == CaptureConfig()
+    assert capture(variant_fraction=0.5, variant_generations=4) == CaptureConfig(
+        variant_fraction=0.5, variant_generations=4
+    )
+    assert capture(variant_fraction="none", variant_generations=None).variant_fraction is None
+    for wrong in ({"variant_fraction": 1.5}, {"variant_generations": 0}, {"variant_fraction": "all"}):
+        with pytest.raises(UsageError, match="variant_"):
+            read(wrong)
+
+
 @pytest.mark.parametrize(("batched", "woven"), [(8192, 1024), (2048, 256), (4, 1)])
 def test_a_step_weaves_an_eighth_of_what_it_may_compute(batched, woven):
     assert PluginSettings.from_config({}, {}, most_tokens=batched).step_tokens == woven

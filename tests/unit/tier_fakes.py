@@ -144,3 +144,13 @@ def prompt_of(path: str) -> Prompt:
 def use_of(*paths: str) -> RequestUse:
     """A request that used the segments of these paths, and missed nothing."""
     return RequestUse(PathRequest((), (), 0, 1), (), tuple(map(id_of, paths)), len(paths), 0)
+
+
+def saved(impact: float, tokens: int = 2) -> float:
+    """What a reuse with a CCI (1 - beta') adds to f_r."""
+    return 1.0 / max(impact, 1.0 / tokens)
+
+
+def reuse_of(path: str, impact: float) -> RequestUse:
+    """A request that reused one segment with a CCI (1 - beta')."""
+    return RequestUse(PathRequest((), (), 0, 1, {id_of(path): saved(impact)}), (), (), 0, 0)

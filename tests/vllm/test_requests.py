@@ -35,7 +35,11 @@ def nothing_is_held(served: Served) -> bool:
         ({"chunks": [[1, 500]]}, "the last chunk ends at 500"),
         ({"chunks": [[1, 5]], "method": "magic"}, "unknown reuse method 'magic'; there are: cacheblend, cachecraft"),
         ({"chunks": [[1, 5]], "seed": math.inf}, "seed must be a whole number"),
-        ({"chunks": [[1, 5]], "check_layers": [4]}, "layer 4 is to be checked, but the model has 4 layers"),
+        (
+            {"chunks": [[1, 5]], "method": "cacheblend", "check_layers": [4]},
+            "layer 4 is to be checked, but the model has 4 layers",
+        ),
+        ({"chunks": [[1, 5]], "method": "cachecraft", "recompute_ratio": 0.2}, "it takes alpha, focus"),
         ({"chunks": [[1, 5]], "query": {"layers": [5]}}, "query.layers must be one of all, late, first-third"),
         ({"chunks": [[1, 5]], "quality": "fast"}, "quality 'fast' needs a calibration record of this model"),
     ],

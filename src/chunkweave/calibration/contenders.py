@@ -8,45 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, DeviationFactor, ReuseConfig, WatchedLayers
+from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig
 from chunkweave.errors import UsageError
-from chunkweave.planning.method import ALPHA, ReuseMethod, make_method
-
-QUERY_SETTINGS: dict[str, dict[str, Any]] = {
-    "last": {"tail": 1},
-    "whole": {"tail": None},
-    "all-layers": {"layers": WatchedLayers.ALL},
-    "late": {"layers": WatchedLayers.LATE},
-    "third": {"layers": WatchedLayers.FIRST_THIRD},
-    "no-factor": {"factor": DeviationFactor.NONE},
-    "stored": {"factor": DeviationFactor.STORED},
-    "two-rounds": {"rounds": 2},
-}
-
-PATTERN = "tail=4"
-"""The setting with a number of one's own: how many of the question's last tokens are watched."""
-
-
-def query_setting(name: str) -> dict[str, Any] | None:
-    """The fields of `QueryConfig` that a setting is short for; None if it is no setting of `query`.
-
-    Raises:
-        UsageError: the number of a setting is none.
-    """
-    if not name.startswith("tail="):
-        return QUERY_SETTINGS.get(name)
-    try:
-        return {"tail": int(name.removeprefix("tail="))}
-    except ValueError as error:
-        raise UsageError(f"not a setting: {name!r}; write for example {PATTERN}") from error
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "no-focus": {"focus": False},
-    "layer-2": {"check_layers": (2,)},
-}
-"""Settings that may follow a method after a colon: `cachecraft:no-focus`. Those of `query` are in `QUERY_SETTINGS`."""
-
+from chunkweave.planning.method import ALPHA, ReuseMethod, changed, make_method, settings_changes
 
 MakeMethod = Callable[[str, Sequence[str], ReuseConfig], ReuseMethod]
 """Makes a method of its name, its settings, and the configuration that they change."""
@@ -59,7 +23,7 @@ def configured_method(name: str, settings: Sequence[str], reuse: ReuseConfig) ->
         UnknownMethodError: no such method.
         UsageError: no such setting.
     """
-    return make_method(name, with_settings(reuse, settings))
+    return make_method(name, changed(reuse, settings_changes(":".join((name, *settings)))))
 
 
 def make_contenders(
@@ -110,24 +74,6 @@ def label_of(method: str, value: float) -> str:
     'cacheblend:layer-2@0.15'
     """
     return f"{method}@{value:g}"
-
-
-def with_settings(reuse: ReuseConfig, names: Sequence[str], others: Sequence[str] = ()) -> ReuseConfig:
-    """`reuse` changed by the settings of these names; messages list the `others` that the caller has, too.
-
-    Raises:
-        UsageError: there is no such setting.
-    """
-    changes: dict[str, Any] = {}
-    of_query: dict[str, Any] = {}
-    for name in names:
-        query = query_setting(name)
-        if query is None and name not in SETTINGS:
-            there_are = ", ".join((*SETTINGS, *QUERY_SETTINGS, PATTERN, *others))
-            raise UsageError(f"unknown setting {name!r} of a method; there are: {there_are}")
-        changes |= SETTINGS.get(name, {})
-        of_query |= query or {}
-    return replace(reuse, **changes, query=replace(reuse.query, **of_query))
 
 
 def value_of(spec: str) -> float:

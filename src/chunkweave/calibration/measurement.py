@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from chunkweave.calibration.contenders import value_of, with_settings
+from chunkweave.calibration.contenders import value_of
 from chunkweave.calibration.fidelity import (
     FULL_REUSE,
     SLICED,
@@ -35,9 +35,8 @@ from chunkweave.planning.calibration import (
     CurvePoint,
     Quality,
     choose_target,
-    method_named,
 )
-from chunkweave.planning.method import ALPHA, parameter_of
+from chunkweave.planning.method import ALPHA, changed, method_named, parameter_of, settings_changes
 
 ALPHAS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
 """Values of alpha that are tried: Cache-Craft's Figure 20 has 0.5 to 3."""
@@ -192,7 +191,7 @@ def make_record(
         prompt_tokens=next(row.prompt_tokens or 0.0 for own in rows.values() for row in own),
         new_tokens=config.new_tokens,
         seed=config.seed,
-        reuse={method: with_settings(config.reuse, method.split(":")[1:]) for method, _ in grid},
+        reuse={method: changed(config.reuse, settings_changes(method)) for method, _ in grid},
         references=tuple(point for point in every if point.method in (SLICED, FULL_REUSE)),
         points=points,
         targets={quality: choose_target(points, bounds) for quality, bounds in config.bounds.items()},

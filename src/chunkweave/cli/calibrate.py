@@ -34,11 +34,10 @@ from chunkweave.planning.calibration import (
     CurvePoint,
     Quality,
     existing_records,
-    method_named,
     record_path,
     save_record,
 )
-from chunkweave.planning.method import parameter_of
+from chunkweave.planning.method import method_named, parameter_of
 from chunkweave.plugins import METHODS
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from chunkweave.errors import UsageError
-from chunkweave.metrics import ReuseReport
+from chunkweave.metrics import ReuseReport, parameter_text
 
 RowT = TypeVar("RowT")
 
@@ -171,7 +171,7 @@ def reuse_summary(report: ReuseReport) -> RenderableType:
 
 def token_line(report: ReuseReport) -> str:
     """One line: the method, why and how it was set, and tokens by KV source."""
-    summary = [f"{name} {value:g}" for name, value in report.parameters.items()]
+    summary = [f"{name} {parameter_text(value)}" for name, value in report.parameters.items()]
     how = ", ".join([*summary, *([report.why] if report.why else [])])
     return (
         f"{report.method}{f' ({how})' if how else ''}: {report.prompt_tokens} tokens: "

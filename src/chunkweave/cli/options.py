@@ -34,6 +34,8 @@ from chunkweave.models.adapters import read_adapter
 from chunkweave.models.gguf import dequantize, dequantized_folder, gguf_file, models_folder
 from chunkweave.models.hub import cache_folder, cached_folder, hub_folder
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
+from chunkweave.planning.method import method_named
+from chunkweave.planning.method_choice import checked_method, refuse_untaken
 from chunkweave.prompt.documents import Document, SplitConfig, read_documents, split_text
 from chunkweave.settings import Place, Setting, Unit, read, settings_at, settings_of
 from chunkweave.tiers.blobs import without_secrets
@@ -516,6 +518,9 @@ class MethodOptions:
             UsageError: there is no method that a value could be for.
         """
         method, quality = self.requests.method, self.requests.quality
-        if self.given & settings_at(ReuseConfig, Place.COMMANDS).keys() and method is None:
-            raise UsageError("--recompute-ratio, --alpha and --check-layers set a method: name it with --method")
+        set_here = settings_at(ReuseConfig, Place.COMMANDS)
+        if given := [one.flag for name, one in set_here.items() if name in self.given and method is None]:
+            raise UsageError(f"{', '.join(given)}: what sets a method needs one: name it with --method")
+        if method is not None:
+            refuse_untaken(method_named(checked_method(method)), self.given & set_here.keys())
         return {**others, "method": method, "quality": quality, "reuse": replace(self.reuse, capture=self.capture)}

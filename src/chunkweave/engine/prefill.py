@@ -338,7 +338,7 @@ class PrefillJob:
                 history=options.history,
                 loading=store.loading(options.prefetched),
             )
-            self.use = self.use or RequestUse.of(found, plan.segments())
+            self.use = self.use or RequestUse.of(found, plan.segments(), plan.saved())
         self.plan = plan
         windows = () if options.unseen else model.geometry.windows
         self._sources = store.pin(plan, prefetched=options.prefetched, windows=windows)
@@ -364,9 +364,9 @@ class PrefillJob:
         if not self._options.capture or self._options.generated:
             return (), None
         model, config = self._context.model, self._context.capture
-        fraction = config.woven_fraction if self._options.history is None else None
+        fraction = config.variant_fraction if self._options.history is None else None
         store = self._context.store.store
-        parts = parts_to_keep(self._prompt, self.plan, self._placements, store, woven_fraction=fraction)
+        parts = parts_to_keep(self._prompt, self.plan, self._placements, store, variant_fraction=fraction)
         captures = new_captures(parts, model.geometry, model.dtype, model.device)
         if not captures or not self._options.profiles:
             return captures, None
@@ -378,7 +378,7 @@ class PrefillJob:
             return ()
         model, sources = self._context.model, {placement.span: placement.segment for placement in self._placements}
         parts = (
-            (part, WovenFrom(sources[part.span], None, 0.0))
+            (part, WovenFrom(sources[part.span], None, 0))
             for part in self.plan.parts
             if part.kv_source is KVSource.REUSED and len(part.fresh) < len(part.span)
         )
@@ -387,7 +387,6 @@ class PrefillJob:
     def _finish(self, logits: torch.Tensor) -> None:
         started = time.perf_counter()
         self._cache.release_segments()
-        self._context.store.note_reuse(self.plan)
         self.prefilled = Prefilled(
             prompt=self._prompt,
             plan=self.plan,

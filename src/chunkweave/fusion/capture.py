@@ -1,9 +1,8 @@
 """What is read off a prefill beside its result: KV of parts to be stored, and where attention goes."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from math import ceil
 
 import torch
 
@@ -22,13 +21,14 @@ from chunkweave.types import ChunkId, Geometry, ScoreRule
 class WovenFrom:
     """The segment that a reused part was taken from: the KV of the tokens that are not recomputed.
 
-    `attention` is what its tokens attended to. At least `least_fraction` of them must be recomputed through the last
-    layer, or the woven part is not worth storing.
+    `attention` is what its tokens attended to, `generation` that of its record. At least `least_tokens` must be
+    recomputed through the last layer, or the woven part is not worth storing.
     """
 
     segment: SegmentSource
     attention: AttentionProfile | None
-    least_fraction: float
+    least_tokens: int
+    generation: int = 0
 
 
 class PartCapture:
@@ -55,7 +55,7 @@ class PartCapture:
         self.part = part
         self.woven_from = woven_from
         self._tokens = len(part.span)
-        self._least = self._tokens if woven_from is None else ceil(woven_from.least_fraction * self._tokens)
+        self._least = self._tokens if woven_from is None else woven_from.least_tokens
         shape = (geometry.num_layers, 2, self._tokens, geometry.num_kv_heads, geometry.head_dim)
         self._device = device
         on_host = device.type == "cpu"
@@ -117,6 +117,11 @@ class PartCapture:
         """Bytes of the finished segment."""
         assert self._kv is not None, "a part that was given up has no segment"
         return self._kv.nbytes
+
+    @property
+    def generation(self) -> int:
+        """Of the finished segment: 0 if all its KV is fresh, else one more than that of the segment it came from."""
+        return 0 if self.woven_from is None or self._fresh.all() else self.woven_from.generation + 1
 
     @property
     def attention_before(self) -> AttentionProfile | None:
@@ -309,12 +314,17 @@ def _id_of(part: PartPlan) -> ChunkId:
 def woven_profile(
     fresh: AttentionProfile, before: AttentionProfile | None, recomputed: Collection[int]
 ) -> AttentionProfile:
-    """`fresh` knows the tokens `recomputed`; what the others attended to is carried over from `before`.
+    """The profile of a variant: `fresh` knows the tokens `recomputed`; that of the others is estimated from `before`.
 
     A stored profile has the mass by chunk and the mass by token, but not by both, so a token is taken to have spread
-    its mass over the chunks as the whole segment did. Only chunks that stand before it again count; mass on others is
-    gone, and so is all of it without a profile `before`. Intra, sink and received mass, which are not kept by token,
-    come over in the share of tokens that were not recomputed.
+    its mass over the chunks as the whole segment did. Mass on chunks that stand before it again is carried over. Mass
+    on other chunks goes to those that are new here, in the shares that the recomputed tokens give them: a token that
+    looks out is taken to look out in this context too. Without it, CCI would fall with every generation (§3.1: it is
+    what the chunk's tokens attend to in this context). Where nothing is new that mass is gone. Intra, sink and received
+    mass, which are not kept by token, come over in the share of tokens that were not recomputed.
+
+    Without mass on chunks before (the segment was computed alone, or without a profile) the others are taken to attend
+    as the recomputed ones do on average; they rank behind these.
 
     >>> old = AttentionProfile((ChunkId("a"), ChunkId("b")), (2, 2), (1.0, 3.0), 2.0, 0.4, (1.0, 3.0), (1.0, 0.0))
     >>> new = AttentionProfile((ChunkId("b"),), (2,), (0.5,), 0.3, 0.1, (0.5, 0.0), (0.2, 0.0))
@@ -324,25 +334,47 @@ def woven_profile(
     """
     known = frozenset(recomputed)
     others = [token for token in range(fresh.tokens) if token not in known]
-    if before is None or not others:
+    if not others or not (known or before):
         return fresh
-    there = _mass_on(before, fresh.chunks)
-    outward, total = sum(before.outward), sum(before.inter)
-    by_others = sum(before.outward[token] for token in others) / outward if outward else 0.0
-    still_there = sum(there) / total if total else 0.0
     share = len(others) / fresh.tokens
+    rest = _times(fresh, 1.0 / (1.0 - share)) if before is None else before
+    looked_out = sum(rest.outward) if before is not None else 0.0
+    if looked_out:
+        carried, kept = _carried(fresh, rest)
+        by_others = sum(rest.outward[token] for token in others) / looked_out
+    else:
+        carried, kept, by_others = (list(fresh.inter), 0.0, share / (1.0 - share) if known else 0.0)
     return AttentionProfile(
         chunks=fresh.chunks,
         lengths=fresh.lengths,
-        inter=tuple(new + by_others * old for new, old in zip(fresh.inter, there, strict=True)),
-        intra=fresh.intra + share * before.intra,
-        sink=fresh.sink + share * before.sink,
+        inter=tuple(new + by_others * old for new, old in zip(fresh.inter, carried, strict=True)),
+        intra=fresh.intra + share * rest.intra,
+        sink=fresh.sink + share * rest.sink,
         outward=tuple(
-            new if token in known else still_there * old
-            for token, (new, old) in enumerate(zip(fresh.outward, before.outward, strict=True))
+            new if token in known else kept * old
+            for token, (new, old) in enumerate(zip(fresh.outward, rest.outward, strict=True))
         ),
-        received=tuple(new + share * old for new, old in zip(fresh.received, before.received, strict=True)),
+        received=tuple(new + share * old for new, old in zip(fresh.received, rest.received, strict=True)),
     )
+
+
+def _times(profile: AttentionProfile, factor: float) -> AttentionProfile:
+    """The profile with all masses but those by chunk and by token times a factor."""
+    received = tuple(factor * mass for mass in profile.received)
+    return replace(profile, intra=factor * profile.intra, sink=factor * profile.sink, received=received)
+
+
+def _carried(fresh: AttentionProfile, before: AttentionProfile) -> tuple[list[float], float]:
+    """The mass of `before` by the chunks of `fresh`, as `woven_profile` says, and the share of all that it is."""
+    there, known = _mass_on(before, fresh.chunks), frozenset(before.chunks)
+    new = [chunk not in known for chunk in fresh.chunks]
+    weights = [mass if is_new else 0.0 for mass, is_new in zip(fresh.inter, new, strict=True)]
+    if not sum(weights):
+        weights = [length if is_new else 0.0 for length, is_new in zip(fresh.lengths, new, strict=True)]
+    total = sum(before.inter)
+    moved = max(0.0, total - sum(there)) / sum(weights) if any(new) else 0.0
+    carried = [mass + moved * weight for mass, weight in zip(there, weights, strict=True)]
+    return carried, sum(carried) / total if total else 0.0
 
 
 def _mass_on(profile: AttentionProfile, chunks: Sequence[ChunkId]) -> list[float]:

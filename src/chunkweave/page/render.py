@@ -7,6 +7,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from chunkweave.metrics import parameter_text
+
 STATIC = {"htmx.min.js": "text/javascript", "page.js": "text/javascript", "page.css": "text/css"}
 """The static files, with their types."""
 
@@ -37,7 +39,9 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters.update(seconds=_seconds, percent=_percent, count=_count, size=_size, clock=_clock)
+    made.filters.update(
+        seconds=_seconds, percent=_percent, count=_count, size=_size, clock=_clock, parameter=parameter_text
+    )
     return made
 
 

@@ -17,7 +17,7 @@ from chunkweave.config import QueryConfig, ReuseConfig
 from chunkweave.errors import DocumentError, UsageError
 from chunkweave.ordering.arrangement import COUNTS_FILE
 from chunkweave.planning.cost import COST_FILE
-from chunkweave.planning.method import parameter_of
+from chunkweave.planning.method import method_named, parameter_of
 from chunkweave.plugins import METHODS
 
 logger = logging.getLogger(__name__)
@@ -219,11 +219,6 @@ class CalibrationRecord:
         for quality in record.targets:
             record.config(quality)
         return record
-
-
-def method_named(spec: str) -> str:
-    """The method of a specification such as `query:two-rounds`."""
-    return spec.partition(":")[0]
 
 
 def _target_of(data: Mapping[str, Any]) -> Target:

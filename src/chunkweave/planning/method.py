@@ -5,8 +5,8 @@ package or another one (docs/extending.md). Nothing else in the project needs to
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UsageError
@@ -60,12 +60,24 @@ ALPHA_BUDGET = Budget(ALPHA, _alpha_reaching)
 """Of methods that say with each part how much it needs (`RecomputeScore.impact`), and scale that."""
 
 
+MethodSettings = Mapping[str, Mapping[str, Any]]
+"""By the name of a setting, the fields of `ReuseConfig` that it sets: `{"no-focus": {"focus": False}}`.
+
+Of a field that is itself a configuration (`query`) it has the fields that are set, by name. A name that ends in `=`
+takes a number: in place of its value is the type that reads it.
+"""
+
+
 class ReuseMethod(Protocol):
     """Decides what of a prompt is taken from the store and which tokens are computed at which layers.
 
     A method may also have `needs_profiles`, `reuses_nothing`, `reads_question` and `asks_again`, each a class attribute
     or, where it depends on the configuration, a property; left out they are False. The functions of these names say
     what they mean.
+
+    `parameters` are the fields of `ReuseConfig` that it reads beside that of its budget (left out: none): a request may
+    give these and no others. `settings` are short names of values (`MethodSettings`), written after colons behind the
+    method's name.
     """
 
     @property
@@ -85,7 +97,8 @@ def make_method(name: str, config: ReuseConfig | None = None, known: Plugins = M
 
     Raises:
         UnknownMethodError: no such method; the message lists those there are.
-        UsageError: it cannot be imported, calls itself otherwise, or lacks `name` or `budget`.
+        UsageError: it cannot be imported, calls itself otherwise, lacks `name` or `budget`, or names parameters that
+            there are not.
     """
     method: ReuseMethod = known.get(name)(config or ReuseConfig())
     for needed, what in (("name", f"{name!r}"), ("budget", "RATIO_BUDGET, or None")):
@@ -93,7 +106,12 @@ def make_method(name: str, config: ReuseConfig | None = None, known: Plugins = M
             raise UsageError(f"the reuse method {name!r} has no `{needed}`: set it to {what}")
     if method.name != name:
         raise UsageError(f"the reuse method {name!r} calls itself {method.name!r}: its `name` must be {name!r}")
+    if others := sorted({*getattr(method, "parameters", ())} - _PARAMETERS):
+        raise UsageError(f"the reuse method {name!r} names parameters that ReuseConfig lacks: {', '.join(others)}")
     return method
+
+
+_PARAMETERS = {one.name for one in fields(ReuseConfig)} - {"capture"}
 
 
 def parameter_of(name: str, known: Plugins = METHODS) -> str | None:
@@ -107,6 +125,88 @@ def parameter_of(name: str, known: Plugins = METHODS) -> str | None:
     """
     budget = make_method(name, known=known).budget
     return None if budget is None else budget.parameter
+
+
+def parameters_of(name: str, known: Plugins = METHODS) -> tuple[str, ...]:
+    """The fields of `ReuseConfig` that a method takes, that of its budget first.
+
+    Raises:
+        UnknownMethodError: no such method.
+
+    >>> parameters_of("cacheblend"), parameters_of("cachecraft"), parameters_of("prefix")
+    (('recompute_ratio', 'check_layers'), ('alpha', 'focus'), ())
+    """
+    method = make_method(name, known=known)
+    own = () if method.budget is None else (method.budget.parameter,)
+    return tuple(dict.fromkeys((*own, *getattr(method, "parameters", ()))))
+
+
+def method_named(spec: str) -> str:
+    """The method of a specification such as `query:two-rounds`."""
+    return spec.partition(":")[0]
+
+
+def settings_changes(spec: str, known: Plugins = METHODS, others: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields of `ReuseConfig` that the settings of a specification set; none for a method's name alone.
+
+    Messages list the `others` that the caller has, too.
+
+    Raises:
+        UnknownMethodError: no such method.
+        UsageError: the method has no such setting, or two of them set the same.
+
+    >>> settings_changes("query:whole:late")
+    {'query': {'tail': None, 'layers': <WatchedLayers.LATE: 'late'>}}
+    """
+    name, *names = spec.split(":")
+    settings: MethodSettings = getattr(make_method(name, known=known), "settings", {}) if names else {}
+    changes: dict[str, Any] = {}
+    for one in names:
+        for field, value in _setting_changes(name, one, settings, others).items():
+            before = changes.get(field)
+            if before is not None and not (isinstance(value, Mapping) and value.keys().isdisjoint(before)):
+                raise UsageError(f"{spec!r} sets twice what {one!r} sets: leave out one of the two")
+            changes[field] = {**(before or {}), **value} if isinstance(value, Mapping) else value
+    return changes
+
+
+def _setting_changes(name: str, one: str, settings: MethodSettings, others: Sequence[str]) -> Mapping[str, Any]:
+    """What one setting of a method sets."""
+    key, equals, text = one.partition("=")
+    found = settings.get(key + equals)
+    if found is None or (equals and not text):
+        shown = [f"{known}NUMBER" if known.endswith("=") else known for known in settings]
+        there_are = ", ".join((*shown, *others)) or "none"
+        raise UsageError(f"unknown setting {one!r} of {name}; there are: {there_are}")
+    return _with_number(one, text, found)
+
+
+def _with_number(one: str, text: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field, value in changes.items():
+        if isinstance(value, Mapping):
+            found[field] = _with_number(one, text, value)
+        elif isinstance(value, type):
+            try:
+                found[field] = value(text)
+            except ValueError as error:
+                raise UsageError(f"{one!r} needs a number behind =, such as 4") from error
+        else:
+            found[field] = value
+    return found
+
+
+def changed(reuse: ReuseConfig, changes: Mapping[str, Any]) -> ReuseConfig:
+    """A configuration with what `settings_changes` found.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+    values = {
+        field: replace(getattr(reuse, field), **value) if isinstance(value, Mapping) else value
+        for field, value in changes.items()
+    }
+    return replace(reuse, **values)
 
 
 def exact_part(entry: PartLookup) -> PartPlan | None:
@@ -154,10 +254,10 @@ def reuse_every_hit(
 def prefer_neutral(variants: Sequence[SegmentRecord]) -> SegmentRecord | None:
     """The variant that was computed behind neutral passages, else the most recently used one that has a context.
 
-    One that was computed alone comes last: it reads as the beginning of a prompt, and is the furthest from full prefill
-    (docs/methods.md).
+    Of equal ones, the one of an earlier generation (`SegmentRecord`). One that was computed alone comes last:
+    it reads as the beginning of a prompt, and is the furthest from full prefill (docs/methods.md).
     """
-    return max(variants, key=lambda record: (record.neutral, not record.alone), default=None)
+    return max(variants, key=lambda record: (record.neutral, not record.alone, -record.generation), default=None)
 
 
 def required_spans(parts: Sequence[PartPlan], also: Sequence[int] = ()) -> tuple[Span, ...]:

@@ -2,14 +2,23 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any, TypedDict
 
-from chunkweave.config import ReuseConfig
+from chunkweave.config import QueryConfig, ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError, unknown_names
 from chunkweave.planning.calibration import CalibrationRecord, Quality
-from chunkweave.planning.method import RATIO, needs_profiles, parameter_of, reuses_nothing
+from chunkweave.planning.method import (
+    changed,
+    method_named,
+    needs_profiles,
+    parameter_of,
+    parameters_of,
+    reuses_nothing,
+    settings_changes,
+)
 from chunkweave.plugins import METHODS
 
 logger = logging.getLogger(__name__)
@@ -40,9 +49,10 @@ class Why(StrEnum):
 class MethodOptions(TypedDict, total=False):
     """What every call that answers a question takes about the method: the arguments of `MethodRequest.of`.
 
-    `method` says how chunks are reused, `quality` (`exact`, `balanced`, `fast`) how close to full prefill the answer is
-    to be; a method wins over the last two. With neither it is what the engine was made with. `recompute_ratio`,
-    `check_layers` and `alpha` are given to the method in place of the configured ones (`ReuseConfig`).
+    `method` says how chunks are reused, with settings after colons if it has any (`query:whole:late:stored`); `quality`
+    (`exact`, `balanced`, `fast`) how close to full prefill the answer is to be: give one of the two. With neither it is
+    what the engine was made with. `recompute_ratio`, `check_layers`, `alpha` and `focus` are given to the method in
+    place of the configured ones (`ReuseConfig`); what it does not take is refused.
     """
 
     method: str | None
@@ -50,14 +60,15 @@ class MethodOptions(TypedDict, total=False):
     recompute_ratio: float | None
     check_layers: Sequence[int] | None
     alpha: float | None
+    focus: bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class MethodRequest:
     """What a caller says about the method; every part may be left open.
 
-    `recompute_ratio`, `check_layers` and `alpha` are those of `ReuseConfig`. A method that takes one of them gets it
-    instead of the configured value; for the others it changes nothing, as the report's `parameters` show.
+    `method` may have settings after colons. `recompute_ratio`, `check_layers`, `alpha` and `focus` are those of
+    `ReuseConfig`: the method gets them instead of the configured values, and must take them.
     """
 
     method: str | None = None
@@ -65,6 +76,7 @@ class MethodRequest:
     recompute_ratio: float | None = None
     check_layers: tuple[int, ...] | None = None
     alpha: float | None = None
+    focus: bool | None = None
 
     @classmethod
     def of(
@@ -74,6 +86,7 @@ class MethodRequest:
         recompute_ratio: float | None = None,
         check_layers: Sequence[int] | None = None,
         alpha: float | None = None,
+        focus: bool | None = None,
     ) -> "MethodRequest":
         """With the quality by its name.
 
@@ -81,7 +94,7 @@ class MethodRequest:
             UsageError: there is no such quality.
         """
         layers = None if check_layers is None else tuple(check_layers)
-        return cls(method, None if quality is None else Quality.parse(quality), recompute_ratio, layers, alpha)
+        return cls(method, None if quality is None else Quality.parse(quality), recompute_ratio, layers, alpha, focus)
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "MethodRequest":
@@ -95,7 +108,7 @@ class MethodRequest:
     @property
     def parameters(self) -> dict[str, Any]:
         """The fields of `ReuseConfig` that are given."""
-        names = ("recompute_ratio", "check_layers", "alpha")
+        names = ("recompute_ratio", "check_layers", "alpha", "focus")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
@@ -123,14 +136,14 @@ class MethodChoice:
     why: Why
 
     @property
-    def parameters(self) -> Mapping[str, float]:
-        """The parameter that the method takes and its value; empty if it takes none."""
-        parameter = parameter_of(self.method)
-        return {} if parameter is None else {parameter: getattr(self.reuse, parameter)}
+    def parameters(self) -> Mapping[str, Any]:
+        """What the method takes and the values, as JSON has them, that of its budget first; empty if it takes none."""
+        return {name: _plain(getattr(self.reuse, name)) for name in parameters_of(self.method)}
 
-    def parameters_raised(self, value: float | None) -> Mapping[str, float]:
-        """`parameters` with the value that the loading controller raised the method's own to (None: it did not)."""
-        return {name: given if value is None else value for name, given in self.parameters.items()}
+    def parameters_raised(self, value: float | None) -> Mapping[str, Any]:
+        """`parameters` with the value that the loading controller raised the budget's to (None: it did not)."""
+        parameter = parameter_of(self.method)
+        return self.parameters if value is None or parameter is None else {**self.parameters, parameter: value}
 
     @property
     def recomputed_share(self) -> float | None:
@@ -186,40 +199,58 @@ class MethodChooser:
     def choose(self, request: MethodRequest) -> MethodChoice:
         """What answers a request.
 
-        A named method wins over a target. A target resolves to what the record says, with the settings that were
-        calibrated; where no method reached it, to the exact one. With nothing named at all it is `balanced` if there
-        is a record, else exact. Parameters replace those that a named method would get. A calibrated one takes only the
-        parameter that was calibrated, and only if no target was named.
+        A target resolves to what the record says, with the settings that were calibrated; where no method reached it,
+        to the exact one. With nothing named at all it is `balanced` if there is a record, else exact. Parameters
+        replace those that a named method would get. A calibrated one takes only the parameter that was calibrated, and
+        only if no target was named.
 
         Raises:
-            UsageError: a target without a record; quality `exact` with an approximate method; parameters with a target
-                or for another method than the calibrated one; a parameter out of range.
+            UsageError: a target without a record; a method and a quality; parameters that the
+                method does not take, or with a target; a parameter out of range.
         """
         method, quality = request.method, request.quality
         if method is None and quality is None:
             method, quality = self.usual.method, self.usual.quality
         given = request.parameters
-        reuse = replace(self.reuse, **given)
+        replace(self.reuse, **given)  # a value out of range is refused as such
         if method is not None:
-            if quality is Quality.EXACT and method not in EXACT_METHODS:
-                raise UsageError(f"quality 'exact' and method {method!r} contradict each other: give one of them")
-            return MethodChoice(method, reuse, Why.ASKED_FOR)
-        if quality is Quality.EXACT or (quality is None and self.record is None):
-            return MethodChoice(EXACT_METHOD, reuse, Why.EXACT)
+            if quality is not None:
+                raise UsageError(f"quality {quality.value!r} and method {method!r} are both given: give one of them")
+            return self._named(method, given, of_request=request.method is not None)
         if quality is not None and given:
             raise UsageError(f"quality {quality.value!r} sets what is recomputed: give no {', '.join(given)} with it")
+        if quality is Quality.EXACT or (quality is None and self.record is None):
+            return self._exact(Why.EXACT, given)
         found = self._calibrated(quality)
         if found is None:
-            return MethodChoice(EXACT_METHOD, reuse, Why.OUT_OF_REACH)
-        method, calibrated = found
+            return self._exact(Why.OUT_OF_REACH, given)
+        method, calibrated = found[0], replace(found[1], capture=self.reuse.capture)
         own = parameter_of(method)
-        if others := given.keys() - {own, RATIO}:
+        if others := given.keys() - {own}:
             raise UsageError(
-                f"{', '.join(sorted(others))} can only be given with a method: what was calibrated has its own"
+                f"{', '.join(sorted(others))} can only be given with a method: what was calibrated is {method}, "
+                f"and takes {own or 'no parameters'}"
             )
         if own in given:
             return MethodChoice(method, replace(calibrated, **{own: given[own]}), Why.ASKED_FOR)
         return MethodChoice(method, calibrated, Why.CALIBRATED)
+
+    def _named(self, spec: str, given: Mapping[str, Any], *, of_request: bool) -> MethodChoice:
+        """A method that is named, with the settings after its name and the parameters that are `given`."""
+        method, changes = method_named(spec), settings_changes(spec)
+        refuse_untaken(method, given)
+        if twice := sorted(given.keys() & changes.keys()) if of_request else []:
+            raise UsageError(f"method {spec!r} sets {', '.join(twice)} already: leave out one of the two")
+        return MethodChoice(method, replace(changed(self.reuse, changes), **given), Why.ASKED_FOR)
+
+    def _exact(self, why: Why, given: Mapping[str, Any]) -> MethodChoice:
+        """The exact method, where none is named."""
+        if given:
+            raise UsageError(
+                f"{', '.join(given)} can only be given with a method that takes it: {EXACT_METHOD!r}, which answers "
+                "where none is named, takes no parameters"
+            )
+        return MethodChoice(EXACT_METHOD, self.reuse, why)
 
     def kept(self, choice: MethodChoice, profiles: bool | None = None) -> Kept:
         """What a request with that method keeps; `profiles` in place of what is configured."""
@@ -253,6 +284,24 @@ class MethodChooser:
         return self.record.config(quality or Quality.BALANCED)
 
 
+def _plain(value: Any) -> Any:
+    """A parameter's value as JSON has it."""
+    if isinstance(value, QueryConfig):
+        return {name: str(one) if isinstance(one, StrEnum) else one for name, one in asdict(value).items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def refuse_untaken(method: str, given: Iterable[str]) -> None:
+    """Refuse parameters that a method does not take.
+
+    Raises:
+        UsageError: it does not take one of those `given`; the message names those that it takes.
+    """
+    taken = parameters_of(method)
+    if others := sorted({*given} - {*taken}):
+        raise UsageError(f"method {method!r} takes no {', '.join(others)}: it takes {', '.join(taken) or 'none'}")
+
+
 FIELD = "chunkweave"
 """The key in a request, and of the report in its answer."""
 
@@ -268,13 +317,15 @@ def refuse_unknown_keys(given: Iterable[Any], known: Collection[str]) -> None:
 
 
 def checked_method(value: Any) -> str:
-    """A reuse method's name.
+    """A reuse method's name, with settings after colons if there are any.
 
     Raises:
         UnknownMethodError: there is no such method.
+        UsageError: the method has no such setting.
     """
-    if not isinstance(value, str) or value not in METHODS.names:
+    if not isinstance(value, str) or method_named(value) not in METHODS.names:
         raise UnknownMethodError(f"unknown reuse method {value!r}; there are: {METHODS.listed}")
+    changed(ReuseConfig(), settings_changes(value))
     return value
 
 
@@ -311,6 +362,17 @@ def checked_layers(value: Any) -> tuple[int, ...]:
     return ReuseConfig(check_layers=tuple(checked_whole(layer, "check_layers") for layer in value)).check_layers
 
 
+def checked_flag(value: Any, name: str) -> bool:
+    """True or false.
+
+    Raises:
+        UsageError: it is neither; the message calls it `name`.
+    """
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} must be true or false, not {value!r}")
+    return value
+
+
 def checked_whole(value: Any, name: str) -> int:
     """A whole number.
 
@@ -342,5 +404,6 @@ _FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "recompute_ratio": checked_ratio,
     "check_layers": checked_layers,
     "alpha": checked_alpha,
+    "focus": partial(checked_flag, name="focus"),
 }
 """The fields of `MethodRequest`, and what reads each."""

@@ -228,6 +228,19 @@ class Plan:
         """Every segment that the plan takes from the store, each once, in prompt order."""
         return tuple(dict.fromkeys(part.segment for part in self.parts if part.segment is not None))
 
+    def saved(self) -> dict[SegmentId, float]:
+        """What each segment adds to its f_r by this reuse: 1 / max(CCI (1 - beta'), 1/|C|), by part (Cache-Craft §3.3).
+
+        An exact part has beta' = 1, so that it adds its tokens. One that the method did not score has no CFO: it adds
+        1, the least that a reuse can.
+        """
+        saved: dict[SegmentId, float] = {}
+        for part in self.parts:
+            if part.segment is not None:
+                impact = 0.0 if part.kv_source is KVSource.EXACT else 1.0 if part.score is None else part.score.impact
+                saved[part.segment] = saved.get(part.segment, 0.0) + 1.0 / max(impact, 1.0 / len(part.span))
+        return saved
+
     def unseen_layers(self, part: PartPlan, windows: Sequence[int | None]) -> frozenset[int]:
         """Layers on which nothing looks at a part that comes from the store, so that its KV there need not be brought.
 

@@ -5,8 +5,8 @@ A policy is found by its name in `plugins.POLICIES`, from this package or anothe
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from inspect import signature
 from itertools import chain, count
 from typing import Any, Protocol, runtime_checkable
@@ -22,7 +22,8 @@ class PathRequest:
 
     `cached_tokens` and `new_tokens` are alpha and beta of RAGCache's Algorithm 1: tokens of the prompt that the stored
     exact prefix covers, and all the others, the question's among them. `reused` are segments beside the path, computed
-    in other contexts, that the request's plan uses.
+    in other contexts, that the request's plan uses. `saved` is what each segment that its plan uses saves, in uses that
+    recompute it whole (`Plan.saved`).
     """
 
     stored: tuple[SegmentId, ...]
@@ -30,6 +31,7 @@ class PathRequest:
     cached_tokens: int
     new_tokens: int
     reused: tuple[SegmentId, ...] = ()
+    saved: Mapping[SegmentId, float] = field(default_factory=dict, hash=False)
 
 
 PrefillSeconds = Callable[[float, float], float]
@@ -433,27 +435,71 @@ class PGDSFPolicy(RankedPolicy):
         return node.total_cost_s / node.misses
 
 
-def exact_or_lost(record: SegmentRecord) -> float:
-    """The impact CCI (1 - beta') of a reuse, as far as it is known without the prompt: none where it is exact."""
-    return 0.0 if record.exact else 1.0
+class ReuseFrequencies:
+    """What reuse of each segment has saved so far: f_r of Cache-Craft §3.3. Not thread-safe.
+
+    Each reuse adds 1/CFO with CFO = max(CCI (1 - beta'), 1/|C|) (`Plan.saved`): one for a segment that had to be
+    recomputed whole, its number of tokens for one that needed nothing. The bound is ours: 1/0 has no place in a sum. A
+    segment starts at 0, since nothing was reused yet (the paper says nothing of the start); so does one whose uses are
+    forgotten. As in the paper, f_r does not age.
+    """
+
+    def __init__(self, capacity: int = 65_536) -> None:
+        """Remember at most `capacity` segments; of more, those that were heard of longest ago are forgotten."""
+        self._capacity = capacity
+        self._known: dict[SegmentId, tuple[float, int]] = {}
+        self._ticks = 0
+
+    def start(self, segment: SegmentId) -> None:
+        """It is stored now; what was known of an earlier one under its id is over."""
+        self._enter(segment, 0.0)
+
+    def add(self, segment: SegmentId, saved: float) -> None:
+        """It was reused, which `saved` so much."""
+        self._enter(segment, self.of(segment) + saved)
+
+    def of(self, segment: SegmentId) -> float:
+        """The f_r of a segment, 0 if it is unknown."""
+        return self._known.get(segment, (0.0, 0))[0]
+
+    def least_first(self, records: Iterable[SegmentRecord]) -> list[SegmentRecord]:
+        """`records` by rising f_r; of equal ones, the one first that was stored or reused longest ago.
+
+        Those never heard of come first, in the order given.
+        """
+        return sorted(records, key=lambda record: self._known.get(record.id, (0.0, 0)))
+
+    def _enter(self, segment: SegmentId, frequency: float) -> None:
+        self._ticks += 1
+        self._known.pop(segment, None)
+        self._known[segment] = (frequency, self._ticks)
+        if len(self._known) > self._capacity:
+            del self._known[next(iter(self._known))]
 
 
 class ReuseFrequencyPolicy(RankedPolicy):
     """Evicts the least f_r, of equal ones the one that was stored or used longest ago.
 
-    Each reuse adds 1 / max(impact, 1/|C|): the number of tokens of a segment that needed no recomputation, one for a
-    segment that had to be recomputed whole. A segment starts at 0, and f_r does not age, as in the paper, which uses
-    it to bound the variants of a chunk; here it chooses among all segments. All operations are O(log n), but for what
-    `victim` passes over.
+    The paper bounds the variants of a chunk by it; here it chooses among all segments. What a request saved with each
+    segment comes with it (`PathRequest.saved`); a use without (in a simulation) is exact or saves nothing. A segment
+    that was evicted keeps its f_r as long as it is remembered, so that a copy from a slower tier is worth what it was.
+    All operations are O(log n), but for what `victim` passes over.
     """
 
-    def __init__(self, impact: Callable[[SegmentRecord], float] = exact_or_lost) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._impact = impact
+        self._frequencies = ReuseFrequencies()
+        self._counted: Collection[SegmentId] = ()
+
+    def on_request(self, request: PathRequest) -> None:
+        self._counted = request.saved.keys()
+        for segment, saved in request.saved.items():
+            self._frequencies.add(segment, saved)
 
     def on_insert(self, record: SegmentRecord) -> None:
-        self._ranking.rank(record.id, 0.0)
+        self._ranking.rank(record.id, self._frequencies.of(record.id))
 
     def on_hit(self, record: SegmentRecord) -> None:
-        saved = 1.0 / max(self._impact(record), 1.0 / len(record))
-        self._ranking.rank(record.id, self._ranking.of(record.id) + saved)
+        if record.id not in self._counted:
+            self._frequencies.add(record.id, float(len(record)) if record.exact else 1.0)
+        self._ranking.rank(record.id, self._frequencies.of(record.id))

@@ -126,12 +126,15 @@ class RequestUse:
     misses: int
 
     @classmethod
-    def of(cls, found: PromptLookup, used: Iterable[SegmentId]) -> "RequestUse":
-        """What a lookup and the plan made of it count for."""
+    def of(
+        cls, found: PromptLookup, used: Iterable[SegmentId], saved: Mapping[SegmentId, float] | None = None
+    ) -> "RequestUse":
+        """What a lookup and the plan made of it count for; `saved` is the plan's, as far as it is `used`."""
         chunks = tuple(entry.part.id for entry in found.parts if entry.part.id is not None)
         path, segments = path_request_of(found), tuple(dict.fromkeys(used))
         beside = tuple(segment for segment in segments if segment not in path.stored)
-        return cls(replace(path, reused=beside), chunks, segments, found.hits, found.misses)
+        own = {segment: saved[segment] for segment in segments if segment in saved} if saved else {}
+        return cls(replace(path, reused=beside, saved=own), chunks, segments, found.hits, found.misses)
 
 
 class PathIndex:

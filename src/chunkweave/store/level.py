@@ -6,7 +6,7 @@ Writes to slow ones in the background, and limits of variants on all of them tog
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Condition, Lock, Thread
@@ -14,6 +14,7 @@ from typing import Generic
 
 from chunkweave.errors import UsageError
 from chunkweave.prompt.parts import PromptPart
+from chunkweave.store.eviction import ReuseFrequencies
 from chunkweave.store.records import SegmentRecord, segment_id, union
 from chunkweave.store.tier import ClosableTier, DatedTier, PayloadT
 from chunkweave.store.tier_store import SegmentStore
@@ -317,10 +318,6 @@ def _same(write: Write[PayloadT], other: Write[PayloadT]) -> bool:
     )
 
 
-_CAPACITY = 65_536
-"""Segments whose uses are remembered: far more than are stored with payloads, a few MB."""
-
-
 @dataclass(frozen=True, slots=True)
 class VariantLimits:
     """Most variants of one chunk (M of the paper) and most segments in all (its N x M); None: as many as fit.
@@ -341,48 +338,6 @@ class VariantLimits:
         for limit in (self.per_chunk, self.in_all):
             if limit is not None and limit < 1:
                 raise UsageError(f"at least one variant must be allowed, not {limit}; None sets no limit")
-
-
-class ReuseFrequencies:
-    """What reuse of each segment has saved so far: f_r of Cache-Craft §3.3. Not thread-safe.
-
-    Each reuse adds 1 / max(CCI (1 - beta'), 1/|C|): one for a segment that had to be recomputed whole, its number of
-    tokens for one that needed nothing. A segment starts at 0 when it is stored, since nothing was reused yet (the
-    paper says nothing of the start); so does one that this process found, or whose uses it has forgotten, and one
-    that was evicted and is computed again. As in the paper, f_r does not age.
-    """
-
-    def __init__(self, capacity: int = _CAPACITY) -> None:
-        """Remember at most `capacity` segments; of more, those that were heard of longest ago are forgotten."""
-        self._capacity = capacity
-        self._known: dict[SegmentId, tuple[float, int]] = {}
-        self._ticks = 0
-
-    def start(self, segment: SegmentId) -> None:
-        """It is stored now; what was known of an earlier one under its id is over."""
-        self._enter(segment, 0.0)
-
-    def note(self, record: SegmentRecord, impact: float) -> None:
-        """It was reused; `impact` is its CCI (1 - beta') in that prompt."""
-        self._enter(record.id, self.of(record.id) + 1.0 / max(impact, 1.0 / len(record)))
-
-    def of(self, segment: SegmentId) -> float:
-        """The f_r of a segment, 0 if it is unknown."""
-        return self._known.get(segment, (0.0, 0))[0]
-
-    def least_first(self, records: Iterable[SegmentRecord]) -> list[SegmentRecord]:
-        """`records` by rising f_r; of equal ones, the one first that was stored or reused longest ago.
-
-        Those never heard of come first, in the order given.
-        """
-        return sorted(records, key=lambda record: self._known.get(record.id, (0.0, 0)))
-
-    def _enter(self, segment: SegmentId, frequency: float) -> None:
-        self._ticks += 1
-        self._known.pop(segment, None)
-        self._known[segment] = (frequency, self._ticks)
-        if len(self._known) > self._capacity:
-            del self._known[next(iter(self._known))]
 
 
 class VariantKeeper(Generic[PayloadT]):
@@ -409,10 +364,11 @@ class VariantKeeper(Generic[PayloadT]):
         self.dropped = 0
         """Variants dropped because there were too many."""
 
-    def note_reuse(self, record: SegmentRecord, impact: float) -> None:
-        """Count one reuse of a stored segment whose CCI (1 - beta') was `impact`."""
+    def note_reuse(self, saved: Mapping[SegmentId, float]) -> None:
+        """Count one reuse of each of these segments; what it `saved` adds to f_r."""
         with self._lock:
-            self._frequencies.note(record, impact)
+            for segment, more in saved.items():
+                self._frequencies.add(segment, more)
 
     def hold(self, segments: Iterable[SegmentId]) -> None:
         """Do not count these as variants of their chunks: a conversation goes on from them."""

@@ -207,6 +207,8 @@ class TieredStore(Generic[PayloadT]):
         self._count(hits=use.hits, misses=use.misses)
         for level in self.levels:
             level.store.note_request(use.path, use.used)
+        if self._keeper is not None:
+            self._keeper.note_reuse(use.path.saved)
         self.tree.used(use.chunks)
         self._requests += 1  # without the lock: a count may be lost
         if self._requests % REPLICATED_EVERY == 0:
@@ -293,14 +295,6 @@ class TieredStore(Generic[PayloadT]):
                 if record is not None and payload is not None:
                     queued += self._offer(Write(target, record, payload, record.nbytes), unchanged)
         return queued
-
-    def note_reuse(self, segment: SegmentId, impact: float) -> None:
-        """Count one reuse of a segment, for when variants are too many; unknown ones are ignored.
-
-        `impact` is its CCI (1 - beta') in that prompt, 0 where it was exactly right (Cache-Craft §3.3).
-        """
-        if self._keeper is not None and (record := self.record(segment)) is not None:
-            self._keeper.note_reuse(record, impact)
 
     def hold(self, segments: Iterable[SegmentId]) -> None:
         """Do not count these as variants of their chunks: a conversation goes on from them. They are evicted as all."""

@@ -2,17 +2,17 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set, Sized
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import pairwise, takewhile
 from typing import Any
 
-from chunkweave.config import QueryConfig, ReuseConfig
+from chunkweave.config import CaptureConfig, QueryConfig, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.adaptive_methods import promoted_length
 from chunkweave.planning.calibration import NO_LONGER, CalibrationRecord
-from chunkweave.planning.method import reads_question
+from chunkweave.planning.method import RATIO, method_named, parameters_of, reads_question, settings_changes
 from chunkweave.planning.method_choice import (
     EXACT_METHODS,
     FIELD,
@@ -20,11 +20,13 @@ from chunkweave.planning.method_choice import (
     MethodChoice,
     MethodChooser,
     MethodRequest,
-    Why,
+    checked_flag,
     checked_whole,
     refuse_unknown_keys,
+    refuse_untaken,
 )
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, is_neutral, neutral_id
+from chunkweave.settings import Place, read
 from chunkweave.types import ChunkId, Context, Span
 
 
@@ -119,7 +121,8 @@ class Defaults:
             UsageError: a value is out of range or of the wrong type, or a quality without a record.
         """
         request = _method_request(extra)
-        reuse = replace(_compared(extra, ReuseConfig()), **request.parameters)
+        reuse = ReuseConfig(capture=read(CaptureConfig, extra, Place.CONNECTOR))
+        reuse = replace(_compared(extra, reuse), **request.parameters)
         chooser = MethodChooser(request, reuse, record, how_to_calibrate)
         chooser.choose_usual()  # refused now, not with every request
         return cls(chooser, _capture(extra, None))
@@ -151,7 +154,7 @@ def parse(
     """
     if not isinstance(params, Mapping):
         raise UsageError(f"{FIELD} must be an object such as {{'chunks': [[1, 120], [120, 260]]}}")
-    refuse_unknown_keys(params, SETTINGS | {"chunks", "start_tokens", "asked", "neutral", _AT_LEAST, *_PROMOTION})
+    refuse_unknown_keys(params, REQUEST_FIELDS)
     try:
         salt.encode()
     except UnicodeEncodeError as error:
@@ -184,8 +187,9 @@ def parse(
     ids = [one.id for one in prompt.parts if one.kind is PartKind.CHUNK and one.id is not None]
     kept_over, continued = (_numbered(params.get(name), name, ids) for name in _PROMOTION)
     promotion = Promotion(kept_over, continued or frozenset())
-    raisable = _flag(params.get(_AT_LEAST, not _method_request(params).sets_budget), _AT_LEAST)
-    return WeaveRequest(prompt, choice, kept, _flag(params.get("asked", True), "asked"), promotion, raisable)
+    sets_budget = RATIO in params or _method_request(params).sets_budget
+    raisable = checked_flag(params.get(_AT_LEAST, not sets_budget), _AT_LEAST)
+    return WeaveRequest(prompt, choice, kept, checked_flag(params.get("asked", True), "asked"), promotion, raisable)
 
 
 def chunk_salt(salt: str, first: Sequence[int], start: tuple[int, ...]) -> str:
@@ -203,11 +207,16 @@ def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None
         UsageError: the message says which field is wrong and why.
     """
     chooser = replace(defaults.chooser, reuse=_compared(params, defaults.chooser.reuse))
-    choice = chooser.choose(_method_request(params))
+    request = _method_request(params)
+    choice = chooser.choose(request)
     fixed = sorted(_COMPARED & params.keys())
-    if fixed and choice.why is Why.CALIBRATED:
-        raise UsageError(f"{', '.join(fixed)} can only be given with a method: what was calibrated has its own")
-    if num_layers is not None and (layer := choice.reuse.check_layers[-1]) >= num_layers:
+    if fixed and request.method is None and (request.quality is not None or chooser.usual.method is None):
+        raise UsageError(f"{', '.join(fixed)} can only be given with a method that takes it")
+    refuse_untaken(choice.method, fixed)
+    if request.method is not None and (twice := sorted(settings_changes(request.method).keys() & {*fixed})):
+        raise UsageError(f"method {request.method!r} sets {', '.join(twice)} already: leave out one of the two")
+    layer = choice.reuse.check_layers[-1] if "check_layers" in choice.parameters else 0
+    if num_layers is not None and layer >= num_layers:
         raise UsageError(f"layer {layer} is to be checked, but the model has {num_layers} layers")
     return choice, defaults.chooser.kept(choice, _capture(params, defaults.capture))
 
@@ -233,20 +242,21 @@ def weave_params(
         "start_tokens": start,
         "method": choice.method,
         **more,
-        **to_params(choice.reuse, raisable=raisable),
+        **to_params(choice, raisable=raisable),
     }
 
 
-def to_params(reuse: ReuseConfig, *, raisable: bool = False) -> dict[str, Any]:
-    """The fields that carry `reuse` in a request which names a method: the ratio, and what is not the default.
+def to_params(choice: MethodChoice, *, raisable: bool = False) -> dict[str, Any]:
+    """The fields that carry what a method takes in a request which names it.
 
-    With `raisable` they are the least that is recomputed: the client has asked for no ratio.
+    All are sent, also a value that is the default: the connector may have been given another one. Only `seed` is left
+    to the connector, which alone has a setting for it, unless it is not the default. With `raisable` they are the least
+    that is recomputed: the client has asked for no ratio.
     """
-    names = ("check_layers", "alpha", *sorted(_COMPARED))
-    given = {name: value for name in names if (value := getattr(reuse, name)) != getattr(ReuseConfig(), name)}
-    if "query" in given:
-        given["query"] = asdict(reuse.query)
-    return {"recompute_ratio": reuse.recompute_ratio, **given, **({_AT_LEAST: True} if raisable else {})}
+    given = dict(choice.parameters)
+    if choice.reuse.seed == ReuseConfig().seed:
+        given.pop("seed", None)
+    return {**given, **({_AT_LEAST: True} if raisable else {})}
 
 
 def promotion_params(prompt: Prompt, promotion: Promotion) -> dict[str, list[int]]:
@@ -292,19 +302,18 @@ def _chunks(given: Any, tokens: int) -> list[Span]:
 
 
 def _method_request(params: Mapping[str, Any]) -> MethodRequest:
-    return MethodRequest.of_fields(
+    request = MethodRequest.of_fields(
         {name: value for name, value in params.items() if (name, value) != ("quality", None)}
     )
+    # A front of the version before sends the usual ratio with every method, beside `start_tokens`.
+    sent = "start_tokens" in params and request.recompute_ratio == ReuseConfig().recompute_ratio
+    if sent and request.method is not None and RATIO not in parameters_of(method_named(request.method)):
+        return replace(request, recompute_ratio=None)
+    return request
 
 
 def _capture(params: Mapping[str, Any], usual: bool | None) -> bool | None:
-    return _flag(params["capture"], "capture") if "capture" in params else usual
-
-
-def _flag(value: Any, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise UsageError(f"{name} must be true or false, not {value!r}")
-    return value
+    return checked_flag(params["capture"], "capture") if "capture" in params else usual
 
 
 def _compared(given: Mapping[str, Any], usual: ReuseConfig) -> ReuseConfig:
@@ -312,8 +321,6 @@ def _compared(given: Mapping[str, Any], usual: ReuseConfig) -> ReuseConfig:
     changed: dict[str, Any] = {}
     if "seed" in given:
         changed["seed"] = checked_whole(given["seed"], "seed")
-    if "focus" in given:
-        changed["focus"] = _flag(given["focus"], "focus")
     if "query" in given:
         changed["query"] = _query(given["query"], usual.query)
     return replace(usual, **changed)
@@ -341,7 +348,7 @@ def _query_value(name: str, value: Any) -> Any:
     return kind(value)
 
 
-_COMPARED = frozenset({"seed", "focus", "query"})
+_COMPARED = frozenset({"seed", "query"})
 """Fields of `ReuseConfig` that a request may give beside those of `MethodRequest`, to compare variants of methods."""
 
 _AT_LEAST = "at_least"
@@ -353,5 +360,11 @@ _PROMOTION = ("promoted", "continued")
 _STORED_KINDS = (PartKind.CHUNK, PartKind.TURN)
 """Parts that are chunks to the connector."""
 
-SETTINGS = _COMPARED | {"method", "quality", "recompute_ratio", "check_layers", "alpha", "capture"}
+SETTINGS = _COMPARED | {"method", "quality", "recompute_ratio", "check_layers", "alpha", "focus", "capture"}
 """What a request may say of the way it is woven, and the connector's extra config for those that do not."""
+
+VARIANTS = frozenset({"variant_fraction", "variant_generations"})
+"""What the connector's extra config says of the variants that are stored (`CaptureConfig`), and no request."""
+
+REQUEST_FIELDS = SETTINGS | {"chunks", "start_tokens", "asked", "neutral", _AT_LEAST, *_PROMOTION}
+"""All that a request may say."""

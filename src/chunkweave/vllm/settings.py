@@ -10,7 +10,7 @@ from chunkweave.errors import UsageError, unknown_names
 from chunkweave.kv.segment import make_codec
 from chunkweave.settings import Place, by_name, read, settings_at
 from chunkweave.store.eviction import make_policy
-from chunkweave.vllm.request import SETTINGS, Defaults
+from chunkweave.vllm.request import SETTINGS, VARIANTS, Defaults
 
 REMOTE_URL_VARIABLE = "CHUNKWEAVE_REMOTE_URL"
 """Environment variable for `remote_url`: vLLM logs its config, and a URL may hold a password."""
@@ -54,6 +54,7 @@ class PluginSettings:
         make_policy(store.policy)  # refused now, not in every worker
         make_codec(store.codec)
         requests = {key: given[key] for key in SETTINGS & given.keys() if given[key] is not None}
+        requests |= {key: given[key] for key in VARIANTS & given.keys()}
         Defaults.from_config({key: value for key, value in requests.items() if key != "quality"})  # that needs a record
         weave = read(WeaveConfig, given, Place.CONNECTOR)
         return cls(store, weave, requests, weave.weave_step_tokens or max(1, most_tokens // 8))

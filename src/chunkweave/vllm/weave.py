@@ -380,9 +380,9 @@ class CapturedParts:
         Only the KV of parts that begin `before`, and are computed, is kept; None: of all, with their attention.
         """
         self._prompt, self._plan = prompt, plan
-        woven_fraction = config.woven_fraction if before is None else None
+        fraction = config.variant_fraction if before is None else None
         sources = before_rope(placements, layers.rotations.inverse, layers.device)
-        parts = parts_to_keep(prompt, plan, sources, store, woven_fraction=woven_fraction)
+        parts = parts_to_keep(prompt, plan, sources, store, variant_fraction=fraction)
         stop = plan.prompt_tokens if before is None else before
         here = ((part, origin) for part, origin in parts if first <= part.span.start < stop)
         self.captures = new_captures(here, layers.own_geometry, layers.dtype, layers.device)

@@ -257,16 +257,17 @@ class ConnectorWorker:
                 pinned.close()
                 found = without(found, gone)
                 continue
-            self._note(order, known, plan.segments())
+            self._note(order, known, plan)
             return PreparedWeave(plan, pinned, exact_to)
-        self._note(order, known, ())
+        self._note(order, known, None)
         raise NotWoven("nothing of it is stored")
 
-    def _note(self, order: WeaveOrder, found: PromptLookup, used: Iterable[SegmentId]) -> None:
+    def _note(self, order: WeaveOrder, found: PromptLookup, plan: Plan | None) -> None:
         """Count a request that is asked for, once, however often its weave is ordered."""
         if order.request.asked and order.request_id not in self._noted:
             self._noted.add(order.request_id)
-            self._store.note_request(RequestUse.of(found, used))
+            use = RequestUse.of(found, ()) if plan is None else RequestUse.of(found, plan.segments(), plan.saved())
+            self._store.note_request(use)
 
     def _too_slow(self, order: WeaveOrder, found: PromptLookup, loading: Loading) -> Collection[SegmentId]:
         """What takes longer to load than to compute; not what others take from these blocks as exact."""
@@ -316,11 +317,13 @@ class ConnectorWorker:
         found = self._store.lookup(asked.prompt)
         if asked.woven is None:
             exact = (entry.exact for entry in found.parts if entry.span.stop <= asked.local)
-            used = [record.id for record in exact if record is not None]
+            saved = {record.id: float(len(record)) for record in exact if record is not None}
+            used = list(saved)
         else:  # from which segments it was woven nobody knows any more: from these it would be now
-            parts = self._usual_plan(asked.woven, found).parts
-            used = [part.segment for part in parts if part.segment is not None and part.span.stop <= asked.local]
-        self._store.note_request(RequestUse.of(found, used))
+            plan = self._usual_plan(asked.woven, found)
+            used = [part.segment for part in plan.parts if part.segment is not None and part.span.stop <= asked.local]
+            saved = plan.saved()
+        self._store.note_request(RequestUse.of(found, used, saved))
 
     def _weave(self, weave: QueuedWeave, work: float) -> int:
         """Go on with a weave, for about so much work; returns what was done."""
@@ -377,7 +380,6 @@ class ConnectorWorker:
             self._store.promote(segment, whole)
         if self._ahead is not None:
             self._ahead.drop(order.request_id)
-        self._weaving_store.note_reuse(plan)
         fresh = {part.span for part in plan.parts if part.kv_source is KVSource.COMPUTED}
         if job.captured is not None:
             fresh -= job.captured.spans

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import ceil
 from sys import maxsize
 from typing import Self
 
@@ -194,13 +195,6 @@ class WeavingStore:
         parts = [] if loading is None else [(part.segment, part.span) for part in plan.parts]
         return {segment for segment, span in parts if segment and loading and not loading.pays(segment, span)}
 
-    def note_reuse(self, plan: Plan) -> None:
-        """Count how much each segment saved. Where the method does not score them, a use is just a use."""
-        for part in plan.parts:
-            if part.segment is not None:
-                unscored = 0.0 if part.kv_source is KVSource.EXACT else 1.0
-                self.store.note_reuse(part.segment, part.score.impact if part.score is not None else unscored)
-
     def _preload_depth(
         self, plan: Plan, slow: Sequence[tuple[SegmentId, SegmentSource]], windows: Sequence[int | None]
     ) -> int | None:
@@ -341,31 +335,42 @@ def parts_to_keep(
     placements: Sequence[Placement],
     store: TieredStore[SegmentSource],
     *,
-    woven_fraction: float | None,
+    variant_fraction: float | None,
 ) -> Iterator[tuple[PartPlan, WovenFrom | None]]:
-    """Each computed part that is to be kept, and with its origin each reused one that may be worth storing as woven.
+    """Each computed part that is to be kept, and with its origin each reused one that may become a variant.
 
-    The latter is worth it if at least `woven_fraction` of it is recomputed (None: never), and if no variant of this
-    context is stored yet. A woven part is the cached KV with one pass written over it, so there is none after several.
-    Which tokens a rule will keep is not known yet: a part is expected to get its share of them. One that gets more by
-    chance is not stored again; to follow every part for its sake takes longer than that saves.
+    A reused chunk becomes one (Cache-Craft §3.3: a new chunk and prefix) if enough of it is recomputed
+    (`_least_recomputed`), and if no variant of this context is stored yet. It is the cached KV with one pass written
+    over it, so there is none after several. Which tokens a rule will keep is not known yet: a part is expected to get
+    its share of them. One that gets more by chance is not stored again; to follow every part for its sake takes longer
+    than that saves.
     """
     sources = {placement.span: placement.segment for placement in placements}
-    least = woven_fraction if len(plan.passes) == 1 else None
-    active = _active_tokens(plan.passes[0], plan.prompt_tokens) if least else torch.zeros(plan.prompt_tokens)
+    fraction = variant_fraction if len(plan.passes) == 1 else None
+    active = torch.zeros(0) if fraction is None else _active_tokens(plan.passes[0], plan.prompt_tokens)
     for part, context in zip(plan.parts, prompt.contexts(), strict=True):
         if part.part.id is None or not part.kept:
             continue
         if part.kv_source is KVSource.COMPUTED:
             yield part, None
-        elif part.kv_source is not KVSource.REUSED or not least:
-            continue
-        elif (
-            active[part.span.start : part.span.stop].sum() >= least * len(part.span)
-            and segment_id(part.part.id, context) not in store
-        ):
-            record = None if part.segment is None else store.record(part.segment)
-            yield part, WovenFrom(sources[part.span], None if record is None else record.attention, least)
+        elif part.kv_source is KVSource.REUSED and fraction is not None:
+            least = _least_recomputed(part, fraction)
+            enough = active[part.span.start : part.span.stop].sum() >= least
+            record = store.record(part.segment) if enough and part.segment is not None else None
+            if record is not None and segment_id(part.part.id, context) not in store:
+                yield part, WovenFrom(sources[part.span], record.attention, least, record.generation)
+
+
+def _least_recomputed(part: PartPlan, fraction: float) -> int:
+    """Tokens of a reused part that must be recomputed through the last layer for it to be stored as a variant.
+
+    Of a part that Cache-Craft scored (eq. 12) at least `fraction` of them, all that it chose, and one: a chunk whose
+    recomputation stopped because the question did not attend to it is not yet fit for this context. Other methods
+    choose by the question or by deviation, not by what this context needs: all tokens.
+    """
+    if part.score is None:
+        return len(part.span)
+    return max(1, ceil(fraction * len(part.span)), part.score.tokens)
 
 
 def _active_tokens(a_pass: Pass, tokens: int) -> torch.Tensor:
@@ -404,5 +409,6 @@ def segments_of(
             source=part.part.source,
             attention=profile,
             owner=owner,
+            generation=capture.generation,
         )
         yield record, capture.segment()

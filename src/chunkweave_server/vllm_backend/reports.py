@@ -219,7 +219,7 @@ def reuse_report(
         recompute_fraction=float(said.get("recompute_fraction") or 0.0),
         weave_s=max(0.0, durations.ttft_s - durations.queue_s),
         why=report.why if _woven(said) else str(said.get("why", report.why)),
-        parameters={name: float(value) for name, value in (said.get("parameters") or {}).items()} or report.parameters,
+        parameters=said.get("parameters") or report.parameters,
         hits=_hits(placed.prompt, said, counts.prefix_exact),
     )
 

@@ -1,9 +1,17 @@
 """`cacheblend`: recompute the tokens whose KV deviates most (CacheBlend §4.3, gradual filtering)."""
 
 from math import ceil
+from typing import ClassVar
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import RATIO_BUDGET, prefer_neutral, required_spans, reuse_every_hit, stale_spans
+from chunkweave.planning.method import (
+    RATIO_BUDGET,
+    MethodSettings,
+    prefer_neutral,
+    required_spans,
+    reuse_every_hit,
+    stale_spans,
+)
 from chunkweave.planning.plan import Evidence, KeepTop, Pass, Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry
@@ -22,6 +30,8 @@ class CacheBlend:
 
     name = "cacheblend"
     budget = RATIO_BUDGET
+    parameters = ("check_layers",)
+    settings: ClassVar[MethodSettings] = {"layer-2": {"check_layers": (2,)}}
 
     def __init__(self, config: ReuseConfig) -> None:
         self._ratio = config.recompute_ratio

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
+from typing import ClassVar
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import ALPHA_BUDGET, required_spans, settled_part
+from chunkweave.planning.method import ALPHA_BUDGET, MethodSettings, required_spans, settled_part
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, RecomputeScore, StopUnfocused
 from chunkweave.planning.scores import LEAST_CHUNKS, coverage, order_penalty, prefix_overlap, recompute_share
 from chunkweave.prompt.parts import PartKind
@@ -31,9 +32,13 @@ class CacheCraft:
     """Each chunk is taken from its most reusable variant, and the tokens that looked outside are computed again.
 
     The exact prefix is taken as it is. Of every other chunk's variants the one with the least CCI (1 - beta') is reused
-    (§3.3); ties go to the least id, so that a plan depends on nothing but its inputs. N = ceil(CFO |C|) of its tokens
-    start active, those with the most attention on the old prefix (eq. 12, 14). With `focus` recomputation stops in
-    chunks that the question does not attend to (§3.2.2). The instruction is scored like a chunk with none before it.
+    (§3.3); ties go to the least generation, then to the least id, so that a plan depends on nothing but its inputs.
+    N = ceil(CFO |C|) of its tokens start active, those with the most attention on the old prefix (eq. 12, 14). With
+    `focus` recomputation stops in chunks that the question does not attend to (§3.2.2). The instruction is scored like
+    a chunk with none before it.
+
+    What is recomputed becomes a variant of this context (`CaptureConfig`). One that was made from another variant
+    `variant_generations` times in a row starts wholly active where CFO is above 0. The paper sets no such limit.
 
     The paper leaves open: a variant computed alone has CCI 0.5, and overlap 0 unless it is the first chunk now; one
     without attention profile has CCI 1 and overlap 0. For both, the first tokens are recomputed, where attention sinks
@@ -42,6 +47,8 @@ class CacheCraft:
 
     name = "cachecraft"
     budget = ALPHA_BUDGET
+    parameters = ("focus",)
+    settings: ClassVar[MethodSettings] = {"no-focus": {"focus": False}}
     needs_profiles = True
 
     def __init__(self, config: ReuseConfig) -> None:
@@ -71,16 +78,19 @@ class CacheCraft:
         return Plan(self.name, tuple(parts), (Pass(required_spans(parts), tuple(candidates), rules),))
 
     def _choose(self, variants: Sequence[SegmentRecord], prefix: ChunkPrefix) -> tuple[SegmentRecord, RecomputeScore]:
-        """The variant with the least impact and its score; of several the one of the least id, whenever it was used."""
+        """The variant with the least impact and its score; of several the one of least generation, then id."""
         best, least, scores = variants[0], inf, (1.0, 0.0)
         for record in variants:
             cci, overlap = self._bounds(record, prefix)
             if cci * (1.0 - overlap) > least:
                 continue  # order only lessens the overlap
             overlap = self._overlap(record, overlap, prefix)
-            if (cci * (1.0 - overlap), record.id) < (least, best.id):
+            if (cci * (1.0 - overlap), record.generation, record.id) < (least, best.generation, best.id):
                 best, least, scores = record, cci * (1.0 - overlap), (cci, overlap)
         cfo = recompute_share(self._config.alpha, least)
+        limit = self._config.capture.variant_generations
+        if cfo and limit is not None and best.generation >= limit:
+            cfo = 1.0
         covered = coverage(best.context, prefix.tokens)
         return best, RecomputeScore(*scores, cfo, ceil(cfo * len(best)), covered, best.generation)
 

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from statistics import fmean
+from typing import ClassVar
 
-from chunkweave.config import Combine, DeviationFactor, ReuseConfig
+from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.planning.method import (
     RATIO_BUDGET,
+    MethodSettings,
     one_pass,
     prefer_neutral,
     required_spans,
@@ -37,6 +39,18 @@ class QueryAware:
 
     name = "query"
     budget = RATIO_BUDGET
+    parameters: tuple[str, ...] = ("query",)
+    settings: ClassVar[MethodSettings] = {
+        "last": {"query": {"tail": 1}},
+        "whole": {"query": {"tail": None}},
+        "tail=": {"query": {"tail": int}},
+        "all-layers": {"query": {"layers": WatchedLayers.ALL}},
+        "late": {"query": {"layers": WatchedLayers.LATE}},
+        "third": {"query": {"layers": WatchedLayers.FIRST_THIRD}},
+        "no-factor": {"query": {"factor": DeviationFactor.NONE}},
+        "stored": {"query": {"factor": DeviationFactor.STORED}},
+        "two-rounds": {"query": {"rounds": 2}},
+    }
     reads_question = True
 
     def __init__(self, config: ReuseConfig) -> None:
@@ -77,6 +91,22 @@ class QueryAware:
             return Plan(self.name, parts, (watching, first))
         second = replace(first, start=TopBy(again, weights))
         return Plan(self.name, parts, (watching, replace(first, watch=watch), second))
+
+
+class QueryWhole(QueryAware):
+    """`query-whole`: `query:whole:late:stored` under a name of its own, the configuration with the best results.
+
+    All of the question is watched, in the last half of the layers, and what it gave to a token is multiplied by what
+    the token gave to earlier chunks when it was stored.
+    """
+
+    name = "query-whole"
+    parameters = ()
+    settings: ClassVar[MethodSettings] = {}
+
+    def __init__(self, config: ReuseConfig) -> None:
+        whole = QueryConfig(tail=None, layers=WatchedLayers.LATE, factor=DeviationFactor.STORED)
+        super().__init__(replace(config, query=whole))
 
 
 def _profiles(parts: Sequence[PartPlan], lookup: PromptLookup) -> dict[Span, AttentionProfile]:
