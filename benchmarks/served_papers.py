@@ -283,7 +283,7 @@ def with_comparisons(rows: Sequence[Mapping[str, Any]], encode: Any) -> list[dic
     made = []
     for row in rows:
         one = named[row["mechanism"]]
-        base, told = found.get((row["backend"], one.base)), found.get((row["backend"], one.answers_of))
+        base, answered = found.get((row["backend"], one.base)), found.get((row["backend"], one.answers_of))
         more: dict[str, Any] = {}
         if "runs" in row and base is not None:
             last = [each["runs"][-1] for each in (base, row)]
@@ -291,8 +291,8 @@ def with_comparisons(rows: Sequence[Mapping[str, Any]], encode: Any) -> list[dic
         for key, other in (("over_full", FULL), ("over_prefix", PREFIX)):
             rate = found.get((row["backend"], other), {}).get("sustained_per_s")
             more[key] = row["sustained_per_s"] / rate if rate and "runs" in row and not one.corpus else None
-        if "runs" in row and told is not None:
-            texts = ([encode(text) for text in each["answers"]] for each in (row, told))
+        if "runs" in row and answered is not None:
+            texts = ([encode(text) for text in each["answers"]] for each in (row, answered))
             more |= agreement(*texts)
         made.append({**row, **more})
     return made
@@ -317,15 +317,21 @@ def cells_of(row: Mapping[str, Any]) -> list[str]:
         if row["sustained_per_s"]
         else f"below {row['trials'][-1]['rate_per_s']:.2f}/s"
     )
-    paper = "; ".join(part for part in (_against(one, sooner), one.paper and f"paper: {one.paper}") if part)
+    parts = (_against(one, sooner), one.paper and f"paper: {one.paper}", _speculations(row["server"]))
     return [
         row["mechanism"],
         ", ".join([rate, *over]),
         ", ".join("" if last[key] is None else f"{last[key]:.2f} s" for key in ("ttft_p50_s", "ttft_p99_s")),
         f"{row['computed_tokens_mean']:.0f}",
         f"{row['answer_agreement']:.0%} {one.answers_of}'s" if "answer_agreement" in row else "",
-        paper,
+        "; ".join(part for part in parts if part),
     ]
+
+
+def _speculations(counts: Mapping[str, int]) -> str:
+    """What became of searches; empty where there were none. Of a search that is short nothing can be begun ahead."""
+    found = {name: counts.get(f"speculations_{name}", 0) for name in ("started", "matched", "late")}
+    return ", ".join(f"{count} {name}" for name, count in found.items()) if any(found.values()) else ""
 
 
 def _against(one: Mechanism, sooner: Mapping[str, float] | None) -> str:
@@ -337,7 +343,7 @@ def _against(one: Mechanism, sooner: Mapping[str, float] | None) -> str:
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
     """A table for each backend, and the command, for the documentation."""
     made = {"served-papers": command_block(result["command"])}
-    for backend in BACKENDS:
+    for backend in dict.fromkeys(row["backend"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["backend"] == backend]
         table = markdown_table(HEADS, [cells_of(row) for row in rows if "runs" in row])
         missing = [f"- {row['mechanism']}: not measured; {row['why']}" for row in rows if "why" in row]

@@ -178,6 +178,11 @@ class StoreConfig:
 
     host_budget_bytes: int = setting(4 * GIB, "Most host memory for stored segments.", least=0)
     policy: str = setting("lru", "Eviction policy.", plugins=POLICIES)
+    cost_model: Path | None = setting(
+        None,
+        "File of `chunkweave profile`, for policies that weigh what computing costs (pgdsf), and for loading; none: "
+        "the one in cache_dir, else prefill is measured at the first start, for such policies alone.",
+    )
     device_budget_bytes: int = setting(
         0, "Most accelerator memory for stored segments, beside vLLM's own; 0 keeps them on the host.", least=0
     )

@@ -14,7 +14,8 @@ class ChunkReport:
     `kv_source` is `prefix-exact`, `reused` or `computed`; `variant` names the segment that was reused and `tier` where
     it came from. `recomputed` are the prompt positions of this chunk that were active at the last layer. `rank` is the
     chunk's place in the caller's order, 0 the first, wherever it stood in the prompt; the system part has none. `start`
-    is the prompt position of its first token. Over vLLM `variant` and `tier` are not known.
+    is the prompt position of its first token. Over vLLM `variant` and `tier` are not known. `reasons` say why a method
+    that scores segments recomputed so much of it (`planning.outcome.reasons_of`); empty for others.
     """
 
     id: ChunkId
@@ -27,6 +28,7 @@ class ChunkReport:
     recomputed: tuple[Span, ...] = ()
     rank: int | None = None
     start: int = 0
+    reasons: Mapping[str, float] = field(default_factory=dict)
 
 
 def parameter_text(value: Any) -> str:
@@ -67,6 +69,9 @@ class ReuseReport:
 
     `looked_up_tokens` are those of the parts that can be stored: instructions, chunks, turns. Of these, `hits` were
     found, by tier; `vllm` is vLLM's own prefix cache.
+
+    `check_layers` are those at which it was chosen what is computed further. From `stopped_at_layer` on, chunks that
+    the question does not attend to were not computed any more (None: no token was left out).
 
     In a conversation, `history_tokens` are those of earlier turns: exact, or `reused` and never recomputed.
     `chunks_not_sent` (`tokens_not_sent`) were in the context already; `turns_cut` were cut off for lack of room.
@@ -109,6 +114,8 @@ class ReuseReport:
     loaded_fraction: float = 1.0
     looked_up_tokens: int = 0
     hits: Mapping[str, int] = field(default_factory=dict)
+    check_layers: tuple[int, ...] = ()
+    stopped_at_layer: int | None = None
 
     @property
     def tokens_by_source(self) -> dict[str, int]:

@@ -27,6 +27,7 @@ from chunkweave.config import (
 from chunkweave.errors import UsageError, unknown_names
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.planning.calibration import Quality
+from chunkweave.planning.cost import given_cost_model
 from chunkweave.planning.method_choice import EXACT_METHOD, checked_method
 from chunkweave.retrieval.faiss_indexes import available, check_available
 from chunkweave.retrieval.indexes import IndexConfig, IndexKind
@@ -208,7 +209,10 @@ class FleetSettings:
         32, "Requests with documents that one replica is given at once; others wait here.", least=1
     )
     mirror_tokens: int = setting(
-        2_000_000, "Tokens that a replica's segment store is assumed to hold, for routing and order.", least=1
+        2_000_000,
+        "Most tokens that a replica's segment store is assumed to hold, for routing and order; fewer once it reports "
+        "that it has room for fewer.",
+        least=1,
     )
     speculate: bool = setting(
         True, "Prefill for what a search of a corpus has found so far, while nothing else waits.", places=SERVERS
@@ -292,6 +296,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         make_policy(self.store.policy)
+        given_cost_model(self.store.cost_model, None)
         ChunkOrder.parse(self.requests.order or "")
         TenantWeights.parse(self.batching.tenant_weight)
         checked_method(self.requests.method or EXACT_METHOD)

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from chunkweave import Chunk, Engine, StoreConfig
+from chunkweave.planning.cost import CostModel
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.prompt.request import Request
 from chunkweave.store.eviction import make_policy
@@ -28,12 +29,14 @@ def _paths(seed: int) -> list[str]:
 
 @pytest.mark.parametrize("policy", ["lru", "pgdsf"])
 @pytest.mark.parametrize(("seed", "tokens"), [(0, 60), (1, 80), (2, 110)])
-def test_the_engine_keeps_what_the_simulator_keeps(loaded, policy, seed, tokens):
+def test_the_engine_keeps_what_the_simulator_keeps(loaded, policy, seed, tokens, tmp_path):
     probe = Engine(loaded)
     geometry = loaded.model.geometry
     token_bytes = geometry.kv_elements_per_token() * loaded.model.dtype.itemsize
     budget = tokens * token_bytes
-    engine = Engine(loaded, store=StoreConfig(host_budget_bytes=budget, policy=policy))
+    costs = tmp_path / "costs.json"  # a second a token, as the simulator's policy assumes
+    CostModel((0,), (1, 1000), ((1.0, 1000.0),), kv_bytes_per_token=token_bytes).save(costs)
+    engine = Engine(loaded, store=StoreConfig(host_budget_bytes=budget, policy=policy, cost_model=costs))
     cache = TreeCache([TreeTier("host", budget, make_policy(policy))])
     for path in _paths(seed):
         chunks = [CHUNKS[name] for name in path]

@@ -35,6 +35,3 @@ def test_it_knows_the_owners_of_every_part_in_the_order_of_their_claims(operatio
         for key in "wxyz":
             owners = tuple(owner for owner, claimed in claims if claimed == key)
             assert parts.owners_of(key) == owners
-            assert parts.owner_of(key) == (owners[0] if owners else None)
-        for owner in "ABC":
-            assert parts.owns(owner) == any(one == owner for one, _ in claims)

@@ -31,7 +31,8 @@ class FakeVllm:
     With `healthy` false its health check fails.
 
     Of what it is to remove it says that so many segments are `left`. Unless it is `plugged` it does not know that
-    command, while it is `silent` it fails, and it takes `slow_s` for it. It has so many data-parallel `engines`.
+    command, while it is `silent` it fails, and it takes `slow_s` for it. With `store_tokens` its store has room for so
+    many, reports that, and drops the chunks that were used longest ago. It has so many data-parallel `engines`.
     """
 
     report_to: str | None = None
@@ -50,6 +51,7 @@ class FakeVllm:
     stored: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     removals: list[dict[str, Any]] = field(default_factory=list)
     left: int = 0
+    store_tokens: int | None = None
     plugged: bool = True
     silent: bool = False
     slow_s: float = 0.0
@@ -58,6 +60,7 @@ class FakeVllm:
 
     def __post_init__(self) -> None:
         self.gate.set()
+        self._by_use: dict[tuple[str, tuple[int, ...]], None] = {}
         self._sender = ReportSender(self.report_to or "")
         self._server = uvicorn.Server(uvicorn.Config(self._app(), log_level="critical", lifespan="off"))
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -197,14 +200,19 @@ class FakeVllm:
         if params is None:
             return
         salt, total = body.get("cache_salt", ""), len(body["prompt"])
-        chunks = [(salt, tuple(body["prompt"][start:stop])) for start, stop in params["chunks"]]
+        spans = params["chunks"]
+        if self.store_tokens is not None:  # then the instruction is stored, too
+            spans = [[params["start_tokens"], spans[0][0]], *spans]
+        chunks = [(salt, tuple(body["prompt"][start:stop])) for start, stop in spans]
         found = [chunk for chunk in chunks if chunk in self.stored]
         self.stored |= set(chunks)
+        self._evict(chunks)
         report: dict[str, Any] = {"method": "prefix", "prompt_tokens": total, "computed_tokens": total}
         if params["method"] != "prefix":
             report["why"] = f"{params['method']}: nothing stored yet"
         if found:
             reused = sum(len(ids) for _, ids in found)
+            places = [span for chunk, span in zip(chunks, spans, strict=True) if chunk in found]
             again = math.ceil(params.get("recompute_ratio", params.get("alpha", 0.0) / 4) * reused)
             report = {
                 "method": params["method"],
@@ -217,9 +225,27 @@ class FakeVllm:
                 "hits": {"host": reused},
                 "local_tokens": 0,
                 "recomputed": list(range(again)),
-                "kv_sources": {"reused": [params["chunks"][chunks.index(chunk)] for chunk in found]},
+                "check_layers": params.get("check_layers", []),
+                "stopped_at_layer": 3 if params.get("focus") else None,
+                "reasons": [[start, {"cfo": 0.25, "generation": 1}] for start, _ in places]
+                if "alpha" in params
+                else [],
+                "kv_sources": {
+                    "reused": places,
+                    "computed": [span for chunk, span in zip(chunks, spans, strict=True) if chunk not in found],
+                },
             }
+        if self.store_tokens is not None:
+            report["store_tokens"] = self.store_tokens
         self._sender.send(f"cmpl-{request_id}-0-ab12cd34", {"chunkweave": report})
+
+    def _evict(self, used: list[tuple[str, tuple[int, ...]]]) -> None:
+        for chunk in used:
+            self._by_use.pop(chunk, None)
+            self._by_use[chunk] = None
+        while self.store_tokens is not None and sum(len(ids) for _, ids in self._by_use) > self.store_tokens:
+            self.stored.discard(next(iter(self._by_use)))
+            del self._by_use[next(iter(self._by_use))]
 
     async def _events(self, body: dict[str, Any]) -> Any:
         ended = False

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from pathlib import Path
 from random import Random
 
@@ -266,6 +267,61 @@ def test_a_set_in_another_sequence_is_a_match_where_the_order_is_free(notes: Cli
     assert sorted(one["rank"] for one in chunks) == [0, 1]
     for one in chunks:
         assert report["retrieved"][one["rank"]]["document"] == one["source"].split("#")[0]
+
+
+class PacedCorpus:
+    """A corpus whose stages come one after the other, as those of a large one do."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._corpus = corpus
+
+    def __len__(self) -> int:
+        return len(self._corpus)
+
+    def __getattr__(self, name: str):
+        return getattr(self._corpus, name)
+
+    def search_stages(self, vector, k: int):
+        for stage in self._corpus.search_stages(vector, k):
+            time.sleep(0.05)
+            yield stage
+
+
+def topics(count: int, notes: int) -> list[str]:
+    """`notes` texts about each topic, in the words of that topic."""
+    random, texts = Random(3), []
+    words = ["".join(random.choices("abcdefghiklmnoprstu", k=6)) for _ in range(20 * count)]
+    for topic in range(count):
+        texts += [" ".join(random.sample(words[20 * topic : 20 * topic + 20], 12)) for _ in range(notes)]
+    random.shuffle(texts)
+    return texts
+
+
+@pytest.mark.parametrize("index", ["ivf", "hnsw"])
+def test_half_of_the_speculations_of_bursts_over_an_index_match(serve: Serve, index: str):
+    client, random, texts = serve(corpus_flat_chunks=100, corpus_index=index), Random(4), topics(100, 12)
+    client.post("/v1/corpora", json={"name": "big"})
+    client.post("/v1/corpora/big/documents", json={"documents": texts})
+    wait_until(lambda: state(client)["searched_by"] == index)
+    served = client.parts.corpora.get(client.service.keys.tenant_of(None), "big")
+    served.corpus = PacedCorpus(served.corpus)
+    reports = []
+
+    def ask() -> None:
+        question = " ".join(random.sample(random.choice(texts).split(), 8))
+        answer = client.ask(question, max_tokens=1, chunkweave={"corpus": "big", "top_k": 3, "method": "prefix"})
+        reports.append(answer.json()["chunkweave"])
+
+    for _ in range(8):
+        burst = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in burst:
+            thread.start()
+        for thread in burst:
+            thread.join()
+    started, matched, _ = counts(client)
+    assert started >= 8, "one of each burst at least"
+    assert matched >= started / 2
+    assert sum(report.get("pipelining", {}).get("matched", False) for report in reports) == matched
 
 
 @pytest.mark.backend("engine")

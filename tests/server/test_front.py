@@ -1,6 +1,7 @@
 """The front before servers that look like vLLM: what is sent, what comes back, and what happens when one goes."""
 
 import json
+import random
 import re
 import threading
 from pathlib import Path
@@ -433,7 +434,7 @@ def test_what_comes_back_is_promoted_and_what_does_not_is_not_expected_to_be_sto
         assert sent(ferry, **conversation) == (None, None), "its next turn goes on from all of it"
     with running_front(vllm, promotion_threshold=2) as front:
         (replica,) = front.service.backend.fleet.replicas
-        assert sent(ferry, **exact) == ([], None)
+        assert sent("The lighthouse has a fog horn.", **exact) == ([], None)
         assert replica.contents.segments == 1, "the instruction alone: what is not promoted is not expected to be there"
     with running_front(vllm) as front:
         assert [sent(ferry, **exact) for _ in range(2)] == [(None, None)] * 2
@@ -482,6 +483,35 @@ def test_tenants_never_share_a_salt(vllm):
         assert front.post("/collective_rpc", headers={"authorization": f"Bearer {ADMIN_KEY}"}).status_code == 200
         assert front.get("/metrics").status_code == 401
         assert front.get("/ping").status_code == 200, "it needs no key"
+
+
+@pytest.mark.parametrize("method", ["cacheblend", "prefix"])
+def test_what_is_assumed_to_be_at_a_replica_is_what_it_finds_there(vllm, method):
+    """The mirror has the size that the replica reports, and what it did not find is assumed no longer."""
+    texts = [" ".join(f"{word}{number}" for word in ("harbour", "ferry", "pilot") * 12) for number in range(24)]
+    vllm.store_tokens = 2000
+    rng = random.Random(1)
+    with running_front(vllm) as front:
+        for _ in range(120):
+            one = [texts[min(23, int(rng.paretovariate(0.6)) - 1)]]
+            assert front.ask(documents=one, chunkweave={"method": method}, max_tokens=1).status_code == 200
+        (shown,) = front.get("/v1/cache").json()["replicas"]
+        metrics = front.get("/metrics").text
+    assert shown["mirror_budget_tokens"] == 2000
+    assert shown["mirror_tokens"] <= 2000
+    believed, real = (shown[name] / shown["prompt_tokens"] for name in ("expected_tokens", "found_tokens"))
+    assert 0.2 < real < 0.8, "something is found, and something was evicted"
+    assert abs(believed - real) <= 0.05, (believed, real)
+    assert (
+        f'replica_found_tokens_total{{model_name="m",replica="upstream-0"}} {float(shown["found_tokens"])}' in metrics
+    )
+
+
+def test_what_nobody_keeps_is_not_expected(front, vllm):
+    for method in ("full", "prefix"):
+        front.ask(documents=DOCUMENTS, chunkweave={"method": method})
+    (shown,) = front.get("/v1/cache").json()["replicas"]
+    assert shown["expected_tokens"] == 0, "a request without reuse stores nothing"
 
 
 def test_requests_go_where_their_documents_are(two):

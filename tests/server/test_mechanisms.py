@@ -6,7 +6,9 @@ from threading import Event
 
 import pytest
 
-from tests.server.conftest import engine_of, wait_until
+from chunkweave.errors import UsageError
+from chunkweave.planning.cost import CostModel
+from tests.server.conftest import engine_of, settings_of, wait_until
 from tests.server.test_front_prefill_ahead import asked, slow_corpus, speculations
 
 FERRY = "The ferry leaves at seven, at noon and at six."
@@ -47,7 +49,7 @@ def test_the_policy_says_what_leaves_memory(serve, policy, kept):
         ask(probe, document)
         sizes.append(probe.engine.store.used_bytes)
     client = serve(policy=policy, host_budget=sizes[-1] - 1)
-    for document in (FERRY, FERRY, FERRY, TOWER, CHOIR):
+    for document in (*[FERRY] * 6, TOWER, CHOIR):
         ask(client, document)
     assert exact(ask(client, kept)) == 1
 
@@ -131,31 +133,6 @@ def test_what_is_written_through_or_loaded_into_memory_is_no_use(serve, tmp_path
     assert set(frequencies(client, "host").values()) == set(frequencies(client, "disk").values()) == {3}
 
 
-LARGE = [FERRY, CHOIR, TOWER]
-
-
-@pytest.mark.parametrize("order", ["fixed", "free"])
-def test_of_a_large_top_k_only_the_first_chunks_are_stored_as_an_exact_path(serve, order):
-    """RAGCache §8: permutations of many documents seldom come back, those of the first few do."""
-    usual, capped = serve(order=order), serve(order=order, path_chunks=2)
-    assert [exact(ask(usual, *LARGE)) for _ in range(2)] == [0, 3]
-    assert [exact(ask(capped, *LARGE)) for _ in range(2)] == [0, 2]
-    assert len(capped.engine.store) == len(usual.engine.store) - 1
-    woven = ask(capped, *LARGE, method="full-reuse")
-    assert sum(chunk["kv_source"] == "computed" for chunk in woven["chunks"]) == 1
-
-
-def test_history_stays_on_the_path_whatever_the_cap(serve):
-    client = serve(path_chunks=1, deduplicate=True)
-    messages = [{"role": "user", "content": "When?"}]
-    first = client.ask(messages=messages, documents=[FERRY], chunkweave={"method": "prefix"}).json()
-    said = first["choices"][0]["message"]["content"]
-    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
-    reports = [ask(client, CHOIR, TOWER, messages=messages) for _ in range(2)]
-    found = [chunk["kv_source"] for chunk in reports[1]["chunks"]]
-    assert found == ["prefix-exact"] * 4 + ["computed"], "instruction, ferry, turn, choir"
-
-
 # --- Cache-Craft's variants (§3.3), with what a server is given
 
 FIVE = (
@@ -235,3 +212,80 @@ def test_reuse_frequency_keeps_what_saved_most(serve, policy, stays):
     budget = probe.engine.store.used_bytes - 1
     client = serve(method="cachecraft", variant_fraction="none", policy=policy, host_budget=budget)
     assert served(client) == [stays is FERRY, stays is CHOIR]
+
+
+LARGE = [FERRY, CHOIR, TOWER]
+
+
+@pytest.mark.parametrize("order", ["fixed", "free"])
+def test_of_a_large_top_k_only_the_first_chunks_are_stored_as_an_exact_path(serve, order):
+    """RAGCache §8: permutations of many documents seldom come back, those of the first few do."""
+    usual, capped = serve(order=order), serve(order=order, path_chunks=2)
+    assert [exact(ask(usual, *LARGE)) for _ in range(2)] == [0, 3]
+    assert [exact(ask(capped, *LARGE)) for _ in range(2)] == [0, 2]
+    assert len(capped.engine.store) == len(usual.engine.store) - 1
+    woven = ask(capped, *LARGE, method="full-reuse")
+    assert sum(chunk["kv_source"] == "computed" for chunk in woven["chunks"]) == 1
+
+
+def test_history_stays_on_the_path_whatever_the_cap(serve):
+    client = serve(path_chunks=1, deduplicate=True)
+    messages = [{"role": "user", "content": "When?"}]
+    first = client.ask(messages=messages, documents=[FERRY], chunkweave={"method": "prefix"}).json()
+    said = first["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+    reports = [ask(client, CHOIR, TOWER, messages=messages) for _ in range(2)]
+    found = [chunk["kv_source"] for chunk in reports[1]["chunks"]]
+    assert found == ["prefix-exact"] * 4 + ["computed"], "instruction, ferry, turn, choir"
+
+
+def flat_costs(folder):
+    """A file by which every prefill takes a second: by the token, what comes with few others costs most."""
+    path = folder / "costs.json"
+    CostModel((0,), (1, 100_000), ((1.0, 1.0),), kv_bytes_per_token=1).save(path)
+    return path
+
+
+LONG = " ".join(f"Step {number} of the tower leads to step {number + 1}." for number in range(12))
+
+
+@pytest.mark.parametrize(("known", "kept"), [(True, FERRY), (False, LONG)])
+def test_of_equal_frequency_what_costs_least_a_token_leaves_first(serve, tmp_path, known, kept):
+    """RAGCache eq. 1: clock + average cost * frequency; by frequency alone the older one would leave."""
+    settings = {"policy": "pgdsf", "cost_model": flat_costs(tmp_path)} if known else {"policy": "gdsf"}
+    probe = serve(**settings)
+    for document in (FERRY, LONG, CHOIR):
+        ask(probe, document)
+    client = serve(**settings, host_budget=probe.engine.store.used_bytes - 1)
+    for document in (FERRY, LONG, CHOIR):
+        ask(client, document)
+    assert exact(ask(client, kept)) == 1
+    if known:
+        shown = client.get("/v1/cache").json()["eviction"]["engine"]["host"]
+        (instruction,) = (one for one in shown if not one["behind"])
+        assert instruction["frequency"] == 4
+        first = client.engine.builder.build("When does the ferry leave?", [FERRY])
+        assert instruction["average_cost_s"] == pytest.approx(1 / len(first), rel=0.2), "1 s for the first prompt"
+
+
+def test_what_prefill_costs_is_measured_where_a_policy_asks_for_it_and_nothing_is_known(serve, tmp_path):
+    first = serve(policy="pgdsf")
+    ask(first, FERRY)
+    costs = {one["average_cost_s"] for one in first.get("/v1/cache").json()["eviction"]["engine"]["host"]}
+    assert 0 < max(costs) < 0.5, "not a second a token"
+    for policy, measured in (("lru", False), ("pgdsf", True)):
+        folder = tmp_path / policy
+        serve(policy=policy, cache_dir=folder)
+        assert bool(list(folder.rglob("prefill-engine.json"))) is measured
+    (kept,) = (tmp_path / "pgdsf").rglob("prefill-engine.json")
+    kept.write_text(kept.read_text().replace('"prefill_s": [', '"prefill_s": [ '))
+    before = kept.read_text()
+    serve(policy="pgdsf", cache_dir=tmp_path / "pgdsf")
+    assert kept.read_text() == before, "measured once"
+
+
+def test_a_cost_model_that_is_none_is_refused(tmp_path):
+    (tmp_path / "none.json").write_text("{}")
+    for name in ("none.json", "missing.json"):
+        with pytest.raises(UsageError, match="cost_model"):
+            settings_of(cost_model=tmp_path / name)

@@ -16,6 +16,7 @@ from chunkweave.planning.cost import (
     Loading,
     StorageDevice,
     choose_device,
+    measured_quickly,
     preload_depth,
     ratio_that_hides,
     too_slow,
@@ -242,3 +243,30 @@ def test_every_budget_starts_at_nothing(name):
 
 def plan_of(name, lookup, geometry):
     return make_method(name, ReuseConfig(0.15)).plan(lookup, geometry)
+
+
+def test_a_quick_profile_measures_what_its_time_allows_and_a_whole_table():
+    """By hand: each prefill takes 1 ms a token, twice (once uncounted)."""
+
+    def profile(most_tokens, most_s):
+        now = [0.0]
+
+        def time_prefill(cached, new):
+            now[0] += 2 * new / 1000
+            return new / 1000 + cached / 1e6
+
+        cost = measured_quickly(
+            time_prefill, most_tokens=most_tokens, most_s=most_s, clock=lambda: now[0], kv_bytes_per_token=1
+        )
+        return cost, now[0]
+
+    whole, took_s = profile(10_000, 100.0)
+    assert (whole.cached_tokens, whole.new_tokens) == ((0, 1024), (16, 64, 256, 1024))
+    assert whole.prefill_s[1] == pytest.approx((0.017024, 0.065024, 0.257024, 1.025024))
+    assert took_s == pytest.approx(2 * 2 * 1.36)
+    short, took_s = profile(10_000, 0.7)
+    assert (short.cached_tokens, short.new_tokens) == ((0,), (16, 64, 256)), "alone takes 0.672 s"
+    assert took_s < 0.7
+    assert profile(10_000, 0.0)[0].new_tokens == (16,)
+    assert profile(7, 9.0)[0].new_tokens == (7,)
+    assert profile(100, 9.0)[0].cached_tokens == (0,), "64 behind 64 do not fit"

@@ -115,10 +115,10 @@ def test_flags_that_the_front_sets_are_refused(flag):
 def test_settings_of_the_connector_and_of_replicas():
     fleet = FleetSettings(
         replicas=2,
-        connector=("host_budget=1GiB", "max_variants=3", "check_layers=[1, 2]"),
+        connector=("host_budget=1GiB", "max_variants=3", "ttl=5"),
         replica_env=("0:CUDA_VISIBLE_DEVICES=0,1", "1:A=b=c"),
     )
-    assert fleet.connector_config() == {"host_budget": "1GiB", "max_variants": 3, "check_layers": [1, 2]}
+    assert fleet.connector_config() == {"host_budget": "1GiB", "max_variants": 3, "ttl": 5}
     assert fleet.environments() == {0: {"CUDA_VISIBLE_DEVICES": "0,1"}, 1: {"A": "b=c"}}
 
 
@@ -126,6 +126,8 @@ def test_settings_of_the_connector_and_of_replicas():
     ("wrong", "told"),
     [
         ({"connector": ("method=cacheblend",)}, "--method"),
+        ({"connector": ("check_layers=[1, 2]",)}, "--check-layers"),
+        ({"connector": ('query={"tail": 4}',)}, "--method query:SETTINGS"),
         ({"connector": ("nothing",)}, "KEY=VALUE"),
         ({"replica_env": ("1:A=b",)}, "below 1"),
         ({"upstream": ("host:80",)}, "must be a URL"),
@@ -209,7 +211,7 @@ def test_workers_say_what_their_stores_count(tmp_path, monkeypatch):
         monkeypatch.setenv("CHUNKWEAVE_REPORT_SOCKET", inbox.path)
         monkeypatch.setenv("CHUNKWEAVE_REPLICA", "replica-0")
         counts = [{"hits": number, "tiers": {"host": {"failures": 1, "available": number == 1}}} for number in (1, 2)]
-        senders = [CountsSender(rank, lambda rank=rank: counts[rank], every_s=0.01) for rank in range(2)]
+        senders = [CountsSender(rank, lambda rank=rank: {"store": counts[rank]}, every_s=0.01) for rank in range(2)]
         await asyncio.sleep(0.05)
         counts[1] = {**counts[1], "hits": 5}  # the last word is sent when they are closed
         for sender in senders:

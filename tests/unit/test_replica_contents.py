@@ -5,6 +5,7 @@ import random
 import pytest
 
 from chunkweave.errors import UsageError
+from chunkweave.planning.plan import KVSource
 from chunkweave.scheduling.queue import CacheAwareQueue, waiting_path
 from chunkweave.scheduling.routing import ReplicaContents
 
@@ -54,6 +55,27 @@ def test_a_replica_that_begins_anew_holds_nothing():
     contents = noted("sab")
     contents.clear()
     assert contents.tokens == contents.segments == cached(contents, "sab", weaves=True) == 0
+    contents.check()
+
+
+def test_what_a_replica_found_corrects_what_it_was_assumed_to_hold():
+    contents = noted("sab")
+    exact, computed, reused = KVSource.EXACT, KVSource.COMPUTED, KVSource.REUSED
+    contents.correct("sab", sizes("sab"), [exact, exact, computed], weaves=False)
+    assert cached(contents, "sab", weaves=False) == 110
+    contents.correct("sab", sizes("sab"), [None, computed, None], weaves=True)
+    assert cached(contents, "sab", weaves=True) == 10, "nothing of it is there, in no context"
+    contents.correct("scb", sizes("scb"), [exact, exact, reused], weaves=True)
+    assert cached(contents, "scb", weaves=False) == 60
+    assert cached(contents, "sbc", weaves=True) == 260
+    contents.check()
+
+
+def test_a_store_with_less_room_holds_what_was_used_last():
+    contents = noted("sa", "sb", "sc")  # by use: a, b, s, c
+    contents.resize(200)
+    assert [cached(contents, f"s{chunk}", weaves=False) for chunk in "abc"] == [10, 10, 60]
+    assert contents.tokens <= contents.budget_tokens == 200
     contents.check()
 
 

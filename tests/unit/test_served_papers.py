@@ -110,6 +110,7 @@ def row(name: str, sustained: float, ttfts: list[float | None], answers: list[st
         "unloaded": run,
         "runs": [run],
         "answers": answers,
+        "server": {},
     }
 
 
@@ -134,7 +135,12 @@ def test_rows_are_compared_with_full_and_with_what_their_paper_compares_with():
     assert cells[4] == "75% full's"
     assert cells[5].startswith("6.00x sooner than full (")
     assert cells[5].endswith("paper: 2.2 to 3.3x sooner (its Figure 12)")
+    searched = {**craft, "server": {"speculations_started": 7, "speculations_matched": 5, "speculations_late": 2}}
+    assert papers.cells_of(searched)[5].endswith("; 7 started, 5 matched, 2 late")
     assert papers.cells_of(craft)[1] == "below 3.00/s"
+    assert list(papers.tables({"command": "python benchmarks/served_papers.py", "rows": rows})) == [
+        *("served-papers", "served-papers-serve")
+    ]
     why = {"backend": "vllm-serve", "mechanism": "PGDSF", "why": "it ended"}
     made_of = papers.tables({"command": "python benchmarks/served_papers.py", "rows": [*made.values(), why]})
     assert made_of["served-papers-serve"].count("\n") == 6

@@ -81,6 +81,8 @@ OTHER_MEANING = {
     ("calibrate", "alpha"): "a grid",
     ("calibrate", "check-layers"): "of the methods that are measured",
     ("calibrate", "cache-dir"): "where the record goes",
+    ("bench loading", "cost-model"): "that predictions follow from",
+    ("simulate", "cost-model"): "the clock of a simulation",
     ("simulate", "policy"): "a list to compare",
     ("simulate", "device-budget"): "of a simulated tier",
     ("simulate", "shape"): "of a simulated model",

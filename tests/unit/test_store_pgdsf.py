@@ -179,7 +179,7 @@ def test_reuse_frequency_is_the_papers_sum_over_uses():
     for record in (a, c, d):
         policy.on_insert(record)
     for _ in range(5):
-        policy.on_request(PathRequest((), (), 0, 1, {a.id: 1 / 0.5, c.id: 1 / 0.949, d.id: 1 / 0.877}))
+        policy.on_request(PathRequest((), (), 0, 1, saved={a.id: 1 / 0.5, c.id: 1 / 0.949, d.id: 1 / 0.877}))
         for record in (d, a, c):
             policy.on_hit(record)
     ranks = [policy._ranking.of(record.id) for record in (a, c, d)]

@@ -153,4 +153,4 @@ def saved(impact: float, tokens: int = 2) -> float:
 
 def reuse_of(path: str, impact: float) -> RequestUse:
     """A request that reused one segment with a CCI (1 - beta')."""
-    return RequestUse(PathRequest((), (), 0, 1, {id_of(path): saved(impact)}), (), (), 0, 0)
+    return RequestUse(PathRequest((), (), 0, 1, saved={id_of(path): saved(impact)}), (), (), 0, 0)

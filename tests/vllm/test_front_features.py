@@ -2,6 +2,7 @@
 
 import json
 from importlib.resources import files
+from math import ceil
 
 import openai
 import pytest
@@ -126,6 +127,50 @@ def test_a_woven_prompt_that_comes_again_is_no_exact_prefix(client):
     names = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens", "prompt_tokens")
     assert [report[name] for name in names] == [woven(first)[name] for name in names]
     assert again.choices[0].message.content == first.choices[0].message.content
+
+
+@pytest.mark.parametrize(("alpha", "focus"), [(0.5, False), (2.0, True)])
+def test_the_report_has_the_reasons_chunk_by_chunk(client, alpha, focus):
+    """What the weave says of itself: Cache-Craft's scores, and where focus stopped."""
+    fresh = [
+        f"{passage} So it was told in the {number}th year of {alpha}." for passage in PASSAGES for number in (4, 5)
+    ]
+    reuse = {"method": "cachecraft", "alpha": alpha, "focus": focus, "order": "fixed"}
+    ask(client, fresh, reuse=reuse)
+    report = ask(client, fresh[::-1], reuse=reuse).model_extra["chunkweave"]
+    assert (report["method"], report["parameters"]) == ("cachecraft", {"alpha": alpha, "focus": focus})
+    chunks = [chunk for chunk in report["chunks"] if chunk["kv_source"] == "reused"]
+    assert len(chunks) == len(fresh)
+    for chunk in chunks:
+        why = chunk["reasons"]
+        assert why["cfo"] == pytest.approx(min(1.0, alpha * why["cci"] * (1 - why["overlap"])), abs=0.003)
+        chosen = {ceil((why["cfo"] + less) * chunk["tokens"]) for less in (-0.001, 0, 0.001)}
+        stopped = report["stopped_at_layer"] is not None
+        assert chunk["recomputed_tokens"] in chosen | ({0} if stopped else set())
+    assert focus or report["stopped_at_layer"] is None
+
+
+def test_the_report_has_the_layers_at_which_tokens_were_chosen(client):
+    fresh = [f"{passage} So it was told in May." for passage in PASSAGES]
+    for order in (fresh, fresh[::-1]):
+        answer = ask(client, order, reuse={**WEAVE, "check_layers": [1, 2]})
+    assert woven(answer)["check_layers"] == [1, 2]
+
+
+@pytest.mark.parametrize("form", ["query-whole", "query:whole:late:stored"])
+def test_calibrated_forms_of_a_method_weave(client, form):
+    fresh = [f"{passage} So it was told by {form}." for passage in PASSAGES]
+    reuse = {"method": form, "recompute_ratio": 0.3, "order": "fixed"}
+    ask(client, fresh, reuse=reuse)
+    report = ask(client, fresh[::-1], reuse=reuse).model_extra["chunkweave"]
+    assert report["method"] == form.partition(":")[0]
+    assert report["parameters"]["recompute_ratio"] == 0.3
+    assert report["recomputed_tokens"] > 0
+
+
+def test_what_a_method_does_not_take_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match="'cachecraft' takes no recompute_ratio: it takes alpha, focus"):
+        ask(client, PASSAGES, reuse={"method": "cachecraft", "recompute_ratio": 0.2, "order": "fixed"})
 
 
 def test_more_is_recomputed_where_that_hides_loading(client):

@@ -59,6 +59,7 @@ class FakeJob:
         self.chosen = {(0, 1): torch.tensor([21])}
         self.recomputed = [21]
         self.recompute_work = LAYERS
+        self.stopped_at_layer = None
 
     @property
     def done(self):
@@ -87,6 +88,8 @@ def side(paged, monkeypatch):
         device=paged.device,
         rotations=rotations,
         geometry=GEOMETRY,
+        own_geometry=GEOMETRY,
+        dtype=torch.float32,
         num_layers=LAYERS,
     )
     made = ConnectorWorker(layers, "model", PluginSettings.from_config({"weave_step_tokens": 1}, {}))

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol, Self, TypeVar
 
@@ -195,11 +195,15 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
-    """Where the KV of one part of a prompt came from; `segment` and `tier` are None where that is not known."""
+    """Where the KV of one part of a prompt came from; `segment` and `tier` are None where that is not known.
+
+    `reasons` are those of a method that scores segments (`planning.outcome.reasons_of`).
+    """
 
     kv_source: str
     segment: SegmentId | None = None
     tier: str | None = None
+    reasons: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +215,8 @@ class Outcome:
     sources: Sequence[PartSource]
     recomputed: Sequence[int]
     """Ascending."""
+    check_layers: tuple[int, ...] = ()
+    stopped_at_layer: int | None = None
 
 
 def build_report(
@@ -259,6 +265,8 @@ def build_report(
         turns_cut=0 if content is None else content.cut,
         looked_up_tokens=sum(chunk.tokens for chunk in chunks),
         hits=dict(hits),
+        check_layers=outcome.check_layers,
+        stopped_at_layer=outcome.stopped_at_layer,
     )
 
 
@@ -282,6 +290,7 @@ def _chunk_reports(arranged: Arranged, outcome: Outcome) -> tuple[ChunkReport, .
                 recomputed=inside,
                 rank=arranged.ranks.get(number),
                 start=span.start,
+                reasons=source.reasons,
             )
         )
     return tuple(found)

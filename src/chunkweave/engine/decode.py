@@ -14,7 +14,14 @@ from chunkweave.kv.segment import SegmentSource
 from chunkweave.metrics import ReuseReport
 from chunkweave.ordering.arrangement import Arranged
 from chunkweave.planning.method_choice import MethodChoice
-from chunkweave.planning.outcome import explain_plan, full_prefill_flops, prefill_flops, recompute_fraction
+from chunkweave.planning.outcome import (
+    check_layers_of,
+    explain_plan,
+    full_prefill_flops,
+    prefill_flops,
+    reasons_of,
+    recompute_fraction,
+)
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Geometry, SegmentId
@@ -239,10 +246,19 @@ def make_report(
     plan, tiers = prefilled.plan, tiers or {}
     recomputed = [position for span in prefilled.recomputed for position in range(span.start, span.stop)]
     sources = [
-        PartSource(str(part.kv_source), part.segment, part.segment and tiers.get(part.segment, "host"))
+        PartSource(
+            str(part.kv_source), part.segment, part.segment and tiers.get(part.segment, "host"), reasons_of(part)
+        )
         for part in plan.parts
     ]
-    outcome = Outcome(plan.method, TokenCounts.of(plan, len(recomputed)), sources, recomputed)
+    outcome = Outcome(
+        plan.method,
+        TokenCounts.of(plan, len(recomputed)),
+        sources,
+        recomputed,
+        check_layers_of(plan),
+        None if prefilled.stop is None else prefilled.stop.layer_if_dropped,
+    )
     report = build_report(arranged or Arranged(prefilled.prompt), choice, content, outcome, durations, new_tokens)
     return replace(
         report,

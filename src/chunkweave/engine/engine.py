@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Self, TypedDict, Unpack
 from uuid import uuid4
@@ -16,6 +17,7 @@ from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
 from chunkweave.conversation.registry import Conversations, ConversationState
 from chunkweave.conversation.turns import TurnBuilder
 from chunkweave.engine.core import BatchingCore, CoreParts
+from chunkweave.engine.profiling import quick_profile
 from chunkweave.engine.request_state import RequestState
 from chunkweave.engine.runner import Runner
 from chunkweave.engine.shadow import ShadowChecks
@@ -25,7 +27,7 @@ from chunkweave.models.loading import LoadedModel, load_folder, load_shape
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
 from chunkweave.planning.calibration import CalibrationRecord, Quality, stored_calibration
-from chunkweave.planning.cost import CostModel, stored_cost_model
+from chunkweave.planning.cost import MEASURED_BY_ENGINE, CostModel, given_cost_model, stored_cost_model
 from chunkweave.planning.method import make_method
 from chunkweave.planning.method_choice import MethodChooser, MethodOptions, MethodRequest, Why
 from chunkweave.prompt.builder import PromptBuilder
@@ -38,7 +40,7 @@ from chunkweave.store.records import segment_id
 from chunkweave.store.shared_folder import require_writable
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Chunk, SegmentId
-from chunkweave.weaving.stores import open_store
+from chunkweave.weaving.stores import eviction_cost, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -230,8 +232,11 @@ class Engine:
         cost: CostModel | None = None
         if not isinstance(store, TieredStore):
             config = store or StoreConfig()
-            cost = stored_cost_model(config.cache_dir, loaded.fingerprint)
-            store = open_store(config, loaded.fingerprint, loaded.model.device)
+            given = given_cost_model(config.cost_model, loaded.fingerprint)
+            cost = given or stored_cost_model(config.cache_dir, loaded.fingerprint)
+            measure = partial(quick_profile, loaded.model, loaded.fingerprint)
+            weighed = eviction_cost(config, loaded.fingerprint, cost, measure, MEASURED_BY_ENGINE)
+            store = open_store(config, loaded.fingerprint, loaded.model.device, cost=weighed)
         self.store: TieredStore[SegmentSource] = store
         self.builder = PromptBuilder(loaded.tokenizer, template or template_for(loaded.tokenizer), loaded.fingerprint)
         self.runner = Runner(loaded.model, store, cost=cost, capture=self._reuse.capture, compute=compute)

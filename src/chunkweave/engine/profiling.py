@@ -14,7 +14,7 @@ from chunkweave.config import ReuseConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.planning.cost import CostModel
+from chunkweave.planning.cost import CostModel, measured_quickly
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.store.level import Level
@@ -62,6 +62,20 @@ def profile_prefill(
         new_tokens=new_axis,
         prefill_s=tuple(tuple(times[cached, new] for new in new_axis) for cached in cached_axis),
         kv_bytes_per_token=kv_bytes_per_token(model.geometry, model.dtype),
+        fingerprint=fingerprint,
+    )
+
+
+def quick_profile(model: HuggingFaceModel, fingerprint: str) -> CostModel:
+    """What prefill costs, measured in about two seconds (`measured_quickly`)."""
+    nbytes = kv_bytes_per_token(model.geometry, model.dtype)
+    most_tokens = min(model.geometry.max_positions - 1, 4096)
+    tier: HostTier[SegmentSource] = HostTier()
+    runner = Runner(model, TieredStore([Level("host", SegmentStore(tier, budget_bytes=2 * most_tokens * nbytes))]))
+    return measured_quickly(
+        lambda cached, new: _time_prefill(runner, cached, new, 1),
+        most_tokens=most_tokens,
+        kv_bytes_per_token=nbytes,
         fingerprint=fingerprint,
     )
 

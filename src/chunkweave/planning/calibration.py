@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from chunkweave.config import QueryConfig, ReuseConfig
 from chunkweave.errors import DocumentError, UsageError
 from chunkweave.ordering.arrangement import COUNTS_FILE
-from chunkweave.planning.cost import COST_FILE
+from chunkweave.planning.cost import COST_FILE, MEASURED_BY_ENGINE, MEASURED_BY_VLLM
 from chunkweave.planning.method import method_named, parameter_of
 from chunkweave.plugins import METHODS
 
@@ -424,4 +424,4 @@ def existing_records(path: Path) -> tuple[CalibrationRecord, ...]:
         return ()
 
 
-OWN_FILES = frozenset({COST_FILE, CALIBRATION_FILE, PARTIAL_FILE, COUNTS_FILE})
+OWN_FILES = frozenset({COST_FILE, MEASURED_BY_ENGINE, MEASURED_BY_VLLM, CALIBRATION_FILE, PARTIAL_FILE, COUNTS_FILE})

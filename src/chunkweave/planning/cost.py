@@ -2,15 +2,16 @@
 
 import json
 import logging
+import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from math import ceil
 from pathlib import Path
 from typing import Any, Self
 
-from chunkweave.errors import DocumentError, UnknownMethodError
+from chunkweave.errors import DocumentError, UnknownMethodError, UsageError
 from chunkweave.planning.outcome import full_prefill_flops
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry, SegmentId, Span
@@ -107,6 +108,9 @@ def _bracket(axis: Sequence[int], value: float) -> tuple[int, int, float]:
 
 
 COST_FILE = "cost-model.json"
+MEASURED_BY_ENGINE = "prefill-engine.json"
+"""Beside it, what a start of our own engine has measured for its eviction policy, and below, one of vLLM."""
+MEASURED_BY_VLLM = "prefill-vllm.json"
 
 
 def cost_model_path(cache_dir: Path, fingerprint: str) -> Path:
@@ -114,12 +118,29 @@ def cost_model_path(cache_dir: Path, fingerprint: str) -> Path:
     return cache_dir / fingerprint / COST_FILE
 
 
-def stored_cost_model(cache_dir: Path | None, fingerprint: str) -> CostModel | None:
+def given_cost_model(path: Path | None, fingerprint: str | None) -> CostModel | None:
+    """The cost model that a setting names, of any model if no `fingerprint` is given; None if it names none.
+
+    Raises:
+        UsageError: it cannot be read, or was measured with another model.
+    """
+    if path is None:
+        return None
+    try:
+        cost = CostModel.read(path.expanduser())
+    except DocumentError as error:
+        raise UsageError(f"cost_model: {error}") from error
+    if fingerprint is not None and cost.fingerprint not in ("", fingerprint):
+        raise UsageError(f"cost_model: {path} was measured with another model")
+    return cost
+
+
+def stored_cost_model(cache_dir: Path | None, fingerprint: str, name: str = COST_FILE) -> CostModel | None:
     """The cost model measured for this cache folder and model, if there is one that can be read.
 
     One of another model is refused as much as one that is damaged: logged, and done without.
     """
-    if cache_dir is None or not (path := cost_model_path(cache_dir, fingerprint)).exists():
+    if cache_dir is None or not (path := cost_model_path(cache_dir, fingerprint).with_name(name)).exists():
         return None
     try:
         cost = CostModel.read(path)
@@ -130,6 +151,47 @@ def stored_cost_model(cache_dir: Path | None, fingerprint: str) -> CostModel | N
         logger.warning("%s was measured with another model; it is not used", path)
         return None
     return cost
+
+
+TimePrefill = Callable[[int, int], float]
+"""Computes so many new tokens behind so many cached ones, and returns the seconds that took: `(cached, new)`."""
+
+_QUICK_TOKENS = (16, 64, 256, 1024)
+
+
+def measured_quickly(
+    time_prefill: TimePrefill,
+    *,
+    most_tokens: int,
+    most_s: float = 2.0,
+    clock: Callable[[], float] = time.perf_counter,
+    agreed: Callable[[bool], bool] = bool,
+    **about: Any,
+) -> CostModel:
+    """A cost model of few prefills, for a server that starts without one: RAGCache §5.1 profiles a whole table offline.
+
+    New tokens alone, from few to more as long as about `most_s` allow it, then, if they allow it again, behind as many
+    cached ones. No prompt has more than `most_tokens`. Ranks that compute together have `agreed` whether to go on.
+    `about` are the other fields of the model. Beyond its axes times are proportional, so that what attention adds to
+    prompts longer than those measured is left out.
+    """
+    until_s = clock() + most_s
+
+    def row(cached: int, axis: Sequence[int], expected_s: float = 0.0) -> Iterator[float]:
+        for place, new in enumerate(axis):
+            if (place or cached) and not agreed(clock() + expected_s < until_s):
+                return
+            found_s = time_prefill(cached, new)
+            yield found_s
+            expected_s = 2 * found_s * axis[min(place + 1, len(axis) - 1)] / new  # it is run once before it is timed
+
+    alone = tuple(row(0, [new for new in _QUICK_TOKENS if new <= most_tokens] or [most_tokens]))
+    axis = ([new for new in _QUICK_TOKENS if new <= most_tokens] or [most_tokens])[: len(alone)]
+    cached = axis[-1]
+    fits = 2 * cached <= most_tokens
+    behind = tuple(row(cached, axis, 2 * sum(alone))) if fits else ()
+    rows = (alone, behind) if len(behind) == len(alone) else (alone,)
+    return CostModel(cached_tokens=(0, cached)[: len(rows)], new_tokens=tuple(axis), prefill_s=rows, **about)
 
 
 _CACHED_TOKENS = (0, *(1 << power for power in range(9, 19)))

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from chunkweave.planning.plan import KVSource, Pass, Plan
+from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan
 from chunkweave.prompt.parts import PartKind
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, Geometry, SegmentId, Span
@@ -70,6 +70,24 @@ def _visible(first: int, stop: int, window: int | None) -> int:
     return growing + (stop - edge) * (window or 0)
 
 
+def reasons_of(part: PartPlan) -> dict[str, float]:
+    """Why so many tokens of a reused part are computed again, rounded for reports; empty where nothing is scored.
+
+    `overlap` is beta' (Cache-Craft eq. 8), `cci` eq. 11, `cfo` eq. 12, `coverage` the share of the tokens before the
+    part that were before it then too, `generation` of the variant that is reused: 0 was computed whole.
+    """
+    score = part.score
+    if score is None:
+        return {}
+    names = ("overlap", "cci", "cfo", "coverage")
+    return {**{name: round(getattr(score, name), 3) for name in names}, "generation": score.generation}
+
+
+def check_layers_of(plan: Plan) -> tuple[int, ...]:
+    """The layers at which a plan's rules choose among the active tokens (CacheBlend §4.3), ascending."""
+    return tuple(sorted({rule.layer for one in plan.passes for rule in one.keep_top}))
+
+
 _NEUTRAL = "neutral passages"
 _SHOWN_ID = 8
 """Digits of an id that stand for it where its chunk has no name in this prompt."""
@@ -85,6 +103,11 @@ class Stop:
     layer: int
     focused: tuple[Span, ...]
     dropped: tuple[Span, ...]
+
+    @property
+    def layer_if_dropped(self) -> int | None:
+        """`layer`, if there it went on without some tokens."""
+        return self.layer if self.dropped else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ same part would compute it again. It waits instead, where that gives its first t
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from chunkweave.scheduling.queue import ChunkStore
+from chunkweave.store.prefix_trie import PathMatch
 from chunkweave.types import ChunkId, Context
 
 Owner = TypeVar("Owner", bound=Hashable)
@@ -20,17 +20,17 @@ class PartsInProgress(Generic[Owner]):
     A key names a part in the form that a waiting request can use: what names the chunk and its context for an exact
     path, a `ChunkId` for a chunk that serves in any context.
 
-    A request claims parts when it begins to compute and drops each when it can be found in the store. A request that
-    holds a claim never waits. So every wait is for a request that has begun, and no two requests wait for each other.
+    A request claims parts when it begins to compute and drops each when it can be found in the store. Where a request
+    that holds a claim never waits, every wait is for one that has begun, and no two requests wait for each other.
 
     >>> parts = PartsInProgress[str]()
     >>> parts.claim("first", ["a", "b"])
     >>> parts.claim("second", ["b"])
-    >>> parts.owner_of("b")
-    'first'
+    >>> parts.owners_of("b")
+    ('first', 'second')
     >>> parts.release("first")
-    >>> parts.owner_of("a"), parts.owner_of("b")
-    (None, 'second')
+    >>> parts.owners_of("a"), parts.owners_of("b")
+    ((), ('second',))
     """
 
     def __init__(self) -> None:
@@ -48,17 +48,9 @@ class PartsInProgress(Generic[Owner]):
             self._owners.setdefault(key, {})[owner] = None
             self._keys.setdefault(owner, set()).add(key)
 
-    def owner_of(self, key: Hashable) -> Owner | None:
-        """The request that computes a part and claimed it first; None if there is none."""
-        return next(iter(self._owners.get(key, ())), None)
-
     def owners_of(self, key: Hashable) -> tuple[Owner, ...]:
         """All requests that compute a part, the earliest claim first."""
         return tuple(self._owners.get(key, ()))
-
-    def owns(self, owner: Owner) -> bool:
-        """Whether a request computes a part that others may wait for, so that it must not wait itself."""
-        return owner in self._keys
 
     def drop(self, owner: Owner, keys: Iterable[Hashable]) -> None:
         """`owner` has stored these parts, or will not. Keys that it does not hold are ignored."""
@@ -127,18 +119,38 @@ class Saving:
     tokens_left: int = 0
     work_tokens: float = 0.0
 
-    def sooner(self, owner_tokens: int) -> bool:
+    def sooner(self, owner_tokens: int, *, beside: int | None = None) -> bool:
         """Whether waiting gives the first token sooner than computing beside the owner, which has so many tokens left.
 
         Beside each other both are slowed down by the other's tokens, as long as both compute. So the request computes
         for `work + min(owner, work)`, or waits for `tokens_left` and then computes for `work - tokens`. The time that a
-        token takes is the same in both, and so are the tokens of other requests beside them.
+        token takes is the same in both, and so are the tokens of other requests beside them. Where a step is shared
+        otherwise, `beside` are those of the owner's tokens that would slow down the request.
         """
-        return self.tokens > 0 and self.tokens_left - self.tokens <= min(owner_tokens, self.work_tokens)
+        beside_tokens = min(owner_tokens, self.work_tokens) if beside is None else beside
+        return self.tokens > 0 and self.tokens_left - self.tokens <= beside_tokens
+
+
+class Paths(Protocol):
+    """Stored exact paths."""
+
+    def match(self, keys: Iterable[ChunkId]) -> PathMatch:
+        """How far a path is stored."""
+
+
+class Stored(Protocol):
+    """What is stored: exact paths, and chunks in any context."""
+
+    @property
+    def tree(self) -> Paths:
+        """The exact paths."""
+
+    def chunk_tokens(self, chunk: ChunkId) -> int:
+        """Not 0 if a segment of a chunk is stored in any context."""
 
 
 def saving_of(
-    wanted: Wanted, store: ChunkStore, parts: Iterable[PartInProgress], *, without: Collection[ChunkId] = ()
+    wanted: Wanted, store: Stored, parts: Iterable[PartInProgress], *, without: Collection[ChunkId] = ()
 ) -> Saving:
     """What a request saves if it waits until the `parts` that it can take are stored; `without` some chunks.
 

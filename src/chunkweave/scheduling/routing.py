@@ -10,6 +10,7 @@ from itertools import count
 from typing import Protocol
 
 from chunkweave.errors import StoreError, UnknownMethodError, UsageError
+from chunkweave.planning.plan import KVSource
 from chunkweave.scheduling.queue import WEAVES, Listener, Path, share_reused
 from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
@@ -23,9 +24,9 @@ class ReplicaContents:
     """A mirror of one replica's segment store in `budget_tokens` tokens, LRU; of short segments it holds fewer tokens.
 
     It is a guess: where the mirror has a chunk and the replica has not, the choice is worse, and right again once the
-    replica has computed the chunk. `tree` holds the paths that are stored exactly, for orderings; for requests that
-    weave a chunk counts in any context. A `CacheAwareQueue` can use it, with paths from `waiting_path`. Belongs to one
-    thread.
+    replica says what it found (`correct`). `tree` holds the paths that are stored exactly, for orderings; for requests
+    that weave a chunk counts in any context. A `CacheAwareQueue` can use it, with paths from `waiting_path`. Belongs to
+    one thread.
     """
 
     def __init__(self, budget_tokens: int) -> None:
@@ -48,6 +49,11 @@ class ReplicaContents:
     def tokens(self) -> int:
         """Tokens of all segments that are believed to be there."""
         return self._tokens
+
+    @property
+    def budget_tokens(self) -> int:
+        """Most tokens that it holds."""
+        return self._budget_tokens
 
     @property
     def segments(self) -> int:
@@ -84,8 +90,32 @@ class ReplicaContents:
                 self._add(prefix, size, exact=True)
             else:
                 self._add((chunk,), size, exact=False)
-        while self._segments and (self._tokens > self._budget_tokens or self.segments > self._most_segments):
-            self._drop(next(iter(self._segments)))
+        self._fit()
+
+    def correct(
+        self, path: Sequence[ChunkId], tokens: Sequence[int], found: Sequence[KVSource | None], *, weaves: bool
+    ) -> None:
+        """The replica says from what it took each part of a prompt; None: nothing follows for this part.
+
+        What it took is there. What it computed was not: of an exact request an exact segment at this place, of one that
+        `weaves` anything of the chunk. Call it before `note`, which adds what it has stored since.
+        """
+        for place, (chunk, size, source) in enumerate(zip(path, tokens, found, strict=True)):
+            prefix = tuple(path[: place + 1])
+            if source is KVSource.EXACT:
+                self._add(prefix, size, exact=True)
+            elif source is KVSource.REUSED and chunk not in self._of_chunk:
+                self._add((chunk,), size, exact=False)
+            elif source is KVSource.COMPUTED and weaves:
+                self.forget([chunk])
+            elif source is KVSource.COMPUTED and (prefix, True) in self._segments:
+                self._drop((prefix, True))
+
+    def resize(self, budget_tokens: int) -> None:
+        """The replica's store holds so many tokens (at least one is assumed): what was used longest ago is dropped."""
+        self._budget_tokens = max(1, budget_tokens)
+        self._most_segments = max(_LEAST_SEGMENTS, self._budget_tokens // _TOKENS_OF_A_SEGMENT)
+        self._fit()
 
     def forget(self, chunks: Sequence[ChunkId]) -> None:
         """The replica turns out to hold none of these."""
@@ -129,6 +159,10 @@ class ReplicaContents:
         filed = {key: size for segments in self._of_chunk.values() for key, size in segments.items()}
         if filed != self._segments or not all(self._of_chunk.values()):
             raise StoreError("the mirror of a replica has lost a segment of a chunk")
+
+    def _fit(self) -> None:
+        while self._segments and (self._tokens > self._budget_tokens or self.segments > self._most_segments):
+            self._drop(next(iter(self._segments)))
 
     def _add(self, path: Path, size: int, *, exact: bool) -> None:
         key = (path, exact)

@@ -22,8 +22,8 @@ class PathRequest:
 
     `cached_tokens` and `new_tokens` are alpha and beta of RAGCache's Algorithm 1: tokens of the prompt that the stored
     exact prefix covers, and all the others, the question's among them. `reused` are segments beside the path, computed
-    in other contexts, that the request's plan uses. `saved` is what each segment that its plan uses saves, in uses that
-    recompute it whole (`Plan.saved`).
+    in other contexts, that the request's plan uses. `saved` is what each segment that the plan uses adds to its f_r
+    (`Plan.saved`).
     """
 
     stored: tuple[SegmentId, ...]
@@ -92,9 +92,13 @@ def make_policy(name: str, *, prefill_s: PrefillSeconds | None = None) -> Evicti
         UsageError: it cannot be imported.
     """
     build = POLICIES.get(name)
-    takes_cost = prefill_s is not None and "prefill_s" in signature(build).parameters
-    policy: EvictionPolicy = build(prefill_s=prefill_s) if takes_cost else build()
+    policy: EvictionPolicy = build(prefill_s=prefill_s) if prefill_s is not None and weighs_cost(name) else build()
     return policy
+
+
+def weighs_cost(name: str) -> bool:
+    """Whether the policy of that name asks what computing costs. Raises what `make_policy` does."""
+    return "prefill_s" in signature(POLICIES.get(name)).parameters
 
 
 _SLACK = 64

@@ -105,6 +105,14 @@ class TieredStore(Generic[PayloadT]):
         return sum(level.store.budget_bytes for level in self._memory)
 
     @property
+    def room_bytes(self) -> int:
+        """Most bytes that are found, as a slow level may encode them: the largest of memory and the slow levels.
+
+        What is computed goes to all of them, so that the largest has what the others have.
+        """
+        return max(self.budget_bytes, *(level.store.budget_bytes for level in self._slow), 0)
+
+    @property
     def used_bytes(self) -> int:
         """Bytes held in memory now, without those in the write queue."""
         return sum(level.store.used_bytes for level in self._memory)

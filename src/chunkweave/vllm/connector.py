@@ -1,6 +1,7 @@
 """The connector that vLLM makes, one in the scheduler and one in each worker, where its two halves do the work."""
 
 import logging
+from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -15,7 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 from chunkweave.errors import ModelError
 from chunkweave.planning.calibration import stored_calibration
 from chunkweave.planning.method_choice import MethodRequest
-from chunkweave.vllm.model_check import checked_layers, model_fingerprint, model_folder, usual_start
+from chunkweave.vllm.model_check import checked_layers, measured_cost, model_fingerprint, model_folder, usual_start
 from chunkweave.vllm.orders import Holdings, StepOrders, StepResults
 from chunkweave.vllm.plugin import loaded_model
 from chunkweave.vllm.report_socket import ReportSender
@@ -27,6 +28,9 @@ from chunkweave.vllm.weave_queue import Alone, RankAgreement
 from chunkweave.vllm.worker import ConnectorWorker
 
 logger = logging.getLogger("vllm.chunkweave")  # vLLM shows what is logged below its own name
+
+_MEASURED_TOKENS = 2048
+"""Most tokens of a prompt whose prefill is timed at start-up."""
 
 
 class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM has no types
@@ -118,7 +122,9 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         ranks = RankAgreement() if self._vllm_config.parallel_config.tensor_parallel_size > 1 else Alone()
         number = self._vllm_config.parallel_config.data_parallel_index
         fingerprint = model_fingerprint(self._vllm_config)
-        self._worker = ConnectorWorker(layers, fingerprint, self._settings, ranks, replica=number)
+        most_tokens = min(self._vllm_config.scheduler_config.max_num_batched_tokens, _MEASURED_TOKENS)
+        measure = partial(measured_cost, layers, fingerprint, most_tokens, lambda go_on: bool(ranks.least([go_on])[0]))
+        self._worker = ConnectorWorker(layers, fingerprint, self._settings, ranks, replica=number, measure=measure)
         logger.info("chunkweave weaves: %s passed the start-up check", type(loaded_model()).__name__)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:

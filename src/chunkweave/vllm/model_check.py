@@ -6,7 +6,8 @@ rotated to another position and written, equals what vLLM computes at that posit
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from chunkweave.kv.segment import SegmentKV
 from chunkweave.models.anatomy import anatomy_of
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
 from chunkweave.models.huggingface import sliding_windows
+from chunkweave.planning.cost import CostModel, measured_quickly
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, Watch
 from chunkweave.prompt.parts import PartKind, PromptPart
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
@@ -202,6 +204,39 @@ def _check_shift(layers: StockLayers, tables: list[RequestBlocks], ids: torch.Te
     for layer, wanted in enumerate(expected):
         found = layers.paged.read(layer, tables[1].of(layer).slots(shifted))
         _compare(f"KV shifted to another position, layer {layer},", layers, wanted, found)
+
+
+def measured_cost(layers: StockLayers, fingerprint: str, most_tokens: int, agreed: Callable[[bool], bool]) -> CostModel:
+    """What prefill costs by vLLM's own forward, measured in about two seconds (`measured_quickly`).
+
+    Of prompts of at most `most_tokens`, in blocks whose contents are restored afterwards. Call it before there are
+    requests, on all ranks alike.
+    """
+    size = layers.paged.block_size
+    last, groups = layers.paged.num_slots // size, max(layers.paged.groups) + 1
+    count = min((last - 1) // groups, most_tokens // size)
+    blocks = RequestBlocks([range(last - (n + 1) * count, last - n * count) for n in range(groups)], layers.paged)
+
+    def time_prefill(cached: int, new: int) -> float:
+        positions = torch.arange(cached, cached + new, device=layers.device)
+        ids = positions * 7919 % 251 + 3
+        active = layers.activate(positions, blocks)
+        took_s = 0.0
+        for _ in range(2):  # the first one makes code for this number of tokens
+            started_s = time.perf_counter()
+            layers.forward(ids, positions, active)[-1:].cpu()
+            took_s = time.perf_counter() - started_s
+        return took_s
+
+    slots = torch.cat([table.slots(torch.arange(count * size, device=layers.device)) for table in blocks.tables])
+    with layers.paged.preserved(slots), layers.adapters.using(0), torch.inference_mode():
+        return measured_quickly(
+            time_prefill,
+            most_tokens=count * size,
+            agreed=agreed,
+            kv_bytes_per_token=layers.own_geometry.kv_elements_per_token() * layers.dtype.itemsize,
+            fingerprint=fingerprint,
+        )
 
 
 def _compare(what: str, layers: StockLayers, expected: torch.Tensor, found: torch.Tensor) -> None:

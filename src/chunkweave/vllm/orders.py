@@ -87,10 +87,14 @@ class AskedOrder:
 
 @dataclass(frozen=True, slots=True)
 class Holdings(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM has no types
-    """One worker to the scheduler, once, at start-up: what its tiers hold, and whether others fill them too."""
+    """One worker to the scheduler, once, at start-up: what its tiers hold, and whether others fill them too.
+
+    `store_tokens` are those that they have room for; None if that is not known.
+    """
 
     stored: frozenset[ChunkId | SegmentId]
     shared: bool
+    store_tokens: int | None = None
 
 
 @dataclass(slots=True)

@@ -22,6 +22,9 @@ VARIABLE = "CHUNKWEAVE_REPORT_SOCKET"
 REPLICA = "CHUNKWEAVE_REPLICA"
 """Environment variable with the name that a server's counts are kept under, apart from those of other servers."""
 
+STORE_TOKENS = "store_tokens"
+"""Field of a report: for how many tokens the stores of the workers have room, for servers that guess what is there."""
+
 _COUNTS_S = 10.0
 """Prometheus commonly scrapes every 15 s."""
 

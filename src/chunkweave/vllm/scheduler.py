@@ -16,6 +16,8 @@ from typing import Any
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import asks_again, reuses_nothing
 from chunkweave.planning.method_choice import EXACT_METHODS, FIELD, refuse_unknown_keys
+from chunkweave.scheduling.in_progress import Wanted
+from chunkweave.store.prefix_trie import PathMatch
 from chunkweave.store.records import segment_id
 from chunkweave.types import ChunkId, SegmentId
 from chunkweave.vllm.block_hashes import keep_apart
@@ -32,9 +34,10 @@ from chunkweave.vllm.orders import (
     WeaveOrder,
 )
 from chunkweave.vllm.removal import FORGET, RemovalAnswers, RemovalOrder, Removed, removed_chunks
+from chunkweave.vllm.report_socket import STORE_TOKENS
 from chunkweave.vllm.request import Defaults, StoredPart, WeaveRequest, parse
 from chunkweave.vllm.store_events import StoredMirror
-from chunkweave.vllm.waiting import Computation, Part, PartWaits, Wanted
+from chunkweave.vllm.waiting import Computation, PartToStore, PartWaits
 
 logger = logging.getLogger("vllm.chunkweave")
 
@@ -51,11 +54,10 @@ _MOST_REFUSAL_CHARACTERS = 1000
 
 @dataclass(slots=True)
 class _Saving:
-    """A save that was ordered: what it will store, its parts, and the ranks that have not done it."""
+    """A save that was ordered: what it will store, and the ranks that have not done it."""
 
     request_id: str
     stored: tuple[ChunkId | SegmentId, ...]
-    parts: tuple[Part, ...]
     ranks: int
 
 
@@ -102,6 +104,10 @@ class _Tracked:
         """Whether all that vLLM found in its own cache is exact."""
         return self.local <= self.shared
 
+    def missing(self, part: StoredPart) -> int:
+        """How many tokens of a part vLLM did not find in its own cache."""
+        return max(0, part.span.stop - max(part.span.start, self.local))
+
     @property
     def saved_to(self) -> int:
         """Up to where nothing is to be saved: of what is exact in vLLM's own cache the stores may have nothing."""
@@ -111,6 +117,27 @@ class _Tracked:
     def all_saved(self) -> bool:
         """Whether nothing of its prompt is to be saved (any more): true for most steps of its life."""
         return self.outdated or not self.request.kept.kv or self.saved_to >= self.parts[-1].span.stop
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredOf:
+    """What the mirror knows of one request's parts: the `Stored` of `saving_of`."""
+
+    tracked: _Tracked
+    mirror: StoredMirror
+
+    @property
+    def tree(self) -> "_StoredOf":
+        return self
+
+    def match(self, keys: Iterable[ChunkId]) -> PathMatch:  # noqa: ARG002  (they are the request's own)
+        """How far its exact path is stored."""
+        nodes = sum(1 for _ in takewhile(self.mirror.__contains__, self.tracked.segments))
+        return PathMatch(nodes, sum(map(self.tracked.missing, self.tracked.parts[:nodes])))
+
+    def chunk_tokens(self, chunk: ChunkId) -> int:
+        """1 if a segment of a chunk is stored in any context."""
+        return int(chunk in self.mirror)
 
 
 class ConnectorScheduler:
@@ -154,6 +181,8 @@ class ConnectorScheduler:
         self._weaves = True
         self._stores = ranks
         """How many workers have a store: those that weave."""
+        self._store_tokens: Mapping[str, int] = {}
+        """What every report says of the stores."""
         self._shared = False
         self._orders = StepOrders()
         self._refused: dict[str, str] = {}
@@ -173,6 +202,8 @@ class ConnectorScheduler:
         for one in holdings.values():
             self._stored.add(one.stored)
         self._stores = len(holdings)
+        rooms = [one.store_tokens for one in holdings.values() if one.store_tokens is not None]
+        self._store_tokens = {STORE_TOKENS: min(rooms)} if rooms else {}
         self._weaves = self._stores == self._ranks
         self._shared = self._weaves and any(one.shared for one in holdings.values())
 
@@ -240,6 +271,8 @@ class ConnectorScheduler:
         tracked.local = computed
         if tracked.failed:
             return 0
+        if self._waits.still_waits(request.request_id):
+            return None
         weavable = self._weavable_stop(tracked)
         if self._is_to_wait(request.request_id, tracked, weavable):
             return None
@@ -284,20 +317,18 @@ class ConnectorScheduler:
         ratio = max(tracked.request.reuse.recompute_ratio, 1 / PLACED_PER_COMPUTED)
         exact = tracked.exact_method or (not external_tokens and tracked.behind_exact)
         kept = self._kept(tracked) if self._weaves and not tracked.outdated else 0
-        stops: dict[Part, int] = {}
+        parts: list[PartToStore] = []
         weave_tokens = 0.0
-        for number, (part, segment) in enumerate(zip(tracked.parts, tracked.segments, strict=True)):
+        for number, part in enumerate(tracked.parts):
             span = part.span
             woven = external_tokens and local < span.stop <= stop
             if woven:
                 weave_tokens += len(span) * (ratio if part.id in self._stored else 1)
             saved = span.start >= local if woven else span.stop > max(tracked.saved_to, stop if external_tokens else 0)
             if saved and number < kept:
-                stops.setdefault(part.id, span.stop)
-                if exact:
-                    stops[segment] = span.stop
+                parts.append(PartToStore(part.id, part.context, span.stop, exact))
         profiles = tracked.request.kept.profiles and bool(external_tokens)
-        self._waits.begin(request_id, Computation(stops, local, round(weave_tokens), stop, profiles))
+        self._waits.begin(request_id, Computation(parts, local, round(weave_tokens), stop, profiles))
 
     def orders(self, scheduler_output: Any) -> StepOrders:
         """What the workers are to do in this step; call it once a step."""
@@ -361,7 +392,8 @@ class ConnectorScheduler:
             self._orders.cancelled.append(request.request_id)
         elif tracked.saving:
             self._orders.held.append(request.request_id)
-        return bool(tracked.saving) and not tracked.in_flight, {FIELD: tracked.report or self._unreported(tracked)}
+        report = {**(tracked.report or self._unreported(tracked)), **self._store_tokens}
+        return bool(tracked.saving) and not tracked.in_flight, {FIELD: report}
 
     def _remove(self, request: Any, params: Mapping[str, Any]) -> None:
         """Order a removal, have running requests that use it store nothing more, and forget vLLM's own blocks.
@@ -452,20 +484,19 @@ class ConnectorScheduler:
 
     def _is_to_wait(self, request_id: str, tracked: _Tracked, weavable: int) -> bool:
         """Whether a request is to wait for parts that are not stored, and that others compute."""
-        request = tracked.request
+        request, local = tracked.request, tracked.local
         if not len(self._waits) or not self._weaves or reuses_nothing(request.method, request.reuse):
             return False
-        saved_share = 1.0 if tracked.exact_method else 1 - request.reuse.recompute_ratio
-        missing = (
-            Wanted(
-                wanted,
-                round(saved_share * (part.span.stop - max(part.span.start, tracked.local))),
-                part.span.stop <= weavable,
-            )
-            for part, wanted in zip(tracked.parts, self._wanted(tracked), strict=True)
-            if wanted not in self._stored and part.span.stop > tracked.local
+        share = request.choice.recomputed_share
+        wanted = Wanted(
+            [part.id for part in tracked.parts],
+            [tracked.missing(part) for part in tracked.parts],
+            len(request.prompt) - local,
+            None if share is None else 1 - share,
         )
-        return self._waits.waits(request_id, missing, path=tracked.exact_method, profiles=request.kept.profiles)
+        stored = _StoredOf(tracked, self._stored)
+        woven = [part.id for part in tracked.parts if part.span.stop <= weavable]
+        return self._waits.waits(request_id, wanted, stored, woven=woven, profiles=request.kept.profiles)
 
     def _wanted(self, tracked: _Tracked) -> Iterable[ChunkId | SegmentId]:
         """What of each part is of use: anything of its chunk, or with an exact method its segment."""
@@ -489,7 +520,7 @@ class ConnectorScheduler:
             blocks = tuple(map(tuple, self._manager.get_block_ids(request_id)))
             exact = not tracked.woven and tracked.behind_exact
             readable = start if windowed else 0
-            number = self._expect(request_id, tracked, done, exact=exact)
+            number = self._expect(request_id, tracked, done, exact=exact or tracked.exact_method)
             saves.append(
                 SaveOrder(
                     request_id, tracked.request, blocks, tracked.saved, computed, exact, readable, windowed, number
@@ -503,11 +534,11 @@ class ConnectorScheduler:
         kept = self._kept(tracked) if done else 0
         stored: list[ChunkId | SegmentId] = [tracked.parts[at].id for at in done if at < kept]
         stored += [tracked.segments[at] for at in done if exact and at < kept]
-        parts = [one for at in done for one in (tracked.parts[at].id, tracked.segments[at])]
         number = next(self._save_numbers)
         tracked.saving.add(number)
-        self._saving[number] = _Saving(request_id, tuple(stored), tuple(parts), self._ranks)
+        self._saving[number] = _Saving(request_id, tuple(stored), self._ranks)
         self._stored.expect(stored)
+        self._waits.stored(request_id, [tracked.parts[at].id for at in done])
         return number
 
     def _note_saved(self, saved: Mapping[int, int]) -> None:
@@ -518,7 +549,6 @@ class ConnectorScheduler:
                 continue
             del self._saving[number]
             self._stored.settle(saving.stored)
-            self._waits.stored(saving.request_id, saving.parts)
             tracked = self._requests.get(saving.request_id)
             if tracked is not None:
                 tracked.saving.discard(number)

@@ -8,6 +8,7 @@ from typing import Any
 from chunkweave.config import CaptureConfig, PluginConfig, RequestDefaults, ReuseConfig, StoreConfig, WeaveConfig
 from chunkweave.errors import UsageError, unknown_names
 from chunkweave.kv.segment import make_codec
+from chunkweave.planning.cost import given_cost_model
 from chunkweave.settings import Place, by_name, read, settings_at
 from chunkweave.store.eviction import make_policy
 from chunkweave.vllm.request import SETTINGS, VARIANTS, Defaults
@@ -53,6 +54,7 @@ class PluginSettings:
             store = replace(store, cache_dir=store.cache_dir.expanduser())
         make_policy(store.policy)  # refused now, not in every worker
         make_codec(store.codec)
+        given_cost_model(store.cost_model, None)
         requests = {key: given[key] for key in SETTINGS & given.keys() if given[key] is not None}
         requests |= {key: given[key] for key in VARIANTS & given.keys()}
         Defaults.from_config({key: value for key, value in requests.items() if key != "quality"})  # that needs a record

@@ -2,12 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil
 
-from chunkweave.scheduling.in_progress import PartsInProgress
-from chunkweave.types import ChunkId, SegmentId
+from chunkweave.scheduling.in_progress import PartInProgress, PartsInProgress, Stored, Wanted, saving_of
+from chunkweave.types import ChunkId, Context
 
 LEAST_SAVED_TOKENS = 64
 """Tokens that a wait must save: it costs two more steps, and each reads all weights. Assumed, not measured."""
@@ -18,9 +18,6 @@ _LATE = 4
 _STEPS = 8
 """Steps whose time is remembered."""
 
-Part = ChunkId | SegmentId
-"""What a waiting request can use: a chunk computed in any context, or an exact segment."""
-
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -30,16 +27,25 @@ class Pace:
     weave_tokens: int = 256
 
 
+@dataclass(frozen=True, slots=True)
+class PartToStore:
+    """A part that is stored when its request has computed up to position `stop`; `exact` as in `PartInProgress`."""
+
+    chunk: ChunkId
+    context: Context
+    stop: int
+    exact: bool
+
+
 @dataclass(slots=True)
 class Computation:
     """What a request computes, from the first step in which it has blocks.
 
-    `stops` says by part up to which position it has to compute until that part is stored. Below `computed` it has the
-    KV. A weave that has not ended computes `weave_tokens` first, counted as through all layers, and brings the KV up to
-    `woven_to`. `profiles` says that what the parts attend to is stored with them.
+    Below `computed` it has the KV. A weave that has not ended computes `weave_tokens` first, counted as through all
+    layers, and brings the KV up to `woven_to`. `profiles` says that what the parts attend to is stored with them.
     """
 
-    stops: Mapping[Part, int]
+    parts: Sequence[PartToStore] = ()
     computed: int = 0
     weave_tokens: int = 0
     woven_to: int = 0
@@ -47,32 +53,23 @@ class Computation:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A part that is not stored. A request that has it from the store computes `tokens` fewer.
-
-    Without it the request computes them in vLLM's prefill, or in its weave if they are `woven`.
-    """
-
-    part: Part
-    tokens: int
-    woven: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class _Ahead:
-    """What is computed before the parts are there: by which requests, in vLLM's prefills, and in weaves."""
+    """What is computed before some parts are stored: in vLLM's prefills, and in weaves."""
 
-    owners: frozenset[str]
     prefilled_tokens: int
     woven_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prefilled_tokens + self.woven_tokens
 
 
 @dataclass(slots=True)
 class _Wait:
-    """Since when a request waits, and how long for these owners."""
+    """Since when a request waits, for which chunks of which owners, and how long for these."""
 
     since_s: float
-    owners: frozenset[str] = frozenset()
+    owners: dict[ChunkId, str] = field(default_factory=dict)
     until_s: float = 0.0
 
 
@@ -80,7 +77,7 @@ class PartWaits:
     """Owns what requests compute, and since when others wait for it. Called from the scheduler's thread only.
 
     A request waits before it has blocks, for requests that have them. So the owner of a part never waits for a waiter.
-    It asks again in every step: if the owner has ended, failed or was preempted, the first waiter that asks computes.
+    It asks in every step. If the owner has ended, failed or was preempted, the first waiter that asks computes.
     """
 
     def __init__(
@@ -100,7 +97,7 @@ class PartWaits:
         """What a step and a token took lately; decoding and weaves are in it, and so are pauses."""
 
     def __len__(self) -> int:
-        """How many parts are being computed."""
+        """How many chunks are being computed that others may wait for."""
         return len(self._parts)
 
     def __contains__(self, request_id: str) -> bool:
@@ -111,7 +108,7 @@ class PartWaits:
         """A request got blocks."""
         self._waits.pop(request_id, None)
         self._running[request_id] = computation
-        self._parts.claim(request_id, computation.stops)
+        self._parts.claim(request_id, (part.chunk for part in computation.parts))
 
     def step(self, tokens: int) -> None:
         """A step begins that computes so many tokens."""
@@ -131,11 +128,11 @@ class PartWaits:
         """A weave has ended: what it computed is stored, and vLLM computes the rest."""
         if (one := self._running.get(request_id)) is not None:
             one.computed, one.weave_tokens = max(one.computed, one.woven_to), 0
-            self._parts.drop(request_id, [part for part, stop in one.stops.items() if stop <= one.woven_to])
+            self._parts.drop(request_id, [part.chunk for part in one.parts if part.stop <= one.woven_to])
 
-    def stored(self, request_id: str, parts: Iterable[Part]) -> None:
-        """Parts that a request computed are stored, or could not be."""
-        self._parts.drop(request_id, parts)
+    def stored(self, request_id: str, chunks: Iterable[ChunkId]) -> None:
+        """Chunks that a request computed are stored before others are woven, or never."""
+        self._parts.drop(request_id, chunks)
 
     def withhold(self, request_id: str) -> None:
         """Nothing of what a request computes may be stored any more."""
@@ -147,74 +144,82 @@ class PartWaits:
         self._running.pop(request_id, None)
         self._parts.release(request_id)
 
-    def owner_of(self, part: Part, *, profiles: bool = False) -> str | None:
-        """The request that began first to compute a part, with `profiles` if these are needed; None if there is none.
+    def still_waits(self, request_id: str) -> bool:
+        """Whether a request that waits has nothing to decide: its owners all run, and have not stored all of it."""
+        wait = self._waits.get(request_id)
+        if wait is None or not self._is_in_time(wait) or not self._running.keys() >= set(wait.owners.values()):
+            return False
+        return any(owner in self._parts.owners_of(chunk) for chunk, owner in wait.owners.items())
 
-        >>> waits = PartWaits()
-        >>> waits.begin("first", Computation({"chunk": 100}))
-        >>> waits.owner_of("chunk"), waits.owner_of("chunk", profiles=True)
-        ('first', None)
-        """
-        owners = self._parts.owners_of(part)
-        return next((one for one in owners if self._running[one].profiles or not profiles), None)
+    def waits(
+        self, request_id: str, wanted: Wanted, stored: Stored, *, woven: Collection[ChunkId], profiles: bool = False
+    ) -> bool:
+        """Whether a request is to wait for parts that others compute; with `profiles`, if it needs these.
 
-    def waits(self, request_id: str, wanted: Iterable[Wanted], *, path: bool = False, profiles: bool = False) -> bool:
-        """Whether a request is to wait for those of the parts that others compute; with `profiles`, if it needs these.
-
-        Of a `path` no part is of use behind one that nobody computes.
+        `woven` are the chunks that it would compute in a weave if it did not wait; vLLM would prefill the others.
         """
         if request_id in self._running or not self._parts:
             return False
-        found: list[tuple[Wanted, str]] = []
-        for one in wanted:
-            if (owner := self.owner_of(one.part, profiles=profiles)) is not None:
-                found.append((one, owner))
-            elif path:
-                break
-        saved = sum(one.tokens for one, _ in found)
-        if saved < LEAST_SAVED_TOKENS:
+        coming = self._coming(wanted, profiles=profiles)
+        saving = saving_of(wanted, stored, (part for part, _ in coming.values()))
+        if saving.tokens < LEAST_SAVED_TOKENS:
             return False
-        ahead = self._ahead(found)
-        woven = any(one.woven for one, _ in found)
-        return self._is_sooner(saved, ahead, woven=woven) and self._is_in_time(request_id, ahead)
+        ahead = self._ahead([coming[chunk] for chunk in saving.chunks])
+        beside = self._beside(ahead, saving.tokens, woven=not saving.chunks.isdisjoint(woven))
+        if not replace(saving, tokens_left=ahead.tokens).sooner(ahead.tokens, beside=beside):
+            return False
+        now_s = self._clock()
+        wait = self._waits.setdefault(request_id, _Wait(now_s))
+        owners = {chunk: coming[chunk][1] for chunk in saving.chunks}
+        if not owners.items() <= wait.owners.items():
+            wait.owners, wait.until_s = owners, min(now_s + self._late_s(ahead), wait.since_s + self._most_s)
+        return self._is_in_time(wait)
 
-    def _ahead(self, found: Sequence[tuple[Wanted, str]]) -> _Ahead:
-        until: dict[str, int] = {}
-        for one, owner in found:
-            until[owner] = max(until.get(owner, 0), self._running[owner].stops[one.part])
+    def _coming(self, wanted: Wanted, *, profiles: bool) -> dict[ChunkId, tuple[PartInProgress, str]]:
+        """Of each chunk, the part that is computed in the same context, or else the one that was begun first."""
+        coming: dict[ChunkId, tuple[PartInProgress, str]] = {}
+        for number, chunk in enumerate(wanted.chunks):
+            found: list[tuple[PartToStore, str]] = []
+            for owner in self._parts.owners_of(chunk):
+                running = self._running[owner]
+                if running.profiles or not profiles:
+                    found += [(part, owner) for part in running.parts if part.chunk == chunk]
+            context = tuple(wanted.chunks[:number])
+            same = [one for one in found if one[0].exact and one[0].context == context]
+            for part, owner in (same or found)[:1]:
+                left = max(0, part.stop - self._running[owner].computed)
+                coming[chunk] = PartInProgress(chunk, part.context, part.exact, left), owner
+        return coming
+
+    def _ahead(self, coming: Iterable[tuple[PartInProgress, str]]) -> _Ahead:
+        left: dict[str, int] = {}
+        for part, owner in coming:
+            left[owner] = max(left.get(owner, 0), part.tokens_left)
         prefilled = woven = queued = 0
         for name, running in self._running.items():
             queued += running.weave_tokens
-            if name in until:
+            if name in left:
                 woven = queued if running.weave_tokens else woven
-                prefilled += max(0, until[name] - max(running.computed, running.woven_to))
-        return _Ahead(frozenset(until), prefilled, woven)
+                prefilled += max(0, left[name] - max(0, running.woven_to - running.computed))
+        return _Ahead(prefilled, woven)
 
-    def _is_sooner(self, saved: int, ahead: _Ahead, *, woven: bool) -> bool:
-        """Whether the owners' work takes less time than computing the parts once more.
+    def _beside(self, ahead: _Ahead, saved: float, *, woven: bool) -> int:
+        """What the owners compute by the time at which the request would have computed the parts itself.
 
-        Requests share one device, and those that got blocks first are computed first, by vLLM and in the queue of
-        weaves. So what the owners do by the time at which the request would have computed the parts itself delays it by
-        nothing: all their prefills if it is prefilled, all weaves if it is woven, and of the other kind what fits into
-        as many steps. It waits if what they do beyond that is at most what it saves.
+        Requests that got blocks first are computed first, by vLLM and in the queue of weaves: so all their prefills if
+        it is prefilled, all weaves if it is woven, and of the other kind what fits into as many steps.
         """
+        prefill, weave = self._pace.prefill_tokens, self._pace.weave_tokens
         if woven:
-            steps = ceil(saved / self._pace.weave_tokens)
-            return ahead.prefilled_tokens - steps * self._pace.prefill_tokens <= saved
-        steps = ceil(saved / self._pace.prefill_tokens)
-        return ahead.woven_tokens - steps * self._pace.weave_tokens <= saved
+            return ahead.woven_tokens + min(ahead.prefilled_tokens, ceil(saved / weave) * prefill)
+        return ahead.prefilled_tokens + min(ahead.woven_tokens, ceil(saved / prefill) * weave)
 
-    def _is_in_time(self, request_id: str, ahead: _Ahead) -> bool:
-        """Whether a request has not waited too long: several times what is expected of these owners, or `most_s`."""
-        now_s = self._clock()
-        wait = self._waits.setdefault(request_id, _Wait(now_s))
-        if wait.owners != ahead.owners:
-            wait.owners, wait.until_s = ahead.owners, now_s + self._late_s(ahead)
-        return now_s <= min(wait.until_s, wait.since_s + self._most_s)
+    def _is_in_time(self, wait: _Wait) -> bool:
+        return self._clock() <= wait.until_s
 
     def _late_s(self, ahead: _Ahead) -> float:
         """How long the owners may take: what they compute, and two steps around it, as recent steps took."""
         if self._took_s is None:
             return self._most_s
         step_s, token_s = self._took_s
-        return _LATE * ((ahead.prefilled_tokens + ahead.woven_tokens) * token_s + 2 * step_s)
+        return _LATE * (ahead.tokens * token_s + 2 * step_s)

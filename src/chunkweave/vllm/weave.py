@@ -464,6 +464,12 @@ class WeaveJob:
         return [position for span in self._recomputed for position in span.positions()]
 
     @property
+    def stopped_at_layer(self) -> int | None:
+        """From which layer on unfocused chunks are not computed any more; None: no token was dropped."""
+        stops = (one.rows.stop for one in self._passes.values())
+        return next((stop.layer_if_dropped for stop in stops if stop is not None), None)
+
+    @property
     def recompute_work(self) -> int:
         """Reused-chunk tokens that were active, summed over the layers done."""
         return sum(one.recompute_work for one in self._passes.values())

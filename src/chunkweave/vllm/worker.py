@@ -13,10 +13,10 @@ import torch
 from chunkweave.conversation.answer import TokenCounts
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.adaptive_methods import method_for
-from chunkweave.planning.cost import Loading, stored_cost_model, too_slow
+from chunkweave.planning.cost import MEASURED_BY_VLLM, CostModel, Loading, given_cost_model, stored_cost_model, too_slow
 from chunkweave.planning.method import make_method, without
 from chunkweave.planning.method_choice import EXACT_METHODS
-from chunkweave.planning.outcome import recompute_fraction
+from chunkweave.planning.outcome import check_layers_of, reasons_of, recompute_fraction
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.records import SegmentRecord, segment_id
@@ -36,7 +36,7 @@ from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
 from chunkweave.vllm.weave import CapturedParts, Choices, WeaveJob
 from chunkweave.vllm.weave_queue import Alone, PreparedWeave, QueuedWeave, ReadAhead, WeaveQueue
 from chunkweave.weaving.segments import Prefetch, WeavingStore, loading_now
-from chunkweave.weaving.stores import eviction_order, open_store, store_counts
+from chunkweave.weaving.stores import eviction_cost, eviction_order, open_store, store_counts
 
 logger = logging.getLogger("vllm.chunkweave")
 
@@ -76,10 +76,13 @@ class ConnectorWorker:
         ranks: Alone | None = None,
         *,
         replica: int = 0,
+        measure: Callable[[], CostModel] | None = None,
     ) -> None:
         """`fingerprint` is the model's; each of several `ranks` keeps its own share of the heads (None: one alone).
 
-        `replica` is the number of the engine among those that vLLM runs in parallel (`--data-parallel-size`).
+        `replica` is the number of the engine among those that vLLM runs in parallel (`--data-parallel-size`). `measure`
+        says what prefill costs here, for a policy that weighs it, if no `cost_model` is given: what `chunkweave
+        profile` writes into the cache folder are our own engine's times.
         """
         ranks = Alone() if ranks is None else ranks
         self._layers = layers
@@ -88,9 +91,12 @@ class ConnectorWorker:
         self._step_work = settings.step_tokens * self._num_layers
         named = rank_fingerprint(fingerprint, ranks.rank, ranks.size)
         self._streams = streams_of(layers.device)
-        self._store = open_store(settings.store, named, layers.device, self._streams)
+        given = given_cost_model(settings.store.cost_model, fingerprint)
+        kept = settings.store if ranks.size == 1 else replace(settings.store, cache_dir=None)  # all of several measure
+        weighed = eviction_cost(kept, named, given, measure, MEASURED_BY_VLLM)
+        self._store = open_store(settings.store, named, layers.device, self._streams, weighed)
         self._memory = host_memory_for(layers.device, settings.store.most_pinned_bytes)
-        self._cost = stored_cost_model(settings.store.cache_dir, named)
+        self._cost = given or stored_cost_model(settings.store.cache_dir, named)
         self._weaving_store = WeavingStore(
             self._store,
             layers.geometry,
@@ -131,7 +137,8 @@ class ConnectorWorker:
 
     def holdings(self) -> Holdings:
         """What is stored from earlier on, for the scheduler to begin with; call it before the first step."""
-        return Holdings(self._follower.take().added, self._store.shared)
+        bytes_per_token = self._layers.own_geometry.kv_elements_per_token() * self._layers.dtype.itemsize
+        return Holdings(self._follower.take().added, self._store.shared, self._store.room_bytes // bytes_per_token)
 
     def begin(self, orders: StepOrders) -> None:
         """Before vLLM gives blocks of preempted requests to others: copy what is to be kept of them."""
@@ -539,7 +546,10 @@ def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, num_layers: int) -> di
         "recomputed_tokens": counts.recomputed,
         "computed_tokens": counts.computed,
         "recompute_fraction": recompute_fraction(plan, job.recompute_work, num_layers),
+        "check_layers": check_layers_of(plan),
+        "stopped_at_layer": job.stopped_at_layer,
         "local_tokens": order.first,
         "recomputed": recomputed,
         "kv_sources": {str(one): [[span.start, span.stop] for span in plan.spans(one)] for one in KVSource},
+        "reasons": [[part.span.start, reasons] for part in plan.parts if (reasons := reasons_of(part))],
     }

@@ -1,6 +1,8 @@
 """Opens the hierarchy of tiers that a configuration asks for."""
 
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from heapq import nsmallest
@@ -10,8 +12,8 @@ import torch
 
 from chunkweave.config import StoreConfig
 from chunkweave.kv.segment import SegmentSource
-from chunkweave.planning.cost import stored_cost_model
-from chunkweave.store.eviction import PrefillSeconds, make_policy
+from chunkweave.planning.cost import CostModel, cost_model_path, stored_cost_model
+from chunkweave.store.eviction import PrefillSeconds, make_policy, weighs_cost
 from chunkweave.store.level import BackgroundWriter, Level, VariantLimits
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.shared_folder import Tombstones, pinned_segments
@@ -23,13 +25,46 @@ from chunkweave.types import SegmentId
 if TYPE_CHECKING:
     from chunkweave.tiers.device import Streams
 
+logger = logging.getLogger(__name__)
+
 _UNBOUNDED_BYTES = 1 << 62
 _LEAST_QUEUE_BYTES = 64 << 20
 _MOST_QUEUE_BYTES = 1 << 30
 
 
+def eviction_cost(
+    config: StoreConfig, fingerprint: str, known: CostModel | None, measure: Callable[[], CostModel] | None, name: str
+) -> CostModel | None:
+    """What computing costs, for a policy that weighs it (RAGCache §5.1 eq. 2); None for one that does not.
+
+    That is the `known` one if there is any, else what was measured at an earlier start over the same folder, else it is
+    measured now. It is kept in the folder under `name`, apart from what `chunkweave profile` writes there: loading is
+    decided by a profile alone, since nothing is known of tiers here.
+    """
+    if not weighs_cost(config.policy):
+        return None
+    cost = known or stored_cost_model(config.cache_dir, fingerprint, name)
+    if cost is not None or measure is None:
+        return cost
+    started = time.perf_counter()
+    cost = measure()
+    logger.info("prefill was measured for %s in %.1f s", config.policy, time.perf_counter() - started)
+    if config.cache_dir is not None:
+        path = cost_model_path(config.cache_dir, fingerprint).with_name(name)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            cost.save(path)
+        except OSError as error:
+            logger.warning("what prefill costs is not kept in %s: %s", path, error)
+    return cost
+
+
 def open_store(
-    config: StoreConfig, fingerprint: str, device: torch.device, streams: "Streams | None" = None
+    config: StoreConfig,
+    fingerprint: str,
+    device: torch.device,
+    streams: "Streams | None" = None,
+    cost: CostModel | None = None,
 ) -> TieredStore[SegmentSource]:
     """The levels that `config` asks for, from fast to slow: device, host, disk, remote.
 
@@ -41,6 +76,7 @@ def open_store(
         fingerprint: the model's; other models' segments are never seen.
         device: where the model computes; its memory is the device level, unless it is the CPU.
         streams: the device's, where several threads of different streams use the store.
+        cost: what computing costs, for policies that weigh it (`eviction_cost`).
 
     Raises:
         UnknownMethodError: no such eviction policy or codec.
@@ -50,7 +86,6 @@ def open_store(
         max_bytes=min(max(config.host_budget_bytes // 4, _LEAST_QUEUE_BYTES), _MOST_QUEUE_BYTES)
     )
     pinned = frozenset[SegmentId]() if config.cache_dir is None else pinned_segments(config.cache_dir, fingerprint)
-    cost = stored_cost_model(config.cache_dir, fingerprint)
     prefill_s = None if cost is None else cost.prefill
     levels = [*_memory(config, device, prefill_s, streams), *_slow(config, fingerprint, pinned, prefill_s)]
     store = TieredStore(

@@ -18,7 +18,13 @@ from chunkweave_server.backend import Submission
 from chunkweave_server.errors import HttpError
 from chunkweave_server.vllm_backend.fleet import Fleet, Placed, Replica, ReplicaBusyError
 from chunkweave_server.vllm_backend.parsing import AnswerForms, AnswerParser
-from chunkweave_server.vllm_backend.reports import ReportInbox, cached_tokens, reuse_report, shown_report
+from chunkweave_server.vllm_backend.reports import (
+    ReportInbox,
+    cached_tokens,
+    reuse_report,
+    shown_report,
+    what_was_found,
+)
 from chunkweave_server.vllm_backend.shadow import VllmShadow
 from chunkweave_server.vllm_backend.upstream import UpstreamFailedError, UpstreamLostError, failed_reply
 
@@ -249,7 +255,7 @@ class VllmAnswer:
         new_tokens = int(self._usage.get("completion_tokens") or len(choice["token_ids"]))
         report = reuse_report(placed, reported, self._usage, durations, new_tokens)
         cached = cached_tokens(report, reported)
-        context.fleet.served(placed, cached_tokens=cached)
+        context.fleet.served(placed, what_was_found(placed, report, reported))
         self._end_turn(placed, choice)
         context.preparer.answered(self._prepared, placed.arranged)
         shown = shown_report(placed, report, reported)
@@ -297,7 +303,7 @@ async def compute_ahead(
             async with aclosing(placed.replica.upstream.complete(whole, uuid.uuid4().hex)) as stream:
                 async for _ in stream:
                     pass
-            fleet.served(placed, cached_tokens=None)
+            fleet.served(placed, None)
             return placed
         except (UpstreamLostError, UpstreamFailedError) as error:
             await _refuse_if_up(placed.replica, error)

@@ -89,6 +89,10 @@ class VllmCache:
                     "waiting": len(one.queue),
                     "outstanding_tokens": one.outstanding_tokens,
                     "mirror_tokens": one.contents.tokens,
+                    "mirror_budget_tokens": one.contents.budget_tokens,
+                    "prompt_tokens": one.prompt_tokens,
+                    "expected_tokens": one.expected_tokens,
+                    "found_tokens": one.found_tokens,
                     "answered": one.served,
                 }
                 for one in self._context.fleet.replicas

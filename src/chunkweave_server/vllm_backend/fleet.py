@@ -14,6 +14,7 @@ from chunkweave.config import StoreConfig
 from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.ordering.arrangement import COUNTS_FILE, Arranged, Arranger, Promotion
 from chunkweave.planning.adaptive_methods import promoted_length
+from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, is_neutral
 from chunkweave.scheduling.queue import FairQueue, TenantWeights, VirtualTime, Waiting, waiting_path
 from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routing
@@ -32,6 +33,9 @@ _BURST_TOKENS = 4096
 
 
 _POLL_S = 0.1
+
+_NO_STORE = "full"
+"""The method that the connector is not told of (`vllm.request.weave_params`)."""
 
 
 class NoReplicaError(HttpError):
@@ -69,12 +73,26 @@ class Placed:
         return self.arranged.promotion if self.prepared.turn is None else None
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a replica says of one request that it prefilled: from what it took each part of the prompt (None: unknown).
+
+    It had KV of `cached_tokens`, of which it may have computed some again. `store_tokens` are those that its store has
+    room for, if it says so.
+    """
+
+    sources: Sequence[KVSource | None]
+    cached_tokens: int
+    store_tokens: int | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Replica:
     """One vLLM server, or one data-parallel rank of it, as this server sees it.
 
     `running` requests were given to it; `outstanding_tokens` count those that wait for it, too. Others are
-    `handed_through` beside these.
+    `handed_through` beside these. Of the `prompt_tokens` of requests whose report has come, `expected_tokens` were
+    assumed to be cached there, and `found_tokens` were.
     """
 
     name: str
@@ -87,6 +105,9 @@ class Replica:
     handed_through: int = 0
     outstanding_tokens: int = 0
     served: int = 0
+    prompt_tokens: int = 0
+    expected_tokens: int = 0
+    found_tokens: int = 0
     placed: dict[int, Placed] = field(default_factory=dict)
 
 
@@ -249,16 +270,27 @@ class Fleet:
         if not self.running and not self.waiting and self.on_idle is not None:
             self.on_idle()
 
-    def served(self, placed: Placed, *, cached_tokens: int | None) -> None:
+    def served(self, placed: Placed, found: Found | None) -> None:
         """A replica has prefilled a request: from now on it holds its chunks.
 
-        If it found nothing where much was expected, it holds less than was assumed: its assumed contents are dropped.
-        None means that it has not reported what it found.
+        What it `found` corrects what was assumed of it, and its store's size; None: it has not said. Of a request that
+        takes no KV from a store, none is put there either.
         """
+        replica, weaves = placed.replica, placed.prepared.weaves
+        if placed.prepared.choice.method == _NO_STORE:
+            return
         path, sizes = _stored(placed.prompt)
-        contents, weaves = placed.replica.contents, placed.prepared.weaves
-        if placed.expected_tokens > 0 and cached_tokens == 0:
-            contents.forget(path)
+        contents = replica.contents
+        if found is not None:
+            replica.prompt_tokens += len(placed.prompt)
+            replica.expected_tokens += placed.expected_tokens
+            replica.found_tokens += found.cached_tokens
+            if found.store_tokens is not None:
+                contents.resize(min(found.store_tokens, self._fleet.mirror_tokens))
+            continued = frozenset[ChunkId]() if placed.promotion is None else placed.promotion.continued
+            sources = zip(placed.prompt.parts, found.sources, strict=True)
+            stored = [None if part.id in continued else source for part, source in sources if part.id is not None]
+            contents.correct(path, sizes, stored, weaves=weaves)
         if not weaves and placed.promotion is not None and (kept := placed.promotion.kept) is not None:
             head = sum(part.kind is PartKind.SYSTEM for part in placed.prompt.parts)
             known = contents.tree.match(path).nodes - head
@@ -280,6 +312,7 @@ class Fleet:
                 )
             path, sizes = _stored(arranged.prompt)
             cached = replica.contents.cached_tokens(path, sizes, weaves=prepared.weaves)
+            cached = 0 if prepared.choice.method == _NO_STORE else cached
             work = len(arranged.prompt) - cached + prepared.room
             released = asyncio.get_running_loop().create_future()
             options[replica.name] = Placed(replica, prepared, arranged, cached, work, released)
@@ -374,10 +407,18 @@ def fleet_samples(fleet: Fleet, processes: Sequence[VllmProcess], retries: int) 
         ("requests_waiting", "Requests that wait for one here.", lambda one: len(one.queue)),
         ("outstanding_tokens", "Tokens that it has still to compute, by estimate.", lambda one: one.outstanding_tokens),
         ("mirror_tokens", "Tokens that its segment store is assumed to hold.", lambda one: one.contents.tokens),
-        ("requests", "Requests with documents that it answered.", lambda one: one.served),
+        ("mirror_budget_tokens", "Most tokens of that.", lambda one: one.contents.budget_tokens),
     ):
         values = {one.name: float(value(one)) for one in fleet.replicas}
-        yield MetricSample(f"replica_{name}", meaning, values, "replica", counter=name == "requests")
+        yield MetricSample(f"replica_{name}", meaning, values, "replica")
+    for name, meaning, value in (
+        ("requests", "Requests with documents that it answered.", lambda one: one.served),
+        ("prompt_tokens", "Prompt tokens of requests that it has reported on.", lambda one: one.prompt_tokens),
+        ("expected_tokens", "Of these, tokens assumed to be cached there.", lambda one: one.expected_tokens),
+        ("found_tokens", "Of these, tokens that were.", lambda one: one.found_tokens),
+    ):
+        values = {one.name: float(value(one)) for one in fleet.replicas}
+        yield MetricSample(f"replica_{name}", meaning, values, "replica", counter=True)
     if restarts := {one.name: one.restarts for one in processes}:
         yield MetricSample("replica_restarts", "How often it was started again.", restarts, "replica", counter=True)
     yield MetricSample("request_retries", "Requests that were given to a server again.", {"": retries}, counter=True)

@@ -8,7 +8,7 @@ import shutil
 import socket
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from chunkweave.planning.method_choice import FIELD
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt
 from chunkweave.types import Span
-from chunkweave_server.vllm_backend.fleet import Placed
+from chunkweave.vllm.report_socket import STORE_TOKENS
+from chunkweave_server.vllm_backend.fleet import Found, Placed
 
 logger = logging.getLogger(__name__)
 
@@ -168,10 +169,10 @@ _UNKNOWN = ("lookup_s", "load_s", "weave_s", "prefill_flops", "full_prefill_flop
 """What our own engine says of a request and nobody outside vLLM knows."""
 
 
-_BY_PART = ("recomputed", "kv_sources")
-"""What the plug-in says of positions and parts; an answer has it chunk by chunk."""
+_NOT_SHOWN = ("recomputed", "kv_sources", "reasons", STORE_TOKENS)
+"""What the plug-in says of positions and parts, which an answer has chunk by chunk, and of its store."""
 
-_OF_CHUNK = ("source", "kv_source", "tokens", "recomputed_tokens", "rank")
+_OF_CHUNK = ("source", "kv_source", "tokens", "recomputed_tokens", "rank", "reasons")
 
 
 def _woven(report: Report) -> bool:
@@ -201,6 +202,26 @@ def cached_tokens(report: ReuseReport, reported: Report | None) -> int:
     return max(report.prefix_exact_tokens + report.reused_tokens, local)
 
 
+def what_was_found(placed: Placed, report: ReuseReport, reported: Report | None) -> Found:
+    """What an answer tells of its replica's store.
+
+    A part counts by its first token: vLLM takes whole blocks, and computes what is left of a part behind the last one.
+    Without a report vLLM's own count is known: what it did not compute, which of a woven prompt may be anywhere.
+    """
+    cached = report.prefix_exact_tokens
+    if reported is None and placed.prepared.weaves and cached:
+        return Found([None] * len(placed.prompt.parts), cached)
+    reported = reported or {}
+    spans = _spans_by_source(placed.prompt, reported, cached)
+    sources = [_source_of(Span(span.start, span.start + 1), spans) for span in placed.prompt.spans()]
+    room = reported.get(STORE_TOKENS)
+    return Found(
+        [KVSource(source) if source else None for source in sources],
+        cached_tokens(report, reported) + report.recomputed_tokens,
+        None if room is None else int(room),
+    )
+
+
 def reuse_report(
     placed: Placed, reported: Report | None, usage: Mapping[str, Any], durations: Durations, new_tokens: int
 ) -> ReuseReport:
@@ -210,9 +231,10 @@ def reuse_report(
     details = usage.get("prompt_tokens_details") or {}
     local_tokens = int(details.get("cached_tokens") or 0)
     counts = TokenCounts(*tokens_by_source(reported, len(placed.prompt), local_tokens))
-    sources = [PartSource(one) for one in _sources(placed.prompt, said, counts.prefix_exact)]
+    sources = _sources(placed.prompt, said, counts.prefix_exact)
     method, recomputed = str(said.get("method") or choice.method), sorted(said.get("recomputed") or ())
-    outcome = Outcome(method, counts, sources, recomputed)
+    checked, stopped = tuple(said.get("check_layers") or ()), said.get("stopped_at_layer")
+    outcome = Outcome(method, counts, sources, recomputed, checked, stopped)
     report = build_report(placed.arranged, choice, placed.prepared.content, outcome, durations, new_tokens)
     return replace(
         report,
@@ -224,17 +246,18 @@ def reuse_report(
     )
 
 
-def _sources(prompt: Prompt, said: Report, cached: int) -> Iterator[str]:
-    """The source of each part; empty where the plug-in could not send it.
+def _sources(prompt: Prompt, said: Report, cached: int) -> list[PartSource]:
+    """The source of each part, empty where the plug-in could not send it, with the method's reasons."""
+    spans = _spans_by_source(prompt, said, cached)
+    reasons = {start: dict(one) for start, one in said.get("reasons") or ()}
+    return [PartSource(_source_of(span, spans), reasons=reasons.get(span.start, {})) for span in prompt.spans()]
 
-    What vLLM found of a prompt that was not woven lies at its beginning.
-    """
-    spans: Mapping[str, Sequence[Sequence[int]]]
+
+def _spans_by_source(prompt: Prompt, said: Report, cached: int) -> Mapping[str, Sequence[Sequence[int]]]:
+    """Positions by source. What vLLM found of a prompt that was not woven lies at its beginning."""
     if _woven(said):
-        spans = said.get("kv_sources") or {}
-    else:
-        spans = {str(KVSource.EXACT): [(0, cached)], str(KVSource.COMPUTED): [(cached, len(prompt))]}
-    return (_source_of(span, spans) for span in prompt.spans())
+        return said.get("kv_sources") or {}
+    return {str(KVSource.EXACT): [(0, cached)], str(KVSource.COMPUTED): [(cached, len(prompt))]}
 
 
 def _source_of(part: Span, sources: Mapping[str, Sequence[Sequence[int]]]) -> str:
@@ -255,6 +278,6 @@ def _hits(prompt: Prompt, said: Report, cached: int) -> dict[str, int]:
 def shown_report(placed: Placed, report: ReuseReport, reported: Report | None) -> dict[str, Any]:
     """The report in an answer: what the plug-in says but for lists of positions, and what the server knows."""
     ours = {name: value for name, value in report.as_dict().items() if name not in _UNKNOWN}
-    also = {name: value for name, value in (reported or {}).items() if name not in ours and name not in _BY_PART}
+    also = {name: value for name, value in (reported or {}).items() if name not in ours and name not in _NOT_SHOWN}
     chunks = [{name: getattr(chunk, name) for name in _OF_CHUNK} for chunk in report.chunks if chunk.rank is not None]
     return {**ours, **also, "chunks": chunks, "replica": placed.replica.name}

@@ -1,0 +1,79 @@
+"""`chunkweave vllm-serve` with a real vLLM server: what is counted, what leaves first, and what the front assumes."""
+
+import json
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from chunkweave.planning.cost import CostModel
+from chunkweave_server.vllm_backend.process import free_port
+from tests.vllm.fronts import PASSAGES, FrontProcess, ask, front_process
+
+BYTES_PER_TOKEN = 8192
+"""Of the bundled reader in float32."""
+EXACT = {"method": "prefix", "order": "fixed"}
+COUNTED_S = 30
+"""Workers say every ten seconds what their stores count."""
+
+
+def opened(front: FrontProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+
+
+def wait_for(front: FrontProcess, tokens: int, frequency: int) -> dict[str, float]:
+    """By what the worker ranks the segment of a document of so many tokens, once it was asked for so often."""
+    until_s = time.monotonic() + COUNTED_S
+    while True:
+        shown = json.loads(front.get("/v1/cache"))["eviction"]
+        segments = [one for levels in shown.values() for one in levels["host"] if one["behind"]]
+        found = next((one for one in segments if one["tokens"] == tokens and one["frequency"] >= frequency), None)
+        if found is not None:
+            return found
+        assert time.monotonic() < until_s, segments
+        time.sleep(0.5)
+
+
+def tokens_of(told) -> int:
+    (chunk,) = told.model_extra["chunkweave"]["chunks"]
+    return chunk["tokens"]
+
+
+def test_a_request_counts_once_and_costs_what_vllm_takes(tmp_path):
+    """Without a cost model the worker times vLLM's own forward at its start."""
+    with front_process(tmp_path, free_port(), "--policy", "pgdsf", "--host-budget", "256MiB") as front:
+        client = opened(front)
+        document = PASSAGES[1]
+        with ThreadPoolExecutor(6) as threads:
+            list(threads.map(lambda n: ask(client, [document], f"Who leads it, {n}?", reuse=EXACT), range(6)))
+        tokens = tokens_of(ask(client, [document], reuse=EXACT))
+        found = wait_for(front, tokens, 7)
+        assert found["frequency"] == 7
+        assert 0 < found["average_cost_s"] < 0.5, "not a second a token"
+
+
+def test_what_costs_least_a_token_leaves_first_and_the_front_assumes_what_is_there(tmp_path):
+    """RAGCache eq. 1 by a given cost model, by which every prefill takes a second; then a mirror of a small store."""
+    costs = tmp_path / "costs.json"
+    CostModel((0,), (1, 100_000), ((1.0, 1.0),), kv_bytes_per_token=1).save(costs)
+    tokens = 1200
+    options = ("--policy", "pgdsf", "--cost-model", str(costs), "--host-budget", str(tokens * BYTES_PER_TOKEN))
+    with front_process(tmp_path, free_port(), *options) as front:
+        client = opened(front)
+        documents = PASSAGES[1], " ".join(f"{PASSAGES[0]} {number}." for number in range(10))
+        short, long = (tokens_of(ask(client, [document], reuse=EXACT)) for document in documents)
+        cheap, dear = wait_for(front, long, 1), wait_for(front, short, 1)
+        assert cheap["frequency"] == dear["frequency"] == 1
+        assert cheap["priority"] < dear["priority"], "the one that came in last leaves first"
+        assert dear["priority"] == pytest.approx(dear["average_cost_s"])
+        rng, number = random.Random(1), 0
+        for number in range(40):
+            text = f"Report {min(29, int(rng.paretovariate(0.7)) - 1)}. {PASSAGES[2]} {PASSAGES[0]} {PASSAGES[1]}"
+            ask(client, [text], f"Who built it, {number}?", reuse={"method": "cacheblend", "order": "fixed"})
+        (shown,) = json.loads(front.get("/v1/cache"))["replicas"]
+        assert shown["mirror_budget_tokens"] == tokens
+        believed, real = (shown[name] / shown["prompt_tokens"] for name in ("expected_tokens", "found_tokens"))
+        assert 0.1 < real < 0.95, shown
+        assert abs(believed - real) <= 0.05, (believed, real)
