@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from chunkweave import Chunk, Engine, Request, ReuseConfig, SamplingParams, StoreConfig
+from chunkweave.config import CaptureConfig
 from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
 from chunkweave.planning.calibration import BOUNDS, CalibrationRecord, CurvePoint, choose_target
 from chunkweave.planning.cost import CostModel
@@ -263,17 +264,21 @@ def test_an_engine_keeps_the_quality_it_was_made_with(model):
 )
 def test_reports_say_to_what_the_loading_controller_raised_a_budget(model, method, parameter, asked):
     """A token loads in a quarter of the time that it is computed in, and what is prefix-exact is loaded too."""
-    engine = Engine(model, reuse=ReuseConfig(focus=False, **{parameter: asked}))
+    no_variants = CaptureConfig(variant_fraction=None)
+    engine = Engine(model, reuse=ReuseConfig(focus=False, capture=no_variants, **{parameter: asked}))
     engine.precompute(CHUNKS)
     ask = {"question": QUESTION, "chunks": CHUNKS[::-1], "method": method, "max_new_tokens": 1}
     plain = engine.generate(**ask).report
     assert plain.parameters == {parameter: asked, **({"focus": False} if method == "cachecraft" else {})}
-    engine.runner.cost = engine.preparer.cost = CostModel((0,), (1,), ((0.01,),), 1000, {"host": 4e5})
+    engine.runner.cost = CostModel((0,), (1,), ((0.01,),), 1000, {"host": 4e5})
     raised = engine.generate(**ask).report
     assert raised.parameters[parameter] > asked
     again = raised.reused_tokens + raised.recomputed_tokens
     hidden = 0.25 * (again + raised.prefix_exact_tokens)
     assert raised.recomputed_tokens == pytest.approx(hidden, abs=len(CHUNKS))
+    asked_again = Request(QUESTION, CHUNKS[::-1], sampling=SamplingParams(1, temperature=0.0))
+    of_batch = engine.generate_batch([asked_again] * 3, method=method)
+    assert [one.report.parameters[parameter] for one in of_batch] == [asked] * 3, "the others of a batch wait"
 
 
 def test_a_calibrated_answer_is_that_of_the_method_named(model):

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Self, TypedDict, Unpack
@@ -392,7 +393,9 @@ class Engine:
         answers: list[Answer] = []
         with self._core(prepared) as core:
             for request in requests:
-                prepared.append(self.preparer.prepare(request, method_request))  # noqa: PERF401  (those begun must be ended)
+                one = self.preparer.prepare(request, method_request)
+                # The others of a batch wait: they would pay for what hides the loading of this one.
+                prepared.append(replace(one, raisable=one.raisable and len(requests) == 1))
             arrived_s = time.perf_counter()
             inboxes = []
             for number, one in enumerate(prepared):
