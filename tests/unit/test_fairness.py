@@ -68,7 +68,7 @@ class Simulation:
     def __init__(self, *weights: str, **limits: int) -> None:
         config = BatchingConfig(tenant_weight=weights, window=4, **{"kv_tokens": 65536, **limits})
         self.scheduler = Scheduler(
-            KnowledgeTree(["host"]),
+            SimpleNamespace(tree=KnowledgeTree(["host"]), chunk_tokens=lambda _: 0),
             config,
             preempting=lambda one: self.preempted.append(one),
             clock=lambda: self.now_s,
