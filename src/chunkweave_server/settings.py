@@ -390,7 +390,7 @@ def resolve(
     """The server's settings from all sources: flags before environment before file before defaults.
 
     Args:
-        flags: values by name; None means not given.
+        flags: values by name, of those that are given; None is the value of one that is none.
         environment: `CHUNKWEAVE_<NAME>` for each setting.
         file: TOML, or YAML if it is called so; None = what `CHUNKWEAVE_CONFIG` names, if it is set.
         backend: where it is known already; None = what the sources say.
@@ -410,8 +410,7 @@ def resolve(
             variable = PREFIX + name.upper()
             given[name] = (known[name].parse(text, variable), variable)
     for name, value in by_name(flags, known).items():
-        if value is not None:
-            given[name] = (known[name].check(value, known[name].flag), known[name].flag)
+        given[name] = (known[name].check(value, known[name].flag), known[name].flag)
     chosen = backend or given.get("backend", (Backend.ENGINE, ""))[0]
     return _resolved(given | {"backend": (chosen, given.get("backend", (None, "default"))[1])}, chosen)
 

@@ -22,9 +22,16 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_flag_that_is_none_wins_over_a_value_and_a_default():
+    settings = resolve({"max_variants": None, "deadline": None}, {"CHUNKWEAVE_MAX_VARIANTS": "3"}).settings
+    assert settings.store.max_variants is settings.batching.deadline_s is None
+    with pytest.raises(UsageError, match="--port"):
+        resolve({"port": None}, {})
+
+
 def test_flags_win_over_environment_over_file_over_defaults(file: Path):
     environment = {"CHUNKWEAVE_PORT": "9002", "CHUNKWEAVE_MAX_NUM_SEQS": "3", "CHUNKWEAVE_HOST": "::1"}
-    resolved = resolve({"host": "localhost", "port": None}, environment, file)
+    resolved = resolve({"host": "localhost"}, environment, file)
     settings, origins = resolved.settings, resolved.origins
     assert (settings.listen.host, origins["host"]) == ("localhost", "--host")
     assert (settings.listen.port, origins["port"]) == (9002, "CHUNKWEAVE_PORT")
