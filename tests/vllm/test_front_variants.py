@@ -66,7 +66,7 @@ def test_reuse_frequency_keeps_what_saved_most(tmp_path, policy):
         for documents in asked:
             probe.generate(QUESTION, [Chunk(text) for text in documents], max_new_tokens=1)
         budget = probe.store.used_bytes - 1
-    options = (*CACHECRAFT, "--connector", "variant_fraction=none", "--policy", policy, "--host-budget", str(budget))
+    options = (*CACHECRAFT, "--variant-fraction", "none", "--policy", policy, "--host-budget", str(budget))
     with front_process(tmp_path, free_port(), *options) as front:
         reports = [ask(front, *documents) for documents in asked]
         assert [chunk["kv_source"] for chunk in reports[-2]["chunks"]][-2:] == ["prefix-exact", "reused"]
