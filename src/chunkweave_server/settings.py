@@ -150,7 +150,7 @@ class CorpusSettings:
         "is installed, else flat. A corpus keeps the index that it was created with.",
     )
     corpus_flat_chunks: int = setting(
-        10_000, "Most chunks of a corpus created over HTTP that are all compared with a question (flat).", least=1
+        100_000, "Most chunks of a corpus created over HTTP that are all compared with a question (flat).", least=1
     )
 
     def index(self, kind: IndexKind | None = None) -> IndexConfig:

@@ -244,7 +244,7 @@ def test_calibrate_writes_the_record_beside_the_model_and_answers_follow_it(chec
         assert asked.exit_code == 0, asked.output
         report = json.loads(asked.stdout)["answers"][0]["report"]
         assert (report["why"], report["method"]) == (why, method)
-    assert report["parameters"] == {"recompute_ratio": 0.5}
+    assert report["parameters"] == {"recompute_ratio": 0.5, "check_layers": [1]}
 
 
 def test_rounded_weights_are_calibrated_beside_the_others(checkpoint):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from chunkweave import Answer, Engine, Request, SamplingParams
 from chunkweave.engine.runner import Runner
-from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
+from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError, RequestFailedError
 from chunkweave.testing import toy_model
 from tests.integration.test_batching_core import CHUNKS, Driver, alone, asked
 
@@ -234,7 +234,7 @@ def test_whatever_comes_and_goes_every_answer_is_that_of_a_lone_request(sequence
     driver.run()
     answers = []
     for (request, method), inbox in zip(driver.asks, driver.inboxes, strict=True):
-        assert isinstance(inbox.last, Answer | RequestAbortedError | DeadlineError)
+        assert isinstance(inbox.last, Answer | RequestAbortedError | DeadlineError | RequestFailedError)
         if isinstance(inbox.last, Answer):
             assert inbox.last.token_ids == alone(lone, request, method).token_ids
             answers += [inbox.last] if method == "prefix" else []

@@ -53,7 +53,9 @@ requests = st.tuples(
     step_tokens=st.integers(16, 120),
 )
 def test_no_speculation_delays_a_request_by_a_step(engine, arrivals, guesses, max_running, blocks, step_tokens):
-    """With little memory, few places, small steps: every piece of every request comes in the same step as without.
+    """With little memory, few places, small steps: no piece of a request comes in a later step than without.
+
+    It may come in an earlier one: speculations that wait for each other's parts teach the core a pace, too.
 
     Each core has answered before: its first step beside answers is of answers alone, to learn how long that takes, and
     a speculation may teach it that.
@@ -83,7 +85,9 @@ def test_no_speculation_delays_a_request_by_a_step(engine, arrivals, guesses, ma
         driver.run()
         return pieces
 
-    assert steps_of_pieces(True) == steps_of_pieces(False)
+    for own, without in zip(steps_of_pieces(True), steps_of_pieces(False), strict=True):
+        assert len(own) == len(without)
+        assert all(step <= later for step, later in zip(own, without, strict=True))
 
 
 def test_a_speculation_gives_way_and_is_the_same_answer_afterwards(engine):

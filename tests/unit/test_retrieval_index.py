@@ -109,9 +109,9 @@ def test_an_exact_search_has_one_stage_or_a_first_one_that_mostly_names_what_the
 
 
 def test_a_sketch_is_for_searches_that_take_long():
-    assert worth_sketching(20_000, 384, 4)
-    assert not worth_sketching(10_000, 384, 4)
-    assert not worth_sketching(20_000, 384, 1)
+    assert worth_sketching(200_000, 384, 4)
+    assert not worth_sketching(100_000, 384, 4)
+    assert not worth_sketching(200_000, 384, 1)
     assert not worth_sketching(1_000_000, 64, 4), "it would have as many columns"
 
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from chunkweave.errors import DimensionMismatchError, TopKError, UsageError
 
 _USUAL_TOP_K = 6
-_ONE_STAGE_VALUES = 4_000_000
-"""Values of the vectors up to which an exact search is one stage: it takes a millisecond or two."""
+_ONE_STAGE_VALUES = 64_000_000
+"""Values of the vectors up to which an exact search is one stage: some 20 ms, too little to prefill ahead in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ class Sketch:
     def __init__(self, blocks: Sequence[NDArray[np.float32]], *, seed: int = 0) -> None:
         """Of the rows of `blocks`, each `[rows, dimension]`."""
         self._basis = _principal(sampled(blocks, _SKETCH_SAMPLE, seed), _SKETCH_COLUMNS)
-        self._rows = np.empty((0, self._basis.shape[1]), dtype=np.float32)
+        self._blocks: list[NDArray[np.float32]] = []
         self._count = 0
         for block in blocks:
             self.add(block)
@@ -263,21 +263,20 @@ class Sketch:
 
     def add(self, vectors: NDArray[np.float32]) -> None:
         """Append rows `[rows, dimension]`, by the directions that are there."""
-        count = self._count + len(vectors)
-        if count > len(self._rows):
-            grown = np.empty((max(count, 2 * len(self._rows)), self._rows.shape[1]), dtype=np.float32)
-            grown[: self._count] = self._rows[: self._count]
-            self._rows = grown
-        self._rows[self._count : count] = vectors @ self._basis
-        self._count = count
+        self._blocks.append(vectors @ self._basis)
+        self._count += len(vectors)
+        if len(self._blocks) > _SKETCH_BLOCKS:
+            self._blocks = [np.concatenate(self._blocks)]
 
     def nearest(self, query: NDArray[np.float32], count: int) -> NDArray[np.int64]:
         """The `count` rows that seem best, by their number."""
-        scores = self._rows[: self._count] @ (query @ self._basis)
+        short = query @ self._basis
+        scores = np.concatenate([block @ short for block in self._blocks])
         best = np.argpartition(scores, self._count - count)[self._count - count :]
         return np.sort(best).astype(np.int64)
 
 
+_SKETCH_BLOCKS = 256
 _SKETCH_SAMPLE = 1024
 _SKETCH_COLUMNS = 64
 _SKETCH_CANDIDATES = 256
