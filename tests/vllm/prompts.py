@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from chunkweave.planning.method import parameter_of
 from tests.vllm.checkpoints import BOS, FIRST_TOKEN, VOCAB
 from tests.vllm.reference import Piece, Reference
 from tests.vllm.serving import Ask, Served
@@ -38,9 +39,9 @@ class Given:
         return spans
 
     def ask(self, method: str = "prefix", ratio: float | None = None, new_tokens: int = 1, **more: Any) -> Ask:
-        """The request that has this prompt woven."""
+        """The request that has this prompt woven; the ratio is left out where the method takes none."""
         params: dict[str, Any] = {"chunks": self.spans, "method": method, **more}
-        if ratio is not None:
+        if ratio is not None and parameter_of(method) == "recompute_ratio":
             params["recompute_ratio"] = ratio
         return Ask(self.ids, params, new_tokens)
 

@@ -10,7 +10,7 @@ from chunkweave_server.vllm_backend.process import free_port
 from tests.vllm.fronts import PASSAGES, QUESTION, front_process
 
 FIVE = (*PASSAGES, "The mill by the river was built of oak in one summer.", "Nets are mended in the old loft in May.")
-CACHECRAFT = ("--method", "cachecraft", "--connector", "focus=false", "--no-enable-prefix-caching")
+CACHECRAFT = ("--method", "cachecraft", "--no-focus", "--no-enable-prefix-caching")
 """vLLM's own cache, which would answer a prompt that comes again, is off."""
 
 

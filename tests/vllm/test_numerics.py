@@ -107,7 +107,7 @@ BLOCK_BYTES = 32 * 4 * 2 * 2 * 32 * 4
 """A block of 32 tokens: 4 layers of keys and values, 2 heads of 32 dimensions, float32."""
 
 
-def small_device(config, _fingerprint, device, streams) -> TieredStore:
+def small_device(config, _fingerprint, device, streams, _cost) -> TieredStore:
     """The CPU's memory stands in for a GPU's, in which four blocks fit; the rest goes to the host's."""
     budget_bytes = 4 * BLOCK_BYTES
     on_device = SegmentStore(DeviceTier(device, budget_bytes=budget_bytes, streams=streams), budget_bytes=budget_bytes)
