@@ -124,7 +124,7 @@ def test_what_lies_on_the_device_is_woven_from_there_and_the_rest_from_the_host(
         got = served.answer(scenario.prompt.ask("cacheblend", 0.3))[0]
         assert served.worker("chunkweave_check") == [True]
     compare(got, reference.weave(scenario.pieces(reference), "cacheblend", 0.3))
-    assert set(got.report["hits"]) == {"device", "host"}
+    assert set(got.report["hits"]) - {"vllm"} == {"device", "host"}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
