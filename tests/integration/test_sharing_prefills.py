@@ -70,6 +70,15 @@ def test_a_chunk_in_another_place_is_waited_for_by_methods_that_weave():
     assert sources == ["prefix-exact", "reused", "computed", "reused"]
 
 
+@pytest.mark.parametrize(("first", "shared"), [("prefix", 0), ("cachecraft", 1)])
+def test_a_method_that_reads_profiles_waits_only_for_requests_that_store_them(first, shared):
+    driver = Driver(Engine(toy_model("llama")), step_tokens=16)
+    driver.submit(asked([0, 1], 1), first)
+    driver.submit(asked([0, 1], 1), "cachecraft")
+    driver.run()
+    assert driver.core.stats.shared == shared
+
+
 def test_requests_over_other_documents_do_not_wait():
     driver = Driver(Engine(toy_model("llama")), step_tokens=32)
     driver.engine.generate("When?", max_new_tokens=1)  # the system part is stored

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkweave.scheduling.in_progress import PartsInProgress
+from chunkweave.vllm.waiting import PartsInProgress
 
 OWNERS = st.sampled_from("ABC")
 KEYS = st.lists(st.sampled_from("wxyz"), max_size=4)

@@ -15,7 +15,7 @@ from sys import maxsize
 from chunkweave.engine.request_state import RequestQueue, RequestState, RequestStatus
 from chunkweave.errors import StoreError
 from chunkweave.scheduling.budget import LEAST_TOKENS, BatchingConfig, BlockPool, Prefilling, StepPace, TokenBudget
-from chunkweave.scheduling.in_progress import Saving, saving_of
+from chunkweave.scheduling.in_progress import PartInProgress, Saving, saving_of
 from chunkweave.scheduling.queue import DECODED_COST, ChunkStore, StoredTokens, TenantWeights, VirtualTime
 
 _LEAST_SHARE = 1 / 8
@@ -270,6 +270,8 @@ class Scheduler:
         """Those that wait for parts of a running request, by id; they are not in the queue."""
         self.shared = 0
         """How often a request began to wait so."""
+        self._in_progress: dict[RequestState, list[PartInProgress]] = {}
+        """What running requests compute, as far as this round of admission has asked: no prefill advances in it."""
         self._running: list[RequestState] = []  # in the order of admission
         self._preempting = preempting
         self._budget = TokenBudget(tokens=config.step_tokens, max_running=config.max_running)
@@ -313,6 +315,7 @@ class Scheduler:
         Requests are admitted as if there were none that yield, and nothing lent, whose places they take where need be;
         then those that yield and still fit. What waits for parts that are stored by now is in the queue before.
         """
+        self._in_progress.clear()
         for waiting in tuple(self.awaiting.values()):
             if not self._still_awaited(waiting):
                 self._wait_no_longer(waiting)
@@ -401,8 +404,10 @@ class Scheduler:
         if not self._running or not wanted.chunks or request.plan is not None:
             return False
         best, most = None, Saving()
+        needs_profiles = request.prepared.kept.profiles
         for owner in self._running:
-            parts = owner.in_progress if owner.job is not None and (request.yields or not owner.yields) else ()
+            serves = (request.yields or not owner.yields) and (owner.prepared.kept.profiles or not needs_profiles)
+            parts = self._parts_of(owner) if owner.job is not None and serves else ()
             saving = saving_of(wanted, self._store, parts, without=request.waited_for)
             left = 0 if owner.job is None else owner.job.remaining_tokens
             if saving.tokens > most.tokens and saving.sooner(left):
@@ -418,11 +423,16 @@ class Scheduler:
         """Whether the owner still computes what a request waits for."""
         owner = request.owner
         assert owner is not None, "it waits for some request's parts"
-        if any(part.chunk in request.awaited for part in owner.in_progress):
+        if any(part.chunk in request.awaited for part in self._parts_of(owner)):
             return True
         if owner.job is not None or owner.decode is not None:  # it has stored them, if the store took them
             request.waited_for |= request.awaited
         return False
+
+    def _parts_of(self, owner: RequestState) -> list[PartInProgress]:
+        if owner not in self._in_progress:
+            self._in_progress[owner] = owner.in_progress
+        return self._in_progress[owner]
 
     def _wait_no_longer(self, request: RequestState) -> None:
         """A request that waits for parts is back in its place in the queue; others are left alone."""
@@ -533,6 +543,7 @@ class Scheduler:
         if request.decode is not None:
             request.decode.let_go()
         self._running.remove(request)
+        self._in_progress.pop(request, None)
         self.pool.release(request)
 
 

@@ -237,13 +237,13 @@ class Arranger:
         ids = [part.id for part in chunks if part.id is not None]
         places = self._free_order(prompt, first, chunks, tenant) if free else list(range(len(chunks)))
         moved = (*prompt.parts[:first], *(chunks[place] for place in places), *prompt.parts[last:])
-        stands = prompt if places == sorted(places) else Prompt(moved)
+        ordered = prompt if places == sorted(places) else Prompt(moved)
         path = [ids[place] for place in places]
         promotion = self._promotion(prompt.parts[:first], path, self._of(tenant), free=free)
         if counted:
-            self.count(stands, free=free, tenant=tenant)
+            self.count(ordered, free=free, tenant=tenant)
         return Arranged(
-            stands,
+            ordered,
             self._ordering.name if free else ORIGINAL,
             {first + number: place for number, place in enumerate(places)},
             promotion,
@@ -258,7 +258,7 @@ class Arranger:
         return self._ordering.order(Unordered(ids, counts, list(map(len, chunks)), self._tree.at(before)))
 
     def count(self, prompt: Prompt, *, free: bool, tenant: str = "") -> None:
-        """Count a request whose chunks stand as they will be computed; `free` if that was for the arranger to say."""
+        """Count a request whose chunks are in their final order; `free` if that was for the arranger to say."""
         first, last = _chunks_before_the_question(prompt)
         path = [part.id for part in prompt.parts[first:last] if part.id is not None]
         self._of(tenant).note(path, free=free)
@@ -269,7 +269,7 @@ class Arranger:
         """What of `path` comes back, with the request that asks for it counted, and is among the first `path_chunks`.
 
         CRAFT's thresholds are for a free order. RAGCache §8 caches requests of a large top-k as if they had asked for
-        fewer documents. What stands `before` was said earlier, and stays.
+        fewer documents. The parts `before` the chunks are kept in any case.
         """
         kept, continued = self._config.promotion_threshold, self._config.continuation_threshold
         most = self._config.path_chunks

@@ -131,9 +131,9 @@ class PromptBuilder:
     ) -> Prompt:
         """START, SYSTEM, a TURN for each of `history`, the chunks in the order given, QUESTION.
 
-        Parts without tokens are left out. `history` are earlier questions with their answers, as text or as all that
-        stands between two questions; the `history_chunks` of each stand before it. An `exchange` is what stands between
-        the question and its answer, in the place of the template's tail. `system=None` means the template's
+        Parts without tokens are left out. `history` are earlier questions with their answers, as text or as all
+        the text between two questions; the `history_chunks` of each are placed before it. An `exchange` is the text
+        between the question and its answer, in place of the template's tail. `system=None` means the template's
         instruction, `system=""` none. `question=None` makes a prompt to precompute. No chunks is plain generation. A
         `limit` refuses what is far too long before all of it is tokenized.
 

@@ -489,7 +489,7 @@ class SpeculativeAnswer(Generic[EventT]):
         return NotStarted.ONE_STAGE if found.stages == 1 else NotStarted.SHORT
 
     async def aclose(self) -> None:
-        """End what is under way. Idempotent."""
+        """Cancel a prefill that has not ended. Idempotent."""
         self._speculation.abort(self)
         if self._answer is not None:
             await self._answer.aclose()

@@ -75,7 +75,7 @@ class _Tracked:
     `local` are its tokens that vLLM found in its own prefix cache when it was last scheduled, `found` those of the
     first time: after preemption they are its own. `saved` are the positions that need no saving (any more).
     `in_flight` means that workers write into its blocks, `failed` that they could not. `adapter` is the number of its
-    LoRA adapter. `counted` says that workers count it, or that nobody has asked for it. `lookups` counts the workers
+    LoRA adapter. `counted` says that workers count it, or that no client requested it. `lookups` counts the workers
     whose remote lookup has not ended. `parts` are those that can be stored, in order, `segments` what they are called
     if they are exact. Blocks below position `shared` are exact, and not apart from others'. `saving` are the numbers of
     saves that read its blocks yet. `outdated` says that it uses what was removed meanwhile, so that nothing of it is
