@@ -151,9 +151,7 @@ class FrontArena(Arena):
         assert salts, self.told("vLLM was sent another prompt than a lone server sends")
         self.counts["prompts compared"] += 1
         assert Tenant(tenant).salt("") in salts, self.told(f"{tenant} has the salt of another: {salts}")
-        if method == "full":
-            return
-        before = {number for number in numbers if (tenant, number) in self._asked}
+        before = {number for number in numbers if (tenant, number) in self._asked and method != "full"}
         if self.in_step:
             assert bool(reply.report["reused_tokens"] + reply.report["prefix_exact_tokens"]) == bool(before), self.told(
                 f"{tenant} asked {before} before: {reply.report}"
@@ -171,5 +169,4 @@ class FrontArena(Arena):
         self._asked -= {(tenant, number) for number in numbers}
 
     def answered(self, tenant: str, numbers: list[int], question: int, method: str) -> None:
-        if method != "full":
-            self.warmed(tenant, numbers)
+        self.warmed(tenant, numbers)
