@@ -45,7 +45,7 @@ from chunkweave.errors import UsageError
 from chunkweave.fusion.rows import flags_of
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.models.base import LayerwiseModel
-from chunkweave.planning.method import ReuseMethod, make_method, one_pass, prefer_neutral, reuse_every_hit
+from chunkweave.planning.method import ReuseMethod, make_method, one_pass, prefer_mean, reuse_every_hit
 from chunkweave.planning.plan import Plan
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, neutral_id
 from chunkweave.prompt.tokenizer import TextTokenizer
@@ -95,7 +95,7 @@ class Chosen:
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
         """The plan of full reuse with these positions."""
-        return one_pass(self.name, reuse_every_hit(lookup, prefer_neutral), self._positions)
+        return one_pass(self.name, reuse_every_hit(lookup, prefer_mean), self._positions)
 
 
 def replaced(full: Prefilled, reused: Prefilled, keys: torch.Tensor, values: torch.Tensor) -> Prefilled:

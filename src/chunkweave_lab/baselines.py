@@ -22,7 +22,7 @@ from chunkweave.planning.method import (
     changed,
     make_method,
     one_pass,
-    prefer_neutral,
+    prefer_mean,
     required_spans,
     reuse_every_hit,
     reused_spans,
@@ -60,7 +60,7 @@ class RandomTokens:
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
         """One pass over misses, question and the tokens drawn."""
-        parts = reuse_every_hit(lookup, prefer_neutral)
+        parts = reuse_every_hit(lookup, prefer_mean)
         rng = Random(":".join([str(self._seed), *(part.part.id or "" for part in parts)]))
         drawn = [
             position
@@ -87,7 +87,7 @@ class HeavyHitters:
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
         """One pass over misses, question and the heavy hitters of the reused chunks."""
-        parts = reuse_every_hit(lookup, prefer_neutral)
+        parts = reuse_every_hit(lookup, prefer_mean)
         records = {record.id: record for entry in lookup.parts for record in entry.variants}
         hitters = [
             position
@@ -126,7 +126,9 @@ class SetCache:
         for entry in lookup.parts:
             chain = left.get(entry.part.id, []) if entry.part.id is not None else []
             record = chain.pop(0) if chain else None
-            reused = record and PartPlan(entry.part, entry.span, KVSource.REUSED, record.id)
+            reused = record and PartPlan(
+                entry.part, entry.span, KVSource.REUSED, record.id, contexts=len(record.contexts)
+            )
             parts.append(settled_part(entry) or reused or PartPlan(entry.part, entry.span, KVSource.COMPUTED))
         return one_pass(self.name, parts)
 

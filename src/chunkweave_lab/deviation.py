@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from chunkweave.calibration.fidelity import FULL_REUSE, REFERENCE
-from chunkweave.calibration.prompts import Warmth, company_of
+from chunkweave.calibration.prompts import Warming, company_of
 from chunkweave.calibration.summaries import mean_interval, ratio_interval
 from chunkweave.engine.engine import Engine, Progress
 from chunkweave.engine.runner import Prefilled
@@ -85,7 +85,7 @@ def measure_deviations(
     engine: Engine,
     prompts: Sequence[Prompt],
     contenders: Mapping[str, ReuseMethod],
-    warm: Warmth,
+    warm: Warming,
     *,
     count: int,
     recomputing: bool = False,

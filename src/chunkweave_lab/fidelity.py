@@ -26,7 +26,7 @@ from chunkweave.calibration.fidelity import (
     prepare,
     way_of,
 )
-from chunkweave.calibration.prompts import Warmth
+from chunkweave.calibration.prompts import Warming
 from chunkweave.calibration.summaries import FidelitySample
 from chunkweave.config import StoreConfig
 from chunkweave.engine.engine import Engine, Progress
@@ -50,7 +50,7 @@ class FidelityConfig(Comparison):
     """
 
     fractions: tuple[float, ...] = ()
-    also_warm: tuple[Warmth, ...] = ()
+    also_warm: tuple[Warming, ...] = ()
     fit_questions: int = 4
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ def _ways(
     return ways
 
 
-def _named_by_way(methods: Mapping[str, ReuseMethod], warm: Warmth) -> dict[str, ReuseMethod]:
+def _named_by_way(methods: Mapping[str, ReuseMethod], warm: Warming) -> dict[str, ReuseMethod]:
     """The reuse methods under the names of their rows over chunks that were computed so: `query neutral@5%`."""
     named = {}
     for label, method in methods.items():

@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional
 
 from chunkweave.calibration.contenders import make_contenders
-from chunkweave.calibration.prompts import PromptMaker, Warmth, company_of, prefill_and_store
+from chunkweave.calibration.prompts import ContextCorpus, PromptMaker, Warming, Warmth, company_of, prefill_and_store
 from chunkweave.calibration.questions import Example
-from chunkweave.calibration.summaries import FidelitySample, f1
+from chunkweave.calibration.summaries import FidelitySample, f1, has_rouge, rouge_l
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig, StoreConfig
 from chunkweave.conversation.answer import Durations
 from chunkweave.engine.decode import make_report
@@ -51,17 +51,18 @@ class Comparison:
     """What is measured.
 
     Contenders are full prefill, full KV reuse, the noise floor, and the methods as `make_contenders` makes them. Chunks
-    have `chunk_tokens` tokens (0: passages stay whole). `new_tokens` bounds the continuation; answers are decoded
-    freely on the first `free` questions.
+    have `chunk_tokens` tokens (0: passages stay whole); they are the question's own, or what is found `by_retrieval`.
+    `new_tokens` bounds the continuation; answers are decoded freely on the first `free` questions.
     """
 
     methods: tuple[str, ...]
     ratios: tuple[float, ...] = (DEFAULT_RECOMPUTE_RATIO,)
     alphas: tuple[float, ...] = (1.0,)
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
-    warm: Warmth = field(default_factory=Warmth)
+    warm: Warming = field(default_factory=Warmth)
     chunks: int = 6
     chunk_tokens: int = 0
+    by_retrieval: bool = False
     new_tokens: int = 16
     free: int = 40
 
@@ -84,11 +85,15 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One question: its prompt, the tokens of the first answer that counts as right, and all those answers."""
+    """One question: its prompt, the tokens of the first answer that counts as right, and all those answers.
+
+    `corpus` is what its chunks are from.
+    """
 
     prompt: Prompt
     answer_ids: tuple[int, ...]
     answers: tuple[str, ...]
+    corpus: ContextCorpus | None = None
 
 
 def make_tasks(
@@ -113,13 +118,15 @@ def make_tasks(
         chunks=config.chunks,
         chunk_tokens=config.chunk_tokens,
         instruction=instruction,
+        by_retrieval=config.by_retrieval,
     )
+    corpus = ContextCorpus(maker, grouped=not config.by_retrieval)
     tasks = []
     for example in drawn:
         prompt = maker.prompt(example)
         answer_ids = engine.builder.answer_ids(example.answers[0]) if example.answers else ()
         engine.runner.room_for_new_tokens(prompt)
-        tasks.append(Task(prompt, answer_ids, example.answers))
+        tasks.append(Task(prompt, answer_ids, example.answers, corpus))
     return tasks
 
 
@@ -131,9 +138,10 @@ def warm_by_earlier(engine: Engine, earlier: Sequence[Task], progress: Progress 
             progress(done, len(earlier))
 
 
-def prepare(engine: Engine, tasks: Sequence[Task], index: int, warm: Warmth) -> None:
+def prepare(engine: Engine, tasks: Sequence[Task], index: int, warm: Warming) -> None:
     """Put into the store what one task is to find there."""
-    warm.prepare(engine, tasks[index].prompt, company_of([task.prompt for task in tasks], index))
+    task = tasks[index]
+    warm.prepare(engine, task.prompt, company_of([task.prompt for task in tasks], index), task.corpus)
 
 
 FirstToken = Callable[[Prompt], Prefilled]
@@ -192,7 +200,7 @@ class Way:
     `runs` are prefills of a question's prompt, `others` ask from another one, both by the names of their rows.
     """
 
-    warm: Warmth
+    warm: Warming
     engine: Engine
     tasks: Sequence[Task]
     runs: Mapping[str, FirstToken]
@@ -350,6 +358,7 @@ class _Question:
             recompute_fraction=one.recompute_fraction,
             prompt_tokens=one.report.prompt_tokens,
             text=text,
+            rouge_l=None if not (text and answers and has_rouge()) else max(rouge_l(text, one) for one in answers),
         )
 
 

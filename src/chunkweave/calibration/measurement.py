@@ -72,10 +72,11 @@ class CalibrationConfig:
     ratios: tuple[float, ...] = RATIOS
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
     bounds: Mapping[Quality, Bounds] = field(default_factory=lambda: dict(BOUNDS))
-    warm: tuple[Warmth, ...] = (Warmth(WarmBy.NEUTRAL),)
+    warm: tuple[Warmth, ...] = (Warmth(WarmBy.CORPUS),)
     alpha_warm: tuple[Warmth, ...] = (Warmth.parse("contexts:2"),)
     chunks: int = 6
     chunk_tokens: int = 0
+    by_retrieval: bool = False
     new_tokens: int = 16
     seed: int = 1
 
@@ -107,6 +108,7 @@ class CalibrationConfig:
             warm=warm,
             chunks=self.chunks,
             chunk_tokens=self.chunk_tokens,
+            by_retrieval=self.by_retrieval,
             new_tokens=self.new_tokens,
             free=0,
         )

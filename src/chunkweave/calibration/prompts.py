@@ -3,16 +3,20 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from itertools import chain, islice, pairwise
 from random import Random
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from chunkweave.calibration.questions import Example
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.builder import PromptBuilder
+from chunkweave.prompt.contexts import ContextPool, ContextRule
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
+from chunkweave.retrieval.embedders import HashedNgramEmbedder
+from chunkweave.retrieval.indexes import FlatIndex
 from chunkweave.store.records import segment_id
 from chunkweave.types import Chunk
 
@@ -23,7 +27,8 @@ class PromptMaker:
     """Builds the prompts of a benchmark over one data set.
 
     A passage becomes the same chunk in every question that has it: its tokens, then those of the passages that
-    follow it in the data set while it is short, cut at `chunk_tokens`. `chunk_tokens=0` leaves passages as they are.
+    follow it in the data set while it is short, cut at `chunk_tokens`; what is searched for is never filled up.
+    `chunk_tokens=0` leaves passages as they are.
     """
 
     def __init__(
@@ -35,8 +40,11 @@ class PromptMaker:
         chunks: int,
         chunk_tokens: int,
         instruction: str | None = None,
+        by_retrieval: bool = False,
     ) -> None:
         """Take over a data set; `instruction=None` is the template's own.
+
+        Chunks are those of the question, or `by_retrieval` what the corpus's embedder finds in all of the data set.
 
         Raises:
             UsageError: `chunks` or `chunk_tokens` is negative, or the data set has fewer distinct passages than
@@ -51,6 +59,8 @@ class PromptMaker:
         self._instruction = instruction
         self._passages = list({chunk.text: chunk for example in examples for chunk in example.chunks}.values())
         self._places = {chunk.text: place for place, chunk in enumerate(self._passages)}
+        self._embedder = HashedNgramEmbedder() if by_retrieval else None
+        self._index: FlatIndex | None = None
         if len(self._passages) < chunks:
             raise UsageError(f"the data set has {len(self._passages)} passages, but {chunks} chunks are asked for")
 
@@ -66,10 +76,24 @@ class PromptMaker:
         question = parts.pop()
         return Prompt((*parts, *(self._chunk_part(chunk) for chunk in self._chosen(example)), question))
 
+    def parts(self) -> list[PromptPart]:
+        """All chunks of the data set, as they are in prompts."""
+        return [self._chunk_part(chunk) for chunk in self._passages]
+
     def _chosen(self, example: Example) -> list[Chunk]:
+        if self._embedder is not None:
+            return self._retrieved(self._embedder, example.question)
         own = {chunk.text: chunk for chunk in example.chunks}
         others = (chunk for chunk in self._from(example.chunks[-1]) if chunk.text not in own)
         return list(islice(chain(own.values(), others), self._chunks))
+
+    def _retrieved(self, embedder: HashedNgramEmbedder, question: str) -> list[Chunk]:
+        """The passages of the whole data set that are nearest to a question, the best first."""
+        if self._index is None:
+            self._index = FlatIndex(embedder.dimension)
+            self._index.add(embedder.embed_documents([passage.text for passage in self._passages]))
+        found = self._index.search(embedder.embed_query(question), self._chunks)
+        return [self._passages[row] for row in found.rows]
 
     def _chunk_part(self, chunk: Chunk) -> PromptPart:
         if not self._chunk_tokens:
@@ -77,7 +101,7 @@ class PromptMaker:
         token_ids: list[int] = []
         for passage in self._from(chunk):
             token_ids += self._builder.chunk_part(passage).token_ids
-            if len(token_ids) >= self._chunk_tokens:
+            if len(token_ids) >= self._chunk_tokens or self._embedder is not None:
                 cut = tuple(token_ids[: self._chunk_tokens])
                 return PromptPart(PartKind.CHUNK, cut, chunk_id(self._fingerprint, "", cut), chunk.source)
         raise UsageError(f"the data set has {len(token_ids)} tokens of text, less than a chunk of {self._chunk_tokens}")
@@ -107,7 +131,9 @@ class WarmBy(StrEnum):
     INSTRUCTION = "instruction"
     """The instruction."""
     NEUTRAL = "neutral"
-    """The instruction and neutral passages, as `Engine.precompute` does."""
+    """The instruction and neutral passages, as `Engine.precompute` does with `contexts: bundled`."""
+    CORPUS = "corpus"
+    """Other chunks of the data set, the mean over several contexts, as `Engine.precompute` does."""
     CONTEXTS = "contexts"
     """Others: each chunk was in `count` earlier requests with chunks of the same question and of other questions."""
     SOURCES = "sources"
@@ -120,7 +146,24 @@ class WarmBy(StrEnum):
     @property
     def counted(self) -> bool:
         """Whether a number belongs to it."""
-        return self not in (WarmBy.ALONE, WarmBy.INSTRUCTION, WarmBy.NEUTRAL)
+        return self not in (WarmBy.ALONE, WarmBy.INSTRUCTION, WarmBy.NEUTRAL, WarmBy.CORPUS)
+
+
+class Warming(Protocol):
+    """A way to fill the store before a prompt is measured: `Warmth`, or another one of the laboratory's."""
+
+    @property
+    def by(self) -> str:
+        """What a chunk was computed behind."""
+
+    @property
+    def queries(self) -> int:
+        """Questions of the data set that are asked before, to fill the store, and not measured."""
+
+    def prepare(
+        self, engine: Engine, prompt: Prompt, others: Sequence[Prompt] = (), corpus: "ContextCorpus | None" = None
+    ) -> None:
+        """Compute those parts of a prompt that is measured next and are not stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +175,7 @@ class Warmth:
 
     @classmethod
     def parse(cls, text: str) -> "Warmth":
-        """From `alone`, `instruction`, `neutral`, `contexts:N`, `sources:N`, `first:N` or `queries:N`.
+        """From `alone`, `instruction`, `neutral`, `corpus`, `contexts:N`, `sources:N`, `first:N` or `queries:N`.
 
         Raises:
             UsageError: none of them.
@@ -155,12 +198,18 @@ class Warmth:
         """Questions of the data set that are asked before, to fill the store, and not measured."""
         return self.count if self.by is WarmBy.QUERIES else 0
 
-    def prepare(self, engine: Engine, prompt: Prompt, others: Sequence[Prompt] = ()) -> None:
+    def prepare(
+        self, engine: Engine, prompt: Prompt, others: Sequence[Prompt] = (), corpus: "ContextCorpus | None" = None
+    ) -> None:
         """Compute those parts of a prompt that is measured next and are not stored; the others stay meanwhile.
 
-        Nothing where earlier questions of the data set fill the store. Chunks of other questions are those of `others`.
+        Nothing where earlier questions of the data set fill the store. Chunks of other questions are those of `others`,
+        those that chunks are computed behind come from the `corpus`.
         """
         if self.by is WarmBy.QUERIES:
+            return
+        if self.by is WarmBy.CORPUS:
+            compute_in_contexts(engine, prompt, corpus)
             return
         with engine.store.lease(engine.store.lookup(prompt)):
             for request in self._requests(engine, prompt, others):
@@ -176,10 +225,43 @@ class Warmth:
         if self.by is WarmBy.SOURCES:
             return list(_in_company(prompt, others, requests=self.count))
         if self.by is WarmBy.NEUTRAL:
-            opening, own, *_ = _cast(prompt, ())
+            opening, own, *_ = cast_of(prompt, ())
             preamble = engine.preparer.preamble(opening)
             return [Prompt(tuple(opening)), *(Prompt((*preamble, part)) for part in own)]
         return alone_prompts(prompt, behind_instruction=self.by is WarmBy.INSTRUCTION)
+
+
+@dataclass(eq=False)
+class ContextCorpus:
+    """The chunks of a data set. Those of the prompt itself are no contexts where a question was `grouped` with them.
+
+    They would be the prompt's own neighbours by the data set's making, not by retrieval.
+    """
+
+    maker: PromptMaker
+    grouped: bool = False
+
+    @cached_property
+    def pool(self) -> ContextPool:
+        """All chunks, made when they are first asked for."""
+        return ContextPool(self.maker.parts())
+
+    def contexts(self, part: PromptPart, prompt: Prompt, rule: ContextRule) -> list[tuple[PromptPart, ...]]:
+        """What a chunk of the prompt is computed behind."""
+        own = [one.id for one in prompt.parts if one.id is not None] if self.grouped else []
+        return self.pool.contexts(part, rule, without=own)
+
+
+def compute_in_contexts(engine: Engine, prompt: Prompt, corpus: ContextCorpus | None) -> None:
+    """Compute a prompt's chunks as `Engine.precompute` computes a corpus's, as far as they are not stored."""
+    opening, own, *_ = cast_of(prompt, ())
+    rule = engine.preparer.rule or ContextRule()
+    if corpus is None:
+        raise UsageError("these questions have no corpus to compute chunks behind")
+    store_opening(engine, opening)
+    for part in own:
+        for one in engine.preparer.beforehand(part, corpus.contexts(part, prompt, rule), opening=opening):
+            engine.compute(one, profiles=True)
 
 
 def company_of(questions: Sequence[T], index: int) -> list[T]:
@@ -192,7 +274,7 @@ def _in_company(prompt: Prompt, others: Sequence[Prompt], *, requests: int, roun
 
     Drawn with what the chunks are, so the same in every call.
     """
-    opening, own, strangers, rng = _cast(prompt, others)
+    opening, own, strangers, rng = cast_of(prompt, others)
     cuts = [-(-place * len(own) // requests) for place in range(requests + 1)]
     for _ in range(rounds):
         rng.shuffle(own)
@@ -206,7 +288,7 @@ def _in_company(prompt: Prompt, others: Sequence[Prompt], *, requests: int, roun
 
 def _beginning_alike(prompt: Prompt, others: Sequence[Prompt], first: int) -> Iterator[Prompt]:
     """A request that begins with the first chunks of `prompt` and goes on with others', and one with the rest."""
-    opening, own, strangers, rng = _cast(prompt, others)
+    opening, own, strangers, rng = cast_of(prompt, others)
     same, rest = own[:first], own[first:]
     yield Prompt((*opening, *same, *rng.sample(strangers, min(len(strangers), len(rest)))))
     if rest:
@@ -215,7 +297,7 @@ def _beginning_alike(prompt: Prompt, others: Sequence[Prompt], first: int) -> It
         yield Prompt((*opening, *request))
 
 
-def _cast(
+def cast_of(
     prompt: Prompt, others: Sequence[Prompt]
 ) -> tuple[list[PromptPart], list[PromptPart], list[PromptPart], Random]:
     """What opens a prompt, its chunks in order, chunks of others that it has not, and what to draw with."""
@@ -224,6 +306,12 @@ def _cast(
     company = {part.id: part for other in others for part in other.parts if part.kind is PartKind.CHUNK}
     strangers = [part for key, part in company.items() if key not in {part.id for part in own}]
     return opening, own, strangers, Random(" ".join(str(part.id) for part in own))
+
+
+def store_opening(engine: Engine, opening: Sequence[PromptPart]) -> None:
+    """Keep the instruction, unless it is stored."""
+    if opening and opening[-1].id is not None and not engine.store.lookup(Prompt((*opening,))).parts[-1].variants:
+        prefill_and_store(engine, Prompt((*opening,)))
 
 
 def prefill_and_store(engine: Engine, prompt: Prompt) -> None:

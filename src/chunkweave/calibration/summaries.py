@@ -139,8 +139,8 @@ class FidelitySample:
     `kl` has the divergence of its next-token distribution from full prefill's, D_KL(full || contender) in nats, and
     `agrees` whether both expect the same token most, at each position of full prefill's continuation; both are empty
     where the prompt is another one. `answer_nll` is in nats a token of the first right answer. `identical` says whether
-    the continuation came out as full prefill's when it was decoded freely, `text` what it says, and `f1` what that is
-    worth.
+    the continuation came out as full prefill's when it was decoded freely, `text` what it says, and `f1` and `rouge_l`
+    what that is worth beside the right answer that is nearest to it.
     """
 
     kl: tuple[float, ...]
@@ -153,6 +153,7 @@ class FidelitySample:
     recompute_fraction: float | None
     prompt_tokens: int
     text: str | None = None
+    rouge_l: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able, numbers as exact as they are worth."""
@@ -172,11 +173,11 @@ class FidelityRow:
 
     `kl` and `agreement` are means over questions of the mean over positions, `kl_p90` is over all positions.
     `kl_of_full_reuse` is the mean divergence over that of full KV reuse: what is left of its error. `speedup` is the
-    median over questions of full prefill's time to first token by the contender's. `answer_nll_minus_full` and
-    `f1_minus_full` are paired by question, so are their intervals, and those of all others resample questions too:
-    2.5th and 97.5th percentile of 2000 bootstrap samples. `rouge_l_of_full` is ROUGE-L of the free answers against full
-    prefill's own, as Cache-Craft §5.2 has it, where rouge-score is installed. `value` is what its parameter was set to,
-    if it was fitted.
+    median over questions of full prefill's time to first token by the contender's. `answer_nll_minus_full`,
+    `f1_minus_full` and `rouge_l_minus_full` are paired by question, so are their intervals, and those of all others
+    resample questions too: 2.5th and 97.5th percentile of 2000 bootstrap samples. `rouge_l` is that of the free answers
+    against the right ones; `rouge_l_of_full` against full prefill's own, as Cache-Craft §5.2 has it; both where
+    rouge-score is installed. `value` is what its parameter was set to, if it was fitted.
     """
 
     method: str
@@ -201,6 +202,10 @@ class FidelityRow:
     f1_minus_full: float | None = None
     f1_minus_full_low: float | None = None
     f1_minus_full_high: float | None = None
+    rouge_l: float | None = None
+    rouge_l_minus_full: float | None = None
+    rouge_l_minus_full_low: float | None = None
+    rouge_l_minus_full_high: float | None = None
     rouge_l_of_full: float | None = None
     rouge_l_of_full_low: float | None = None
     rouge_l_of_full_high: float | None = None
@@ -251,6 +256,7 @@ def _fidelity_row(
     identical = [one.identical for one in own if one.identical is not None]
     nll = [(a.answer_nll, b.answer_nll) for a, b in pairs if a.answer_nll is not None and b.answer_nll is not None]
     f1 = [(a.f1, b.f1) for a, b in pairs if a.f1 is not None and b.f1 is not None]
+    rouge = [(a.rouge_l, b.rouge_l) for a, b in pairs if a.rouge_l is not None and b.rouge_l is not None]
     texts = [(a.text, b.text) for a, b in pairs if a.text is not None and b.text is not None]
     speedup = median_interval([b.ttft_s / a.ttft_s for a, b in pairs])
     limit = median(one.flops_limit for one in own)
@@ -263,6 +269,7 @@ def _fidelity_row(
         decoded=len(identical),
         answer_nll=_mean([a for a, _ in nll]),
         f1=_mean([a for a, _ in f1]),
+        rouge_l=_mean([a for a, _ in rouge]),
         flops_limit=limit,
         limit_share=speedup.mean / limit,
         ttft_s=median(one.ttft_s for one in own),
@@ -274,6 +281,7 @@ def _fidelity_row(
         **_ends("agreement", [fmean(one.agrees) for one in compared]),
         **_ends("answer_nll_minus_full", [a - b for a, b in nll]),
         **_ends("f1_minus_full", [a - b for a, b in f1]),
+        **_ends("rouge_l_minus_full", [a - b for a, b in rouge]),
         **_ends("rouge_l_of_full", [rouge_l(a, b) for a, b in texts] if has_rouge() else []),
         **_ends("speedup", speedup),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,7 +44,7 @@ from chunkweave.plugins import METHODS
 if TYPE_CHECKING:
     from chunkweave.calibration.fidelity import Task
     from chunkweave.calibration.measurement import CalibrationConfig
-    from chunkweave.calibration.prompts import Warmth
+    from chunkweave.calibration.prompts import Warming
     from chunkweave.engine.engine import Engine
 
 _DOCUMENT_CHUNK_TOKENS = 256
@@ -54,6 +55,34 @@ _BUNDLED_CHUNK_TOKENS = 512
 
 
 _BALANCED, _FAST = BOUNDS[Quality.BALANCED], BOUNDS[Quality.FAST]
+
+
+class PromptsBy(StrEnum):
+    """Whence the chunks of a measured question."""
+
+    GROUPING = "grouping"
+    RETRIEVAL = "retrieval"
+
+
+class Half(StrEnum):
+    """Which questions of a data set may be drawn: to tune on one half and to report the other."""
+
+    BOTH = "both"
+    FIRST = "first"
+    SECOND = "second"
+    ODD = "odd"
+    EVEN = "even"
+
+    def of(self, count: int) -> slice:
+        """Their places among so many; the question at place 0 is an odd one: the first."""
+        first, stop, step = {
+            Half.BOTH: (0, count, 1),
+            Half.FIRST: (0, count // 2, 1),
+            Half.SECOND: (count // 2, count, 1),
+            Half.ODD: (0, count, 2),
+            Half.EVEN: (1, count, 2),
+        }[self]
+        return slice(first, stop, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +116,16 @@ class PromptOptions:
             show_default=f"{_BUNDLED_CHUNK_TOKENS} for bundled documents, else 0",
         ),
     ] = None
+    prompts: Annotated[
+        PromptsBy,
+        typer.Option(
+            help="Which chunks a question is asked over: those that the data set groups with it, or what a search "
+            "finds in all passages, the best first."
+        ),
+    ] = PromptsBy.GROUPING
+    half: Annotated[
+        Half, typer.Option(help="Questions of a half only, by their place; contexts and searches see all passages.")
+    ] = Half.BOTH
     instruction: Annotated[
         str | None, typer.Option(help="Instruction in front of the chunks.", show_default="the model's own")
     ] = None
@@ -109,9 +148,10 @@ class PromptOptions:
             every = dataset_examples(self.dataset, count=count, chunks=self.chunks, seed=seed)
         else:
             every = bundled_examples(count, seed=seed)
-        if len(every) < count:
-            raise UsageError(f"there are {len(every)} questions, but {count} are asked for (--questions, --warm)")
-        return every, Random(seed).sample(every, count)
+        asked = every[self.half.of(len(every))]
+        if len(asked) < count:
+            raise UsageError(f"there are {len(asked)} questions, but {count} are asked for (--questions, --warm)")
+        return every, Random(seed).sample(asked, count)
 
     @property
     def cut_tokens(self) -> int:
@@ -120,6 +160,11 @@ class PromptOptions:
             return 0
         usual = _BUNDLED_CHUNK_TOKENS if self.dataset is None else 0
         return usual if self.chunk_tokens is None else self.chunk_tokens
+
+    @property
+    def by_retrieval(self) -> bool:
+        """Whether chunks are searched for."""
+        return self.prompts is PromptsBy.RETRIEVAL
 
     def _over_documents(self, engine: "Engine", count: int, seed: int) -> list[Example]:
         cut = options.DocumentOptions(chunk_tokens=self.chunk_tokens or _DOCUMENT_CHUNK_TOKENS)
@@ -133,7 +178,8 @@ class PromptOptions:
     @property
     def asked_as(self) -> dict[str, str]:
         """What else is said of how questions were asked."""
-        return {} if self.instruction is None else {"instruction": self.instruction}
+        said = {} if self.instruction is None else {"instruction": self.instruction}
+        return said if self.half is Half.BOTH else {**said, "half": str(self.half)}
 
     @property
     def about(self) -> str:
@@ -198,6 +244,7 @@ class _TargetOptions:
             alpha_warm=tuple(map(Warmth.parse, options.names(self.alpha_warm))),
             chunks=asked.chunks,
             chunk_tokens=asked.cut_tokens,
+            by_retrieval=asked.by_retrieval,
             new_tokens=new_tokens,
             seed=seed,
         )
@@ -218,7 +265,7 @@ def calibrate(
     *,
     targets: _TargetOptions,
     asked: PromptOptions,
-    warm: Annotated[str, typer.Option(help=f"{options.HOW_WARM} Several, separated by commas.")] = "neutral",
+    warm: Annotated[str, typer.Option(help=f"{options.HOW_WARM} Several, separated by commas.")] = "corpus",
     new_tokens: options.NewTokens = 16,
     seed: Annotated[
         int, typer.Option(help="Draws the questions; not 0, so that `bench fidelity` asks others afterwards.")
@@ -226,7 +273,7 @@ def calibrate(
     computed: Annotated[ModelConfig, Only("shape", "adapter", "device", "dtype", "weights")],
     threads: options.Threads = None,
     store: Annotated[StoreConfig, Only("host_budget")],
-    capture: Annotated[CaptureConfig, Only("neutral_tokens", "neutral_file")],
+    capture: Annotated[CaptureConfig, Only("neutral_tokens", "neutral_file", "context_count", "context_tokens")],
     samples: options.Samples = None,
     cache_dir: Annotated[
         Path | None,
@@ -278,7 +325,7 @@ def calibrate(
 def _settings(config: "CalibrationConfig", capture: CaptureConfig) -> dict[str, Any]:
     """What a question's result depends on: all but what is demanded."""
     groups = {warm: {**asdict(group), "warm": warm} for warm, group in config.groups().items()}
-    return {"groups": groups, "seed": config.seed, **neutral_of((*config.warm, *config.alpha_warm), capture)}
+    return {"groups": groups, "seed": config.seed, **computed_behind((*config.warm, *config.alpha_warm), capture)}
 
 
 def _measure(
@@ -413,12 +460,15 @@ def samples_of(contenders: dict[str, Any]) -> dict[str, FidelitySample]:
     return {label: FidelitySample.from_dict(one) for label, one in contenders.items()}
 
 
-def neutral_of(ways: "Sequence[Warmth]", capture: CaptureConfig) -> dict[str, Any]:
-    """What neutral passages chunks are computed behind, if any of the `ways` has some."""
-    if all(warm.by != "neutral" for warm in ways):
+def computed_behind(ways: "Sequence[Warming]", capture: CaptureConfig) -> dict[str, Any]:
+    """What chunks are computed behind, if any of the `ways` computes them as it is done beforehand."""
+    kinds = {warm.by for warm in ways}
+    if not kinds & {"neutral", "corpus"}:
         return {}
     file = None if capture.neutral_file is None else capture.neutral_file.name
-    return {"neutral_tokens": capture.neutral_tokens, "neutral_file": file}
+    contexts = {"context_count": capture.context_count, "context_tokens": capture.context_tokens}
+    neutral = {"neutral_tokens": capture.neutral_tokens, "neutral_file": file}
+    return neutral if "corpus" not in kinds else {**neutral, **contexts}
 
 
 def measured_with(engine: "Engine", drawn: Sequence[Example]) -> dict[str, Any]:

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 HOW_WARM = (
-    "How chunks were computed: `alone`, behind the `instruction`, behind that and `neutral` passages (as beforehand), "
+    "How chunks were computed: `alone`, behind the `instruction`, behind that and `neutral` passages, in contexts of "
+    "their `corpus` (the mean over several, as beforehand), "
     "`contexts:N` each in N requests with others, `sources:N` each in one of N requests, `first:N` in one that begins "
     "with a question's first N chunks, `queries:N` by N earlier requests."
 )

@@ -13,7 +13,7 @@ from rich.table import Table
 from chunkweave.calibration.results import QuestionLog
 from chunkweave.calibration.summaries import FidelityRow, FidelitySample, summarize_fidelity
 from chunkweave.cli import options
-from chunkweave.cli.calibrate import PromptOptions, measured_with, neutral_of, samples_of
+from chunkweave.cli.calibrate import PromptOptions, computed_behind, measured_with, samples_of
 from chunkweave.cli.console import Output, check_writable, progress, seconds, stderr, table_of
 from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_blocks
 from chunkweave.config import CaptureConfig, PluginConfig, ReuseConfig, StoreConfig, Weights
@@ -84,7 +84,7 @@ def fidelity(
     ] = 0,
     samples: options.Samples = None,
     store: Annotated[StoreConfig, Only("host_budget", "cache_dir", "codec")],
-    capture: Annotated[CaptureConfig, Only("neutral_tokens", "neutral_file")],
+    capture: Annotated[CaptureConfig, Only("neutral_tokens", "neutral_file", "context_count", "context_tokens")],
     plot: Annotated[Path | None, typer.Option(help="Draw divergence against speed-up into this PNG.")] = None,
     figures: Annotated[
         Path | None,
@@ -104,10 +104,10 @@ def fidelity(
     model.named()
     model.bound_threads()
     from chunkweave.calibration.fidelity import make_tasks, warm_by_earlier
-    from chunkweave.calibration.prompts import Warmth
+    from chunkweave_lab.contexts import ContextWarmth
     from chunkweave_lab.fidelity import Base, FidelityConfig, judges_of
 
-    first, *also_warm = map(Warmth.parse, options.names(warm) or ("",))
+    first, *also_warm = map(ContextWarmth.parse, options.names(warm) or ("",))
     config = FidelityConfig(
         methods=options.names(methods),
         ratios=values.ratios,
@@ -118,6 +118,7 @@ def fidelity(
         also_warm=tuple(also_warm),
         chunks=asked.chunks,
         chunk_tokens=asked.cut_tokens,
+        by_retrieval=asked.by_retrieval,
         new_tokens=new_tokens,
         free=free,
     )
@@ -140,7 +141,7 @@ def fidelity(
         if base is not None:
             origin["reference"] = model.base().name
         ways: dict[str, Any] = {"warm": str(config.warm), "also_warm": [*map(str, config.also_warm)]}
-        whole = {**asdict(config), **ways, **neutral_of((first, *also_warm), capture), **origin}
+        whole = {**asdict(config), **ways, **computed_behind((first, *also_warm), capture), **origin}
         del whole["reuse"]["capture"]  # nothing measured is stored
         log = QuestionLog(samples, {**whole, "seed": model.seed, **measured_with(engine, drawn)})
         if len(log):
