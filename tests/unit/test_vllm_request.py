@@ -14,9 +14,18 @@ from chunkweave.planning.calibration import BOUNDS, CalibrationRecord, Quality, 
 from chunkweave.planning.method import make_method
 from chunkweave.planning.method_choice import MethodChooser, MethodRequest, Why
 from chunkweave.plugins import METHODS
-from chunkweave.prompt.parts import PartKind, chunk_id, neutral_id
+from chunkweave.prompt.contexts import MOST_CONTEXTS, MeanShare
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, neutral_id
 from chunkweave.types import Span
-from chunkweave.vllm.request import REQUEST_FIELDS, Defaults, WeaveRequest, parse, promotion_params, to_params
+from chunkweave.vllm.request import (
+    REQUEST_FIELDS,
+    Defaults,
+    WeaveRequest,
+    parse,
+    promotion_params,
+    to_params,
+    weave_params,
+)
 from tests.unit.test_planning import GEOMETRY, make_lookup
 
 BOS = 1
@@ -223,6 +232,30 @@ FINE = {"chunks": [[3, 6]]}
         ({**FINE, "method": "query:late", "query": {"tail": 2}}, "method 'query:late' sets query already"),
         ({**FINE, "query": {"tail": 2}}, "query can only be given with a method that takes it"),
         ({**FINE, "query": {"rounds": 3}}, "there are 1 or 2 rounds, not 3"),
+        *(
+            ({**FINE, "mean": mean}, "mean must be an object such as {'group': 'a name', 'of': 4}")
+            for mean in (3, "a", [["group", "a"], ["of", 4]], {}, {"group": "a"}, {"group": "a", "of": 4, "by": 1})
+        ),
+        *(
+            ({**FINE, "mean": {"group": group, "of": 4}}, "mean.group must be a text of at most 200 characters")
+            for group in (None, 7, "", "x" * 201, ["a"])
+        ),
+        *(
+            ({**FINE, "mean": {"group": "a", "of": count}}, f"mean.of must be between 1 and {MOST_CONTEXTS}")
+            for count in (0, -1, MOST_CONTEXTS + 1)
+        ),
+        ({**FINE, "mean": {"group": "a", "of": "4"}}, "mean.of must be a whole number, not '4'"),
+        ({**FINE, "mean": {"group": "a", "of": True}}, "mean.of must be a whole number, not True"),
+        ({**FINE, "mean": {"group": "a", "of": 1, "anew": 1}}, "mean.anew must be true or false, not 1"),
+        *(
+            ({**fields, "mean": {"group": "a", "of": 4}}, "mean needs method 'full-reuse', and a prompt that ends with")
+            for fields in (
+                {"chunks": [[3, 6], [6, 9]]},
+                {"chunks": [[3, 6], [6, 9]], "method": "prefix"},
+                {"chunks": [[3, 6], [6, 9]], "method": "cacheblend"},
+                {"chunks": [[3, 6], [6, 8]], "method": "full-reuse"},
+            )
+        ),
     ],
     ids=repr,
 )
@@ -241,8 +274,8 @@ JSON = st.recursive(
 
 
 FIELDS = ["chunks", "start_tokens", "method", "quality", "recompute_ratio", "seed", "alpha", "focus", "query", "x"]
-FIELDS += ["promoted", "continued"]
-QUERY = ["tail", "layers", "over_heads", "factor", "rounds", "until"]
+FIELDS += ["promoted", "continued", "mean"]
+QUERY = ["tail", "layers", "over_heads", "factor", "rounds", "until", "group", "of"]
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON | st.dictionaries(st.sampled_from(QUERY), JSON | st.just("late"))))
@@ -327,6 +360,32 @@ def test_the_salt_keeps_apart_what_differs_in_chunks_method_or_own_salt():
     assert len({base.salt, *others}) == len(others) + 1
 
 
+SHARE = {"chunks": [[3, 6], [6, 9]], "method": "full-reuse", "mean": {"group": "a name", "of": 4}}
+
+
+def test_of_one_for_a_mean_no_part_is_kept_and_no_other_request_takes_its_blocks():
+    share, plain = read(SHARE), read({name: value for name, value in SHARE.items() if name != "mean"})
+    assert (share.mean, plain.mean) == (MeanShare("a name", 4), None)
+    assert share.kept_parts(lambda _: False) == []
+    assert len(plain.kept_parts(lambda _: False)) == len(list(share.stored_parts())) == 3
+    assert share.prompt == plain.prompt
+    assert share.salt != plain.salt
+
+
+@pytest.mark.parametrize(("count", "anew"), [(1, False), (MOST_CONTEXTS, True)])
+def test_what_the_front_sends_for_a_mean_is_what_the_plug_in_reads(count, anew):
+    parts = [(PartKind.START, (BOS,)), (PartKind.SYSTEM, (11, 12)), (PartKind.CHUNK, (21, 22, 23))]
+    parts.append((PartKind.CHUNK, (31, 32)))
+    prompt = Prompt(
+        tuple(PromptPart(kind, ids, None if kind is PartKind.START else chunk_id("m", "", ids)) for kind, ids in parts)
+    )
+    share = MeanShare("x" * 200, count, anew=anew)
+    sent = weave_params(prompt, MethodChooser().choose(MethodRequest.of("full-reuse")), None, mean=share)
+    got = read(json.loads(json.dumps(sent)), prompt.token_ids)
+    assert (got.mean, got.method) == (share, "full-reuse")
+    assert kinds(got) == [(kind, ids) for kind, ids in parts]
+
+
 def test_what_can_be_stored_are_system_and_chunks_with_what_came_before_them():
     request = read({"chunks": [[3, 6], [6, 8]]})
     system, first, second = request.stored_parts()
@@ -404,6 +463,7 @@ EFFECTS = {
     "at_least": lambda _: {"at_least": False},
     "promoted": lambda _: {"promoted": [0]},
     "continued": lambda _: {"continued": [0]},
+    "mean": lambda _: {"mean": {"group": "a name", "of": 4}},
 }
 """By field, what a request says with it; it says less without."""
 
@@ -418,11 +478,11 @@ def test_every_field_that_a_request_may_have_is_crossed_with_every_method():
 @pytest.mark.parametrize("field", sorted(REQUEST_FIELDS))
 def test_each_field_has_an_effect_with_each_method_or_is_refused(field, method):
     """Of a parameter it is the plan that differs, of the others what is read."""
-    plain = {"chunks": [[3, 6], [6, 8]], "method": method}
+    plain = {"chunks": [[3, 6], [6, 9 if field == "mean" else 8]], "method": method}
     without, given = read(plain), {**plain, **EFFECTS[field](method)}
     parameter = field in {"recompute_ratio", "check_layers", "alpha", "focus", "seed", "query"}
     taken = field in without.choice.parameters and not (field == "query" and ":" in method)
-    if field == "quality" or (parameter and not taken):
+    if field == "quality" or (parameter and not taken) or (field == "mean" and method != "full-reuse"):
         with pytest.raises(UsageError, match=field):
             read(given)
     elif parameter:

@@ -79,23 +79,14 @@ class Reference:
         self, pieces: Sequence[Piece], method: str, ratio: float, *, chosen: Sequence[int] = (), check_layer: int = 1
     ) -> Woven:
         """One prompt made of `pieces`; `chosen` are the positions that `random` drew."""
-        ids = [token for piece in pieces for token in piece.token_ids]
-        keys, values = self._empty(len(ids))
-        active = [True] * len(ids)
+        ids, keys, values, active = self._laid_out(pieces)
         reused: list[int] = []
         heads: list[int] = []
         at = 0
         for piece in pieces:
             span = range(at, at + len(piece.token_ids))
             at = span.stop
-            if piece.stored is None:
-                continue
-            by = span.start - piece.stored.start
-            keys[:, span] = torch.stack([self.turn(layer, own, by) for layer, own in enumerate(piece.stored.keys)])
-            values[:, span] = piece.stored.values
-            for position in span:
-                active[position] = False
-            if not piece.exact:
+            if piece.stored is not None and not piece.exact:
                 reused += span
                 heads += list(span)[: ceil(ratio * len(span))]
         start = {"epic": heads, "random": list(chosen), "cacheblend": reused if ratio else []}.get(method, [])
@@ -106,6 +97,34 @@ class Reference:
         _, _, (last, final) = self._compute(ids, keys, values, active, candidates, check_layer, count)
         recomputed = [position for position in final if position in set(reused)]
         return Woven(torch.log_softmax(self._logits(last), -1), recomputed)
+
+    def stored_behind(self, pieces: Sequence[Piece]) -> Stored:
+        """The KV of the last of `pieces`, computed behind the others as they are stored."""
+        ids, keys, values, active = self._laid_out(pieces)
+        keys, values, _ = self._compute(ids, keys, values, active, [], None)
+        start = len(ids) - len(pieces[-1].token_ids)
+        return Stored(keys[:, start:], values[:, start:], start)
+
+    def mean(self, computed: Sequence[Stored]) -> Stored:
+        """The mean of a chunk's KV, keys without the rotation to where each was computed."""
+        unturned = [
+            torch.stack([self.turn(layer, own, -one.start) for layer, own in enumerate(one.keys)]) for one in computed
+        ]
+        return Stored(torch.stack(unturned).mean(0), torch.stack([one.values for one in computed]).mean(0), 0)
+
+    def _laid_out(self, pieces: Sequence[Piece]):
+        """The tokens, the KV of what is stored at its new places, and which positions are to be computed."""
+        ids = [token for piece in pieces for token in piece.token_ids]
+        keys, values = self._empty(len(ids))
+        active: list[bool] = []
+        for piece in pieces:
+            span = range(len(active), len(active) + len(piece.token_ids))
+            active += [piece.stored is None] * len(span)
+            if piece.stored is not None:
+                by = span.start - piece.stored.start
+                keys[:, span] = torch.stack([self.turn(layer, own, by) for layer, own in enumerate(piece.stored.keys)])
+                values[:, span] = piece.stored.values
+        return ids, keys, values, active
 
     def turn(self, layer: int, keys: torch.Tensor, by: int | torch.Tensor) -> torch.Tensor:
         """A layer's keys `[tokens, heads, head_dim]` that many positions on; each pair of dims is a complex number."""

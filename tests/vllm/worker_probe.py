@@ -59,6 +59,20 @@ class WorkerProbe:
             for record in records
         }
 
+    def chunkweave_sources(self) -> list[dict[str, Any]]:
+        """Of each segment, what it was computed behind, and all that was read for it."""
+        return [
+            {
+                "tokens": list(record.token_ids),
+                "contexts": len(record.contexts),
+                "neutral": record.neutral,
+                "exact": record.exact,
+                "profile": record.attention is not None,
+                "sources": sorted(record.sources),
+            }
+            for record in _store().records()
+        ]
+
     def chunkweave_check(self) -> bool:
         """The store's own invariants; raises if one does not hold."""
         _store().check()

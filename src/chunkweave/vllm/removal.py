@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from chunkweave.errors import NotRemovedError, UsageError
 from chunkweave.planning.method_choice import checked_whole, refuse_unknown_keys
 from chunkweave.prompt.parts import chunk_id
+from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId
 from chunkweave.vllm.request import chunk_salt
 
@@ -22,6 +23,7 @@ FORGET = "forget"
 """The field of a request that is such a command. Its value is `{"chunks": ..., "start": ...}` or `EVERYTHING`."""
 
 EVERYTHING = "everything"
+FIRST_PASSES = "first_passes"
 _TOKEN_BITS = 32
 
 
@@ -29,12 +31,14 @@ _TOKEN_BITS = 32
 class RemovalOrder:
     """Scheduler to workers: remove what is stored of `chunks` (None: everything), on every tier.
 
-    From now on nothing is stored of what these running `requests` compute: they use what is removed.
+    From now on nothing is stored of what these running `requests` compute: they use what is removed. With
+    `first_passes` it is only what of the chunks was computed behind neutral passages.
     """
 
     request_id: str
     chunks: frozenset[ChunkId] | None
     requests: frozenset[str] = frozenset()
+    first_passes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +77,21 @@ class Removed:
             raise UsageError(str(said or "the plug-in has not answered")) from error
 
 
-def removal_params(chunks: Iterable[Sequence[int]] | None, start: Sequence[int]) -> dict[str, Any]:
-    """The command that removes chunks with these tokens (None: everything), sent in prompts that begin with `start`."""
+def removal_params(
+    chunks: Iterable[Sequence[int]] | None, start: Sequence[int], *, first_passes: bool = False
+) -> dict[str, Any]:
+    """The command that removes chunks with these tokens (None: everything), sent in prompts that begin with `start`.
+
+    With `first_passes` it is what `RemovalOrder` says.
+    """
     if chunks is None:
         return {FORGET: {EVERYTHING: True}}
-    return {FORGET: {"chunks": [list(ids) for ids in chunks], "start": list(start)}}
+    return {FORGET: {**chunks_params(chunks, start), **({FIRST_PASSES: True} if first_passes else {})}}
+
+
+def chunks_params(chunks: Iterable[Sequence[int]], start: Sequence[int]) -> dict[str, Any]:
+    """What names chunks by their tokens in a command."""
+    return {"chunks": [list(ids) for ids in chunks], "start": list(start)}
 
 
 def removed_chunks(given: Any, *, fingerprint: str, salt: str, start: tuple[int, ...]) -> frozenset[ChunkId] | None:
@@ -88,17 +102,26 @@ def removed_chunks(given: Any, *, fingerprint: str, salt: str, start: tuple[int,
     """
     if not isinstance(given, Mapping):
         raise UsageError(f"{FORGET} must be an object such as {{'chunks': [[5, 6, 7]]}}")
-    refuse_unknown_keys(given, {"chunks", "start", EVERYTHING})
+    refuse_unknown_keys(given, {"chunks", "start", EVERYTHING, FIRST_PASSES})
     if EVERYTHING in given:
         if given != {EVERYTHING: True}:
             raise UsageError(f"{EVERYTHING} must be true, and alone")
         return None
+    return frozenset(named_chunks(given, fingerprint=fingerprint, salt=salt, start=start))
+
+
+def named_chunks(given: Mapping[str, Any], *, fingerprint: str, salt: str, start: tuple[int, ...]) -> list[ChunkId]:
+    """The chunks that a command names by their tokens.
+
+    Raises:
+        UsageError: the message says which field is wrong.
+    """
     chunks = given.get("chunks")
     if not isinstance(chunks, list | tuple) or not chunks:
         raise UsageError("chunks must be a list of lists of token ids")
     first = _tokens(given["start"], "start") if "start" in given else start
     salt = chunk_salt(salt, first, start)
-    return frozenset(chunk_id(fingerprint, salt, _tokens(one, "chunks")) for one in chunks)
+    return [chunk_id(fingerprint, salt, _tokens(one, "chunks")) for one in chunks]
 
 
 def _tokens(given: Any, name: str) -> tuple[int, ...]:
@@ -151,6 +174,9 @@ class RemovableStore(Protocol):
     def forget_chunks(self, chunks: Iterable[ChunkId]) -> int:
         """See `TieredStore`."""
 
+    def remove_where(self, doomed: Callable[[SegmentRecord], bool]) -> int:
+        """See `TieredStore`."""
+
     def clear(self) -> None:
         """See `TieredStore`."""
 
@@ -158,13 +184,17 @@ class RemovableStore(Protocol):
 class StoreRemovals:
     """A worker's side: removes from its store, in whichever thread, and keeps the answers for the next step."""
 
-    def __init__(self, store: RemovableStore) -> None:
+    def __init__(
+        self, store: RemovableStore, forget_pending: Callable[[frozenset[ChunkId] | None], None] = lambda _: None
+    ) -> None:
+        """`forget_pending` drops what is not in the store yet; None: all of it."""
         self._store = store
+        self._forget_pending = forget_pending
         self._done: SimpleQueue[tuple[str, Removed]] = SimpleQueue()
 
     def run(self, order: RemovalOrder) -> None:
         """Do what was ordered; what goes wrong is part of the answer."""
-        self._done.put((order.request_id, self._removed(lambda: self._remove(order.chunks))))
+        self._done.put((order.request_id, self._removed(lambda: self._remove(order))))
 
     def take(self) -> dict[str, Removed]:
         """Answers by request, each once. Called from one thread."""
@@ -174,7 +204,11 @@ class StoreRemovals:
             taken[request_id] = removed
         return taken
 
-    def _remove(self, chunks: frozenset[ChunkId] | None) -> int:
+    def _remove(self, order: RemovalOrder) -> int:
+        chunks = order.chunks
+        if order.first_passes and chunks is not None:
+            return self._store.remove_where(lambda record: record.neutral and record.chunk_id in chunks)
+        self._forget_pending(chunks)
         if chunks is not None:
             return self._store.forget_chunks(chunks)
         before = len(self._store)

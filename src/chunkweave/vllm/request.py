@@ -10,7 +10,7 @@ from typing import Any
 from chunkweave.config import CaptureConfig, QueryConfig, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.ordering.arrangement import Promotion
-from chunkweave.planning.adaptive_methods import promoted_length
+from chunkweave.planning.adaptive_methods import ContextMethod, promoted_length
 from chunkweave.planning.calibration import NO_LONGER, CalibrationRecord
 from chunkweave.planning.method import RATIO, method_named, parameters_of, reads_question, settings_changes
 from chunkweave.planning.method_choice import (
@@ -25,6 +25,7 @@ from chunkweave.planning.method_choice import (
     refuse_unknown_keys,
     refuse_untaken,
 )
+from chunkweave.prompt.contexts import MOST_CONTEXTS, MeanShare
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, is_neutral, neutral_id
 from chunkweave.settings import Place, read
 from chunkweave.types import ChunkId, Context, Span
@@ -47,7 +48,8 @@ class WeaveRequest:
     The parts cover the prompt's tokens as the client sent them; what the model generates is not among them. `kept` is
     what is stored of newly computed chunks, `promotion` over which of them exact prefixes may grow. One that nobody has
     `asked` for (computed ahead of a search's end) does not count for eviction. One that is `raisable` has not said how
-    much is to be recomputed, so that it may be more where that hides loading.
+    much is to be recomputed, so that it may be more where that hides loading. Of one for a `mean` only the last part is
+    kept, as one context's share of that.
     """
 
     prompt: Prompt
@@ -56,6 +58,7 @@ class WeaveRequest:
     asked: bool = True
     promotion: Promotion = field(default_factory=Promotion)
     raisable: bool = False
+    mean: MeanShare | None = None
 
     @property
     def method(self) -> str:
@@ -84,6 +87,8 @@ class WeaveRequest:
 
         `is_exact` says whether an exact segment of a part is stored.
         """
+        if self.mean is not None:
+            return []
         path, promoted = list(self.stored_parts()), self.promotion.kept
         if promoted is None or self.method not in EXACT_METHODS:
             return path
@@ -102,7 +107,7 @@ class WeaveRequest:
         ids = [part.id or "" for part in self.prompt.parts]
         if reads_question(self.method, self.reuse):
             ids.append(repr(self.prompt.parts[-1].token_ids))
-        for text in (self.method, repr(self.reuse), *ids):
+        for text in (self.method, repr(self.reuse), *ids, *(["mean"] if self.mean is not None else [])):
             digest.update(text.encode() + b"\0")
         return f"{FIELD}-1:{digest.hexdigest()}"
 
@@ -150,10 +155,10 @@ def parse(
     ends. What comes before them is the system part, after the `start_tokens` leading tokens that are part of no chunk
     (by default those of `start` if the prompt begins with them, else none); what comes after them is the question.
     `asked` false says that nobody asks for it yet; the first `neutral` chunks are neutral passages; `promoted` and
-    `continued` are numbers of chunks, see `Promotion`. `at_least` says that ratio or alpha may be raised to hide
-    loading, by default where neither is given. `start` is what the project's own engine begins prompts with; chunks
-    behind it have the ids which that engine gives them. `num_layers` is the model's, if it is to be checked that it has
-    the layers that are named.
+    `continued` are numbers of chunks, see `Promotion`. `mean` says of which mean the last chunk, with which the prompt
+    ends, is a share (`MeanShare`). `at_least` says that ratio or alpha may be raised to hide loading, by default where
+    neither is given. `start` is what the project's own engine begins prompts with; chunks behind it have the ids which
+    that engine gives them. `num_layers` is the model's, if it is to be checked that it has the layers that are named.
 
     Raises:
         UsageError: the message says which field is wrong and why.
@@ -195,7 +200,10 @@ def parse(
     promotion = Promotion(kept_over, continued or frozenset())
     sets_budget = RATIO in params or _method_request(params).sets_budget
     raisable = checked_flag(params.get(_AT_LEAST, not sets_budget), _AT_LEAST)
-    return WeaveRequest(prompt, choice, kept, checked_flag(params.get("asked", True), "asked"), promotion, raisable)
+    asked, mean = checked_flag(params.get("asked", True), "asked"), _mean(params.get("mean"))
+    if mean is not None and (choice.method != ContextMethod.name or prompt.parts[-1].id is None):
+        raise UsageError(f"mean needs method {ContextMethod.name!r}, and a prompt that ends with its last chunk")
+    return WeaveRequest(prompt, choice, kept, asked, promotion, raisable, mean)
 
 
 def chunk_salt(salt: str, first: Sequence[int], start: tuple[int, ...]) -> str:
@@ -228,9 +236,14 @@ def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None
 
 
 def weave_params(
-    prompt: Prompt, choice: MethodChoice, promotion: Promotion | None, *, raisable: bool = False
+    prompt: Prompt,
+    choice: MethodChoice,
+    promotion: Promotion | None,
+    *,
+    raisable: bool = False,
+    mean: MeanShare | None = None,
 ) -> dict[str, Any] | None:
-    """What a prompt's request tells the connector; None if it has no part that can be stored."""
+    """The connector's fields of a prompt's request; None if it has no part that can be stored."""
     spans = [
         [span.start, span.stop]
         for part, span in zip(prompt.parts, prompt.spans(), strict=True)
@@ -243,6 +256,8 @@ def weave_params(
     more: dict[str, Any] = {"neutral": neutral} if neutral else {}
     if promotion is not None:
         more |= promotion_params(prompt, promotion)
+    if mean is not None:
+        more["mean"] = {"group": mean.group, "of": mean.of, **({"anew": True} if mean.anew else {})}
     return {
         "chunks": spans,
         "start_tokens": start,
@@ -332,6 +347,22 @@ def _compared(given: Mapping[str, Any], usual: ReuseConfig) -> ReuseConfig:
     return replace(usual, **changed)
 
 
+def _mean(given: Any) -> MeanShare | None:
+    if given is None:
+        return None
+    if not isinstance(given, Mapping) or set(given) - {"anew"} != {"group", "of"}:
+        raise UsageError("mean must be an object such as {'group': 'a name', 'of': 4}")
+    group, count = given["group"], checked_whole(given["of"], "mean.of")
+    if not isinstance(group, str) or not 0 < len(group) <= _MOST_GROUP:
+        raise UsageError(f"mean.group must be a text of at most {_MOST_GROUP} characters")
+    if not 1 <= count <= MOST_CONTEXTS:
+        raise UsageError(f"mean.of must be between 1 and {MOST_CONTEXTS}")
+    return MeanShare(group, count, anew=checked_flag(given.get("anew", False), "mean.anew"))
+
+
+_MOST_GROUP = 200
+
+
 def _query(given: Any, usual: QueryConfig) -> QueryConfig:
     if not isinstance(given, Mapping):
         raise UsageError("query must be an object such as {'tail': 4, 'layers': 'late'}")
@@ -372,5 +403,5 @@ SETTINGS = _COMPARED | {"method", "quality", "recompute_ratio", "check_layers", 
 VARIANTS = frozenset({"variant_fraction", "variant_generations"})
 """What the connector's extra config says of the variants that are stored (`CaptureConfig`), and no request."""
 
-REQUEST_FIELDS = SETTINGS | {"chunks", "start_tokens", "asked", "neutral", _AT_LEAST, *_PROMOTION}
+REQUEST_FIELDS = SETTINGS | {"chunks", "start_tokens", "asked", "neutral", "mean", _AT_LEAST, *_PROMOTION}
 """All that a request may say."""

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import asks_again, reuses_nothing
-from chunkweave.planning.method_choice import EXACT_METHODS, FIELD, refuse_unknown_keys
+from chunkweave.planning.method_choice import EXACT_METHODS, FIELD, checked_flag, refuse_unknown_keys
 from chunkweave.planning.plan import KVSource
 from chunkweave.scheduling.in_progress import Wanted
 from chunkweave.store.prefix_trie import PathMatch
@@ -24,6 +24,7 @@ from chunkweave.store.records import segment_id
 from chunkweave.types import ChunkId, SegmentId, Span
 from chunkweave.vllm.block_hashes import keep_apart
 from chunkweave.vllm.block_owners import BlockOwners
+from chunkweave.vllm.inventory import STORED, asked_chunks, inventory_report
 from chunkweave.vllm.lora import AdapterKeys
 from chunkweave.vllm.orders import (
     PLACED_PER_COMPUTED,
@@ -36,7 +37,7 @@ from chunkweave.vllm.orders import (
     WeaveOrder,
     request_report,
 )
-from chunkweave.vllm.removal import FORGET, RemovalAnswers, RemovalOrder, Removed, removed_chunks
+from chunkweave.vllm.removal import FIRST_PASSES, FORGET, RemovalAnswers, RemovalOrder, Removed, removed_chunks
 from chunkweave.vllm.report_socket import STORE_TOKENS
 from chunkweave.vllm.request import Defaults, StoredPart, WeaveRequest, parse
 from chunkweave.vllm.store_events import StoredMirror
@@ -55,7 +56,7 @@ _MOST_REFUSAL_CHARACTERS = 1000
 """Of the reason why a request is served without reuse: it may quote the request."""
 
 
-_OF_WEAVE = ("parameters", "recompute_fraction", "check_layers", "stopped_at_layer", "reasons")
+_OF_WEAVE = ("parameters", "recompute_fraction", "check_layers", "stopped_at_layer", "reasons", "contexts")
 """What the report of a prompt that vLLM found woven in its own cache has from that of the weave."""
 
 
@@ -125,7 +126,8 @@ class _Tracked:
     @property
     def all_saved(self) -> bool:
         """Whether nothing of its prompt is to be saved (any more): true for most steps of its life."""
-        return self.outdated or not self.request.kept.kv or self.saved_to >= self.parts[-1].span.stop
+        nothing = not self.request.kept.kv or self.request.mean is not None
+        return self.outdated or nothing or self.saved_to >= self.parts[-1].span.stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,7 @@ class ConnectorScheduler:
         self._manager: Any = None
         self._owners: BlockOwners
         self._removals = RemovalAnswers()
+        self._inventories: dict[str, list[ChunkId]] = {}
         self._forgotten: set[str] | None = set()
         """Salts whose blocks are forgotten with the next orders; None: all."""
         self._requests: dict[str, _Tracked] = {}
@@ -231,6 +234,12 @@ class ConnectorScheduler:
             if isinstance(params, Mapping) and FORGET in params:
                 self._remove(request, params)
                 return
+            if isinstance(params, Mapping) and STORED in params:
+                refuse_unknown_keys(params, {STORED})
+                self._inventories[request.request_id] = asked_chunks(
+                    params[STORED], fingerprint=self._key(request), salt=request.cache_salt or "", start=self._start
+                )
+                return
             woven = parse(
                 params,
                 request.prompt_token_ids or (),
@@ -254,11 +263,13 @@ class ConnectorScheduler:
         nothing = reuses_nothing(woven.method, woven.reuse)
         exact = nothing or tracked.exact_method
         tracked.shared = len(woven.prompt) if exact else 0
+        own = f"{woven.salt}|{uuid4().hex}"
         if nothing or asks_again(woven.method, woven.reuse) or (long and not exact):
-            keep_apart(request, f"{woven.salt}|{uuid4().hex}")
+            keep_apart(request, own)
         elif not exact:
             tracked.shared = self._exact_stop(tracked)
-            keep_apart(request, woven.salt, start=tracked.shared, block_tokens=self._manager.block_pool.hash_block_size)
+            salt = woven.salt if woven.mean is None else own  # what is found in vLLM's blocks cannot be captured
+            keep_apart(request, salt, start=tracked.shared, block_tokens=self._manager.block_pool.hash_block_size)
         if self._shared and not nothing:
             self._arrived.add(request.request_id)
         if self._shared and not nothing and any(one not in self._stored for one in self._wanted(tracked)):
@@ -379,7 +390,7 @@ class ConnectorScheduler:
             tracked = self._requests[request_id]
             if tracked.report is None:  # later ones, after preemption, are of the rest only
                 tracked.report = results.reports[request_id]
-                if not tracked.exact_method:
+                if not tracked.exact_method and tracked.request.mean is None:
                     self._remember(tracked.request.salt, tracked.report)
 
     def finished(self, request: Any) -> tuple[bool, dict[str, object] | None]:
@@ -393,6 +404,8 @@ class ConnectorScheduler:
             return False, {FIELD: {"error": refused}}
         if request.request_id in self._removals:
             return False, {FIELD: self._removals.finish(request.request_id).report}
+        if (asked := self._inventories.pop(request.request_id, None)) is not None:
+            return False, {FIELD: inventory_report(asked, self._stored.__contains__)}
         tracked = self._requests.pop(request.request_id, None)
         self._arrived.discard(request.request_id)
         self._waits.end(request.request_id)
@@ -416,20 +429,21 @@ class ConnectorScheduler:
         refuse_unknown_keys(params, {FORGET})
         salt, key = request.cache_salt or "", self._key(request)
         chunks = removed_chunks(params[FORGET], fingerprint=key, salt=salt, start=self._start)
+        first_passes = checked_flag(params[FORGET].get(FIRST_PASSES, False), FIRST_PASSES)
         concerned = set()
-        for request_id, tracked in self._requests.items():
+        for request_id, tracked in () if first_passes else self._requests.items():
             if chunks is None or any(part.id in chunks for part in tracked.parts):
                 tracked.outdated = True
                 concerned.add(request_id)
                 self._waits.withhold(request_id)
         if chunks is None:
             self._forgotten = None
-        elif self._forgotten is not None:
+        elif self._forgotten is not None and not first_passes:
             self._forgotten.add(salt)
-        silent = self._ranks - self._stores if self._lasting else 0
+        silent = self._ranks - self._stores if self._lasting and not first_passes else 0
         known = Removed(unasked=("disk or remote tier of a worker that weaves nothing",) if silent else ())
         self._removals.begin(request.request_id, self._stores, known)
-        self._orders.removals.append(RemovalOrder(request.request_id, chunks, frozenset(concerned)))
+        self._orders.removals.append(RemovalOrder(request.request_id, chunks, frozenset(concerned), first_passes))
 
     def _unreported(self, tracked: _Tracked) -> dict[str, object]:
         """The report of a request that no worker wove: vLLM computed it, behind what it found in its own cache.
@@ -448,7 +462,9 @@ class ConnectorScheduler:
         recomputed = [position for position in before.get("recomputed", ()) if position < found]
         hits = {"vllm": sum(len(part.span.within(0, found)) for part in tracked.parts)}
         report = request_report(request, sources, recomputed=recomputed, local=found, hits=hits)
-        if exact and not tracked.exact_method:  # who finds these blocks under this salt finds what vLLM computed
+        if (
+            exact and not tracked.exact_method and request.mean is None
+        ):  # who finds these blocks under this salt finds what vLLM computed
             self._remember(request.salt, {"kv_sources": {str(KVSource.EXACT): [[0, tokens]]}})
         return report | {name: before[name] for name in _OF_WEAVE if name in before}
 
@@ -480,7 +496,8 @@ class ConnectorScheduler:
         if reuses_nothing(request.method, request.reuse) or not self._weaves:
             return 0
         exact = sum(1 for _ in takewhile(self._stored.__contains__, tracked.segments))
-        if request.kept.profiles and (exact < len(parts) or not tracked.exact_method):
+        captured = request.kept.profiles or request.mean is not None
+        if captured and (exact < len(parts) or not tracked.exact_method):
             return min(parts[-1].span.stop, most)
         if tracked.exact_method:
             stop = min(parts[exact - 1].span.stop if exact else 0, most)
@@ -488,8 +505,12 @@ class ConnectorScheduler:
         return min(max((part.span.stop for part in parts if part.id in self._stored), default=0), most)
 
     def _exact_stop(self, tracked: _Tracked) -> int:
-        """Where the first part begins that may be reused approximately: none of the exact path is."""
-        exact = sum(1 for _ in takewhile(self._stored.__contains__, tracked.segments))
+        """Where the first part begins that may be reused approximately: none of the exact path is.
+
+        What is computed for a mean is computed whatever is stored.
+        """
+        segments = tracked.segments if tracked.request.mean is None else tracked.segments[:-1]
+        exact = sum(1 for _ in takewhile(self._stored.__contains__, segments))
         return tracked.parts[exact].span.start if exact < len(tracked.parts) else len(tracked.request.prompt)
 
     def _kept(self, tracked: _Tracked) -> int:
@@ -499,9 +520,14 @@ class ConnectorScheduler:
         return len(tracked.request.kept_parts(lambda part: segment_id(part.id, part.context) in self._stored))
 
     def _is_to_wait(self, request_id: str, tracked: _Tracked, weavable: int) -> bool:
-        """Whether a request is to wait for parts that are not stored, and that others compute."""
+        """Whether a request is to wait for parts that are not stored, and that others compute.
+
+        One for a mean never does: few of them would serve it (`prefer_least_read`), and who sends it has sent these.
+        """
         request, local = tracked.request, tracked.local
         if not len(self._waits) or not self._weaves or reuses_nothing(request.method, request.reuse):
+            return False
+        if request.mean is not None:
             return False
         share = request.choice.recomputed_share
         wanted = Wanted(

@@ -370,24 +370,25 @@ class CapturedParts:
         plan: Plan,
         placements: Sequence[Placement],
         store: TieredStore[SegmentSource],
-        config: CaptureConfig,
+        config: CaptureConfig | None,
         *,
         first: int,
         before: int | None = None,
     ) -> None:
         """Parts that begin before `first` are in vLLM's blocks already, and not looked at.
 
-        Only the KV of parts that begin `before`, and are computed, is kept; None: of all, with their attention.
+        Only the KV of parts that begin `before`, and are computed, is kept; None: of all, and with a `config` their
+        attention.
         """
-        self._prompt, self._plan = prompt, plan
-        fraction = config.variant_fraction if before is None else None
+        self._prompt, self._plan, self._store = prompt, plan, store
+        fraction = config.variant_fraction if before is None and config is not None else None
         sources = before_rope(placements, layers.rotations.inverse, layers.device)
         parts = parts_to_keep(prompt, plan, sources, store, variant_fraction=fraction)
         stop = plan.prompt_tokens if before is None else before
         here = ((part, origin) for part, origin in parts if first <= part.span.start < stop)
         self.captures = new_captures(here, layers.own_geometry, layers.dtype, layers.device)
         self.attention: AttentionCapture | None = None
-        if self.captures and before is None:
+        if self.captures and before is None and config is not None:
             self.attention = AttentionCapture(
                 plan.parts, layers.geometry, config, device=layers.device, ranks=layers.ranks
             )
@@ -395,10 +396,9 @@ class CapturedParts:
     def segments(self, exact_to: int) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
         """What is to be stored, after the weave: exact are only parts that end at `exact_to` or before."""
         complete = [capture for capture in self.captures if capture.complete]
-        ends = sorted(capture.part.span.stop for capture in complete)  # segments come in prompt order
-        found = segments_of(self._prompt, self._plan, complete, self.attention)
-        for end, (record, kv) in zip(ends, found, strict=True):
-            yield replace(record, exact=record.exact and end <= exact_to), SegmentKV(kv.kv.cpu())
+        found = segments_of(self._prompt, self._plan, complete, self.attention, store=self._store, exact_to=exact_to)
+        for record, kv in found:
+            yield record, SegmentKV(kv.kv.cpu())
 
     @property
     def spans(self) -> frozenset[Span]:

@@ -74,12 +74,16 @@ class RankAgreement(Alone):
 class PreparedWeave:
     """A plan, and its segments, pinned in the store until they are closed.
 
-    Before the position `exact_to` nothing of the KV is approximate.
+    Before the position `exact_to` nothing of the KV is approximate. `behind` says that it begins behind approximate KV
+    of vLLM's own cache, which may have been woven from other segments than those of the plan. `share_s` says
+    since when, by this worker's clock, it computes a share of a mean that is not stored yet; None: no share.
     """
 
     plan: Plan
     pinned: PlanSources
     exact_to: int
+    behind: bool = False
+    share_s: float | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -8,18 +8,17 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
-import torch
-
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
-from chunkweave.planning.adaptive_methods import method_for
+from chunkweave.planning.adaptive_methods import ContextMethod, method_for
 from chunkweave.planning.cost import MEASURED_BY_VLLM, CostModel, Loading, given_cost_model, stored_cost_model, too_slow
 from chunkweave.planning.method import make_method, without
 from chunkweave.planning.method_choice import EXACT_METHODS
 from chunkweave.planning.outcome import check_layers_of, reasons_of, recompute_fraction
 from chunkweave.planning.plan import KVSource, Plan
+from chunkweave.prompt.contexts import MeanShare
 from chunkweave.store.index import PromptLookup, RequestUse
-from chunkweave.store.records import SegmentRecord, segment_id
-from chunkweave.tiers.device import HostMemory, host_memory_for, streams_of
+from chunkweave.store.records import ANYTHING, SegmentRecord, segment_id
+from chunkweave.tiers.device import host_memory_for, streams_of
 from chunkweave.tiers.preload import Gone
 from chunkweave.types import ChunkId, SegmentId, Span
 from chunkweave.vllm.background_work import BackgroundWork, Work, wait_for_now
@@ -35,6 +34,7 @@ from chunkweave.vllm.orders import (
     request_report,
 )
 from chunkweave.vllm.paged_kv import RequestBlocks
+from chunkweave.vllm.part_copy import PartCopy
 from chunkweave.vllm.removal import RemovalOrder, StoreRemovals
 from chunkweave.vllm.report_socket import CountsSender
 from chunkweave.vllm.request import StoredPart, WeaveRequest
@@ -43,7 +43,8 @@ from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
 from chunkweave.vllm.weave import CapturedParts, Choices, WeaveJob
 from chunkweave.vllm.weave_queue import Alone, PreparedWeave, QueuedWeave, ReadAhead, WeaveQueue
-from chunkweave.weaving.segments import Prefetch, WeavingStore, loading_now
+from chunkweave.weaving.means import Means
+from chunkweave.weaving.segments import Prefetch, WeavingStore, loading_now, reads_of
 from chunkweave.weaving.stores import eviction_cost, eviction_order, open_store, store_counts
 
 logger = logging.getLogger("vllm.chunkweave")
@@ -71,6 +72,10 @@ _ChoiceKey = tuple[str, tuple[SegmentId, ...]]
 
 Exact parts do not count: stored or computed, their KV is the same.
 """
+
+
+_Reads = Mapping[Span, frozenset[ChunkId] | None]
+"""What parts have read beside their contexts."""
 
 
 class ConnectorWorker:
@@ -123,7 +128,8 @@ class ConnectorWorker:
         self._idle = False
         self._follower = self._store.follow()
         self._lookups = RemoteLookups(self._store.probe, settings.weave.lookup_timeout_s)
-        self._removals = StoreRemovals(self._store)
+        self._means = Means()
+        self._removals = StoreRemovals(self._store, self._means.forget)
         self._events = StoreEvents(self._follower.take, self._lookups.answered, self._removals.take)
         slow = any(level.background for level in self._store.levels)
         timeout_s = settings.weave.load_timeout_s
@@ -172,7 +178,8 @@ class ConnectorWorker:
         self._streams.computes_here()
         self._held.update(orders.held)
         for removal in orders.removals:  # behind what is still to be stored, which it may concern
-            self._outdated |= removal.requests
+            if not removal.first_passes:
+                self._outdated |= removal.requests | self._woven_from(removal.chunks)
             self._between_steps.add(Work(self._removing(removal), removal.request_id))
         self._lookups.begin(orders.lookups)
         if self._ahead is not None:
@@ -197,11 +204,13 @@ class ConnectorWorker:
         """Store the parts whose KV this step's forward has completed: between steps, or at once what leaves windows."""
         for order in orders.saves:
             self._keep_start(order)
-            woven = self._woven.get(order.request_id)
+            woven, written = self._woven.get(order.request_id), wait_for_now(self._layers.device)
             exact_to = (order.computed if order.exact else 0) if woven is None else woven.exact_to
+            reads = self._reads(order.request, woven, exact=order.exact)  # while what it is woven from is pinned
+            outdated = order.request_id in self._outdated
             parts = [part for part in order.request.stored_parts() if order.saved < part.span.stop <= order.computed]
             work = Work(
-                self._completed(order, exact_to, wait_for_now(self._layers.device)),
+                iter(()) if outdated else self._completed(order, exact_to, reads, written),
                 order.request_id,
                 order.number,
                 frozenset(part.id for part in parts),
@@ -269,7 +278,12 @@ class ConnectorWorker:
         if loading is not None:
             found = without(found, self._too_slow(order, found, loading))
         method = method_for(order.request.choice, promotion, loading if order.request.raisable else None)
-        while found.hits or order.request.kept.profiles:
+        mean = order.request.mean
+        wanted = mean is not None and (mean.anew or not any(one.contexts for one in found.parts[-1].variants))
+        share_s = time.monotonic() if wanted else None
+        if mean is not None:  # also if one is stored: no plan reuses the last token
+            method = ContextMethod()
+        while found.hits or order.request.kept.profiles or order.request.mean is not None:
             plan = self._weaving_store.plan(found, method)
             reused = [span.start for span in plan.spans(KVSource.REUSED)]
             exact_to = order.exact if behind else min(reused, default=plan.prompt_tokens)
@@ -282,7 +296,7 @@ class ConnectorWorker:
                 found = without(found, gone)
                 continue
             self._note(order, known, plan)
-            return PreparedWeave(plan, pinned, exact_to)
+            return PreparedWeave(plan, pinned, exact_to, behind, share_s)
         self._note(order, known, None)
         raise NotWoven("nothing of it is stored")
 
@@ -376,12 +390,14 @@ class ConnectorWorker:
         request, plan, placements = order.request, woven.plan, woven.pinned.placements
         blocks = RequestBlocks(order.block_ids, self._layers.paged)
         captured: CapturedParts | None = None
-        if request.kept.profiles or not blocks.whole:
+        looked_at = woven.share_s is not None if request.mean is not None else request.kept.profiles
+        if looked_at or not (blocks.whole or request.mean is not None):
             # Without profiles, only what has left a window is not in the blocks to be read afterwards.
-            before = None if request.kept.profiles else min(blocks.begins, order.stop)
-            config = request.reuse.capture
+            before = None if looked_at else min(blocks.begins, order.stop)
+            config = request.reuse.capture if request.kept.profiles else None
+            first = order.first if request.mean is None else max(order.first, plan.parts[-1].span.start)
             captured = CapturedParts(
-                self._layers, request.prompt, plan, placements, self._store, config, first=order.first, before=before
+                self._layers, request.prompt, plan, placements, self._store, config, first=first, before=before
             )
         return WeaveJob(
             self._layers,
@@ -435,15 +451,19 @@ class ConnectorWorker:
         fresh = {part.span for part in plan.parts if part.kv_source is KVSource.COMPUTED}
         if job.captured is not None:
             fresh -= job.captured.spans
-            self._insert(order.request_id, job.captured.segments(woven.exact_to))
+            segments: Iterable[tuple[SegmentRecord, SegmentKV]] = job.captured.segments(woven.exact_to)
+            if woven.behind:
+                segments = ((replace(record, read=(ANYTHING,)), kv) for record, kv in segments)
+            mean, share_s = order.request.mean, woven.share_s  # the scheduler's clock may be another machine's
+            share = None if mean is None or share_s is None else replace(mean, begun_s=share_s)
+            self._insert(order.request_id, segments, share)
         first = 0 if order.first <= order.exact else order.first  # what vLLM had is stored too, if it is exact
         parts = [
             part
             for part in order.request.kept_parts(self._is_exact)
             if part.span in fresh and first <= part.span.start and part.span.stop <= order.stop
         ]
-        blocks = RequestBlocks(order.block_ids, self._layers.paged)
-        self._insert(order.request_id, self._copied(parts, blocks, woven.exact_to))
+        self._insert(order.request_id, self._copied(order, parts, woven))
 
     def _remember(self, key: _ChoiceKey, chosen: Choices) -> None:
         self._chosen_positions -= _positions(self._choices.pop(key, {}))
@@ -452,27 +472,54 @@ class ConnectorWorker:
         while len(self._choices) > _CHOICES or self._chosen_positions > _CHOSEN_POSITIONS:
             self._chosen_positions -= _positions(self._choices.popitem(last=False)[1])
 
-    def _insert(self, request_id: str, segments: Iterable[tuple[SegmentRecord, SegmentKV]]) -> None:
-        """Store segments as they are read or captured; what cannot be stored costs time later."""
+    def _insert(
+        self, request_id: str, segments: Iterable[tuple[SegmentRecord, SegmentKV]], share: MeanShare | None = None
+    ) -> None:
+        """Store segments as they are read or captured, or the mean that one is the last share of.
+
+        What cannot be stored costs time later.
+        """
         if request_id in self._outdated:
             return
         try:
+            if share is not None:
+                self._means.store_shares(self._store, share, segments)
+                return
             for record, kv in segments:
                 self._store.insert(record, kv)
         except Exception:  # a cache may cost time, never the engine
             logger.exception("what request %s computed is not stored", request_id)
 
     def _copied(
-        self, parts: Iterable[StoredPart], blocks: RequestBlocks, exact_to: int
+        self, order: WeaveOrder, parts: Iterable[StoredPart], woven: PreparedWeave
     ) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
-        """Copies of parts in a request's blocks; those that end at `exact_to` or before are exact."""
+        """Copies of parts in a request's blocks, but for what is computed behind something that was removed."""
+        blocks, reads = RequestBlocks(order.block_ids, self._layers.paged), self._reads(order.request, woven)
         for part in parts:
-            copy = self._copy_of(part)
-            if copy.follows(blocks, part.span):
+            copy, read = self._copy_of(part), reads[part.span]
+            if read is not None and copy.follows(blocks, part.span):
                 deque(copy.read(blocks, part.span), maxlen=0)
-                yield copy.segment(exact_to)
+                yield copy.segment(woven.exact_to, read)
 
-    def _completed(self, order: SaveOrder, exact_to: int, written: Callable[[], None]) -> Iterator[None]:
+    def _reads(self, request: WeaveRequest, woven: PreparedWeave | None, *, exact: bool = False) -> _Reads:
+        """By part, what the segments have read that it is computed behind or from; None is `reads_of`'s.
+
+        Unless it is `exact`, nothing is known of what vLLM's own cache has of a request.
+        """
+        if woven is not None and not woven.behind:
+            return {
+                part.span: read for part, read in zip(woven.plan.parts, reads_of(woven.plan, self._store), strict=True)
+            }
+        read = frozenset[ChunkId]() if exact and woven is None else frozenset({ANYTHING})
+        return dict.fromkeys((part.span for part in request.stored_parts()), read)
+
+    def _woven_from(self, chunks: frozenset[ChunkId] | None) -> set[str]:
+        """Requests that are woven from what has read one of these chunks."""
+        gone = (chunks or frozenset()) | {ANYTHING}
+        reads = ((name, [*reads_of(woven.plan, self._store)][-1]) for name, woven in self._woven.items())
+        return {name for name, read in reads if read is not None and not gone.isdisjoint(read)}
+
+    def _completed(self, order: SaveOrder, exact_to: int, reads: _Reads, written: Callable[[], None]) -> Iterator[None]:
         """Store the parts that a step has completed, with a pause after each layer; begin when the KV is `written`.
 
         Where blocks leave windows, of those that it has not completed too the beginning is read now.
@@ -486,7 +533,8 @@ class ConnectorWorker:
             complete = part.span.stop <= order.computed
             if part.span.stop <= order.saved or first >= stop or not (complete or order.windowed):
                 continue
-            if self._is_exact(part):
+            read = reads[part.span]
+            if read is None or self._is_exact(part):
                 continue
             copy = None if first == part.span.start else begun.get(part.span)
             if copy is None:  # what lies before this step may be vLLM's own, and readable yet
@@ -496,11 +544,11 @@ class ConnectorWorker:
             yield from copy.read(blocks, Span(first, stop))
             if complete:
                 with self._store.lease(prefix):  # what the request found is not evicted for what it adds
-                    self._store.insert(*copy.segment(exact_to))
+                    self._store.insert(*copy.segment(exact_to, read))
             else:
                 self._begun.setdefault(order.request_id, {})[part.span] = copy
 
-    def _copy_of(self, part: StoredPart) -> "PartCopy":
+    def _copy_of(self, part: StoredPart) -> PartCopy:
         return PartCopy(part, self._layers, self._memory, as_they_are=self._lossless)
 
     def _is_exact(self, part: StoredPart) -> bool:
@@ -524,52 +572,6 @@ class ConnectorWorker:
         self.forget([order.request_id])
         self._arrived.add(order.request_id)
         self._results.failed.add(order.request_id)
-
-
-class PartCopy:
-    """One part's KV, read from the blocks piece by piece in prompt order. Owned by the worker."""
-
-    def __init__(self, part: StoredPart, layers: StockLayers, memory: HostMemory, *, as_they_are: bool) -> None:
-        """Into `memory`. Keys `as_they_are` come back to the bit, to the same position; else they are read before RoPE.
-
-        The latter is for codecs that quantize by channel: before RoPE outliers keep to theirs.
-        """
-        self._part, self._layers, self._as_they_are = part, layers, as_they_are
-        self._until = part.span.start
-        shape = (layers.num_layers, 2, len(part.span), *layers.paged.shape)
-        self._kv = memory.empty(shape, layers.paged.dtype)
-
-    def follows(self, blocks: RequestBlocks, piece: Span) -> bool:
-        """Whether a piece can be read: what lies before it was, and it has not left the window of some layer."""
-        return piece.start == self._until and piece.start >= blocks.begins
-
-    def read(self, blocks: RequestBlocks, piece: Span) -> Iterator[None]:
-        """Read a piece that follows, a layer at each `next`."""
-        paged = self._layers.paged
-        self._until = piece.stop
-        positions = torch.arange(piece.start, piece.stop, device=self._layers.device)
-        rows = slice(piece.start - self._part.span.start, piece.stop - self._part.span.start)
-        for layer in range(self._layers.num_layers):
-            keys, values = paged.read(layer, blocks.of(layer).slots(positions))
-            if not self._as_they_are:
-                keys = self._layers.rotations.inverse(layer, keys, positions)
-            self._kv[layer, 0, rows] = keys
-            self._kv[layer, 1, rows] = values
-            yield
-
-    def write(self, blocks: RequestBlocks) -> None:
-        """Put a part whose keys are as they are into other blocks, at the same positions."""
-        paged, span = self._layers.paged, self._part.span
-        positions = torch.arange(span.start, span.stop, device=self._layers.device)
-        for layer, kv in enumerate(self._kv.to(paged.device)):
-            paged.write(layer, blocks.of(layer).slots(positions), *kv)
-
-    def segment(self, exact_to: int) -> tuple[SegmentRecord, SegmentKV]:
-        """The part, for the store; it is exact if it ends at `exact_to` or before."""
-        part = self._part
-        kv = SegmentKV(self._kv, part.span.start if self._as_they_are else None)
-        exact = part.span.stop <= exact_to
-        return SegmentRecord.of(part.id, part.context, part.token_ids, exact=exact, nbytes=kv.nbytes), kv
 
 
 def _positions(chosen: Choices) -> int:
@@ -601,4 +603,5 @@ def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, hits: Mapping[str, int
         "check_layers": check_layers_of(plan),
         "stopped_at_layer": job.stopped_at_layer,
         "reasons": [[part.span.start, reasons] for part in plan.parts if (reasons := reasons_of(part))],
+        "contexts": [[part.span.start, part.contexts] for part in plan.parts if part.contexts],
     }

@@ -265,7 +265,7 @@ class VllmAnswer:
         self._answered = True
         if context.shadow is not None and report.reused_tokens:
             context.shadow.offer(placed, self._body, choice)
-        return AnswerEnd(report, shown, cached, finish_reason, self._prefilled_s)
+        return AnswerEnd(report, shown, cached, finish_reason, self._prefilled_s, placed.prompt)
 
     def _end_turn(self, placed: Placed, choice: Choice) -> None:
         """Keep a complete answer for its conversation, if it is one's; what was cut away is not in its tokens then."""
@@ -287,33 +287,34 @@ class VllmAnswer:
 
 
 async def compute_ahead(
-    context: AnswerContext, prepared: PreparedRequest, body: Mapping[str, Any], *, tenant: str, tries: int = 1
+    context: AnswerContext,
+    prepared: PreparedRequest,
+    body: Mapping[str, Any],
+    *,
+    tenant: str,
+    at: Replica | None = None,
 ) -> Placed:
-    """Have one token computed behind a prompt, which nobody sees; returns where.
+    """Have one token computed behind a prompt, which no client sees, `at` that replica if it is up; returns where.
 
-    `body` has vLLM's fields that say whose it is: `model`, `cache_salt`. Where a replica goes, another one is tried,
-    if `tries` are left.
+    `body` has vLLM's fields that say whose it is: `model`, `cache_salt`.
 
     Raises:
         ChunkweaveError, HttpError: vLLM did not.
     """
-    fleet, failed = context.fleet, None
-    while True:
-        placed = await fleet.place(prepared, avoid=failed, counted=False, tenant=tenant)
-        try:
-            whole = {**body, "temperature": 0, "stream": True, **_prompt(placed, 1, asked=False)}
-            async with aclosing(placed.replica.upstream.complete(whole, uuid.uuid4().hex)) as stream:
-                async for _ in stream:
-                    pass
-            fleet.served(placed, None)
-            return placed
-        except (UpstreamLostError, UpstreamFailedError) as error:
-            await _refuse_if_up(placed.replica, error)
-            failed, tries = placed.replica, tries - 1
-            if not tries:
-                raise UpstreamLostError(str(error)) from error
-        finally:
-            fleet.leave(placed)
+    fleet = context.fleet
+    placed = await fleet.place(prepared, like=at, counted=False, tenant=tenant)
+    try:
+        whole = {**body, "temperature": 0, "stream": True, **_prompt(placed, 1, asked=False)}
+        async with aclosing(placed.replica.upstream.complete(whole, uuid.uuid4().hex)) as stream:
+            async for _ in stream:
+                pass
+        fleet.served(placed, None)
+        return placed
+    except (UpstreamLostError, UpstreamFailedError) as error:
+        await _refuse_if_up(placed.replica, error)
+        raise UpstreamLostError(str(error)) from error
+    finally:
+        fleet.leave(placed)
 
 
 async def _refuse_if_up(replica: Replica, error: UpstreamLostError | UpstreamFailedError) -> None:
@@ -331,7 +332,7 @@ def _prompt(placed: Placed, max_tokens: int, *, asked: bool = True) -> dict[str,
     prompt: dict[str, Any] = {"prompt": list(placed.prompt.token_ids), "max_tokens": max_tokens}
     prepared = placed.prepared
     choice = prepared.choice
-    params = weave_params(placed.prompt, choice, placed.promotion, raisable=prepared.raisable)
+    params = weave_params(placed.prompt, choice, placed.promotion, raisable=prepared.raisable, mean=prepared.mean)
     if params is None:
         if reuses_nothing(choice.method, choice.reuse):  # else vLLM's own prefix cache would serve it
             prompt["cache_salt"] = f"{prepared.request.cache_salt}|{uuid.uuid4().hex}"

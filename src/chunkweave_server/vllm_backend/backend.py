@@ -13,6 +13,7 @@ from chunkweave.conversation.registry import Conversations
 from chunkweave.conversation.turns import TurnBuilder
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.prompt.builder import PromptBuilder
+from chunkweave.prompt.contexts import rule_of
 from chunkweave.prompt.parts import neutral_passages
 from chunkweave.prompt.template import template_for
 from chunkweave.prompt.tokenizer import TextTokenizer
@@ -122,7 +123,8 @@ class VllmBackend:
         self._chats = ChatPrompts(preparer.builder, self.name)
         deadline_s = self._settings.batching.deadline_s
         self.context = AnswerContext(preparer, fleet, self._inbox, shadow, deadline_s, settings.first_token_timeout_s)
-        self.cache = VllmCache(self.context, removals, threads, model=self.name)
+        self.cache = VllmCache(self.context, removals, threads, self._settings.improving, model=self.name)
+        self.cache.improving.start()
         self.fleet = fleet
         return BackendParts(
             tokenizer,
@@ -137,6 +139,7 @@ class VllmBackend:
     async def stop(self) -> None:
         """End the checks, then the vLLM servers."""
         if self.fleet is not None:
+            await self.cache.improving.close()
             await in_thread(self.fleet.save_counts)
         if self.fleet is not None and self.context.shadow is not None:
             await self.context.shadow.close()
@@ -168,6 +171,7 @@ class VllmBackend:
         assert self._removals is not None, "it has started"
         yield from fleet_samples(self.context.fleet, self.processes, self.context.retries)
         yield from self._removals.samples()
+        yield from self.cache.improving.samples()
         if self._inbox is not None and (counts := self._inbox.store_counts()) is not None:
             yield from counted_samples(counts)
 
@@ -311,6 +315,7 @@ class VllmBackend:
             most_tokens,
             passages=passages,
             neutral_tokens=settings.capture.neutral_tokens,
+            rule=rule_of(settings.capture),
             order=ChunkOrder.parse(usual.order or ""),
             shadow=self.shadow,
         )

@@ -187,7 +187,7 @@ class Fleet:
         prepared: PreparedRequest,
         *,
         avoid: Replica | None = None,
-        like: Placed | None = None,
+        like: Placed | Replica | None = None,
         counted: bool = True,
         tenant: str = "",
         within_s: float | None = None,
@@ -196,7 +196,8 @@ class Fleet:
 
         If another replica is up, it waits no longer than `within_s` in the queue of one. `avoid` is taken only if there
         is no other. A request that was prefilled ahead goes where that was, in the same order, if that replica is still
-        up: `like` it. A speculative request is not `counted` by orderings.
+        up: `like` it. One `like` a replica goes there as it was prepared. A speculative request is not `counted` by
+        orderings.
 
         Raises:
             NoReplicaError: none is up.
@@ -238,6 +239,16 @@ class Fleet:
             self.leave(placed)
             raise
         return placed
+
+    def suited(self, prepared: PreparedRequest, *, avoid: Replica | None = None) -> Replica:
+        """The replica that a request would be given to now; `avoid` only if there is no other.
+
+        Raises:
+            NoReplicaError: none is up.
+        """
+        replicas = self._up()
+        others = [one for one in replicas if one is not avoid]
+        return self._choose(prepared, others or replicas, None).replica
 
     async def until_another(self, failed: Replica | None, within_s: float) -> None:
         """Wait until another replica is up than one that `failed`, or that answers again; no longer than `within_s`."""
@@ -294,14 +305,15 @@ class Fleet:
             path, sizes = path[:length], sizes[:length]
         contents.note(path, sizes, weaves=weaves)
 
-    def _choose(self, prepared: PreparedRequest, replicas: Sequence[Replica], like: Placed | None) -> Placed:
+    def _choose(self, prepared: PreparedRequest, replicas: Sequence[Replica], like: Placed | Replica | None) -> Placed:
         options: dict[str, Placed] = {}
         candidates: list[Candidate] = []
-        if like is not None and like.replica in replicas:
-            replicas = [like.replica]
+        there = like.replica if isinstance(like, Placed) else like
+        if there is not None and there in replicas:
+            replicas = [there]
         for replica in replicas:
-            if like is not None and like.replica is replica:
-                arranged = like.arranged
+            if like is not None and there is replica:
+                arranged = like.arranged if isinstance(like, Placed) else prepared.arranged
             else:
                 arranged = replica.arranger.arrange(
                     prepared.prompt, prepared.order, counted=False, tenant=prepared.request.tenant

@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from chunkweave.planning.method_choice import FIELD
+from chunkweave.vllm.inventory import STORED
 from chunkweave.vllm.removal import FORGET
 from chunkweave_server.bodies import (
     NOTHING_NAMED,
@@ -202,7 +203,7 @@ def _commands(body: dict[str, Any]) -> bool:
     """Whether a body's `kv_transfer_params` are a command to the plug-in, and no request."""
     params = body.get("kv_transfer_params")
     ours = params.get(FIELD) if isinstance(params, dict) else None
-    return isinstance(ours, dict) and FORGET in ours
+    return isinstance(ours, dict) and not ours.keys().isdisjoint((FORGET, STORED))
 
 
 def _refuse_other_paths(path: str) -> None:

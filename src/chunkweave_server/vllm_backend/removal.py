@@ -320,7 +320,7 @@ class FleetRemovals:
         models = await replica.upstream.model_names()
         for model in models[:1] if removal == EVERYTHING else models:
             try:
-                for chunks in _portions(removal):
+                for chunks in [None] if removal.chunks is None else portions(removal.chunks):
                     total += await self._command(replica, model, removal, chunks)
             except (HttpError, UsageError) as error:  # it answers, but without the plug-in, or this adapter's files
                 logger.error("%s removes nothing of %s: %s", replica.name, model, error)
@@ -330,14 +330,7 @@ class FleetRemovals:
     async def _command(
         self, replica: Replica, model: str, removal: Removal, chunks: Sequence[Sequence[int]] | None
     ) -> Removed:
-        body = {
-            "model": model,
-            "prompt": [*removal.start[:1]] or [0],
-            "max_tokens": 1,
-            "temperature": 0,
-            **({"cache_salt": removal.salt} if removal.salt else {}),
-            "kv_transfer_params": {FIELD: removal_params(chunks, removal.start)},
-        }
+        body = command_body(model, removal.salt, removal.start, removal_params(chunks, removal.start))
         async with self._turns[replica.name], asyncio.timeout(self._times.answer_s):  # waiting for a turn is no silence
             answer = await replica.upstream.complete_whole(body)
         params = answer.get("kv_transfer_params")
@@ -350,14 +343,23 @@ class FleetRemovals:
         return [replica for replica in self._fleet.replicas if replica.upstream.server == server]
 
 
-def _portions(removal: Removal) -> Iterator[Sequence[Sequence[int]] | None]:
-    """Chunks of one command each; None for everything."""
-    if removal.chunks is None:
-        yield None
-        return
+def command_body(model: str, salt: str, start: Sequence[int], params: Mapping[str, Any]) -> dict[str, Any]:
+    """A request of one token that is a command to the plug-in, about what was stored under a salt."""
+    return {
+        "model": model,
+        "prompt": [*start[:1]] or [0],
+        "max_tokens": 1,
+        "temperature": 0,
+        **({"cache_salt": salt} if salt else {}),
+        "kv_transfer_params": {FIELD: params},
+    }
+
+
+def portions(chunks: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Chunks of one command each."""
     portion: list[Sequence[int]] = []
     tokens = 0
-    for chunk in removal.chunks:
+    for chunk in chunks:
         if portion and tokens + len(chunk) > _COMMAND_TOKENS:
             yield portion
             portion, tokens = [], 0

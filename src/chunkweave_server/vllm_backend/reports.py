@@ -169,10 +169,10 @@ _UNKNOWN = ("lookup_s", "load_s", "weave_s", "prefill_flops", "full_prefill_flop
 """What our own engine says of a request and nobody outside vLLM knows."""
 
 
-_NOT_SHOWN = ("recomputed", "kv_sources", "reasons", STORE_TOKENS)
+_NOT_SHOWN = ("recomputed", "kv_sources", "reasons", "contexts", STORE_TOKENS)
 """What the plug-in says of positions and parts, which an answer has chunk by chunk, and of its store."""
 
-_OF_CHUNK = ("source", "kv_source", "tokens", "recomputed_tokens", "rank", "reasons")
+_OF_CHUNK = ("source", "kv_source", "tokens", "recomputed_tokens", "rank", "reasons", "contexts")
 
 
 def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: int) -> tuple[int, int, int, int]:
@@ -231,8 +231,10 @@ def reuse_report(
         said = _of_vllm(placed.prompt, counts.prefix_exact)
     spans = said.get("kv_sources") or {}
     reasons = {start: dict(one) for start, one in said.get("reasons") or ()}
+    contexts = {start: int(count) for start, count in said.get("contexts") or ()}
     sources = [
-        PartSource(_source_of(span, spans), reasons=reasons.get(span.start, {})) for span in placed.prompt.spans()
+        PartSource(_source_of(span, spans), reasons=reasons.get(span.start, {}), contexts=contexts.get(span.start, 0))
+        for span in placed.prompt.spans()
     ]
     recomputed = sorted(said.get("recomputed") or ())
     checked, stopped = tuple(said.get("check_layers") or ()), said.get("stopped_at_layer")

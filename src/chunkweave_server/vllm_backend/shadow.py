@@ -54,6 +54,11 @@ class VllmShadow:
         """Most likely tokens that an answer must come with to be checked."""
         return _ALTERNATIVES
 
+    @property
+    def busy(self) -> bool:
+        """Whether answers are checked now, or are to be."""
+        return bool(self._pending) or (self._task is not None and not self._task.done())
+
     def offer(self, placed: Placed, body: Mapping[str, Any], choice: Choice) -> None:
         """A request was answered by weaving; if its turn has come, it waits to be checked."""
         config = self.monitor.config

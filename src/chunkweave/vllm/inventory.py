@@ -1,0 +1,60 @@
+"""What is stored of chunks, asked by command: which have a mean, and from which contexts can be woven. Torch-free.
+
+The command is a request of its own, with `kv_transfer_params = {"chunkweave": {"stored": ...}}`. Chunks are named by
+their tokens, and found under the request's own `cache_salt`. The scheduler answers by what the workers have reported.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chunkweave.errors import UsageError
+from chunkweave.planning.method_choice import refuse_unknown_keys
+from chunkweave.store.records import Mark, marked
+from chunkweave.types import ChunkId, SegmentId
+from chunkweave.vllm.removal import chunks_params, named_chunks
+
+STORED = "stored"
+"""The field of a request that is such a command."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Of the chunks of one command, the numbers of those with a mean, and of those that contexts can be woven from."""
+
+    means: frozenset[int] = frozenset()
+    contexts: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, report: Any) -> "Inventory":
+        """What an answer carries; nothing where the plug-in does not know the command."""
+        try:
+            return cls(*(frozenset(map(int, report[name])) for name in ("means", "contexts")))
+        except (KeyError, TypeError, ValueError):
+            return cls()
+
+
+def inventory_params(chunks: Iterable[Sequence[int]], start: Sequence[int]) -> dict[str, Any]:
+    """The command that asks for chunks with these tokens, sent in prompts that begin with `start`."""
+    return {STORED: chunks_params(chunks, start)}
+
+
+def asked_chunks(given: Any, *, fingerprint: str, salt: str, start: tuple[int, ...]) -> list[ChunkId]:
+    """The chunks that a command asks for; what is left out is as in `request.parse`.
+
+    Raises:
+        UsageError: the message says which field is wrong.
+    """
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{STORED} must be an object such as {{'chunks': [[5, 6, 7]]}}")
+    refuse_unknown_keys(given, {"chunks", "start"})
+    return named_chunks(given, fingerprint=fingerprint, salt=salt, start=start)
+
+
+def inventory_report(chunks: Sequence[ChunkId], stored: Callable[[ChunkId | SegmentId], bool]) -> dict[str, list[int]]:
+    """The answer, by what is `stored` on all ranks."""
+
+    def numbers(mark: Mark) -> list[int]:
+        return [number for number, chunk in enumerate(chunks) if stored(marked(chunk, mark))]
+
+    return {"means": numbers(Mark.MEAN), "contexts": numbers(Mark.CONTEXT)}

@@ -1,0 +1,219 @@
+"""Chunks computed among their own kind by real vLLM servers, over HTTP, and what is left of them after deletions."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+
+from chunkweave import Engine, Request
+from chunkweave.config import CaptureConfig, ReuseConfig
+from chunkweave.planning.method_choice import MethodRequest
+from chunkweave.store.records import SegmentRecord
+from chunkweave.tiers.segment_header import parse_header
+from chunkweave.types import Chunk, ChunkId
+from chunkweave_server.vllm_backend.process import free_port
+from tests.vllm.fronts import PASSAGES, QUESTION, FrontProcess, ask, front_process
+
+TOLERANCE = 2e-3
+"""Of log-probabilities: two engines' sums are rounded otherwise."""
+
+CONTEXTS = {"context_count": 2, "context_tokens": 40}
+MORE = [
+    "The Halvik Ferry leaves at seven and at noon. It is steered by Ada Lindqvist.",
+    "The Lune Bridge was opened in 1874. Its toll keeper is Per Sandahl.",
+    "The Ostby Bakery sells rye bread. It belongs to Ingrid Falk, who bakes at night.",
+]
+REUSE = {"method": "full-reuse", "order": "fixed"}
+
+
+def documents(about: str) -> list[str]:
+    return [f"{text} So it was told {about}." for text in (*PASSAGES, *MORE)]
+
+
+def client(front: FrontProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("means")
+
+
+@pytest.fixture(scope="module")
+def front(folder):
+    options = ["--cache-dir", str(folder / "kv"), "--data-dir", str(folder / "data"), "--host-budget", "256MiB"]
+    options += [f"--{name.replace('_', '-')}={value}" for name, value in CONTEXTS.items()]
+    with front_process(folder, free_port(), *options, "--block-size", "16") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def engine():
+    reuse = ReuseConfig(capture=CaptureConfig(**CONTEXTS))
+    with Engine.load("reader", dtype="float32", reuse=reuse) as library:
+        yield library
+
+
+def warm(front: FrontProcess, texts: Sequence[str], timeout_s: float = 300) -> dict:
+    return front.post("/v1/cache/warm", {"documents": list(texts)}, timeout_s)
+
+
+def clear(front: FrontProcess, **body) -> httpx.Response:
+    return httpx.post(f"{front.url}/v1/cache/clear", json=body, timeout=90)
+
+
+def ids_of(engine: Engine, texts: Sequence[str]) -> list[ChunkId]:
+    return [engine.builder.chunk_part(Chunk(text)).id for text in texts]
+
+
+def on_disk(folder: Path) -> list[SegmentRecord]:
+    """What was written of all segments that are there."""
+    records = []
+    for path in (folder / "kv").rglob("*.safetensors"):
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            continue  # it was just removed
+        records.append(parse_header(data, len(data)).record)
+    return records
+
+
+def written(folder: Path, chunks: Sequence[ChunkId]) -> list[SegmentRecord]:
+    """Of these chunks, once nothing more is written."""
+    before, until = None, time.monotonic() + 30
+    while (now := sorted(on_disk(folder), key=lambda record: record.id)) != before:
+        assert time.monotonic() < until
+        before = now
+        time.sleep(0.5)
+    return [record for record in now if record.chunk_id in chunks]
+
+
+def own_log_probs(engine: Engine, texts: Sequence[str]) -> torch.Tensor:
+    """The library's first token, over the same documents in the same order."""
+    prepared = engine.preparer.prepare(Request(QUESTION, tuple(map(Chunk, texts))), MethodRequest.of("full-reuse"))
+    prefilled = engine.runner.prefill(prepared.prompt, prepared.method, capture=False, asked=False)
+    return torch.log_softmax(prefilled.logits.float(), -1)
+
+
+def test_what_is_warmed_and_asked_for_in_another_order_is_as_by_the_library(front, engine, folder):
+    texts = documents("in May")
+    assert warm(front, texts) == {"chunks": len(texts), "computed": len(texts)}
+    assert engine.precompute(texts) == len(texts)
+    order = [texts[number] for number in (4, 1, 5, 0)]
+    answer = ask(client(front), order, reuse=REUSE, logprobs=True, top_logprobs=20, max_tokens=1)
+    report = answer.model_extra["chunkweave"]
+    assert [chunk["kv_source"] for chunk in report["chunks"]] == ["reused"] * len(order)
+    assert report["reused_tokens"] == sum(chunk["tokens"] for chunk in report["chunks"])
+    library = engine.generate(QUESTION, order, method="full-reuse", max_new_tokens=1, order="fixed").report
+    for said in (report["chunks"], [asdict(chunk) for chunk in library.chunks if chunk.rank is not None]):
+        assert [chunk["contexts"] for chunk in said] == [CONTEXTS["context_count"]] * len(order)
+    own = own_log_probs(engine, order)
+    likeliest = torch.tensor([one.logprob for one in answer.choices[0].logprobs.content[0].top_logprobs])
+    assert (likeliest - own.topk(len(likeliest)).values).abs().max().item() <= TOLERANCE
+    bundled = CaptureConfig(**CONTEXTS, contexts="bundled")
+    with Engine.load("reader", dtype="float32", reuse=ReuseConfig(capture=bundled)) as other:
+        other.precompute(texts)
+        apart = (own_log_probs(other, order) - own).abs().max().item()
+    assert apart > 10 * TOLERANCE, "behind neutral passages it is another one"
+
+
+def test_one_mean_is_left_of_each_chunk_as_in_the_librarys_store(front, engine, folder):
+    texts = documents("in June")
+    chunks = ids_of(engine, texts)
+    warm(front, texts)
+    engine.precompute(texts)
+    own = {record.chunk_id: record for record in engine.store.records() if record.chunk_id in chunks}
+    found = written(folder, chunks)
+    assert Counter(record.chunk_id for record in found) == Counter(chunks), "first passes are removed at the end"
+    for record in found:
+        assert (record.exact, len(record.contexts)) == (False, CONTEXTS["context_count"])
+        assert (record.contexts, record.read) == (own[record.chunk_id].contexts, own[record.chunk_id].read)
+    before = front.get("/metrics")
+    assert warm(front, texts) == {"chunks": len(texts), "computed": 0}
+    assert warm(front, texts[:3]) == {"chunks": 3, "computed": 0}
+    assert prompts(front.get("/metrics")) - prompts(before) == 2, "a question about each call's chunks is all"
+    assert written(folder, chunks) == found
+
+
+def prompts(metrics: str) -> float:
+    lines = [line for line in metrics.splitlines() if line.startswith("vllm:request_success_total")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def test_a_new_document_is_computed_behind_those_that_are_there(front, engine, folder):
+    texts = documents("in July")
+    warm(front, texts[:-1])
+    assert warm(front, texts) == {"chunks": len(texts), "computed": 1}
+    (new,) = written(folder, ids_of(engine, texts[-1:]))
+    assert new.contexts
+    answer = ask(client(front), texts[::-1], reuse=REUSE)
+    assert {chunk["kv_source"] for chunk in answer.model_extra["chunkweave"]["chunks"]} == {"reused"}
+
+
+def sources(front: FrontProcess, texts: Sequence[str]) -> list[str]:
+    report = ask(client(front), list(texts), reuse=REUSE).model_extra["chunkweave"]
+    return [chunk["kv_source"] for chunk in report["chunks"]]
+
+
+def restart(front: FrontProcess) -> None:
+    os.kill(front.servers()[0], signal.SIGKILL)
+    until = time.monotonic() + 60
+    while front.ready():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    front.wait_until_ready()
+
+
+def test_nothing_that_has_read_a_deleted_document_is_reused_also_after_a_restart(front, engine, folder):
+    texts = documents("in August")
+    chunks = ids_of(engine, texts)
+    warm(front, texts)
+    readers = {record.chunk_id for record in written(folder, chunks) if chunks[0] in record.sources}
+    assert readers
+    done = clear(front, documents=texts[:1])
+    assert (done.status_code, done.json()["segments_removed"] > len(readers)) == (200, True), done.text
+    left = written(folder, chunks)
+    assert {record.chunk_id for record in left} == set(chunks[1:]) - readers, "nothing else is touched"
+    assert not any(chunks[0] in record.sources for record in on_disk(folder))
+    restart(front)
+    for text, chunk in zip(texts, chunks, strict=True):
+        assert sources(front, [text]) == ["computed" if chunk in {chunks[0], *readers} else "reused"], text
+    assert warm(front, texts[1:])["computed"] == len(readers)
+    assert sources(front, texts[:0:-1]) == ["reused"] * 5
+    assert not any(chunks[0] in record.sources for record in on_disk(folder))
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.4, 1.0])
+def test_a_document_that_is_deleted_while_it_is_warmed_leaves_nothing(front, engine, folder, after_s):
+    texts = documents(f"in the year {1900 + after_s * 100}")
+    chunks = ids_of(engine, texts)
+    replies = []
+    warming = threading.Thread(target=lambda: replies.append(warm(front, texts)))
+    warming.start()
+    time.sleep(after_s)
+    assert clear(front, documents=texts[2:3]).status_code == 200
+    warming.join()
+    assert replies[0]["chunks"] == len(texts)
+    assert chunks[2] not in {record.chunk_id for record in written(folder, chunks)}
+    assert not any(chunks[2] in record.sources for record in on_disk(folder))
+    assert clear(front, documents=texts[2:3]).json() == {"segments_removed": 0}
+    rest = [*texts[:2], *texts[3:]]
+    warm(front, rest)
+    assert sources(front, rest[::-1]) == ["reused"] * len(rest)
+
+
+def test_shares_that_clients_send_themselves_are_checked(front):
+    body = {"model": "reader", "prompt": [0, *range(300, 340)], "max_tokens": 1, "temperature": 0}
+    fields = {"chunks": [[1, 21], [21, 41]], "method": "full-reuse", "mean": {"group": "mine", "of": 99}}
+    answer = front.post("/v1/completions", {**body, "kv_transfer_params": {"chunkweave": fields}})
+    assert "mean.of must be between 1 and 32" in json.dumps(answer["kv_transfer_params"])
