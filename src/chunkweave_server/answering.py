@@ -18,9 +18,10 @@ from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.retrieval.speculation import Found, NotStarted, Retriever, SpeculativeAnswer
 from chunkweave.types import Chunk
-from chunkweave_server.backend import Backend, BackendParts, Event, Submission
+from chunkweave_server.backend import Backend, BackendParts, Event, Forgotten, Submission
 from chunkweave_server.corpora import Corpora
 from chunkweave_server.errors import HttpError
+from chunkweave_server.improving import Improver
 from chunkweave_server.observability import Observer, RequestMeta
 from chunkweave_server.requests import CompletionBody, check_limits, chunks_of, turn_of
 from chunkweave_server.tenants import Tenant, TenantCounts, TenantLimits
@@ -139,6 +140,8 @@ class RunningAnswer:
         self.end = end
         self._observed = True
         self._answering.counts[self._meta.tenant].add(end.report)
+        if self._answering.improving.on:
+            self._answering.improving.served(self._meta.tenant, self._salt, end)
         self._answering.observer.answered(self._meta, end.report, finish_reason=end.finish_reason)
 
 
@@ -188,8 +191,13 @@ class Answering:
             self.observer.failed(meta, error)
             raise
 
-    async def forget(self, tenant: Tenant, texts: Iterable[str], cache_salt: str = "") -> int:
-        """Remove the KV of a tenant's chunks from every tier; returns how many copies of segments there were.
+    @property
+    def improving(self) -> Improver:
+        """What computes chunks anew in idle time."""
+        return self._backend.cache.improving
+
+    async def forget(self, tenant: Tenant, texts: Iterable[str], cache_salt: str = "") -> Forgotten:
+        """Remove the KV of a tenant's chunks from every tier.
 
         A request that is computing one of them now will store it once more; it is removed again when that has ended.
 
@@ -198,7 +206,7 @@ class Answering:
         """
         gone, salt = frozenset(texts), tenant.salt(cache_salt)
         if not gone:
-            return 0
+            return Forgotten()
         before = self._using(salt, gone)  # one that ends meanwhile may have stored it after it was removed
         try:
             return await self._backend.cache.forget(tenant.name, sorted(gone), salt)

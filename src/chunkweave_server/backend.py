@@ -1,6 +1,8 @@
 """What computes answers, as the server sees it: our own engine (`engine_backend`) or vLLM (`vllm_backend`)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -14,11 +16,13 @@ from chunkweave.conversation.answer import AnswerEnd, Choice, PendingAnswer
 from chunkweave.conversation.prepare import RequestPreparer
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.method_choice import MethodRequest
-from chunkweave.prompt.parts import PromptPart
+from chunkweave.prompt.contexts import ContextPool
+from chunkweave.prompt.parts import Prompt, PromptPart
 from chunkweave.prompt.request import Request as EngineRequest
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.scheduling.shadow import ShadowMonitor
-from chunkweave.types import Chunk
+from chunkweave.types import Chunk, ChunkId
+from chunkweave_server.improving import Improver
 from chunkweave_server.metrics import MetricSample
 from chunkweave_server.requests import CompletionBody
 from chunkweave_server.threads import TenantThreads
@@ -77,6 +81,22 @@ class BackendParts:
     """Whether a request of free order is the same with its chunks in another sequence."""
 
 
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """How many copies of segments were removed, and how many chunks that had read them are queued to be computed anew.
+
+    None are where nothing is computed anew.
+    """
+
+    segments: int = 0
+    queued: int | None = None
+
+    def as_dict(self) -> dict[str, int]:
+        """As answers have it."""
+        queued = {} if self.queued is None else {"chunks_queued": self.queued}
+        return {"segments_removed": self.segments, **queued}
+
+
 class CacheCommands(Protocol):
     """What `/v1/cache` does to the chunks that a backend has stored. A tenant's salt keeps its chunks apart."""
 
@@ -105,8 +125,12 @@ class CacheCommands(Protocol):
             HttpError: 501, this backend pins nothing.
         """
 
-    async def forget(self, tenant: str, texts: Sequence[str], salt: str) -> int:
-        """Remove the KV of chunks from every tier; returns how many copies of segments there were.
+    @property
+    def improving(self) -> Improver:
+        """What computes chunks anew in idle time."""
+
+    async def forget(self, tenant: str, texts: Sequence[str], salt: str) -> Forgotten:
+        """Remove the KV of chunks from every tier.
 
         It costs `tenant` one of its turns, and no running answer a step.
 
@@ -200,6 +224,51 @@ class Backend(Protocol):
 
 _AT_A_TIME = 16
 """Chunks that are tokenized in one of a tenant's turns."""
+
+
+class Warmings:
+    """The calls that compute chunks now, and what was removed since each began: it is no context any more.
+
+    Belongs to the event loop's thread.
+    """
+
+    def __init__(self) -> None:
+        self._gone: list[set[ChunkId]] = []
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._gone)
+
+    @contextmanager
+    def begun(self) -> Iterator[AbstractSet[ChunkId]]:
+        """What leaves while the call lasts."""
+        gone: set[ChunkId] = set()
+        self._gone.append(gone)
+        try:
+            yield gone
+        finally:
+            self._gone = [one for one in self._gone if one is not gone]
+
+    def removed(self, chunks: Iterable[ChunkId]) -> None:
+        """Chunks are removed now."""
+        chunks = tuple(chunks)
+        for gone in self._gone:
+            gone.update(chunks)
+
+
+def reads(prompt: Prompt, gone: AbstractSet[ChunkId]) -> bool:
+    """Whether a prompt has a chunk that is gone."""
+    return not gone.isdisjoint(part.id for part in prompt.parts if part.id is not None)
+
+
+async def context_pool(
+    preparer: RequestPreparer, threads: TenantThreads, tenant: str, chunks: Sequence[Chunk], salt: str
+) -> ContextPool | None:
+    """Chunks that are computed beforehand together, behind each other; None if neutral passages are wanted."""
+    if preparer.rule is None:
+        return None
+    parts = await storable_parts(preparer, threads, tenant, chunks, salt)
+    return await threads.run(tenant, partial(ContextPool, parts))
 
 
 async def storable_parts(

@@ -5,24 +5,39 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine, EngineOptions
 from chunkweave.errors import RequestAbortedError, UsageError
 from chunkweave.kv.request_cache import keep_freed_memory
 from chunkweave.models.threads import keep_within_cpus
 from chunkweave.ordering.arrangement import COUNTS_FILE
+from chunkweave.prompt.contexts import ContextPool
+from chunkweave.prompt.parts import Prompt, PromptPart
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.index import TieredLease
-from chunkweave.types import Chunk, ChunkId, SegmentId
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import Chunk, ChunkId, Context, SegmentId
 from chunkweave.weaving.stores import eviction_order
-from chunkweave_server.backend import BackendParts, Stage, Submission, storable_parts
+from chunkweave_server.backend import (
+    BackendParts,
+    Forgotten,
+    Stage,
+    Submission,
+    Warmings,
+    context_pool,
+    reads,
+    storable_parts,
+)
 from chunkweave_server.errors import NOT_READY_AGAIN_S, HttpError
+from chunkweave_server.improving import Improver
 from chunkweave_server.metrics import MetricSample, batching_samples, store_samples
 from chunkweave_server.requests import CompletionBody, refuse_for_engine
 from chunkweave_server.settings import Settings
@@ -66,7 +81,8 @@ class EngineBackend:
         engine = self.engine = await in_thread(lambda: self._load(self._settings))
         await in_thread(lambda: engine.preparer.load_counts(self._counts_file))
         self.batching = AsyncEngine(engine, self._settings.batching)
-        self.cache = EngineCache(engine, self.batching, threads, self._settings.limits.pin_budget_bytes)
+        self.cache = EngineCache(engine, self.batching, threads, self._settings)
+        self.cache.improving.start()
         self._threads = threads
         return BackendParts(
             engine.loaded.tokenizer,
@@ -83,6 +99,7 @@ class EngineBackend:
         threads, self._threads = self._threads, None
         if threads is None:
             return
+        await self.cache.improving.close()
         await in_thread(self.batching.close)
         await in_thread(lambda: self.engine.preparer.save_counts(self._counts_file))
         self.cache.release_all()
@@ -115,6 +132,7 @@ class EngineBackend:
         """What the engine does and what is stored."""
         yield from batching_samples(self.batching.stats)
         yield from store_samples(self.engine.store)
+        yield from self.cache.improving.samples()
 
     async def metrics(self) -> bytes:
         """There are no other processes."""
@@ -140,12 +158,14 @@ class EngineCache:
 
     pins = True
 
-    def __init__(self, engine: Engine, batching: AsyncEngine, threads: TenantThreads, budget_bytes: int) -> None:
-        """A tenant may pin `budget_bytes` of segments."""
+    def __init__(self, engine: Engine, batching: AsyncEngine, threads: TenantThreads, settings: Settings) -> None:
+        self.improving = Improver(settings.improving, engine.preparer, self)
         self._engine = engine
         self._batching = batching
         self._threads = threads
-        self._budget_bytes = budget_bytes
+        self._budget_bytes = settings.limits.pin_budget_bytes
+        self._warmings = Warmings()
+        self._computing: dict[AnswerStream, Prompt] = {}
         self._pinning = threading.Lock()
         self._leases: dict[str, dict[ChunkId, TieredLease]] = {}
 
@@ -155,15 +175,87 @@ class EngineCache:
         Raises:
             ChunkweaveError: what `AsyncEngine.precompute` raises; those before it are computed.
         """
-        computed, loop = 0, asyncio.get_running_loop()
-        for chunk in chunks:
-            begin = partial(self._batching.precompute, chunk, cache_salt=salt, loop=loop, tenant=tenant)
-            stream = await self._threads.run(tenant, begin, undo=_end)
-            if stream is not None:
-                async with stream:
-                    await stream.answer()
-                computed += 1
+        computed = 0
+        pool = await context_pool(self._engine.preparer, self._threads, tenant, chunks, salt)
+        with self._warmings.begun() as gone:
+            for chunk in chunks:
+                computed += await self._warm_one(tenant, chunk, pool, salt, gone)
+        await in_thread(partial(self._engine.preparer.drop_first_passes, pool))
+        parts = [] if pool is None else [part for part in pool.parts if part.id not in gone]
+        means = {part.id: ("", self.stored(part) or ()) for part in parts if part.id is not None}
+        self.improving.warmed(tenant, salt, parts, {chunk: mean for chunk, mean in means.items() if mean[1]})
         return computed
+
+    async def _warm_one(
+        self, tenant: str, chunk: Chunk, pool: ContextPool | None, salt: str, gone: AbstractSet[ChunkId]
+    ) -> bool:
+        """Compute a chunk; returns whether there was something to do.
+
+        It is begun anew, without what is `gone`, if something was removed meanwhile: that may have taken with it what
+        a context was woven from, and without that context there is no mean.
+        """
+        found, before = False, -1
+        while before != len(gone):
+            before = len(gone)
+            begin = partial(self._batching.beforehand, chunk, pool, without=gone, cache_salt=salt)
+            work = await self._threads.run(tenant, begin)
+            while (one := await self._threads.run(tenant, partial(next, work, None))) is not None:
+                if reads(one.prompt, gone):
+                    break
+                await self._compute(tenant, one, gone)
+                found = True
+        return found
+
+    async def _compute(self, tenant: str, one: PreparedRequest, gone: AbstractSet[ChunkId]) -> None:
+        try:
+            await self.compute(one, tenant)
+        except RequestAbortedError:
+            if not reads(one.prompt, gone):
+                raise
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request runs or waits, and nothing is computed beforehand."""
+        return self._batching.idle and not self._warmings
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Most tokens of a prompt."""
+        return min(self._batching.most_tokens, self._engine.preparer.context_tokens)
+
+    def stored(self, part: PromptPart) -> Sequence[Context] | None:
+        """The contexts of the mean that is stored of a chunk."""
+        assert part.id is not None, "a chunk has an id"
+        return next((record.contexts for record in self._engine.store.means(part.id)), ())
+
+    def keeps(self, part: PromptPart) -> bool:
+        """Whether a chunk is pinned: its pin holds the segments that there were."""
+        with self._pinning:
+            return any(part.id in own for own in self._leases.values())
+
+    async def compute(self, prepared: PreparedRequest, tenant: str, place: str = "") -> tuple[str, float]:
+        """Compute and store it behind all requests; returns the seconds without those in which it waited.
+
+        Raises:
+            RequestAbortedError: something that it reads is being removed, or the engine is closed.
+        """
+        begin = partial(self._batching.compute, prepared, loop=asyncio.get_running_loop(), tenant=tenant)
+        with self._warmings.begun() as gone:
+            async with await self._threads.run(tenant, begin, undo=_end) as stream:
+                self._computing[stream] = prepared.prompt
+                try:
+                    if reads(prepared.prompt, gone):
+                        stream.abort()
+                    report = (await stream.answer()).report
+                finally:
+                    del self._computing[stream]
+        return place, report.lookup_s + report.load_s + report.weave_s
+
+    async def settle(self, salt: str, parts: Sequence[PromptPart]) -> None:  # noqa: ARG002
+        """Drop what contexts were woven from."""
+        chunks = {part.id for part in parts if part.id is not None}
+        alone = not self._engine.preparer.neutral_tokens
+        await in_thread(partial(self._engine.store.drop_first_passes, chunks, alone=alone))
 
     async def pin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
         """Pin what is stored of chunks; returns how many segments are."""
@@ -175,17 +267,32 @@ class EngineCache:
         ids = await self._ids(chunks, salt, tenant)
         return await self._threads.run(tenant, lambda: self._unpin(tenant, ids))
 
-    async def forget(self, tenant: str, texts: Sequence[str], salt: str) -> int:
+    async def forget(self, tenant: str, texts: Sequence[str], salt: str) -> Forgotten:
         """Remove chunks beside the steps: the store is made for several threads."""
         ids = await self._ids([Chunk(text) for text in texts], salt, tenant)
+        self._warmings.removed(ids)
+        await self.improving.removed(ids)
+        for stream, prompt in self._computing.items():
+            if reads(prompt, frozenset(ids)):  # it would be stored once more
+                stream.abort()
         with suppress(RequestAbortedError):  # the engine has stopped
             # What has ended is stored by then, and removed below.
-            await asyncio.wrap_future(self._batching.between_steps(lambda: None))
-        return await self._threads.run(tenant, lambda: self._engine.store.forget_chunks(ids))
+            forget = partial(self._engine.runner.means.forget, frozenset(ids))
+            await asyncio.wrap_future(self._batching.between_steps(forget))
+        readers: list[SegmentRecord] = []
+        try:
+            removed = await self._threads.run(tenant, lambda: self._forget(ids, readers))
+        finally:
+            for record in (one for one in readers if one.contexts):
+                self.improving.has_mean(tenant, salt, "", record)
+            queued = self.improving.queue({("", record.chunk_id) for record in readers})
+        return Forgotten(removed, queued)
 
     async def clear(self) -> int:
         """Remove everything of all tenants; returns how many segments there were."""
         before = len(self._engine.store)
+        await self.improving.cleared()
+        self._engine.runner.means.forget(None)
         await in_thread(self._engine.store.clear)
         return before
 
@@ -193,7 +300,7 @@ class EngineCache:
         """What all tiers hold, what they evict first, and what the engine does."""
         store = self._engine.store
         counts = {"store": asdict(store.stats), "engine": asdict(self._batching.stats)}
-        return {**counts, "eviction": {"engine": eviction_order(store)}}
+        return {**counts, "eviction": {"engine": eviction_order(store)}, **self.improving.stats()}
 
     def release_all(self) -> None:
         """Take all pins back."""
@@ -202,6 +309,14 @@ class EngineCache:
                 for lease in leases.values():
                     lease.release()
             self._leases.clear()
+
+    def _forget(self, ids: Sequence[ChunkId], readers: list[SegmentRecord]) -> int:
+        """Remove chunks and what has read them; notes the latter in `readers`."""
+        store, gone = self._engine.store, frozenset(ids)
+        if self.improving.on:
+            others = (one for one in store.records() if one.chunk_id not in gone)
+            readers.extend(one for one in others if not gone.isdisjoint(one.sources))
+        return store.forget_chunks(ids)
 
     async def _ids(self, chunks: Sequence[Chunk], salt: str, tenant: str) -> list[ChunkId]:
         """The ids of chunks, each once, without those that no context can hold: nothing can be stored of these."""

@@ -20,6 +20,7 @@ from chunkweave.retrieval.indexes import IndexKind, usual_top_k
 from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.types import Chunk
+from chunkweave_server.backend import Forgotten
 from chunkweave_server.bodies import NOTHING_NAMED, BodyRoute, say_that_nothing_was_named
 from chunkweave_server.corpora import joined
 from chunkweave_server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses
@@ -160,12 +161,12 @@ async def get_corpus(name: str, parts: ReadyParts, tenant: OfTenant) -> dict[str
 async def delete_corpus(name: str, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Remove a corpus, and the KV of its chunks from every tier."""
 
-    async def work() -> int:
+    async def work() -> Forgotten:
         return await parts.answering.forget(tenant, await parts.corpora.delete(tenant, name))
 
     with parts.limits.occupy(tenant.name):
         removed = await to_its_end(work())
-    return {"name": name, "object": "corpus", "deleted": True, "segments_removed": removed}
+    return {"name": name, "object": "corpus", "deleted": True, **removed.as_dict()}
 
 
 @corpora.get("/{name}/documents", responses=error_responses(404, 503))
@@ -226,13 +227,13 @@ async def delete_document(name: str, document: str, parts: ReadyParts, tenant: O
     """Remove a document, and the KV of what no other document has from every tier."""
     served = parts.corpora.get(tenant, name, to_change=True)
 
-    async def work() -> int:
+    async def work() -> Forgotten:
         change = await parts.corpora.remove(served, document)
         return await _forget_gone(change, parts, tenant)
 
     with parts.limits.occupy(tenant.name):
         removed = await to_its_end(work())
-    return {"id": document, "object": "document", "deleted": True, "segments_removed": removed}
+    return {"id": document, "object": "document", "deleted": True, **removed.as_dict()}
 
 
 @corpora.post("/{name}/search", responses=error_responses(400, 404, 503))
@@ -275,17 +276,17 @@ async def _ingested(
     try:
         removed = await to_its_end(_forget_gone(change, parts, tenant))
     except NotRemovedError as error:  # the documents are in place all the same
-        removed, left = error.removed, error.left
+        removed, left = Forgotten(error.removed), error.left
     changed = {"added": change.added, "replaced": change.replaced, "unchanged": change.unchanged}
     return {
         **{what: list(ids) for what, ids in changed.items()},
-        "segments_removed": removed,
+        **removed.as_dict(),
         "segments_left": left,
         "corpus": served.as_dict(),
     }
 
 
-async def _forget_gone(change: CorpusChange, parts: Parts, tenant: Tenant) -> int:
+async def _forget_gone(change: CorpusChange, parts: Parts, tenant: Tenant) -> Forgotten:
     return await parts.answering.forget(tenant, (chunk.text for chunk in change.gone))
 
 
@@ -339,7 +340,7 @@ async def clear(body: ClearBody, parts: ReadyParts, tenant: OfTenant) -> dict[st
         if body.everything:
             return {"segments_removed": await commands.clear()}
         texts = [chunk.text for chunk in await _chunks(body, parts, tenant)]
-        return {"segments_removed": await parts.answering.forget(tenant, texts, body.cache_salt)}
+        return dict((await parts.answering.forget(tenant, texts, body.cache_salt)).as_dict())
 
 
 async def _chunks(body: ChunksBody, parts: Parts, tenant: Tenant) -> Sequence[Chunk]:

@@ -16,6 +16,7 @@ from chunkweave.config import (
     Backend,
     CaptureConfig,
     ComputeConfig,
+    ContextSource,
     ConversationConfig,
     ModelConfig,
     PluginConfig,
@@ -168,6 +169,20 @@ class CorpusSettings:
 
 @configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
+class ImprovingSettings:
+    """What a server computes while it is idle."""
+
+    improve_share: float = setting(
+        0.0,
+        "Part of idle time, 0 to 1, that is spent on computing chunks anew behind others of their cache salt: those "
+        "that came with requests, and those whose nearest chunks have changed; 0: none.",
+        least=0,
+        most=1,
+    )
+
+
+@configuration(SERVERS)
+@dataclass(frozen=True, slots=True)
 class WatchSettings:
     """Logs, traces and metrics of the server."""
 
@@ -291,6 +306,7 @@ class Settings:
     listen: ListenSettings
     limits: LimitSettings
     corpora: CorpusSettings
+    improving: ImprovingSettings
     watch: WatchSettings
     vllm_flags: tuple[str, ...] = ()
 
@@ -302,6 +318,8 @@ class Settings:
         checked_method(self.requests.method or EXACT_METHOD)
         if self.requests.quality is not None:
             Quality.parse(self.requests.quality)
+        if self.improving.improve_share and self.capture.contexts is ContextSource.BUNDLED:
+            raise UsageError("improve_share computes chunks behind others: it needs contexts corpus, not bundled")
         if self.model.adapter is not None and self.fleet.upstream:
             raise UsageError("adapter is for vLLM servers that are started here: give those of upstream --lora-modules")
 

@@ -131,7 +131,8 @@ class FrontArena(Arena):
     def emptied(self, server: Server) -> bool:
         self._asked.clear()
         for fake in self._fakes:
-            fake.stored.clear()
+            for held in (fake.stored, fake.means, fake.first_passes):
+                held.clear()
             fake.behave = None
         return server.send("GET", "/ready", ADMIN).status == 200
 

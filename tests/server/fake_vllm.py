@@ -19,6 +19,8 @@ from chunkweave.vllm.report_socket import ReportSender
 
 CONTEXT = 2048
 Behave = Callable[[dict[str, Any]], Response | None]
+Key = tuple[str, tuple[int, ...]]
+"""A chunk: the cache salt and its tokens."""
 
 
 @dataclass
@@ -30,9 +32,14 @@ class FakeVllm:
     call of a tool once that has as many tokens, and what comes before for text. With `forms` it holds forced calls.
     With `healthy` false its health check fails.
 
+    Of chunks it knows which have `means`, and of which there are `first_passes`, and says so if it is asked.
+
     Of what it is to remove it says that so many segments are `left`. Unless it is `plugged` it does not know that
     command, while it is `silent` it fails, and it takes `slow_s` for it. With `store_tokens` its store has room for so
     many, reports that, and drops the chunks that were used longest ago. It has so many data-parallel `engines`.
+
+    Of a chunk that was computed in all contexts of a mean it has the chunks in each of the contexts (`means`). What has
+    read a chunk that is removed, is removed with it.
     """
 
     report_to: str | None = None
@@ -48,7 +55,9 @@ class FakeVllm:
     paths: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
     aborted: int = 0
     cached: int = 0
-    stored: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    stored: set[Key] = field(default_factory=set)
+    means: dict[Key, set[tuple[Key, ...]]] = field(default_factory=dict)
+    first_passes: set[Key] = field(default_factory=set)
     removals: list[dict[str, Any]] = field(default_factory=list)
     left: int = 0
     store_tokens: int | None = None
@@ -60,7 +69,8 @@ class FakeVllm:
 
     def __post_init__(self) -> None:
         self.gate.set()
-        self._by_use: dict[tuple[str, tuple[int, ...]], None] = {}
+        self._by_use: dict[Key, None] = {}
+        self._pending: dict[str, set[tuple[Key, ...]]] = {}
         self._sender = ReportSender(self.report_to or "")
         self._server = uvicorn.Server(uvicorn.Config(self._app(), log_level="critical", lifespan="off"))
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -169,9 +179,12 @@ class FakeVllm:
             body = None
         if not isinstance(body, dict) or (body.get("stream") and "max_tokens" not in body):
             return JSONResponse({"error": {"message": "no request for a completion", "code": 400}}, 400)
-        if (forget := ((body.get("kv_transfer_params") or {}).get("chunkweave") or {}).get("forget")) is not None:
+        command = (body.get("kv_transfer_params") or {}).get("chunkweave") or {}
+        if (forget := command.get("forget")) is not None:
             await asyncio.sleep(self.slow_s)
             return self._forget(body, forget, request.headers.get("x-data-parallel-rank"))
+        if (asked := command.get("stored")) is not None:
+            return self._inventory(body, asked)
         self.seen.append(body)
         self.ranks.append(request.headers.get("x-data-parallel-rank"))
         if self.behave is not None and (reply := self.behave(body)) is not None:
@@ -189,11 +202,28 @@ class FakeVllm:
         if not self.plugged:
             return JSONResponse(whole)
         salt = body.get("cache_salt", "")
-        gone = self.stored & {(salt, tuple(ids)) for ids in forget.get("chunks", ())}
-        gone = set(self.stored) if forget.get("everything") else gone
-        self.stored -= gone
+        named = {(salt, tuple(ids)) for ids in forget.get("chunks", ())}
+        if forget.get("first_passes"):
+            gone = self.first_passes & named
+        else:
+            gone = set(self.stored) if forget.get("everything") else self.stored & named
+            gone |= {one for one, contexts in self.means.items() if any(gone & {*context} for context in contexts)}
+            self.stored -= gone
+            self.means = {one: contexts for one, contexts in self.means.items() if one not in gone}
+        self.first_passes -= gone
         report = {"removed": len(gone), "left": self.left, "unasked": [], "lasting": True}
         return JSONResponse({**whole, "kv_transfer_params": {"chunkweave": report}})
+
+    def _inventory(self, body: dict[str, Any], asked: dict[str, Any]) -> Response:
+        whole: dict[str, Any] = {"object": "text_completion", "choices": [{"index": 0, "text": " w0"}]}
+        if self.silent:
+            return JSONResponse({"error": {"message": "the engine has ended", "code": 500}}, 500)
+        if not self.plugged:
+            return JSONResponse(whole)
+        chunks = [(body.get("cache_salt", ""), tuple(ids)) for ids in asked["chunks"]]
+        means = [number for number, chunk in enumerate(chunks) if chunk in self.means]
+        contexts = [number for number, chunk in enumerate(chunks) if chunk in self.means.keys() | self.first_passes]
+        return JSONResponse({**whole, "kv_transfer_params": {"chunkweave": {"means": means, "contexts": contexts}}})
 
     def _report(self, body: dict[str, Any], request_id: str) -> None:
         params = (body.get("kv_transfer_params") or {}).get("chunkweave")
@@ -205,7 +235,12 @@ class FakeVllm:
             spans = [[params["start_tokens"], spans[0][0]], *spans]
         chunks = [(salt, tuple(body["prompt"][start:stop])) for start, stop in spans]
         found = [chunk for chunk in chunks if chunk in self.stored]
-        self.stored |= set(chunks)
+        contexts = {chunk: len(self.means[chunk]) for chunk in found if chunk in self.means}
+        if (share := params.get("mean")) is not None:
+            self._take(share, chunks)
+        else:
+            self.stored |= set(chunks)
+            self.first_passes |= {chunks[-1]} if params.get("neutral") else set()
         self._evict(chunks)
         found = [] if params["method"] == "full" else found
         local = 0 if found or params["method"] == "full" else self.cached
@@ -233,12 +268,25 @@ class FakeVllm:
                 "check_layers": params.get("check_layers", []),
                 "stopped_at_layer": 3 if params.get("focus") else None,
                 "reasons": [[start, {"cfo": 0.25, "generation": 1}] for start, _ in places if "alpha" in params],
+                "contexts": [
+                    [span[0], contexts[one]] for one, span in zip(chunks, spans, strict=True) if one in contexts
+                ],
             }
         if self.store_tokens is not None:
             report["store_tokens"] = self.store_tokens
         self._sender.send(f"cmpl-{request_id}-0-ab12cd34", {"chunkweave": report})
 
-    def _evict(self, used: list[tuple[str, tuple[int, ...]]]) -> None:
+    def _take(self, share: dict[str, Any], chunks: list[Key]) -> None:
+        *before, last = chunks
+        if last in self.means and not share.get("anew"):
+            return
+        contexts = self._pending.setdefault(share["group"], set())
+        contexts.add(tuple(before))
+        if len(contexts) == share["of"]:
+            self.means[last] = self._pending.pop(share["group"])
+            self.stored.add(last)
+
+    def _evict(self, used: list[Key]) -> None:
         for chunk in used:
             self._by_use.pop(chunk, None)
             self._by_use[chunk] = None

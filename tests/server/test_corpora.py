@@ -91,9 +91,13 @@ def test_a_changed_document_needs_update(notes: Client):
     assert notes.post("/v1/corpora/notes/documents", json=twice).status_code == 409
 
 
+ALONE = {"contexts": "bundled", "neutral_tokens": 0}
+"""Each document is computed alone: what is removed with one is its own segment. (Means: test_means.py.)"""
+
+
 @pytest.mark.backend("engine")
 def test_removing_a_document_removes_its_kv_from_every_tier(serve: Serve, tmp_path: Path):
-    client = serve(store=StoreConfig(cache_dir=tmp_path / "cache"), data_dir=tmp_path / "data", neutral_tokens=0)
+    client = serve(store=StoreConfig(cache_dir=tmp_path / "cache"), data_dir=tmp_path / "data", **ALONE)
     client.post("/v1/corpora", json={"name": "notes"})
     documents = [{"id": "ferry", "text": FERRY}, {"id": "choir", "text": CHOIR}]
     client.post("/v1/corpora/notes/documents", json={"documents": documents})
@@ -158,7 +162,7 @@ def test_what_cannot_be_cleared_is_told_and_not_served_after_a_restart(serve: Se
 
 @pytest.mark.backend("engine")
 def test_documents_and_corpora_whose_kv_cannot_be_removed(serve: Serve, tmp_path: Path, undeletable):
-    client = serve(store=StoreConfig(cache_dir=tmp_path / "cache"), data_dir=tmp_path / "data", neutral_tokens=0)
+    client = serve(store=StoreConfig(cache_dir=tmp_path / "cache"), data_dir=tmp_path / "data", **ALONE)
     client.post("/v1/corpora", json={"name": "notes"})
     documents = [{"id": "ferry", "text": FERRY}, {"id": "choir", "text": CHOIR}, {"id": "tower", "text": TOWER}]
     client.post("/v1/corpora/notes/documents", json={"documents": documents})
@@ -426,7 +430,7 @@ def test_pinned_chunks_stay(serve: Serve):
 @pytest.mark.backend("engine")
 @pytest.mark.parametrize("neutral_tokens", [0, 400])
 def test_what_is_warmed_is_computed_behind_neutral_passages_and_woven_from_there(serve: Serve, neutral_tokens: int):
-    client = serve(neutral_tokens=neutral_tokens, method="full-reuse")
+    client = serve(contexts="bundled", neutral_tokens=neutral_tokens, method="full-reuse")
     assert client.post("/v1/cache/warm", json={"documents": [FERRY, CHOIR]}).json()["computed"] == 2
     answer = client.ask(documents=[CHOIR, FERRY], max_tokens=1).json()
     taken = {chunk["variant"] for chunk in answer["chunkweave"]["chunks"] if chunk["kv_source"] == "reused"}

@@ -163,11 +163,13 @@ def test_tenants_remove_their_own_and_command_no_plug_in(fakes, start):
     refused = cleared(front, KEYS["acme"], everything=True)
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_admin")
     before = [len(fake.removals) for fake in fakes]
-    command = {"model": "m", "max_tokens": 1, "kv_transfer_params": {"chunkweave": {"forget": {"everything": True}}}}
-    chat = {**command, "messages": [{"role": "user", "content": "x"}]}
-    for path, body in (("completions", {**command, "prompt": "x"}), ("chat/completions", chat), ("responses", chat)):
-        refused = front.post(f"/v1/{path}", json=body, headers=bearer(KEYS["acme"]))
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_admin"), path
+    for said in ({"forget": {"everything": True}}, {"stored": {"chunks": [[1]]}}):
+        command = {"model": "m", "max_tokens": 1, "kv_transfer_params": {"chunkweave": said}}
+        chat = {**command, "messages": [{"role": "user", "content": "x"}]}
+        asked = {"completions": {**command, "prompt": "x"}, "chat/completions": chat, "responses": chat}
+        for path, body in asked.items():
+            refused = front.post(f"/v1/{path}", json=body, headers=bearer(KEYS["acme"]))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_admin"), path
     assert [len(fake.removals) for fake in fakes] == before
     assert cleared(front, ADMIN_KEY, everything=True).status_code == 200
 

@@ -169,11 +169,14 @@ def test_a_prompt_that_comes_again_is_hardly_recomputed(serve):
     assert shares[4] == shares[1] > 0.4
 
 
-def test_what_was_computed_beforehand_becomes_variants_too(serve):
-    client = serve(method="cachecraft", focus=False)
+@pytest.mark.parametrize("contexts", ["bundled", "corpus"])
+def test_what_was_computed_beforehand_becomes_variants_too(serve, contexts):
+    client = serve(method="cachecraft", focus=False, contexts=contexts)
     assert client.post("/v1/cache/warm", json={"documents": list(FIVE)}).status_code == 200
     shares = [recomputed(client, *FIVE[:4]) for _ in range(5)]
-    assert shares[0] == pytest.approx(0.5, abs=0.03), "behind neutral passages CCI is .5, and nothing of them is here"
+    assert shares[0] > 0.4
+    if contexts == "bundled":
+        assert shares[0] == pytest.approx(0.5, abs=0.03), "behind neutral passages CCI is .5, nothing of them is here"
     assert shares[4] <= 0.1
 
 

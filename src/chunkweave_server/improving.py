@@ -1,0 +1,553 @@
+"""Chunks computed anew in idle time, behind others of their cache salt: those that have no mean, and outdated means.
+
+A chunk that came with a request was computed behind whatever that request had before it. The mean over contexts of its
+nearest chunks is closer to what it will be in other prompts (docs/methods.md). Which chunks there are, this server
+knows from the prompts that it has answered, and from what it was to warm.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
+
+from chunkweave.conversation.answer import AnswerEnd
+from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
+from chunkweave.errors import ChunkweaveError, RequestAbortedError
+from chunkweave.planning.method_choice import EXACT_METHODS
+from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.contexts import ContextPool, fitted
+from chunkweave.prompt.parts import PartKind, PromptPart
+from chunkweave.store.records import SegmentRecord
+from chunkweave.types import ChunkId, Context
+from chunkweave_server.errors import HttpError
+from chunkweave_server.metrics import MetricSample
+from chunkweave_server.settings import ImprovingSettings
+from chunkweave_server.threads import TenantThreads
+
+logger = logging.getLogger(__name__)
+
+MOST_TOKENS = 1 << 20
+"""Tokens of all chunks that are known; some 40 bytes each. Of more, those asked for longest ago are forgotten."""
+
+LEAST_SHARED = 0.5
+"""A mean is outdated if it shares a smaller part of the chunks in its contexts with what they would be now."""
+
+_POOL_GROWTH = 0.1
+"""New chunks, by those of a pool, from which on it is made again for the sake of a chunk that it has."""
+
+_COMPARED_AT_A_TIME = 16
+"""Means whose contexts are looked up in one piece of work."""
+
+_LOOK_S = 0.1
+"""How often a busy backend is asked whether it is idle."""
+
+_MOST_TRIES = 3
+"""Means of a chunk that are computed and found by no request: the store has no room for them."""
+
+_THREADS = 2
+
+
+class MeanComputer(Protocol):
+    """What improving needs of a backend. Belongs to the event loop's thread."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request runs or waits, and nothing is computed beforehand."""
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Most tokens of a prompt; None: as many as the model's context."""
+
+    def stored(self, part: PromptPart) -> Sequence[Context] | None:
+        """The contexts of the mean that is stored of a chunk, none if there is no mean; None if that is not known."""
+
+    def keeps(self, part: PromptPart) -> bool:
+        """Whether what is stored of a chunk is to stay as it is."""
+
+    async def compute(self, prepared: PreparedRequest, tenant: str, place: str) -> tuple[str, float]:
+        """Compute and store it behind all requests; returns where, which is `place` if that can be, and the seconds.
+
+        Raises:
+            ChunkweaveError, HttpError: it was not computed.
+        """
+
+    async def settle(self, salt: str, parts: Sequence[PromptPart]) -> None:
+        """Nothing of a salt is left to compute now: drop what contexts were woven from, of chunks that have a mean."""
+
+
+@dataclass(slots=True, eq=False)
+class KnownChunk:
+    """A chunk at one `place` (a replica; there may be only one), and how often it was asked for there.
+
+    `mean` are the chunks in the contexts of its mean: None if it has none, empty if they are not known. An `outdated`
+    one is to be computed anew. One that `failed` is left alone until it is asked for again; after some `tries` whose
+    mean no request has found, for good. `compared` says at which number of changes its contexts were compared;
+    `first_pass` that it was sent to be computed behind neutral passages.
+    """
+
+    part: PromptPart
+    salt: str
+    tenant: str
+    place: str
+    asked: int = 0
+    mean: frozenset[ChunkId] | None = None
+    outdated: bool = False
+    failed: bool = False
+    tries: int = 0
+    first_pass: bool = False
+    compared: int = -1
+
+    @property
+    def id(self) -> ChunkId:
+        """Of the chunk."""
+        assert self.part.id is not None, "a chunk has an id"
+        return self.part.id
+
+
+class KnownChunks:
+    """The chunks that may be computed anew, by cache salt: each is a context of others of its own salt alone.
+
+    Belongs to the event loop's thread; counts may be read from others.
+    """
+
+    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
+        self._most_tokens = most_tokens
+        self._tokens = 0
+        self._chunks: OrderedDict[tuple[str, ChunkId], KnownChunk] = OrderedDict()
+        self._salts: dict[str, Counter[ChunkId]] = {}
+        self._changes: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def queued(self) -> int:
+        """How many are to be computed anew."""
+        return sum(map(self.is_queued, tuple(self._chunks.values())))
+
+    def is_queued(self, chunk: KnownChunk) -> bool:
+        """Whether a chunk is to be computed anew: it has no mean, or an outdated one, and there are others."""
+        company = len(self._salts.get(chunk.salt, ())) > 1
+        return company and not chunk.failed and (chunk.mean is None or chunk.outdated)
+
+    def get(self, place: str, chunk: ChunkId | None) -> KnownChunk | None:
+        """A chunk at a place, if it is known there."""
+        return None if chunk is None else self._chunks.get((place, chunk))
+
+    def at_all_places(self, chunks: Collection[ChunkId]) -> list[KnownChunk]:
+        """Those of `chunks` that are known, wherever."""
+        return [one for one in self._chunks.values() if one.id in chunks]
+
+    def means(self, salt: str) -> dict[str, list[PromptPart]]:
+        """The chunks of a salt that have a mean, by place."""
+        found: dict[str, list[PromptPart]] = {}
+        for one in self._chunks.values():
+            if one.salt == salt and one.mean is not None:
+                found.setdefault(one.place, []).append(one.part)
+        return found
+
+    def add(self, part: PromptPart, salt: str, tenant: str, place: str) -> KnownChunk:
+        """A chunk is there, asked for now; forgets others where there are too many."""
+        assert part.id is not None, "a chunk has an id"
+        key = place, part.id
+        if key not in self._chunks:
+            self._chunks[key] = KnownChunk(part, salt, tenant, place)
+            self._tokens += len(part)
+            counts = self._salts.setdefault(salt, Counter())
+            self._changes[salt] += part.id not in counts
+            counts[part.id] += 1
+        self._chunks.move_to_end(key)
+        found = self._chunks[key]
+        while self._tokens > self._most_tokens and len(self._chunks) > 1:
+            self._forget(next(iter(self._chunks.values())))
+        return found
+
+    def remove(self, chunks: Collection[ChunkId]) -> None:
+        """Chunks are there no longer."""
+        for one in self.at_all_places(chunks):
+            self._forget(one)
+
+    def clear(self) -> None:
+        """No chunk is there."""
+        for one in list(self._chunks.values()):
+            self._forget(one)
+
+    def forget_first_passes(self, salt: str) -> None:
+        """What contexts of a salt are woven from is removed."""
+        for one in self._chunks.values():
+            if one.salt == salt:
+                one.first_pass = False
+
+    def parts(self, salt: str) -> list[PromptPart]:
+        """The chunks of a salt, each once."""
+        return list({one.id: one.part for one in self._chunks.values() if one.salt == salt}.values())
+
+    def has(self, salt: str, chunk: ChunkId | None) -> bool:
+        """Whether a salt has a chunk."""
+        return chunk in self._salts.get(salt, ())
+
+    def changes(self, salt: str) -> int:
+        """How often a chunk has come to a salt, or left it."""
+        return self._changes[salt]
+
+    def hottest(self) -> KnownChunk | None:
+        """The chunk to compute next: without a mean before those with an outdated one, then the most asked for.
+
+        Of equally hot ones that which was asked for longest ago. None if there is nothing to do.
+        """
+        queued = (one for one in self._chunks.values() if self.is_queued(one))
+        return max(queued, key=lambda one: (one.mean is None, one.asked), default=None)
+
+    def to_compare(self) -> list[KnownChunk]:
+        """The hottest means of one salt whose contexts may have changed since they were compared."""
+        changed = [one for one in self._chunks.values() if one.mean and one.compared != self._changes[one.salt]]
+        changed.sort(key=lambda one: -one.asked)
+        return [one for one in changed if one.salt == changed[0].salt][:_COMPARED_AT_A_TIME]
+
+    def _forget(self, chunk: KnownChunk) -> None:
+        del self._chunks[chunk.place, chunk.id]
+        self._tokens -= len(chunk.part)
+        counts = self._salts[chunk.salt]
+        counts[chunk.id] -= 1
+        if counts[chunk.id]:
+            return
+        del counts[chunk.id]
+        self._changes[chunk.salt] += 1
+        if not counts:
+            del self._salts[chunk.salt], self._changes[chunk.salt]
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """A chunk that is computed now, and the chunks in its contexts; `requests` are what is left to compute.
+
+    `shares` of its mean are computed.
+    """
+
+    chunk: KnownChunk
+    behind: frozenset[ChunkId]
+    requests: Iterator[PreparedRequest]
+    shares: int = 0
+
+    @property
+    def reads(self) -> frozenset[ChunkId]:
+        return self.behind | {self.chunk.id}
+
+
+class Improver:
+    """Computes chunks anew while its backend is idle, the hottest first. Belongs to the event loop's thread.
+
+    One request at a time; after work of t seconds it pauses for t (1 - share) / share. Without a share it does nothing
+    and knows nothing.
+    """
+
+    def __init__(
+        self,
+        settings: ImprovingSettings,
+        preparer: RequestPreparer,
+        computer: MeanComputer,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        known: KnownChunks | None = None,
+    ) -> None:
+        self.improved = 0
+        """Means that were computed."""
+        self.spent_s = 0.0
+        """What all of this took."""
+        self._share = 0.0 if preparer.rule is None else settings.improve_share
+        self.on = self._share > 0
+        """Whether it does anything."""
+        self._preparer = preparer
+        self._computer = computer
+        self._clock = clock
+        self._sleep = sleep
+        self._known = KnownChunks() if known is None else known
+        self._changed = asyncio.Event()
+        self._pool: tuple[str, int, ContextPool] | None = None
+        self._work: _Work | None = None
+        self._computing: asyncio.Task[tuple[str, float]] | None = None
+        self._waited_s = 0.0
+        self._threads: TenantThreads | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin, if there is a share."""
+        if self.on:
+            self._threads = TenantThreads(_THREADS, behind=True)
+            self._running = asyncio.create_task(self._run(), name="compute chunks anew")
+
+    async def close(self) -> None:
+        """End what runs; idempotent."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        await self._end_work()
+        if self._threads is not None:
+            self._threads.close()
+
+    def served(self, tenant: str, salt: str, end: AnswerEnd) -> None:
+        """A request was answered: its chunks were asked for, and its report says which of them have a mean.
+
+        Exact methods reuse no means.
+        """
+        if not self.on or end.prompt is None or end.report.method in EXACT_METHODS:
+            return
+        parts = {part.id: part for part in end.prompt.parts if part.kind is PartKind.CHUNK}
+        for chunk in end.report.chunks:
+            if chunk.rank is None or chunk.id not in parts:
+                continue
+            one = self._known.add(parts[chunk.id], salt, tenant, str(end.shown.get("replica", "")))
+            one.asked += 1
+            one.tries = 0 if chunk.contexts else one.tries
+            one.failed = one.tries >= _MOST_TRIES
+            if chunk.contexts:
+                one.mean = one.mean or frozenset()
+            elif chunk.kv_source == KVSource.COMPUTED or (chunk.kv_source == KVSource.REUSED and not chunk.reasons):
+                one.mean = None  # by its scores a method may have taken another variant
+        self._changed.set()
+
+    def warmed(
+        self,
+        tenant: str,
+        salt: str,
+        parts: Iterable[PromptPart],
+        means: Mapping[ChunkId, tuple[str, Iterable[Context]]],
+    ) -> None:
+        """Chunks were computed beforehand: of those in `means` a mean is stored, at a place, over these contexts."""
+        if not self.on:
+            return
+        for part in parts:
+            assert part.id is not None, "a chunk has an id"
+            place, contexts = means.get(part.id, ("", ()))
+            one = self._known.add(part, salt, tenant, place)
+            one.mean = self._read(salt, contexts) if part.id in means else None
+        self._changed.set()
+
+    async def removed(self, chunks: Collection[ChunkId]) -> None:
+        """Chunks are removed next: they are no context any more, and nothing that reads one is computed now."""
+        self._known.remove(chunks)
+        if self._work is not None and not self._work.reads.isdisjoint(chunks):
+            await self._end_work()
+
+    async def cleared(self) -> None:
+        """Everything is removed next."""
+        self._known.clear()
+        await self._end_work()
+
+    def has_mean(self, tenant: str, salt: str, place: str, record: SegmentRecord) -> None:
+        """A mean is stored, maybe since an earlier process: its chunk is known from now on."""
+        if self.on and self._known.get(place, record.chunk_id) is None:
+            part = PromptPart(PartKind.CHUNK, record.token_ids, record.chunk_id, record.source)
+            self._known.add(part, salt, tenant, place).mean = self._read(salt, record.contexts)
+
+    def means(self, salt: str) -> Mapping[str, Sequence[PromptPart]]:
+        """The chunks of a salt that have a mean, by place."""
+        return self._known.means(salt)
+
+    def queue(self, lost: Iterable[tuple[str, ChunkId]]) -> int | None:
+        """What was stored of chunks at places is removed, since it had read others: they are computed anew.
+
+        Returns how many chunks are queued; None if nothing is computed anew.
+        """
+        if not self.on:
+            return None
+        queued = set()
+        for place, chunk in lost:
+            one = self._known.get(place, chunk)
+            if one is not None and not self._computer.stored(one.part):
+                one.mean, one.outdated, one.failed, one.tries = None, False, False, 0
+                queued |= {chunk} if self._known.is_queued(one) else set()
+        self._changed.set()
+        return len(queued)
+
+    def samples(self) -> Iterator[MetricSample]:
+        """What was computed anew; called in a thread."""
+        yield MetricSample("improved_chunks", "Chunks computed anew in idle time.", {"": self.improved}, counter=True)
+        yield MetricSample("improving_seconds", "Seconds spent on that.", {"": self.spent_s}, counter=True)
+        yield MetricSample("chunks_to_improve", "Chunks that are to be computed anew.", {"": self._known.queued})
+
+    def stats(self) -> dict[str, Any]:
+        """What admins see of it; nothing if it is off. Called in a thread."""
+        if not self.on:
+            return {}
+        shown = {"queued": self._known.queued, "known": len(self._known), "improved": self.improved}
+        return {"improving": {**shown, "spent_s": round(self.spent_s, 3)}}
+
+    async def _run(self) -> None:
+        while True:
+            while not self._computer.idle:
+                await self._sleep(_LOOK_S)
+            self._changed.clear()
+            since_s, self._waited_s = self._clock(), 0.0
+            try:
+                worked = await self._step()
+            except RequestAbortedError:
+                return  # the server stops
+            spent_s = max(0.0, self._clock() - since_s - self._waited_s)
+            if not worked:
+                await self._changed.wait()
+                continue
+            self.spent_s += spent_s
+            await self._sleep(spent_s * (1 - self._share) / self._share)
+
+    async def _step(self) -> bool:
+        """One piece of work; returns whether there was any."""
+        try:
+            if self._work is None:
+                return await self._begin_work() or await self._compare()
+            await self._go_on(self._work)
+        except RequestAbortedError:
+            raise
+        except (ChunkweaveError, HttpError) as error:
+            self._fail(error)
+        except Exception as error:  # no answer is concerned
+            logger.exception("a chunk could not be computed anew")
+            self._fail(error)
+        return True
+
+    async def _begin_work(self) -> bool:
+        """Choose a chunk and its contexts; returns whether there is one."""
+        while (chunk := self._known.hottest()) is not None:
+            stored = self._computer.stored(chunk.part)
+            if stored and chunk.mean is None:
+                chunk.mean = self._read(chunk.salt, stored)
+                continue
+            if stored is not None and not stored and chunk.mean is not None:
+                chunk.mean, chunk.outdated = None, False
+            try:
+                contexts = (await self._contexts([chunk]))[0]
+            except Exception:
+                chunk.failed = True
+                raise
+            if not self._known.is_queued(chunk) or self._known.get(chunk.place, chunk.id) is not chunk:
+                continue  # it was removed meanwhile
+            behind = _ids(contexts)
+            if not all(self._known.has(chunk.salt, one) for one in behind):
+                continue
+            anew = chunk.mean is not None
+            requests: Iterator[PreparedRequest] = iter(())
+            if not (anew and self._computer.keeps(chunk.part)):
+                requests = self._preparer.beforehand(
+                    chunk.part, contexts, cache_salt=chunk.salt, most_tokens=self._computer.most_tokens, anew=anew
+                )
+            self._work = _Work(chunk, behind, requests)
+            return True
+        if self._pool is not None:
+            salt, self._pool = self._pool[0], None
+            self._known.forget_first_passes(salt)
+            with_mean = {part.id: part for parts in self._known.means(salt).values() for part in parts}
+            if with_mean:
+                await self._computer.settle(salt, list(with_mean.values()))
+        return False
+
+    async def _go_on(self, work: _Work) -> None:
+        """Compute the next request of a chunk, or be done with it."""
+        chunk, threads = work.chunk, self._threads
+        assert threads is not None, "it has started"
+        one = await threads.run(chunk.tenant, partial(next, work.requests, None))
+        if self._work is not work:
+            return
+        if one is None:
+            self._work = None
+            self._done(work)
+            return
+        first = self._known.get(chunk.place, one.prompt.parts[-1].id) if one.mean is None else None
+        if first is not None and self._serves(first):
+            return
+        since_s, place = self._clock(), chunk.place
+        self._computing = asyncio.ensure_future(self._computer.compute(one, chunk.tenant, place))
+        try:
+            await asyncio.wait([self._computing])
+        except asyncio.CancelledError:
+            self._computing.cancel()
+            raise
+        if self._computing.cancelled():
+            return
+        computed_at, seconds = self._computing.result()
+        self._waited_s = self._clock() - since_s - seconds
+        if one.mean is not None:
+            work.shares += 1
+            if computed_at != place:  # there is no mean of parts at two places
+                chunk.failed, self._work = True, None
+        elif first is not None:
+            first.first_pass = True
+
+    def _serves(self, chunk: KnownChunk) -> bool:
+        """Whether contexts can be woven from what a chunk has; where the backend says what is stored, it was asked."""
+        return self._computer.stored(chunk.part) is None and (chunk.first_pass or chunk.mean is not None)
+
+    def _done(self, work: _Work) -> None:
+        chunk, stored = work.chunk, self._computer.stored(work.chunk.part)
+        chunk.outdated = False
+        chunk.tries += 1
+        if stored is not None and not stored:
+            chunk.mean, chunk.failed = None, True  # the store had no room for it
+            return
+        chunk.mean = work.behind if stored is None else self._read(chunk.salt, stored)
+        chunk.compared = self._known.changes(chunk.salt)
+        self.improved += bool(work.shares)
+
+    def _fail(self, error: Exception) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.chunk.failed, work.chunk.outdated = True, False
+            logger.warning("a chunk could not be computed anew: %s", error)
+
+    async def _end_work(self) -> None:
+        """Give up the chunk that is computed; its running request has ended then."""
+        computing, self._work = self._computing, None
+        if computing is not None and not computing.done():
+            computing.cancel()
+            await asyncio.wait([computing])
+
+    async def _compare(self) -> bool:
+        """See which means are outdated, of a few; returns whether there were any to look at."""
+        chunks = self._known.to_compare()
+        if not chunks:
+            return False
+        for chunk in chunks:
+            chunk.compared = self._known.changes(chunk.salt)
+        for chunk, contexts in zip(chunks, await self._contexts(chunks), strict=True):
+            now = _ids(contexts)
+            shared = len(now & (chunk.mean or frozenset())) / max(1, len(now), len(chunk.mean or ()))
+            chunk.outdated = bool(chunk.mean) and shared < LEAST_SHARED
+        return True
+
+    async def _contexts(self, chunks: Sequence[KnownChunk]) -> list[list[tuple[PromptPart, ...]]]:
+        """What chunks of one salt would be computed behind now."""
+        salt, tenant, threads, rule = chunks[0].salt, chunks[0].tenant, self._threads, self._preparer.rule
+        assert threads is not None, "it has started"
+        assert rule is not None, "it is on"
+        changes = self._known.changes(salt)
+        held = self._pool
+        grown = held is None or held[0] != salt or changes - held[1] > _POOL_GROWTH * len(held[2])
+        if held is None or grown or any(chunk.id not in held[2] for chunk in chunks):
+            held = salt, changes, await threads.run(tenant, partial(ContextPool, self._known.parts(salt)))
+            self._pool = held
+        pool = held[2]
+        gone = {part.id for part in pool.parts if part.id is not None and not self._known.has(salt, part.id)}
+
+        opening = self._preparer.builder.opening(cache_salt=salt)
+        most = self._computer.most_tokens or self._preparer.context_tokens
+
+        def contexts() -> list[list[tuple[PromptPart, ...]]]:
+            found = [(chunk.part, pool.contexts(chunk.part, rule, without=gone)) for chunk in chunks]
+            return [fitted(part, behind, opening=opening, most_tokens=most) for part, behind in found]
+
+        return await threads.run(tenant, contexts)
+
+    def _read(self, salt: str, contexts: Iterable[Context]) -> frozenset[ChunkId]:
+        """The chunks in contexts, without the instruction."""
+        opening = {part.id for part in self._preparer.builder.opening(cache_salt=salt)}
+        return frozenset(chain.from_iterable(contexts)) - opening
+
+
+def _ids(contexts: Iterable[Iterable[PromptPart]]) -> frozenset[ChunkId]:
+    return frozenset(part.id for context in contexts for part in context if part.id is not None)
