@@ -257,6 +257,15 @@ class ComputeConfig:
     )
 
 
+class ContextSource(StrEnum):
+    """What chunks are computed behind before anybody asks."""
+
+    BUNDLED = "bundled"
+    """Neutral passages: text that concerns no document."""
+    CORPUS = "corpus"
+    """The nearest chunks of the same corpus, or of the same request: the mean over several such contexts."""
+
+
 @configuration()
 @dataclass(frozen=True, slots=True)
 class CaptureConfig:
@@ -274,8 +283,9 @@ class CaptureConfig:
     where anything of it has to be (None: no limit; not in the paper).
 
     What is computed before anybody asks comes behind the instruction and at most `neutral_tokens` tokens of neutral
-    passages, those of `neutral_file` or others (`chunking.neutral.neutral_passages`); with 0 it is computed alone
-    (docs/methods.md).
+    passages, those of `neutral_file` or others (`prompt.parts.neutral_passages`); with 0 it is computed alone. With
+    `contexts` of the corpus it is the mean over `context_count` contexts of other chunks instead, of `context_tokens`
+    tokens each (docs/methods.md). Where there are no other chunks, it comes behind neutral passages.
     """
 
     profile: bool | None = setting(
@@ -296,6 +306,26 @@ class CaptureConfig:
         "Neutral passages, separated by empty lines, of the kind of your documents; none: neutral.txt beside the "
         "model, or the bundled ones.",
         places=PROGRAMS,
+    )
+    contexts: ContextSource = setting(
+        ContextSource.CORPUS,
+        "What chunks are computed behind beforehand: `corpus`, the nearest chunks of the same corpus or request, "
+        "several times, and the mean is kept; or `bundled`, neutral passages, once (for documents that not all readers "
+        "may see).",
+        places=PROGRAMS,
+    )
+    context_count: int = setting(
+        4,
+        "In how many contexts a chunk is computed beforehand: computing it takes as many times as long.",
+        places=PROGRAMS,
+        least=1,
+        most=32,
+    )
+    context_tokens: int = setting(
+        400,
+        "Least tokens of other chunks in each of these contexts, as far as there are so many.",
+        places=PROGRAMS,
+        least=1,
     )
     layers: int | None = 8
     heads: int | None = 4

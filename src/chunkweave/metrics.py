@@ -15,7 +15,8 @@ class ChunkReport:
     it came from. `recomputed` are the prompt positions of this chunk that were active at the last layer. `rank` is the
     chunk's place in the caller's order, 0 the first, wherever it stood in the prompt; the system part has none. `start`
     is the prompt position of its first token. Over vLLM `variant` and `tier` are not known. `reasons` say why a method
-    that scores segments recomputed so much of it (`planning.outcome.reasons_of`); empty for others.
+    that scores segments recomputed so much of it (`planning.outcome.reasons_of`); empty for others. `contexts` is over
+    how many the reused variant is a mean; 0: it is none.
     """
 
     id: ChunkId
@@ -29,6 +30,7 @@ class ChunkReport:
     rank: int | None = None
     start: int = 0
     reasons: Mapping[str, float] = field(default_factory=dict)
+    contexts: int = 0
 
 
 def parameter_text(value: Any) -> str:

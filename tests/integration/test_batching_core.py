@@ -85,7 +85,7 @@ class Driver:
         return number
 
     def precompute(self, chunk: Chunk) -> int:
-        prepared = self.core.fitting(self.engine.preparer.prepare_beforehand(chunk))
+        (prepared,) = map(self.core.fitting, self.engine.preparer.prepare_beforehand(chunk))
         self.inboxes.append(Inbox())
         self.core.submit(RequestState(len(self.inboxes) - 1, prepared, self.inboxes[-1], self.now, background=True))
         return len(self.inboxes) - 1
@@ -319,7 +319,8 @@ def test_a_stream_gets_a_token_in_every_step_while_large_chunks_are_computed_in_
     while not driver.inboxes[stream].events:
         driver.core.step()
     system = engine.builder.opening()[-1]  # the stream's request has stored it
-    tokens = len(engine.preparer.prompt_beforehand(LARGE)) - len(system)
+    (beforehand,) = engine.preparer.prepare_beforehand(LARGE)
+    tokens = len(beforehand.prompt) - len(system)
     assert tokens > 6 * 32
     ahead, steps = driver.precompute(LARGE), 0
     while driver.inboxes[ahead].last is None:
@@ -330,7 +331,7 @@ def test_a_stream_gets_a_token_in_every_step_while_large_chunks_are_computed_in_
         assert driver.core.stats.decoded_tokens == before.decoded_tokens + 1
         assert driver.core.stats.prefilled_tokens - before.prefilled_tokens <= 31, "in slices, as any prefill"
     assert steps <= 2 + -(-tokens // 31), "it takes what the stream leaves but for a careful start, and to measure"
-    assert engine.preparer.prepare_beforehand(LARGE) is None, "it is stored"
+    assert not list(engine.preparer.prepare_beforehand(LARGE)), "it is stored"
     driver.run()
     assert driver.answers()[0].token_ids == alone(Engine(toy_model("llama")), asked([0], 60), "prefix").token_ids
 

@@ -16,7 +16,7 @@ from chunkweave.fusion.capture import AttentionCapture, PartCapture, evenly_spre
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentSource
-from chunkweave.planning.method import make_method, prefer_neutral, required_spans, reuse_every_hit
+from chunkweave.planning.method import make_method, prefer_mean, required_spans, reuse_every_hit
 from chunkweave.planning.plan import KVSource, Pass, Plan, RecomputeScore, StopUnfocused
 from chunkweave.prompt.parts import PartKind, Prompt
 from chunkweave.store.index import PromptLookup, RequestUse
@@ -63,7 +63,7 @@ class Chosen:
         self._scored = scored
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
-        parts = reuse_every_hit(lookup, prefer_neutral)
+        parts = reuse_every_hit(lookup, prefer_mean)
         if self._scored:
             scores = {i: RecomputeScore(1.0, 0.0, 0.5, len(tokens)) for i, tokens in self._tokens.items()}
             parts = tuple(replace(part, score=scores.get(i)) for i, part in enumerate(parts))

@@ -59,12 +59,12 @@ def model():
     return toy_model("llama")
 
 
-def tasks_of(engine, config=CONFIG):
-    return make_tasks(engine, EXAMPLES, EXAMPLES, next(iter(config.groups().values())))
+def tasks_of(engine, config=CONFIG, examples=EXAMPLES):
+    return make_tasks(engine, examples, EXAMPLES, next(iter(config.groups().values())))
 
 
-def measured(engine, config=CONFIG):
-    return list(measure(engine, tasks_of(engine, config), config, StoreConfig()))
+def measured(engine, config=CONFIG, examples=EXAMPLES):
+    return list(measure(engine, tasks_of(engine, config, examples), config, StoreConfig()))
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +117,13 @@ def test_alpha_is_fitted_over_chunks_in_contexts_too_each_way_in_a_store_of_its_
 def test_chunks_are_computed_as_precompute_does_unless_it_is_said_otherwise(model):
     config = CalibrationConfig(methods=("cacheblend",), ratios=(0.0,), chunks=3, new_tokens=3)
     engine = Engine(model)
-    record = make_record(engine, EXAMPLES, config, measured(engine, config), Origin("toy"))
-    assert {stored.neutral for stored in engine.store.records() if stored.context} >= {True}
+    others = Example("And of the land?", tuple(Chunk(f"The mill has {number} sails.") for number in range(3)), ())
+    samples = measured(engine, config, [*EXAMPLES, others])  # chunks of the same question are no contexts
+    record = make_record(engine, EXAMPLES, config, samples, Origin("toy"))
+    assert any(stored.contexts for stored in engine.store.records())
     [nothing] = record.points
     reused = record.references[1]
-    assert (nothing.warm, nothing.recompute_fraction) == ("neutral", 0.0)
+    assert (nothing.warm, nothing.recompute_fraction) == ("corpus", 0.0)
     assert (reused.kl, reused.agreement) == (nothing.kl, nothing.agreement), "ratio 0 is full reuse"
 
 
@@ -166,7 +168,7 @@ def test_targets_follow_from_the_curves_and_from_how_sure_they_are(model):
         }
 
     engine = Engine(model)
-    found = [{"neutral": question(number)} for number in range(40)]
+    found = [{"corpus": question(number)} for number in range(40)]
     record = make_record(engine, EXAMPLES, config, found, Origin("stub"))
     assert record.config(Quality.BALANCED) == ("cacheblend", ReuseConfig(0.2))
     assert record.targets[Quality.BALANCED].least == {"cacheblend": 0.2, "epic": None}
@@ -298,7 +300,7 @@ def test_a_dry_run_checks_everything_and_writes_nothing(checkpoint, tmp_path):
     assert done.exit_code == 0, done.output
     shown = json.loads(done.stdout)
     assert (shown["questions"], shown["questions_there"]) == (3, 0)
-    assert shown["groups"] == {"neutral": ["full-in-slices", "full", "full-reuse", "epic@0.5", "epic@1"]}
+    assert shown["groups"] == {"corpus": ["full-in-slices", "full", "full-reuse", "epic@0.5", "epic@1"]}
     assert [(point["method"], point["value"]) for point in shown["points"]] == [("epic", 0.5), ("epic", 1.0)]
     text = invoke(*calibrate_arguments(folder, data, "--dry-run", "--cache-dir", tmp_path / "cache")).stdout
     assert "3 questions, 15 prefills, of which 0 questions are there" in text

@@ -12,6 +12,7 @@ from chunkweave.engine.engine import Engine
 from chunkweave.errors import DocumentError
 from chunkweave.planning.cost import CostModel, cost_model_path, stored_cost_model
 from chunkweave.store.shared_folder import PinFile, pinned_segments
+from chunkweave.tiers.segment_file import read_header
 from chunkweave.types import SegmentId
 from tests.integration.command_line import invoke
 
@@ -55,9 +56,12 @@ def as_json(*arguments: object, code: int = 0):
 
 
 def warm(cache: Path, docs: Path, *more: object):
-    return invoke(
-        "cache", "warm", cache, "--shape", "demo", "--docs", docs, "--chunk-tokens", 64, "--neutral-tokens", 0, *more
-    )
+    """Chunks alone: tests that look at segments one by one count on it."""
+    return warm_in_contexts(cache, docs, "--contexts", "bundled", "--neutral-tokens", 0, *more)
+
+
+def warm_in_contexts(cache: Path, docs: Path, *more: object):
+    return invoke("cache", "warm", cache, "--shape", "demo", "--docs", docs, "--chunk-tokens", 64, *more)
 
 
 def ask(cache: Path, docs: Path, *more: object):
@@ -91,7 +95,7 @@ def test_an_error_after_computing_still_leaves_it_on_disk(documents, tmp_path, m
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "stream", interrupted)
-    where = ("--docs", documents, "--cache-dir", tmp_path / "cache", "--neutral-tokens", 0)
+    where = ("--docs", documents, "--cache-dir", tmp_path / "cache", "--contexts", "bundled", "--neutral-tokens", 0)
     done = invoke("ask", "--shape", "demo", *where, "--precompute", "Why?")
     assert done.exit_code == 130
     assert len(segment_files(tmp_path / "cache")) == 2
@@ -263,6 +267,156 @@ def test_warm_fails_if_the_budget_does_not_hold_the_documents(documents, tmp_pat
     done = warm(tmp_path / "cache", documents, "--disk-budget", "64KiB", "--json")
     assert done.exit_code == 1
     assert json.loads(done.stdout)["missing"] > 0
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    """Five documents of one chunk each: two about a lighthouse, two about a ferry, one about neither."""
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    texts = {
+        "lamp.md": "The lighthouse of Skerrow has a lamp of red glass, lit at dusk by its keeper.",
+        "keeper.md": "The keeper of the lighthouse of Skerrow climbs to its lamp at dusk.",
+        "ferry.md": "The ferry crosses the sound at noon and at six, with forty passengers.",
+        "fares.md": "Passengers pay for the ferry across the sound at the pier, at noon or before.",
+        "bees.md": "Ann keeps nine hives behind the old chapel.",
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+FEW = ("--context-count", 2, "--context-tokens", 1)
+"""Two contexts of one chunk each: a mean reads two of the other documents, and not all of them."""
+
+
+def means_in(cache: Path) -> dict[str, dict]:
+    """The mean of each document."""
+    rows = as_json("cache", "ls", cache)["segments"]
+    return {row["document"]: row for row in rows if row["contexts"]}
+
+
+def test_warm_computes_means_and_says_how_many(notes, tmp_path):
+    cache = tmp_path / "cache"
+    done = warm_in_contexts(cache, notes, *FEW)
+    assert done.exit_code == 0, done.output
+    assert "computed 5 chunks" in done.stdout
+    assert "5 are means over several contexts" in done.stdout
+    again = json.loads(warm_in_contexts(cache, notes, *FEW, "--json").stdout)
+    assert {key: again[key] for key in ("chunks", "computed", "present", "missing", "means")} == {
+        "chunks": 5,
+        "computed": 0,
+        "present": 5,
+        "missing": 0,
+        "means": 5,
+    }
+    assert again["bytes"] == sum(row["bytes"] for row in means_in(cache).values())
+    bundled = json.loads(warm(tmp_path / "other", notes, "--json").stdout)
+    assert (bundled["computed"], bundled["means"]) == (5, 0)
+
+
+def test_warm_in_contexts_goes_on_where_it_was(notes, tmp_path, monkeypatch):
+    """Interrupted in the middle it leaves means, and first passes, which it takes up; at the end these are gone."""
+    cache, real, count = tmp_path / "cache", Engine.compute, 0
+
+    def compute(self, *arguments, **options):
+        nonlocal count
+        count += 1
+        if count > 5:
+            raise KeyboardInterrupt
+        return real(self, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "compute", compute)
+        assert warm_in_contexts(cache, notes, *FEW).exit_code == 130
+    done = means_in(cache)
+    assert 0 < len(done) < 5
+    second = json.loads(warm_in_contexts(cache, notes, *FEW, "--json").stdout)
+    assert (second["computed"], second["present"]) == (5 - len(done), len(done))
+    assert means_in(cache).keys() == {path.name for path in notes.iterdir()}
+    assert {name: row["id"] for name, row in means_in(cache).items() if name in done} == {
+        name: row["id"] for name, row in done.items()
+    }
+    rows = as_json("cache", "ls", cache)["segments"]
+    assert [row for row in rows if row["document"] in done and not row["contexts"]] == []
+
+
+def test_ls_shows_what_a_segment_is_a_mean_of(notes, tmp_path, made):
+    cache = tmp_path / "cache"
+    assert warm_in_contexts(cache, notes, *FEW).exit_code == 0
+    row = means_in(cache)["bees.md"]
+    assert (row["contexts"], row["context_parts"], row["exact"]) == (2, 2, False)
+    assert row["read"] >= 3, "the instruction, a chunk in each context, and what these were computed behind"
+    assert "mean of 2" in invoke("cache", "ls", cache, "--document", "bees.md").stdout
+    rows = as_json("cache", "ls", made)["segments"]
+    assert {(one["contexts"], one["read"]) for one in rows} == {(0, 0)}
+    assert "mean of" not in invoke("cache", "ls", made).stdout
+
+
+@pytest.mark.parametrize("named_by", ["document", "chunk"])
+@pytest.mark.parametrize("remote", [False, True], ids=["disk", "disk and remote"])
+def test_clear_removes_all_that_has_read_a_document_and_nothing_else(notes, tmp_path, named_by, remote):
+    cache, url = tmp_path / "cache", f"file://{tmp_path / 'remote'}"
+    where = ("--remote-url", url) if remote else ()
+    assert warm_in_contexts(cache, notes, *FEW, *where).exit_code == 0
+    before, rows = {path.stem for path in segment_files(cache)}, means_in(cache)
+    of_each = {name: readers_of(cache, row["chunk"]) for name, row in rows.items()}
+    gone, readers = min(of_each.items(), key=lambda one: (not one[1], len(one[1])))
+    row, others = rows[gone], rows.keys() - readers - {gone}
+    assert readers
+    assert others, "some documents were computed without it"
+    name = {"document": gone, "chunk": row["chunk"][:12]}[named_by]
+    cleared = as_json("cache", "clear", cache, f"--{named_by}", name, *where)
+    assert (cleared["readers"], cleared["removed"]) == (len(readers), 1 + len(readers))
+    assert means_in(cache).keys() == others
+    left = {path.stem for path in segment_files(cache)}
+    assert len(before - left) == 1 + len(readers)
+    if remote:
+        assert {path.stem for path in segment_files(tmp_path / "remote")} == left
+    (notes / gone).unlink()
+    again = json.loads(warm_in_contexts(cache, notes, *FEW, "--json").stdout)
+    assert again["computed"] == len(readers)
+    assert not readers_of(cache, row["chunk"])
+
+
+def readers_of(cache: Path, chunk: str) -> set[str]:
+    """Documents of other chunks whose mean has read this one."""
+    records = [read_header(path).record for path in segment_files(cache)]
+    return {one.document for one in records if one.contexts and chunk in one.sources}
+
+
+def test_clear_finds_readers_that_only_the_remote_has(notes, tmp_path):
+    cache, remote = tmp_path / "cache", tmp_path / "remote"
+    where = ("--remote-url", f"file://{remote}")
+    assert warm_in_contexts(cache, notes, *FEW, *where).exit_code == 0
+    chunk = means_in(cache)["lamp.md"]["chunk"]
+    doomed = {row["id"] for name, row in means_in(cache).items() if name in readers_of(cache, chunk) | {"lamp.md"}}
+    for path in segment_files(cache):
+        if path.stem in doomed:
+            path.unlink()
+    cleared = as_json("cache", "clear", cache, "--document", "lamp.md", *where)
+    assert (cleared["remote_removed"], cleared["removed"]) == (len(doomed), 0)
+    assert not doomed & {path.stem for path in segment_files(remote)}
+
+
+def test_clear_finds_the_readers_of_a_chunk_that_is_evicted(notes, tmp_path):
+    cache = tmp_path / "cache"
+    assert warm_in_contexts(cache, notes, *FEW).exit_code == 0
+    chunk = means_in(cache)["lamp.md"]["chunk"]
+    assert as_json("cache", "clear", cache, "--segment", means_in(cache)["lamp.md"]["id"])["removed"] == 1
+    readers = readers_of(cache, chunk)
+    assert readers, "one segment is no text to forget"
+    assert as_json("cache", "clear", cache, "--chunk", chunk)["readers"] == len(readers)
+
+
+def test_clear_of_old_segments_or_one_leaves_what_has_read_them(notes, tmp_path):
+    cache = tmp_path / "cache"
+    assert warm_in_contexts(cache, notes, *FEW).exit_code == 0
+    row = means_in(cache)["lamp.md"]
+    for more in (("--older-than", "0s"), ("--segment", row["id"])):
+        cleared = as_json("cache", "clear", cache, "--document", "lamp.md", *more)
+        assert cleared["readers"] == 0
+    assert len(means_in(cache)) == 4
 
 
 def test_pins_come_and_go(cache):

@@ -249,23 +249,27 @@ def test_bench_names_an_unreadable_data_set(tmp_path):
     assert "d.jsonl:1" in result.stderr.replace("\n", "")
 
 
-def _answer_of_its_own_store(model, example, method):
-    """What a fresh engine answers, which holds nothing but this question's chunks, each computed beforehand."""
+def _answer_of_its_own_store(model, example, method, examples):
+    """What a fresh engine answers, which holds nothing but this question's chunks, each computed beforehand behind
+    chunks of all questions."""
     with Engine.load(model) as engine:
-        engine.precompute(example.chunks)
+        every = dict.fromkeys(chunk.text for one in examples for chunk in one.chunks)
+        engine.precompute(example.chunks, pool=engine.preparer.pool_of(list(every)))
         answer = engine.generate(
             example.question, example.chunks, method=method, max_new_tokens=demo_module.ANSWER_TOKENS
         )
     return answer.text.strip()
 
 
-def _every_column_is_of_a_store_of_its_own(data, examples):
+def _every_column_is_of_a_store_of_its_own(data, examples, corpus=None):
+    """`corpus` are examples with all chunks that were computed together, where prompts have fewer."""
     names = ["full", "cacheblend@0.15", "query@0.15", "full-reuse"]
     assert [answer["question"] for answer in data["answers"]] == [example.question for example in examples]
     for answer, example in zip(data["answers"], examples, strict=True):
         assert list(answer["by_method"]) == names
         for name, text in answer["by_method"].items():
-            assert text == _answer_of_its_own_store(data["model"], example, name.partition("@")[0]), name
+            own = _answer_of_its_own_store(data["model"], example, name.partition("@")[0], corpus or examples)
+            assert text == own, name
     rows = data["fidelity"]["rows"]
     assert [row["method"] for row in rows] == names
     assert (rows[0]["kl"], rows[0]["agreement"], rows[0]["speedup"]) == (0.0, 1.0, 1.0)
@@ -305,7 +309,7 @@ def test_demo_answers_with_smollm2_where_it_is_installed(monkeypatch):
     (example,) = bundled_examples(1, seed=demo_module._SEED, which=VALLEY)
     data = json.loads(result.stdout)
     assert data["model"] == "smollm2"
-    _every_column_is_of_a_store_of_its_own(data, [replace(example, chunks=example.chunks[:2])])
+    _every_column_is_of_a_store_of_its_own(data, [replace(example, chunks=example.chunks[:2])], [example])
 
 
 def test_the_demo_does_without_smollm2_where_its_file_could_not_be_read(monkeypatch, tmp_path):

@@ -182,10 +182,11 @@ def test_what_was_woven_is_reused_as_it_is_and_marked_inexact(engine, method, ro
     engine.precompute([FERRY, PILOTS, HARBOUR, MILL])
     conversation = engine.conversation()
     rows.take()
-    first = conversation.ask("When?", [FERRY, PILOTS, HARBOUR], sampling=SHORT, method=method, **of_ratio(method, 0.3))
+    options = {**of_ratio(method, 0.3), **({"focus": False} if method == "cachecraft" else {})}
+    first = conversation.ask("When?", [FERRY, PILOTS, HARBOUR], sampling=SHORT, method=method, **options)
     assert first.report.reused_tokens + first.report.recomputed_tokens > 0
     rows.take()
-    second = conversation.ask("And the mill?", [PILOTS, MILL], sampling=SHORT, method=method, **of_ratio(method, 0.3))
+    second = conversation.ask("And the mill?", [PILOTS, MILL], sampling=SHORT, method=method, **options)
     report = second.report
     assert sources(second) == {
         "system": "prefix-exact",

@@ -125,7 +125,9 @@ def test_the_seed_draws_the_questions():
 
 @pytest.mark.parametrize("text", ["", "cold", "queries", "queries:", "queries:0", "queries:-1", "queries:x", "alone:3"])
 def test_unknown_ways_to_warm_are_refused(text):
-    with pytest.raises(UsageError, match="alone, instruction, neutral, contexts:N, sources:N, first:N, queries:N"):
+    with pytest.raises(
+        UsageError, match="alone, instruction, neutral, corpus, contexts:N, sources:N, first:N, queries:N"
+    ):
         Warmth.parse(text)
 
 

@@ -78,7 +78,9 @@ def test_slices_give_what_one_pass_gives(bench, name, run, tokens):
     assert parts.recomputed == whole.recomputed
     assert parts.recompute_work == whole.recompute_work
     assert sum(work.visible_keys for work in parts.work) == sum(work.visible_keys for work in whole.work)
-    one, other = ([*segments_of(p.prompt, p.plan, p.captures, p.attention)] for p in (whole, parts))
+    one, other = (
+        [*segments_of(p.prompt, p.plan, p.captures, p.attention, store=bench.runner.store)] for p in (whole, parts)
+    )
     assert [record.id for record, _ in one] == [record.id for record, _ in other]
     for (record, kv), (same, same_kv) in zip(one, other, strict=True):
         assert (kv.layer(3) - same_kv.layer(3)).abs().max() < 1e-4

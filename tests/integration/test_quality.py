@@ -5,7 +5,7 @@ import pytest
 from chunkweave import Chunk, Engine
 from chunkweave.calibration.prompts import Warmth
 from chunkweave.calibration.questions import Example
-from chunkweave.config import CaptureConfig, ReuseConfig
+from chunkweave.config import CaptureConfig, ContextSource, ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.testing import toy_model
 from chunkweave_lab.quality import QualityConfig, measure_quality
@@ -21,6 +21,8 @@ EXAMPLES = [
     for name in ("Ada", "Bo", "Cy")
 ]
 
+ALONE = CaptureConfig(contexts=ContextSource.BUNDLED, neutral_tokens=0)
+
 
 def test_contenders_answer_like_the_engine_and_store_nothing():
     engine = Engine(toy_model())
@@ -32,7 +34,7 @@ def test_contenders_answer_like_the_engine_and_store_nothing():
     for sample in samples:
         method, _, ratio = sample.contender.partition("@")
         example = EXAMPLES[sample.question]
-        fresh = Engine(toy_model(), reuse=ReuseConfig(capture=CaptureConfig(neutral_tokens=0)))
+        fresh = Engine(toy_model(), reuse=ReuseConfig(capture=ALONE))
         fresh.precompute(example.chunks)
         answer = fresh.generate(
             example.question,

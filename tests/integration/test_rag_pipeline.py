@@ -4,8 +4,18 @@ import asyncio
 
 import pytest
 
-from chunkweave import AsyncEngine, AsyncRagPipeline, Engine, RagAnswer, RagPipeline, SamplingParams, StoreConfig
+from chunkweave import (
+    AsyncEngine,
+    AsyncRagPipeline,
+    Engine,
+    RagAnswer,
+    RagPipeline,
+    ReuseConfig,
+    SamplingParams,
+    StoreConfig,
+)
 from chunkweave.calibration.questions import bundled_corpus
+from chunkweave.config import CaptureConfig
 from chunkweave.errors import TopKError, UsageError
 from chunkweave.retrieval.corpus import Corpus
 from chunkweave.retrieval.documents import CorpusDocument
@@ -23,7 +33,8 @@ def loaded():
 
 @pytest.fixture
 def pipeline(loaded):
-    engine = Engine(loaded)
+    """Twelve documents, each computed in two contexts of one other: none has read all of the others."""
+    engine = Engine(loaded, reuse=ReuseConfig(capture=CaptureConfig(context_count=2, context_tokens=1)))
     corpus = Corpus(SubjectEmbedder(), tokenizer=loaded.tokenizer)
     corpus.add([document(number) for number in range(12)])
     with engine:
@@ -140,14 +151,15 @@ def test_removing_a_document_removes_its_kv_and_what_was_computed_after_it(best_
     pipeline.answer("The storm and the ferry?", sampling=FEW)
     store, builder = pipeline.engine.store, pipeline.engine.builder
     victim = pipeline.corpus.search("The storm and the ferry?", 3)[0]
-    other = pipeline.corpus.search("The storm and the ferry?", 3)[1]
-    gone, stays = (builder.chunk_part(one.chunk).id for one in (victim, other))
-    assert any(record.chunk_id == gone for record in store.records())
-    assert any(gone in record.context for record in store.records())
+    gone, before = builder.chunk_part(victim.chunk).id, set(store.records())
+    doomed = {record for record in before if gone in {record.chunk_id, *record.sources}}
+    assert any(record.chunk_id == gone for record in doomed)
+    assert any(gone in record.context for record in doomed)
+    assert any(record.contexts for record in doomed if record.chunk_id != gone)
+    assert any(record.contexts for record in before - doomed)
     change = pipeline.remove([victim.document])
     assert [chunk.text for chunk in change.gone] == [victim.chunk.text]
-    assert not any(record.chunk_id == gone or gone in record.context for record in store.records())
-    assert any(record.chunk_id == stays and record.neutral for record in store.records())
+    assert set(store.records()) == before - doomed
     store.check()
     assert victim.document not in {one.document for one in pipeline.answer("The storm?", sampling=FEW).retrieved}
 
@@ -162,7 +174,7 @@ def test_removing_a_document_removes_its_kv_from_disk(loaded, tmp_path):
         before = len(list(tmp_path.rglob("*.safetensors")))
         pipeline.remove(["d0"])
         engine.store.flush()
-        assert len(list(tmp_path.rglob("*.safetensors"))) == before - 1
+        assert len(list(tmp_path.rglob("*.safetensors"))) == before - 2, "and the mean of the other, which has read it"
 
 
 def test_tenants_do_not_share_what_they_compute(loaded):

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from chunkweave.errors import UsageError
 from chunkweave.kv.segment import CODECS, SegmentKV, SegmentLost, make_codec
-from chunkweave.store.records import AttentionProfile, SegmentRecord
+from chunkweave.store.records import ANYTHING, AttentionProfile, SegmentRecord
 from chunkweave.tiers import segment_file, segment_header
 from chunkweave.tiers.segment_file import (
     MemorySegment,
@@ -143,6 +143,102 @@ def test_the_generation_comes_back_and_a_file_without_one_is_of_generation_0() -
             parsed(header_of(woven, kv, lambda fields, wrong=wrong: fields.update(generation=wrong)), kv)
     with pytest.raises(ValueError, match="exact segment of generation 1"):
         replace(plain, exact=True, generation=1)
+
+
+def mean_record(**changes) -> tuple[SegmentRecord, SegmentKV]:
+    """A mean over two contexts, one of them empty, that was woven from what another chunk went into."""
+    plain, kv = make_segment(2, contexts=2)
+    contexts = [plain.context, ()]
+    attention = with_profile(plain).attention
+    other = make_segment(3)[0].chunk_id
+    mean = plain.mean_over(contexts, nbytes=kv.nbytes, attention=attention, read=[*plain.context, other])
+    assert (mean.contexts, mean.read) == (((), plain.context), (other,))
+    return replace(mean, **changes), kv
+
+
+def version_of(whole: bytes) -> str:
+    return json.loads(whole[8:])["__metadata__"]["chunkweave_segment"]
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_a_mean_says_over_what_it_is_and_what_else_was_read(tmp_path: Path, codec: str) -> None:
+    record, kv = mean_record()
+    path = tmp_path / f"{record.id}.safetensors"
+    head = {"codec": make_codec(codec), "fingerprint": FINGERPRINT, "created_s": 1.0}
+    write_segment(path, record, kv, **head)
+    assert file_bytes(record, kv, make_codec(codec), FINGERPRINT) == path.stat().st_size
+    assert read_header(path).record == replace(record, nbytes=path.stat().st_size)
+    assert read_header(path).record.sources == record.sources
+    assert MemorySegment(encode_segment(record, kv, **head)).header.record.contexts == record.contexts
+
+
+def test_what_has_read_more_than_its_context_says_so() -> None:
+    plain, kv = make_segment(2)
+    record = replace(plain, read=(make_segment(3)[0].chunk_id, ANYTHING))
+    assert parsed(header_of(record, kv), kv).read == record.read
+
+
+def test_a_file_says_the_oldest_version_that_can_read_it(tmp_path: Path) -> None:
+    """One that says `contexts` or `read` is of version 3, also with rotated keys; the others keep their version."""
+    mean, kv = mean_record()
+    plain, _ = make_segment(2)
+    layout = segment_header.SegmentLayout(tuple(kv.kv.shape), kv.kv.dtype, make_codec("raw"))
+    for record, keys_at, version in (
+        (plain, None, "0001"),
+        (plain, 7, "0002"),
+        (mean, None, "0003"),
+        (mean, 7, "0003"),
+        (replace(plain, read=(mean.chunk_id,)), None, "0003"),
+    ):
+        whole = header_bytes(record, FINGERPRINT, replace(layout, keys_at=keys_at), 1.0, (0,) * 3)
+        assert version_of(whole) == version
+        assert parsed(whole, kv) == replace(record, nbytes=len(whole) + kv.nbytes)
+    assert b"contexts" not in header_of(plain, kv)
+    assert b"read" not in header_of(plain, kv)
+
+
+@pytest.mark.parametrize("version", ["0001", "0002"])
+def test_a_mean_in_a_file_of_an_older_version_is_refused(version: str) -> None:
+    """An older reader would take it, and not know what it has read."""
+    plain, kv = make_segment(2)
+    for record in (mean_record()[0], replace(plain, read=(ANYTHING,))):
+        with pytest.raises(SegmentRefused, match="does not say what it does") as refused:
+            parsed(header_of(record, kv, lambda fields: fields.update(chunkweave_segment=version)), kv)
+        assert refused.value.problem is FileProblem.CORRUPT
+    with pytest.raises(SegmentRefused, match="does not say what it does"):
+        parsed(header_of(plain, kv, lambda fields: fields.update(chunkweave_segment="0003")), kv)
+
+
+def test_an_older_reader_leaves_a_mean_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, kv = mean_record()
+    path = tmp_path / f"{record.id}.safetensors"
+    write_segment(path, record, kv, codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=0.0)
+    monkeypatch.setattr(segment_header, "FORMAT_VERSION", 2)
+    assert refusal(path) is FileProblem.FUTURE
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda fields: fields.pop("contexts"),
+        lambda fields: fields.update(contexts=""),
+        lambda fields: fields.update(contexts=fields["contexts"] + "|"),
+        lambda fields: fields.update(contexts=fields["contexts"].replace("|", " ")),
+        lambda fields: fields.update(contexts=fields["contexts"][:-1]),
+        lambda fields: fields.update(contexts="|" + "../" * 10 + "ab"),
+        lambda fields: fields.update(contexts="|" + "f" * 32),
+        lambda fields: fields.update(context=fields["contexts"].strip("|")),
+        lambda fields: fields.update(exact="true"),
+        lambda fields: fields.update(read="everything"),
+        lambda fields: fields.update(read=fields["read"].upper()),
+    ],
+)
+def test_contexts_that_contradict_themselves_are_refused(edit) -> None:
+    record, kv = mean_record()
+    assert parsed(header_of(record, kv, lambda fields: None), kv).contexts == record.contexts
+    with pytest.raises(SegmentRefused, match="contradicts itself") as refused:
+        parsed(header_of(record, kv, edit), kv)
+    assert refused.value.problem is FileProblem.CORRUPT
 
 
 def test_token_masses_are_rounded_to_float32() -> None:

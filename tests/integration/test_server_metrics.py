@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -29,6 +30,7 @@ from chunkweave.testing import toy_model
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.remote import RemoteTier
 from chunkweave.tiers.remote_calls import CircuitBreaker
+from chunkweave_server.improving import Improver
 from chunkweave_server.metrics import (
     Outcome,
     ServerMetrics,
@@ -38,6 +40,7 @@ from chunkweave_server.metrics import (
     speculation_samples,
     store_samples,
 )
+from chunkweave_server.settings import ImprovingSettings
 from tests.integration.test_batching_core import CHUNKS, STORED
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -311,6 +314,7 @@ LIBRARY_LABELS = {"le", "model_name"}
 def everything(answers, engine) -> Samples:
     """What a server with all its parts exposes."""
     speculation: Speculation[str, str] = Speculation(max_prefill_batch=1)
+    improver = Improver(ImprovingSettings(), engine.preparer, Mock())
     metrics = ServerMetrics(
         "toy",
         [
@@ -318,6 +322,7 @@ def everything(answers, engine) -> Samples:
             lambda: store_samples(engine.store),
             lambda: shadow_samples(engine.shadow),
             lambda: speculation_samples(speculation.counts),
+            improver.samples,
         ],
     )
     for answer in answers:

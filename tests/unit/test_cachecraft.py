@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.config import CaptureConfig, ReuseConfig
-from chunkweave.planning.method import make_method, prefer_neutral
+from chunkweave.planning.method import make_method, prefer_mean
 from chunkweave.planning.plan import KVSource, Plan, RecomputeScore, StopUnfocused
 from chunkweave.planning.scores import focused_by_gap
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, neutral_id
@@ -381,13 +381,51 @@ def test_a_variant_behind_neutral_passages_is_preferred_and_one_computed_alone_c
     neutral = SegmentRecord.of(ChunkId("B"), context, part_of("B").token_ids, exact=True, nbytes=1)
     behind, alone = record_of("XB", (1.0,), received=(0.0, 0.0, 0.5, 0.0)), record_of("B", ())
     assert neutral.neutral
-    assert prefer_neutral((alone, behind, neutral)) == neutral
-    assert prefer_neutral((alone, behind)) == behind
-    assert prefer_neutral((alone,)) == alone
-    assert prefer_neutral(()) is None
+    assert prefer_mean((alone, behind, neutral)) == neutral
+    assert prefer_mean((alone, behind)) == behind
+    assert prefer_mean((alone,)) == alone
+    assert prefer_mean(()) is None
     plan = plan_of(lookup_of("DB", alone, behind), "h2o", recompute_ratio=0.25)
     assert chosen(plan, 1)[0] == behind.id
     assert plan.passes[0].required == (Span(0, 5), Span(7, 8), Span(9, 12))
+
+
+def mean_of(inter: tuple[float, ...] | None) -> SegmentRecord:
+    """The mean of B's KV behind A and C, and behind D; `inter` are its mean masses on these."""
+    profile = None
+    if inter is not None:
+        outward = (0.1, 0.5, 0.1, 0.3)
+        profile = AttentionProfile(tuple(map(ChunkId, "ACD")), (TOKENS,) * 3, inter, 0.5, 0.1, outward, (0.0,) * TOKENS)
+    contexts = [tuple(map(ChunkId, context)) for context in ("AC", "D")]
+    return record_of("AB", (1.0,)).mean_over(contexts, nbytes=1, attention=profile, read=())
+
+
+def test_a_mean_is_scored_by_its_mean_masses():
+    """Behind A and C, B gave them .6 and .4, behind D 1: means .3, .2, .5. Of that A has .3."""
+    stored = mean_of((0.3, 0.2, 0.5))
+    segment, score = chosen(plan_of(lookup_of("AXB", stored), alpha=1.2), 2)
+    assert segment == stored.id
+    assert score.cci == pytest.approx(CCI), "a = 1/16 in both contexts, so in the mean"
+    assert score.overlap == pytest.approx(0.3)
+    assert (score.coverage, score.tokens) == (0.5, ceil(1.2 * CCI * 0.7 * 4))
+    _, score = chosen(plan_of(lookup_of("ACDB", stored)), 3)
+    assert (score.overlap, score.tokens) == (pytest.approx(1.0), 0)
+
+
+def test_a_mean_has_no_order():
+    """Of one variant behind A and C, C and A is the other way round (gamma 1); a mean has seen no order of all."""
+    one = record_of("ACB", (0.6, 0.4))
+    assert chosen(plan_of(lookup_of("CAB", one)), 2)[1].overlap == 0.0
+    assert chosen(plan_of(lookup_of("CAB", mean_of((0.3, 0.2, 0.5)))), 2)[1].overlap == pytest.approx(0.5)
+
+
+def test_a_mean_without_a_profile_is_as_good_as_one_behind_neutral_passages():
+    stored = mean_of(None)
+    for path, covered in (("ACB", 1.0), ("XYB", 0.0)):
+        segment, score = chosen(plan_of(lookup_of(path, stored), alpha=0.8), 2)
+        assert segment == stored.id
+        assert score == RecomputeScore(0.5, 0.0, 0.4, 2, covered)
+    assert recomputed(plan_of(lookup_of("XYB", stored), alpha=0.8)) == [9, 10], "from the start on"
 
 
 def set_cache(path: str, *stored: str, inexact: tuple[str, ...] = ()) -> tuple[str, tuple[str | None, ...]]:

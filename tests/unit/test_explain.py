@@ -122,6 +122,19 @@ def test_a_profile_names_the_chunks_and_leaves_out_what_is_none():
     assert made.parts[1].context == ("storms",)
 
 
+def test_a_mean_names_the_chunks_of_all_its_contexts():
+    """Once each, also if they were in several; what this prompt lacks has the start of its id."""
+    contexts = [(SYSTEM.id, STORMS.id), (SYSTEM.id, BOATS.id, STORMS.id), (ChunkId("0123456789abcdef" * 2),)]
+    record = record_of(TIDES).mean_over(contexts, nbytes=1, attention=None, read=())
+    plan = make_plan()
+    parts = tuple(replace(one, segment=record.id) if one.part is TIDES else one for one in plan.parts)
+    made = explain_plan(replace(plan, parts=parts), num_layers=8, recomputed=(), records={record.id: record})
+    tides = made.parts[1]
+    assert (tides.contexts, set(tides.context)) == (3, {"storms", "boats", "01234567"})
+    assert variant_words(tides).startswith(f"{record.id[:8]} mean over 3 contexts of 3 chunks (")
+    assert made.parts[2].contexts == 0
+
+
 def test_passes_in_words():
     rules = (KeepTop(1, 3), StopUnfocused((Span(10, 22), Span(22, 30), Span(30, 40)), Span(40, 49), 3))
     assert describe_pass(Pass((Span(40, 49),))) == "9 tokens at every layer"

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 
@@ -9,6 +10,7 @@ import pytest
 
 from chunkweave.errors import NotRemovedError, UsageError
 from chunkweave.store.level import BackgroundWriter, Level, Write
+from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.shared_folder import Tombstones
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
@@ -525,3 +527,56 @@ def test_levels_that_make_no_hierarchy_are_refused() -> None:
             TieredStore(levels)
     with pytest.raises(UsageError, match="admission"):
         TieredStore([host], admission=0)
+
+
+@pytest.mark.parametrize("moved", ["down by a use", "up by a load"])
+def test_what_is_moved_while_it_is_removed_does_not_come_back(moved: str) -> None:
+    """Whatever level the removal has reached."""
+    stack = Stack() if moved == "down by a use" else with_a_below()
+    if moved == "down by a use":
+        stack.put("A")
+    removal = stack.store.levels[0 if moved == "down by a use" else 2].store
+    withdraw, payload = removal.withdraw, stack.store.get(id_of("A"))
+    assert payload is not None
+
+    def withdrawn(*given, **more):
+        if moved == "down by a use":  # of the slow levels it is removed already, of memory not yet
+            stack.store.note_request(use_of("A"))
+        found = withdraw(*given, **more)
+        if moved == "up by a load":  # of the slowest level it is removed already, of the disk not yet
+            stack.store.promote(id_of("A"), payload)
+        stack.store.flush()
+        return found
+
+    removal.withdraw = withdrawn  # type: ignore[method-assign]
+    assert stack.store.forget_chunks([ChunkId("A")]) >= 1
+    assert not any(level.store.holds(id_of("A")) for level in stack.store.levels)
+    assert id_of("A") not in {*stack.host.payloads(), *stack.disk.payloads(), *stack.remote.payloads()}
+    stack.put("A")
+    assert stack.store.tier_of(id_of("A")) == "host", "what is computed later is stored"
+
+
+def test_a_mean_takes_the_place_of_an_earlier_one_on_every_level() -> None:
+    stack = Stack(host_bytes=200)
+    stack.put("XA", "B", exact=False)
+
+    def mean_over(*contexts: str) -> SegmentRecord:
+        found = [tuple(map(ChunkId, context)) for context in contexts]
+        return record_of("A", exact=False).mean_over(found, nbytes=10, attention=None, read=())
+
+    old, new, other = mean_over("X", "Y"), mean_over("Y", "Z"), replace(mean_over("X", "Y"), chunk_id=ChunkId("B"))
+    other = replace(other, id=segment_id(other.chunk_id, other.context))
+    for record in (old, other):
+        assert stack.store.insert(record, payload_of(record))
+    stack.store.flush()
+    assert stack.store.means(ChunkId("A")) == (old,)
+    assert stack.store.insert(new, payload_of(new))
+    stack.store.flush()
+    assert stack.store.means(ChunkId("A")) == (new,)
+    assert {record.id for record in stack.store.records()} == {id_of("XA"), id_of("B"), other.id, new.id}
+    for level in stack.store.levels:
+        assert level.store.record(old.id) is None
+        assert level.store.record(new.id) is not None
+    assert stack.store.insert(new, payload_of(new)), "the same mean computed again"
+    assert stack.store.means(ChunkId("A")) == (new,)
+    stack.store.check()

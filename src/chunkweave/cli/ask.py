@@ -334,6 +334,8 @@ def variant_words(part: PartExplanation) -> str:
 
     >>> variant_words(PartExplanation("chunk", "a", 0, 9, KVSource.REUSED, "d3f0" * 8, ("b", "c")))
     'd3f0d3f0 in context of 2 chunks (b, c)'
+    >>> variant_words(PartExplanation("chunk", "a", 0, 9, KVSource.REUSED, "d3f0" * 8, ("b", "c"), contexts=2))
+    'd3f0d3f0 mean over 2 contexts of 2 chunks (b, c)'
     """
     if part.variant is None:
         return "-"
@@ -342,7 +344,8 @@ def variant_words(part: PartExplanation) -> str:
     if not part.context:
         return f"{part.variant[:8]} {'alone' if part.alone else 'as first chunk'}"
     count = f"{len(part.context)} chunk{'s' if len(part.context) > 1 else ''}"
-    return f"{part.variant[:8]} in context of {count} ({', '.join(part.context)})"
+    where = f"mean over {part.contexts} contexts of" if part.contexts else "in context of"
+    return f"{part.variant[:8]} {where} {count} ({', '.join(part.context)})"
 
 
 def strip_lines(parts: Sequence[PartExplanation], cells: int = STRIP_CELLS) -> list[str]:

@@ -18,7 +18,7 @@ from chunkweave.cli.options import with_blocks
 from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import OWN_FILES
 from chunkweave.planning.cost import cost_model_path
-from chunkweave.store.records import SegmentRecord
+from chunkweave.store.records import ANYTHING, SegmentRecord
 from chunkweave.store.shared_folder import PIN_FILE, REMOVED_FILE, PinFile
 
 if TYPE_CHECKING:
@@ -96,7 +96,10 @@ class CachedSegment:
         return max(0.0, now_s - self.header.created_s)
 
     def as_dict(self, now_s: float) -> dict[str, Any]:
-        """JSON-able; `age_s` counts to `now_s`."""
+        """JSON-able; `age_s` counts to `now_s`.
+
+        Of how many `contexts` it is a mean is 0 if it is none. How many other chunks it has `read` is None if too many.
+        """
         record = self.record
         return {
             "id": record.id,
@@ -105,7 +108,9 @@ class CachedSegment:
             "source": record.source,
             "tokens": len(record),
             "bytes": record.nbytes,
-            "context_parts": len(record.context),
+            "context_parts": max(map(len, record.contexts or (record.context,))),
+            "contexts": len(record.contexts),
+            "read": None if ANYTHING in record.sources else len(record.sources),
             "exact": record.exact,
             "age_s": self.age_s(now_s),
             "codec": self.header.layout.codec.name,
@@ -251,7 +256,7 @@ def segments_table(listed: Sequence[CachedSegment], found: int, now_s: float) ->
         ("document", lambda one: escape(one.record.source) or "-"),
         ("tokens", lambda one: str(len(one.record))),
         ("size", lambda one: size(one.record.nbytes)),
-        ("context", lambda one: str(len(one.record.context))),
+        ("context", lambda one: _context(one.record)),
         ("exact", lambda one: "yes" if one.record.exact else "no"),
         ("age", lambda one: age(one.age_s(now_s))),
         ("codec", lambda one: one.header.layout.codec.name),
@@ -261,6 +266,10 @@ def segments_table(listed: Sequence[CachedSegment], found: int, now_s: float) ->
         caption=caption,
         left=3,
     )
+
+
+def _context(record: SegmentRecord) -> str:
+    return f"mean of {len(record.contexts)}" if record.contexts else str(len(record.context))
 
 
 def stats_tables(report: dict[str, Any]) -> list[RenderableType]:

@@ -5,7 +5,7 @@ import os
 import secrets
 import tarfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -20,7 +20,9 @@ from chunkweave.cli.console import Output, check_writable, progress, size, statu
 from chunkweave.cli.options import DocumentOptions, ModelOptions, Only, with_blocks
 from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
+from chunkweave.planning.method import prefer_mean
 from chunkweave.settings import parse_duration
+from chunkweave.store.records import ANYTHING
 from chunkweave.store.shared_folder import Tombstones
 from chunkweave.types import Chunk, SegmentId
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
     from chunkweave.tiers.blobs import BlobKey, BlobStore
     from chunkweave.tiers.disk import DiskTier
+    from chunkweave.tiers.segment_header import SegmentHeader
 
 
 @with_blocks
@@ -57,7 +60,8 @@ def warm(
     with model.open(store=store, reuse=ReuseConfig(capture=capture)) as engine:
         result = {"model": model.name, "documents": len(read), **_warm(engine, documents.chunks(engine, read))}
     written = f"computed {result['computed']} chunks, {result['present']} were there already; "
-    output.show(f"{written}{result['tokens']} tokens, {size(result['bytes'])} on disk")
+    means = f"{result['means']} are means over several contexts; " if result["means"] else ""
+    output.show(f"{written}{means}{result['tokens']} tokens, {size(result['bytes'])} on disk")
     if result["missing"]:
         output.show(
             f"[red]{result['missing']} chunks are not on disk: the budget is too small, or writing failed[/red]"
@@ -68,25 +72,24 @@ def warm(
 
 
 def _warm(engine: "Engine", chunks: Sequence[Chunk]) -> dict[str, Any]:
-    computed = 0
     with progress("computing chunks") as report:
-        for done, chunk in enumerate(chunks, start=1):
-            computed += engine.precompute([chunk])
-            # One at a time: the queue of the background writer drops what it has no room for.
-            engine.store.flush()
-            report(done, len(chunks))
+
+        def computed_one(done: int, total: int) -> None:
+            engine.store.flush()  # the queue of the background writer drops what it has no room for
+            report(done, total)
+
+        computed = engine.precompute(chunks, progress=computed_one)
+        engine.store.flush()
     disk = next(level for level in engine.store.levels if level.name == "disk")
-    prompts = {prompt.parts[-1].id: prompt for prompt in map(engine.preparer.prompt_beforehand, chunks)}
-    kept = [
-        next((r for r in disk.store.variants(prompt.parts[-1]) if r.context == prompt.contexts()[-1]), None)
-        for prompt in prompts.values()
-    ]
-    found = [record for record in kept if record is not None]
+    parts = {part.id: part for part in map(engine.builder.chunk_part, chunks)}
+    kept = [prefer_mean(disk.store.variants(part)) for part in parts.values()]
+    found = [record for record in kept if record is not None and (record.contexts or record.neutral or record.alone)]
     return {
-        "chunks": len(prompts),
+        "chunks": len(parts),
         "computed": computed,
-        "present": len(prompts) - computed,
-        "missing": len(prompts) - len(found),
+        "present": len(parts) - computed,
+        "means": sum(bool(record.contexts) for record in found),
+        "missing": len(parts) - len(found),
         "tokens": sum(map(len, found)),
         "bytes": sum(record.nbytes for record in found),
     }
@@ -124,11 +127,13 @@ def _change(chosen: SegmentOptions, output: Output, *, pinning: bool) -> None:
 class _Cleared:
     """What was removed so far, and what could not be.
 
-    `unknown` files cannot be read, so nobody can say whose they are. `remote_error` ended the removal in the remote.
+    Of the removed, `readers` were not chosen themselves, but had read a chunk that was. `unknown` files cannot be read,
+    so it is not known whose they are. `remote_error` ended the removal in the remote.
     """
 
     removed: int = 0
     removed_bytes: int = 0
+    readers: int = 0
     remote_removed: int = 0
     failed: list[str] = field(default_factory=list)
     unknown: int = 0
@@ -153,6 +158,25 @@ class ClearedOptions(SegmentOptions):
         """When they were created at the latest, in seconds since the epoch; None: at any time."""
         return None if self.older_than is None else time.time() - parse_duration(self.older_than)
 
+    @property
+    def forgets(self) -> bool:
+        """Whether text is to be forgotten, with all that has read it; not just some segments removed."""
+        return (self.document, self.chunk) != (None, None) and self.segment is None and self.older_than is None
+
+    def of(self, headers: Mapping[SegmentId, "SegmentHeader"]) -> tuple[set[SegmentId], set[SegmentId]]:
+        """Those of a model's segments that fit, and others that have read a chunk of these."""
+        fitting = {one for one, header in headers.items() if self.fits(header.record, header.created_s)}
+        if not self.forgets:
+            return fitting, set()
+        gone = {headers[one].record.chunk_id for one in fitting}
+        if self.chunk is not None and self.document is None:  # it may be that only its readers are left
+            read = {chunk for header in headers.values() for chunk in header.record.sources}
+            gone |= {chunk for chunk in read if chunk.startswith(self.chunk)}
+        if gone:
+            gone.add(ANYTHING)
+        readers = {one for one, header in headers.items() if not gone.isdisjoint(header.record.sources)}
+        return fitting, readers - fitting
+
 
 @with_blocks
 def clear(
@@ -165,7 +189,8 @@ def clear(
 ) -> None:
     """Remove segments, with --remote-url from the remote too.
 
-    Exit code 1 if any could not be removed, or if files that cannot be read may be among them.
+    Those of a --document or --chunk with all that was computed behind them, means too: `cache warm` computes these
+    anew. Exit code 1 if any could not be removed, or if files that cannot be read may be among them.
     """
     remote_url = remote.remote_url
     if everything != chosen.everything:
@@ -194,14 +219,28 @@ def _tiers(folder: CacheFolder, fingerprint: str | None, *, remote: bool) -> lis
 
 
 def _clear_model(
-    folder: CacheFolder, tier: "DiskTier", chosen: SegmentOptions, cleared: _Cleared, remote_url: str | None
+    folder: CacheFolder, tier: "DiskTier", chosen: ClearedOptions, cleared: _Cleared, remote_url: str | None
 ) -> None:
-    name, aged = tier.folder.name, chosen.created_before_s is not None
-    found = [one for one in folder.segments(tier, chosen) if not (aged and one.pinned)]
-    ids = [one.record.id for one in found]
-    if remote_url is not None:
-        kept = folder.pins.read().get(name, frozenset()) if aged else frozenset()
-        _clear_remote(remote_url, name, chosen, ids, kept, cleared)
+    from chunkweave.tiers.blobs import BlobKey, open_blobs
+
+    name = tier.folder.name
+    on_disk = {one.record.id: one for one in folder.segments(tier)}
+    headers = {one: segment.header for one, segment in on_disk.items()}
+    kept = folder.pins.read().get(name, frozenset()) if chosen.created_before_s is not None else frozenset()
+    if remote_url is None:
+        fitting, readers = chosen.of(headers)
+    else:
+        blobs = open_blobs(remote_url)
+        try:
+            there = _remote_headers(blobs, name, chosen, on_disk.keys(), cleared)
+            fitting, readers = chosen.of({**headers, **{one: header for one, header in there.items() if header}})
+            unread = {one for one, header in there.items() if header is None}
+            doomed = (fitting | readers | (unread if chosen.whole_models else set())) - kept
+            _clear_remote(blobs, {BlobKey(name, one) for one in doomed}, cleared)
+        finally:
+            blobs.close()
+    cleared.readers += len(readers)
+    found = [on_disk[one] for one in (fitting | readers) - kept if one in on_disk]
     left = []
     for one in found:
         try:
@@ -210,7 +249,7 @@ def _clear_model(
             left.append(one)
     removed = Tombstones(folder.root, name, "disk")
     removed.add(one.record for one in left)
-    removed.discard(set(ids) - {one.record.id for one in left})
+    removed.discard({one.record.id for one in found} - {one.record.id for one in left})
     if chosen.whole_models:
         tier.repair()
     cleared.failed += sorted(one.record.id for one in left)
@@ -221,51 +260,52 @@ def _clear_model(
     folder.pins.discard(name, (one.record.id for one in gone))
 
 
-def _clear_remote(
-    url: str,
-    fingerprint: str,
-    chosen: SegmentOptions,
-    known: Iterable[SegmentId],
-    kept: frozenset[SegmentId],
-    cleared: _Cleared,
-) -> None:
-    """Remove what fits from the remote, whether it is on disk too or not.
+def _remote_headers(
+    blobs: "BlobStore", fingerprint: str, chosen: ClearedOptions, known: Collection[SegmentId], cleared: _Cleared
+) -> dict[SegmentId, "SegmentHeader | None"]:
+    """Of what the remote has of a model, and is not `known`, the headers; None where nothing but the id is needed.
 
     The blobs are asked without the tier's deadlines and breaker: a miss that only means "not now" must not pass for
     a deletion.
     """
-    from chunkweave.tiers.blobs import BlobKey, open_blobs
-
-    blobs = open_blobs(url)
-    known = set(known)
-    try:
-        for key in {BlobKey(fingerprint, segment) for segment in known} | set(blobs.keys(fingerprint)):
-            if key.segment not in kept and (key.segment in known or _fits(blobs, key, chosen, cleared)):
-                cleared.remote_removed += blobs.size(key) is not None
-                blobs.delete(key)
-    except (OSError, ValueError) as error:
-        cleared.remote_error = f"{blobs.name}: {error}"
-    finally:
-        blobs.close()
-
-
-def _fits(blobs: "BlobStore", key: "BlobKey", chosen: SegmentOptions, cleared: _Cleared) -> bool:
     from chunkweave.tiers.remote import fetch_header
     from chunkweave.tiers.segment_header import SegmentRefused
 
-    if chosen.whole_models:
-        return True
+    found: dict[SegmentId, SegmentHeader | None] = {}
+    with _asked(blobs, cleared):
+        for key in blobs.keys(fingerprint):
+            if chosen.whole_models:
+                found[key.segment] = None
+            elif key.segment not in known:
+                try:
+                    header = fetch_header(blobs, key)
+                except SegmentRefused as refused:
+                    stderr().print(f"segment {key.segment} in the remote cannot be read: {refused}", markup=False)
+                    cleared.unknown += 1
+                else:
+                    found |= {} if header is None else {key.segment: header}
+    return found
+
+
+def _clear_remote(blobs: "BlobStore", keys: "Iterable[BlobKey]", cleared: _Cleared) -> None:
+    with _asked(blobs, cleared):
+        for key in keys:
+            cleared.remote_removed += blobs.size(key) is not None
+            blobs.delete(key)
+
+
+@contextmanager
+def _asked(blobs: "BlobStore", cleared: _Cleared) -> Iterator[None]:
     try:
-        header = fetch_header(blobs, key)
-    except SegmentRefused as refused:
-        stderr().print(f"segment {key.segment} in the remote cannot be read: {refused}", markup=False)
-        cleared.unknown += 1
-        return False
-    return header is not None and chosen.fits(header.record, header.created_s)
+        yield
+    except (OSError, ValueError) as error:
+        cleared.remote_error = f"{blobs.name}: {error}"
 
 
 def _summary(cleared: _Cleared) -> str:
     lines = [f"removed {cleared.removed} segments of {size(cleared.removed_bytes)}"]
+    if cleared.readers:
+        lines.append(f"{cleared.readers} of them had read what was to be removed; `cache warm` computes these anew")
     if cleared.remote_removed:
         lines.append(f"removed {cleared.remote_removed} segments from the remote")
     if cleared.remote_error:

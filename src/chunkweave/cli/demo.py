@@ -84,15 +84,15 @@ def demo(
             METHODS,
             ratios,
             reuse=reuse,
-            warm=Warmth(WarmBy.NEUTRAL),
+            warm=Warmth(WarmBy.CORPUS),
             chunks=CHUNKS,
             new_tokens=ANSWER_TOKENS,
             free=count,
         )
         output.show(
             f"{model.name}, {count} questions over {scene.about}, {CHUNKS} a prompt, in another order "
-            "each time. The KV cache of each is\ncomputed once, beforehand, behind neutral passages. That is all that "
-            "a method finds stored: nothing of another\nquestion or method.\n\n"
+            "each time. The KV cache of each is\ncomputed beforehand, in several contexts of the others, and the mean "
+            "is kept. That is all that a method finds\nstored: nothing of another question or method.\n\n"
             "= the same tokens as full prefill's answer, ≠ not the same. Full prefill is what the others are held "
             "against, right or wrong.\n"
         )
@@ -113,10 +113,12 @@ def _ask(
 ) -> list[Mapping[str, FidelitySample]]:
     """All questions by all methods, each shown when it is answered."""
     from chunkweave.calibration.fidelity import compare, make_tasks, way_of
+    from chunkweave.calibration.prompts import ContextCorpus
 
     made = config.contenders()
     names = sorted(made, key=lambda label: METHODS.index(label.partition("@")[0]))
     tasks = make_tasks(engine, examples, examples, config)
+    tasks = [replace(task, corpus=task.corpus and ContextCorpus(task.corpus.maker)) for task in tasks]
     methods = {name: made[name] for name in names}
     measured = compare([way_of(engine, tasks, methods, config, sliced=False)], config)
     found: list[Mapping[str, FidelitySample]] = []

@@ -13,6 +13,7 @@ from chunkweave.ordering.arrangement import Arranged
 from chunkweave.planning.method_choice import MethodChoice
 from chunkweave.planning.outcome import PlanExplanation
 from chunkweave.planning.plan import KVSource, Plan
+from chunkweave.prompt.parts import Prompt
 from chunkweave.types import SegmentId, spans_of
 
 
@@ -57,11 +58,13 @@ class AnswerEnd:
     finish_reason: str
     prefilled_s: float | None = None
     """Until when it was computed ahead of its search, by `time.perf_counter`; None: not at all, inf: to its end."""
+    prompt: Prompt | None = None
+    """As it was computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """A piece of an answer as it comes; the last event has the whole `answer` (and the rest of the text).
+    """A piece of an answer as it comes; the last event has the whole `answer`, its `prompt`, and the rest of the text.
 
     >>> from chunkweave import Engine, Request
     >>> with Engine.load("reader") as engine:
@@ -72,6 +75,7 @@ class StreamEvent:
 
     text: str
     answer: Answer | None = None
+    prompt: Prompt | None = None
 
     @property
     def choices(self) -> list[Choice]:
@@ -87,7 +91,7 @@ class StreamEvent:
             return None
         report = self.answer.report
         cached_tokens = report.prefix_exact_tokens + report.reused_tokens
-        return AnswerEnd(report, report.as_dict(), cached_tokens, self.answer.finish_reason, inf)
+        return AnswerEnd(report, report.as_dict(), cached_tokens, self.answer.finish_reason, inf, self.prompt)
 
 
 EventT_co = TypeVar("EventT_co", covariant=True)
@@ -197,13 +201,15 @@ class TokenCounts:
 class PartSource:
     """Where the KV of one part of a prompt came from; `segment` and `tier` are None where that is not known.
 
-    `reasons` are those of a method that scores segments (`planning.outcome.reasons_of`).
+    `reasons` are those of a method that scores segments (`planning.outcome.reasons_of`). `contexts` is over how many
+    the segment is a mean.
     """
 
     kv_source: str
     segment: SegmentId | None = None
     tier: str | None = None
     reasons: Mapping[str, float] = field(default_factory=dict)
+    contexts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +297,7 @@ def _chunk_reports(arranged: Arranged, outcome: Outcome) -> tuple[ChunkReport, .
                 rank=arranged.ranks.get(number),
                 start=span.start,
                 reasons=source.reasons,
+                contexts=source.contexts,
             )
         )
     return tuple(found)

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,16 +15,18 @@ from math import isfinite
 from typing import Any, Self, TypeVar, Unpack
 
 from chunkweave.conversation.answer import Answer, StreamEvent
+from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.engine import Engine
 from chunkweave.engine.request_state import Deliver, RequestState
 from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.planning.method_choice import MethodOptions, MethodRequest
+from chunkweave.prompt.contexts import ContextPool
 from chunkweave.prompt.request import Request
 from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.queue import TenantWeights
-from chunkweave.types import Chunk
+from chunkweave.types import Chunk, ChunkId
 
 logger = logging.getLogger(__name__)
 
@@ -197,6 +199,11 @@ class AsyncEngine:
             )
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing waits or runs, be it in the background or a shadow check."""
+        return not self._open and not self._core.can_check
+
+    @property
     def closed(self) -> bool:
         """Whether it takes nothing more: it was closed, or ended by a bug that the log tells."""
         return self._closing
@@ -263,29 +270,39 @@ class AsyncEngine:
             self._preparer.abandon(prepared)
             raise
 
-    def precompute(
+    def beforehand(
         self,
         chunk: Chunk | str,
+        pool: ContextPool | None = None,
         *,
+        without: Collection[ChunkId] = (),
         cache_salt: str = "",
-        loop: asyncio.AbstractEventLoop | None = None,
-        tenant: str = "",
-    ) -> AnswerStream | None:
-        """Have a chunk computed as `Engine.precompute` does and stored, behind all that is asked; None if it is stored.
+    ) -> Iterator[PreparedRequest]:
+        """What `compute` is to be given one after the other, so that a chunk is stored as `Engine.precompute` does it.
+
+        Chunks of the pool that have left meanwhile are those `without` which it is done.
+
+        Raises:
+            UsageError: an empty chunk, or one that is not in the pool.
+            PromptTooLongError: it fits neither the model's context nor the engine's KV memory.
+        """
+        most_tokens = self._core.most_tokens
+        return self._preparer.prepare_beforehand(
+            chunk, pool=pool, without=without, cache_salt=cache_salt, most_tokens=most_tokens
+        )
+
+    def compute(
+        self, beforehand: PreparedRequest, *, loop: asyncio.AbstractEventLoop | None = None, tenant: str = ""
+    ) -> AnswerStream:
+        """Compute and store one of `beforehand`, behind all that is asked.
 
         It takes the tokens that others leave of their steps, and as many as they do at once. Once the stream has ended,
         it is stored as far as there is room. `loop` is as in `submit`.
 
         Raises:
             RequestAbortedError: the engine is closed.
-            UsageError: an empty chunk.
-            PromptTooLongError: it fits neither the model's context nor the engine's KV memory.
         """
-        arrived_s = time.perf_counter()
-        prepared = self._preparer.prepare_beforehand(chunk, cache_salt=cache_salt, most_tokens=self._core.most_tokens)
-        if prepared is None:
-            return None
-        fitting = self._core.fitting(prepared)
+        arrived_s, fitting = time.perf_counter(), self._core.fitting(beforehand)
         return self._enter(
             lambda number, deliver: RequestState(number, fitting, deliver, arrived_s, tenant=tenant, background=True),
             loop or asyncio.get_running_loop(),

@@ -270,6 +270,7 @@ class BatchingCore:
             prefetched=request.prefetch,
             history=request.prepared.history,
             owner=request.tenant,
+            mean=request.prepared.mean,
         )
         request.passed_over = 0
         request.job = self._runner.start(prompt, self._method(request), options)
@@ -408,8 +409,8 @@ class BatchingCore:
         self._preparer.answered(request.prepared, request.prepared.arranged)
         answer = decode.answer(self._runner.model.geometry, durations)
         self._count(finished=1)
-        self._end(request, StreamEvent(rest, answer))
-        if self._checks is not None:
+        self._end(request, StreamEvent(rest, answer, decode.prefilled.prompt))
+        if self._checks is not None and request.prepared.mean is None:
             self._checks.offer(decode, greedy=request.prepared.request.sampling.greedy)
 
     def _end_turn(self, turn: TurnUnderWay, decode: DecodeState) -> None:

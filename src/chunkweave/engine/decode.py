@@ -247,7 +247,11 @@ def make_report(
     recomputed = [position for span in prefilled.recomputed for position in range(span.start, span.stop)]
     sources = [
         PartSource(
-            str(part.kv_source), part.segment, part.segment and tiers.get(part.segment, "host"), reasons_of(part)
+            str(part.kv_source),
+            part.segment,
+            part.segment and tiers.get(part.segment, "host"),
+            reasons_of(part),
+            part.contexts,
         )
         for part in plan.parts
     ]

@@ -4,7 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
 from chunkweave.conversation.registry import Conversations, ConversationState
 from chunkweave.conversation.turns import TurnBuilder
 from chunkweave.engine.core import BatchingCore, CoreParts
+from chunkweave.engine.prefill import PrefillOptions
 from chunkweave.engine.profiling import quick_profile
 from chunkweave.engine.request_state import RequestState
 from chunkweave.engine.runner import Runner
@@ -31,12 +32,12 @@ from chunkweave.planning.cost import MEASURED_BY_ENGINE, CostModel, given_cost_m
 from chunkweave.planning.method import make_method
 from chunkweave.planning.method_choice import MethodChooser, MethodOptions, MethodRequest, Why
 from chunkweave.prompt.builder import PromptBuilder
-from chunkweave.prompt.parts import Prompt, neutral_passages
+from chunkweave.prompt.contexts import ContextPool, rule_of
+from chunkweave.prompt.parts import neutral_passages
 from chunkweave.prompt.request import Request
 from chunkweave.prompt.template import PromptTemplate, template_for
 from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
-from chunkweave.store.records import segment_id
 from chunkweave.store.shared_folder import require_writable
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Chunk, SegmentId
@@ -252,6 +253,7 @@ class Engine:
             loaded.model.geometry.num_layers,
             passages,
             self._reuse.capture.neutral_tokens,
+            rule_of(self._reuse.capture),
             usual_order,
             Arranger(ordering, store.tree),
             store,
@@ -425,12 +427,18 @@ class Engine:
         return Conversation(self, *key)
 
     def precompute(
-        self, chunks: Sequence[Chunk | str], *, cache_salt: str = "", progress: Progress | None = None
+        self,
+        chunks: Sequence[Chunk | str],
+        *,
+        pool: ContextPool | None = None,
+        cache_salt: str = "",
+        progress: Progress | None = None,
     ) -> int:
         """Compute and store KV of chunks before anybody asks for them; returns how many were computed, and not there.
 
-        Each is computed behind the instruction and a few neutral passages, so that it comes out nearly as it does in a
-        prompt (docs/methods.md; `CaptureConfig`).
+        Each is computed behind the chunks of the `pool` that are nearest to it, in several contexts, and the mean is
+        stored: so it comes out nearly as it does in a prompt (docs/methods.md; `CaptureConfig`). `pool=None` are the
+        `chunks` themselves. A single chunk is computed behind the instruction and a few neutral passages.
 
         What their tokens attend to is kept if the usual method reads it, or if it is configured (`CaptureConfig`).
         Interrupting it loses at most the chunk being computed; calling it again goes on from there.
@@ -439,15 +447,35 @@ class Engine:
             UsageError: an empty chunk.
             PromptTooLongError: a chunk alone does not fit the model's context.
         """
+        pool = self.preparer.pool_of(chunks, cache_salt=cache_salt) if pool is None else pool
         computed = 0
         for index, chunk in enumerate(chunks):
-            one = self.preparer.prepare_beforehand(chunk, cache_salt=cache_salt)
-            if one is not None:
-                prefilled = self.runner.prefill(one.prompt, one.method, profiles=one.kept.profiles, asked=False)
-                computed += _segment_of_last(one.prompt) in self.runner.store_new(prefilled)
+            stored: frozenset[SegmentId] = frozenset()
+            shares: list[PreparedRequest] = []
+            for one in self.preparer.prepare_beforehand(chunk, pool=pool, cache_salt=cache_salt):
+                if one.mean is None:
+                    stored = self.compute(one)
+                else:
+                    shares.append(one)
+            stored = self.compute(*shares) if shares else stored
+            computed += bool(stored)
             if progress is not None:
                 progress(index + 1, len(chunks))
+        self.preparer.drop_first_passes(pool)
         return computed
+
+    def compute(self, *beforehand: PreparedRequest, profiles: bool | None = None) -> frozenset[SegmentId]:
+        """Compute requests of `RequestPreparer.beforehand` together, and store them; returns what was stored."""
+        stored: frozenset[SegmentId] = frozenset()
+        with ExitStack() as jobs:
+            started = []
+            for one in beforehand:
+                looked_at = one.kept.profiles if profiles is None else profiles
+                options = PrefillOptions(profiles=looked_at, mean=one.mean)
+                started.append(jobs.enter_context(self.runner.start(one.prompt, one.method, options)))
+            for prefilled in self.runner.run(started):
+                stored |= self.runner.store_new(prefilled)
+        return stored
 
     def forget(self, chunks: Iterable[Chunk | str], *, cache_salt: str = "") -> int:
         """Remove what is stored of chunks on every level: their own KV, and that of others computed after them.
@@ -458,8 +486,11 @@ class Engine:
             UsageError: an empty chunk.
             NotRemovedError: copies are still there. What could be removed is.
         """
-        ids = (self.builder.chunk_part(chunk, cache_salt=cache_salt).id for chunk in chunks)
-        return self.store.forget_chunks(one for one in ids if one is not None)
+        ids = frozenset(
+            part.id for part in (self.builder.chunk_part(chunk, cache_salt=cache_salt) for chunk in chunks) if part.id
+        )
+        self.runner.means.forget(ids)
+        return self.store.forget_chunks(ids)
 
     def check_shadows(self) -> None:
         """Hold the answers that `shadow` sampled against full prefill, one after the other; call it when there is time.
@@ -541,12 +572,6 @@ def _refuse_early(options: EngineOptions) -> None:
     if quality is not None:
         Quality.parse(quality)
     _cache_dir(options.get("store"))
-
-
-def _segment_of_last(prompt: Prompt) -> SegmentId:
-    part = prompt.parts[-1]
-    assert part.id is not None, "a chunk has an id"
-    return segment_id(part.id, prompt.contexts()[-1])
 
 
 def _submit(core: BatchingCore, number: int, prepared: PreparedRequest, arrived_s: float) -> Events:

@@ -20,6 +20,7 @@ from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.outcome import LayerWork, Stop
 from chunkweave.planning.plan import KVSource, Pass, Plan, can_be_cut, cut
+from chunkweave.prompt.contexts import MeanShare
 from chunkweave.prompt.parts import Prompt
 from chunkweave.scheduling.in_progress import PartInProgress
 from chunkweave.store.index import RequestUse, TieredLease
@@ -41,7 +42,8 @@ class Prefilled:
     `captures` are the parts whose KV can be stored, `attention` what their tokens attended to, if that was asked for.
     `loaded` are the segments that came from a slower tier, `woven` the reused parts that a conversation keeps as they
     were recomputed. `lost_segments` were planned with and could not be read. `owner` is the tenant that it is for.
-    `lease` keeps what was found from being evicted by what is stored of this (RAGCache §5.1); None once that is.
+    `lease` keeps what was found from being evicted by what is stored of this (RAGCache §5.1); None once that is. `mean`
+    says what mean its last part is a share of.
     """
 
     prompt: Prompt
@@ -62,6 +64,7 @@ class Prefilled:
     lost_segments: int = 0
     owner: str = ""
     lease: TieredLease | None = None
+    mean: MeanShare | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +82,8 @@ class PrefillOptions:
     what was woven is kept for the turns to come, and what the last part, the question, and all behind it hold.
 
     `owner` is the tenant that what is stored of it counts for. With `unseen` the cache gets even what no layer's window
-    reaches any more: for those that compare caches.
+    reaches any more: for those that compare caches. With `mean` the last part alone is kept, as one context's share of
+    its mean.
     """
 
     new_tokens: int = 0
@@ -91,6 +95,7 @@ class PrefillOptions:
     history: Mapping[int, SegmentId] | None = None
     owner: str = ""
     unseen: bool = False
+    mean: MeanShare | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,12 +298,17 @@ class PrefillJob:
 
         Parts that were reused and woven anew are left to the end: a later pass may change them.
         """
+        if self._options.mean is not None:
+            return iter(())
         complete = [one for one in self._captures if one.woven_from is None and one.complete]
         self._captures = [one for one in self._captures if one not in complete]
-        return segments_of(self._prompt, self.plan, complete, self._attention, owner=self._options.owner)
+        store, owner = self._context.store.store, self._options.owner
+        return segments_of(self._prompt, self.plan, complete, self._attention, store=store, owner=owner)
 
     def in_progress(self) -> list[PartInProgress]:
         """The parts that are computed and will be stored, and were not given out by `computed` yet."""
+        if self._options.mean is not None:
+            return []
         waiting = {capture.part.span for capture in self._captures if capture.woven_from is None}
         reused = self.plan.spans(KVSource.REUSED)
         approximate_from = reused[0].start if reused else len(self._prompt)
@@ -406,6 +416,7 @@ class PrefillJob:
             lost_segments=len(self._given_up),
             owner=self._options.owner,
             lease=self._sources.keep_lease(),
+            mean=self._options.mean,
         )
 
 

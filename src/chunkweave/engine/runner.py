@@ -20,13 +20,15 @@ from chunkweave.models.kernels.choice import make_attention
 from chunkweave.planning.cost import CostModel, Loading
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.contexts import MeanShare
 from chunkweave.prompt.parts import Prompt, PromptPart
-from chunkweave.store.records import SegmentRecord
+from chunkweave.store.records import SegmentRecord, all_read
 from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import host_memory_for, streams_of
 from chunkweave.tiers.preload import LoadOrder
 from chunkweave.types import SegmentId
-from chunkweave.weaving.segments import Prefetch, WeavingStore, segments_of
+from chunkweave.weaving.means import Means
+from chunkweave.weaving.segments import Prefetch, WeavingStore, reads_of, segments_of
 
 if TYPE_CHECKING:  # it imports Triton, which need not be there
     from chunkweave.fusion.graphed_decode import GraphedDecode
@@ -76,6 +78,7 @@ class Runner:
         self.compute = compute or ComputeConfig()
         self.attention = make_attention(self.compute.attention, model.geometry, dtype=model.dtype, device=model.device)
         self.graphed = self._graphed_decode()
+        self.means = Means()
         self._send = streams_of(model.device).send
         self._memory = host_memory_for(model.device, self.compute.pinned_bytes)
 
@@ -99,29 +102,35 @@ class Runner:
         prefetched: Prefetch | None = None,
         asked: bool = True,
         unseen: bool = False,
+        mean: MeanShare | None = None,
     ) -> Prefilled:
         """Make the prompt's KV cache by the method's plan, with room for `new_tokens` more.
 
         Segments stay pinned while they are read. Nothing is stored here: `store_new` does that. With `capture=False`
         nothing can be stored afterwards. With `profiles` it is stored with what its tokens attend to; None leaves that
-        to the runner's `capture`, and then to the method: whether it reads them itself. It counts as a request unless
-        nobody has `asked` for it. For `unseen` see `PrefillOptions`.
+        to the runner's `capture`, and then to the method: whether it reads them itself. It counts as a request if it
+        was `asked` for. For `unseen` and `mean` see `PrefillOptions`.
         """
         self.room_for_new_tokens(prompt)
         if profiles is None:
             profiles = self.capture.profile
         if profiles is None:
             profiles = getattr(method, "needs_profiles", False)
-        options = PrefillOptions(new_tokens, capture, profiles, prefetched, unseen=unseen)
+        options = PrefillOptions(new_tokens, capture, profiles, prefetched, unseen=unseen, mean=mean)
         with self.start(prompt, method, options) as job:
             if asked and job.use is not None:
                 self.store.note_request(job.use)
-            while job.prefilled is None:
-                try:
-                    self.step([], [(job, None)])
-                except SegmentLost as lost:
-                    job.go_on_without(lost)
-            return job.prefilled
+            return self.run([job])[0]
+
+    def run(self, jobs: Sequence[PrefillJob]) -> list[Prefilled]:
+        """Execute prefills to their end: together, but for those whose segments are still being read."""
+        while left := [job for job in jobs if job.prefilled is None]:
+            reading = [job for job in left if job.loading or job.lost is not None]
+            try:
+                self.step([], [(job, None) for job in (reading[:1] or left)])
+            except SegmentLost as lost:
+                (reading or left)[0].go_on_without(lost)
+        return [job.prefilled for job in jobs if job.prefilled is not None]
 
     def start(self, prompt: Prompt, method: ReuseMethod, options: PrefillOptions) -> PrefillJob:
         """Plan a prefill that `step` executes, piece by piece; close it."""
@@ -264,17 +273,32 @@ class Runner:
         with prefilled.lease or nullcontext():
             for segment, kv in prefilled.loaded:
                 self.store.promote(segment, kv)
-            new = segments_of(prompt, plan, prefilled.captures, prefilled.attention, owner=owner)
-            woven = segments_of(prompt, plan, prefilled.woven, None, owner=owner)
+            new = segments_of(prompt, plan, prefilled.captures, prefilled.attention, store=self.store, owner=owner)
+            woven = segments_of(prompt, plan, prefilled.woven, None, store=self.store, owner=owner)
+            if prefilled.mean is not None:
+                last = [one for one in new if one[0].path == (*prompt.contexts()[-1], prompt.parts[-1].id)]
+                return self.means.store_shares(self.store, prefilled.mean, last)
             return frozenset(record.id for record, kv in (*new, *woven) if self.store.insert(record, kv))
 
     def store_answer(self, prefilled: Prefilled, said: PromptPart) -> None:
-        """Store the KV of a conversation's turn, its question and the answer, which the cache has kept."""
+        """Store the KV of a conversation's turn, its question and the answer, which the cache has kept.
+
+        Nothing is stored if a segment that was reused is not there any more: it may have been removed.
+        """
         assert said.id is not None, "a turn has an id"
+        *_, read = reads_of(prefilled.plan, self.store)
+        if read is None:
+            return
         exact = all(part.kv_source is not KVSource.REUSED for part in prefilled.plan.parts)
         kv, context = prefilled.cache.segment(len(said)), prefilled.prompt.contexts()[-1]
         record = SegmentRecord.of(
-            said.id, context, said.token_ids, exact=exact, nbytes=kv.nbytes, owner=prefilled.owner
+            said.id,
+            context,
+            said.token_ids,
+            exact=exact,
+            nbytes=kv.nbytes,
+            owner=prefilled.owner,
+            read=all_read(read.difference(context)),
         )
         self.store.insert(record, kv)
 

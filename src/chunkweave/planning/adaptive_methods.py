@@ -1,15 +1,22 @@
 """Methods around another one: more recomputation where loading is slow, longer exact prefixes where they come back."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 from chunkweave.config import ReuseConfig
 from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.cost import Loading, LoadingChoice, ratio_that_hides
-from chunkweave.planning.method import ReuseMethod, make_method
+from chunkweave.planning.method import (
+    ReuseMethod,
+    make_method,
+    one_pass,
+    prefer_least_read,
+    reuse_every_hit,
+    reuse_exact_prefix,
+)
 from chunkweave.planning.method_choice import EXACT_METHODS, MethodChoice
-from chunkweave.planning.plan import KVSource, Plan
+from chunkweave.planning.plan import KVSource, PartPlan, Plan
 from chunkweave.prompt.parts import PartKind
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import ChunkId, Geometry
@@ -28,6 +35,41 @@ def method_for(choice: MethodChoice, promotion: Promotion | None, loading: Loadi
     else:
         method = LoadAwareMethod(choice.method, choice.reuse, loading)
     return method if promotion is None else PrefixGrowingMethod(method, promotion)
+
+
+class FirstPassMethod:
+    """What a chunk is computed by behind neutral passages: an exact prefix is reused, the last part is computed.
+
+    That also if it is stored by now: another call may have computed it since this one was prepared.
+    """
+
+    name = "prefix"
+    budget = None
+
+    def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
+        """One pass over the last part, and over those that are not stored."""
+        return _last_computed(self.name, lookup, reuse_exact_prefix)
+
+
+class ContextMethod:
+    """What a mean's contexts are computed by: all parts before the last are reused, the last one is computed.
+
+    So M contexts cost little more than M times the chunk's own tokens. What a context's chunks were computed behind
+    first (neutral passages) makes little difference to what the last chunk becomes (docs/study.md).
+    """
+
+    name = "full-reuse"
+    budget = None
+
+    def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
+        """One pass over the last part, and over those that are not stored."""
+        return _last_computed(self.name, lookup, lambda before: reuse_every_hit(before, prefer_least_read))
+
+
+def _last_computed(name: str, lookup: PromptLookup, reuse: Callable[[PromptLookup], tuple[PartPlan, ...]]) -> Plan:
+    *before, last = lookup.parts
+    parts = (*reuse(PromptLookup(tuple(before))), PartPlan(last.part, last.span, KVSource.COMPUTED))
+    return one_pass(name, parts)
 
 
 class LoadAwareMethod:

@@ -245,19 +245,35 @@ def reuse_every_hit(
         if settled is not None:
             parts.append(settled)
         elif variant is not None:
-            parts.append(PartPlan(entry.part, entry.span, KVSource.REUSED, variant.id, fresh=entry.fresh))
+            contexts = len(variant.contexts)
+            reused = PartPlan(entry.part, entry.span, KVSource.REUSED, variant.id, fresh=entry.fresh, contexts=contexts)
+            parts.append(reused)
         else:
             parts.append(PartPlan(entry.part, entry.span, KVSource.COMPUTED))
     return tuple(parts)
 
 
-def prefer_neutral(variants: Sequence[SegmentRecord]) -> SegmentRecord | None:
-    """The variant that was computed behind neutral passages, else the most recently used one that has a context.
+def prefer_mean(variants: Sequence[SegmentRecord]) -> SegmentRecord | None:
+    """The mean over most contexts, else the variant behind neutral passages, else the last used one with a context.
 
     Of equal ones, the one of an earlier generation (`SegmentRecord`). One that was computed alone comes last:
     it reads as the beginning of a prompt, and is the furthest from full prefill (docs/methods.md).
     """
-    return max(variants, key=lambda record: (record.neutral, not record.alone, -record.generation), default=None)
+
+    def general(record: SegmentRecord) -> tuple[int, bool, bool, int]:
+        return len(record.contexts), record.neutral, not record.alone, -record.generation
+
+    return max(variants, key=general, default=None)
+
+
+def prefer_least_read(variants: Sequence[SegmentRecord]) -> SegmentRecord | None:
+    """The variant that a mean's contexts are woven from: behind neutral passages, else the mean that has read least.
+
+    Only these, and last one that was computed alone: what has read a mean is removed with all that the mean has read,
+    so it should be little.
+    """
+    fitting = [record for record in variants if record.serves_contexts or record.alone]
+    return min(fitting, key=lambda record: (record.alone, not record.neutral, len(record.sources)), default=None)
 
 
 def required_spans(parts: Sequence[PartPlan], also: Sequence[int] = ()) -> tuple[Span, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan
@@ -115,8 +116,9 @@ class PartExplanation:
     """One part of the prompt: what was taken for it, why, and which of its tokens were computed again.
 
     Spans count from the part's own start. `context` names the chunks that the variant was computed behind (None if
-    unknown), `alone` that nothing but BOS was before it. `recomputed` were active up to the last layer, `partly` only
-    below `stopped_at_layer`. `cci`, `overlap` and `cfo` are the method's reasons, if it has any (Cache-Craft §3.1-3.2).
+    unknown), for a mean those of all its `contexts`; `alone` says that nothing but BOS was before it. `recomputed` were
+    active up to the last layer, `partly` only below `stopped_at_layer`. `cci`, `overlap` and `cfo` are the method's
+    reasons, if it has any (Cache-Craft §3.1-3.2).
     """
 
     kind: PartKind
@@ -133,6 +135,7 @@ class PartExplanation:
     recomputed: tuple[Span, ...] = ()
     partly: tuple[Span, ...] = ()
     stopped_at_layer: int | None = None
+    contexts: int = 0
 
     @property
     def recomputed_tokens(self) -> int:
@@ -195,6 +198,7 @@ def explain_plan(
                 recomputed=_inside(part.span, recomputed),
                 partly=partly,
                 stopped_at_layer=stop.layer if stop is not None and partly else None,
+                contexts=0 if record is None else len(record.contexts),
             )
         )
     return PlanExplanation(plan.method, num_layers, tuple(parts), tuple(map(describe_pass, plan.passes)), stop)
@@ -228,7 +232,10 @@ def _context(
     """Names of the chunks that a segment was computed behind; one that this prompt lacks has the start of its id."""
     if record.neutral:
         return (_NEUTRAL,)
-    before = record.attention.chunks if record.attention is not None else record.context
+    before: Sequence[ChunkId] = record.attention.chunks if record.attention is not None else record.context
+    if record.contexts:
+        read = before if record.attention is not None else chain(*record.contexts)
+        before = tuple(dict.fromkeys(read))
     return tuple(names.get(chunk, chunk[:_SHOWN_ID]) for chunk in before if chunk not in instructions)
 
 

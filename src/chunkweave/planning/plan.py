@@ -125,7 +125,7 @@ class PartPlan:
 
     `score` says how the tokens to recompute were chosen, if the method scores segments. `fresh` are offsets of tokens
     of a reused part whose KV already fits this context: recomputing them gains nothing. A computed part is stored
-    afterwards unless `kept` is false.
+    afterwards unless `kept` is false. `contexts` is over how many the segment is a mean; 0: it is none.
     """
 
     part: PromptPart
@@ -135,6 +135,7 @@ class PartPlan:
     score: RecomputeScore | None = None
     fresh: frozenset[int] = frozenset()
     kept: bool = True
+    contexts: int = 0
 
     def __post_init__(self) -> None:
         if (self.segment is None) != (self.kv_source is KVSource.COMPUTED):

@@ -222,25 +222,6 @@ class PromptBuilder:
         most = neutral_tokens if left is None else min(neutral_tokens, left)
         return (*opening, *self.neutral_parts(passages, most, cache_salt=cache_salt))
 
-    def beforehand(
-        self,
-        chunk: Chunk | str,
-        passages: Sequence[str],
-        neutral_tokens: int,
-        *,
-        most_tokens: int,
-        cache_salt: str = "",
-    ) -> Prompt:
-        """The prompt that a chunk is computed in before anybody asks: behind the preamble, the chunk last.
-
-        Raises:
-            UsageError: the chunk is empty.
-            PromptTooLongError: the chunk alone has far more than `most_tokens`.
-        """
-        part = self.chunk_part(chunk, cache_salt=cache_salt, limit=PromptLimit(most_tokens))
-        room = most_tokens - len(part) - 1
-        return Prompt((*self.preamble(passages, neutral_tokens, cache_salt=cache_salt, room=room), part))
-
     def opening(
         self, *, system: str | None = None, cache_salt: str = "", limit: PromptLimit | None = None
     ) -> tuple[PromptPart, ...]:

@@ -8,7 +8,7 @@ passages of no concern to it, it comes out nearly as it does among others (docs/
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -142,6 +142,7 @@ def chunk_id(fingerprint: str, cache_salt: str, token_ids: Sequence[int]) -> Chu
 
 BESIDE_MODEL = "neutral.txt"
 _MARK = b"neut".hex()
+_MEAN_MARK = b"mean".hex()
 
 
 def neutral_id(chunk: ChunkId) -> ChunkId:
@@ -156,6 +157,23 @@ def is_neutral(chunk: ChunkId) -> bool:
     (True, False)
     """
     return chunk.startswith(_MARK)
+
+
+def mean_id(contexts: Iterable[Context]) -> ChunkId:
+    """What takes the place of a context in the record of a mean over `contexts`: no chunk has such an id."""
+    digest = hashlib.blake2b(digest_size=16)
+    for context in sorted(contexts):
+        digest.update(" ".join(context).encode("ascii") + b"\n")
+    return ChunkId(_MEAN_MARK + digest.hexdigest()[len(_MEAN_MARK) :])
+
+
+def is_mean(context: Context) -> bool:
+    """Whether a context is one of `mean_id`'s.
+
+    >>> is_mean((mean_id([(ChunkId("0" * 32),)]),)), is_mean((ChunkId("0" * 32),))
+    (True, False)
+    """
+    return len(context) == 1 and context[0].startswith(_MEAN_MARK)
 
 
 def neutral_passages(path: Path | None = None, folder: Path | None = None) -> tuple[str, ...]:

@@ -206,14 +206,14 @@ class StoreChanges:
 
 
 class StoreFollower:
-    """Reports which chunks and exact segments come and go. It costs as much as what changes does. Thread-safe.
+    """Reports which chunks, exact segments and marks come and go. It costs as much as what changes. Thread-safe.
 
     Stores only say, under their own lock, that something changed. Whether it is held is asked when the changes are
     taken, so that an interrupted change cannot be miscounted.
     """
 
     def __init__(self, holds: Callable[[ChunkId | SegmentId], bool]) -> None:
-        """`holds` says whether any segment of a chunk, or an exact segment, is stored on any level."""
+        """`holds` says whether any segment of a chunk, one with a mark, or an exact one, is stored on any level."""
         self._holds = holds
         self._lock = Lock()
         self._touched: dict[ChunkId | SegmentId, None] = {}
@@ -435,7 +435,7 @@ class SegmentIndex:
     def _changed(self, records: Iterable[SegmentRecord]) -> None:
         if self._follower is not None:
             for record in records:
-                self._follower.touched(record.chunk_id, record.id)
+                self._follower.touched(record.chunk_id, record.id, *record.marks)
 
     def _show(self, record: SegmentRecord) -> None:
         if self._tree is not None and record.exact:

@@ -3,12 +3,13 @@
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property
 from math import exp, isfinite
 from typing import Self
 
-from chunkweave.prompt.parts import is_neutral
+from chunkweave.prompt.parts import is_mean, is_neutral, mean_id
 from chunkweave.types import MOST_SOURCE_CHARACTERS, ChunkId, Context, SegmentId
 
 LEAST_CCI = 0.5
@@ -110,6 +111,24 @@ def _falling(mass: Sequence[float]) -> tuple[int, ...]:
     return tuple(sorted(range(len(mass)), key=mass.__getitem__, reverse=True))
 
 
+class Mark(StrEnum):
+    """What a follower of a store gets to know of a chunk, beside that something of it is stored."""
+
+    MEAN = "mean"
+    """A mean is."""
+    CONTEXT = "context"
+    """A mean's contexts can be woven from what is (`SegmentRecord.serves_contexts`)."""
+
+
+def marked(chunk: ChunkId, mark: Mark) -> SegmentId:
+    """What takes the place of a segment's id where a store says that this is true of a chunk."""
+    return SegmentId(f"{chunk}:{mark}")
+
+
+LEAST_READ = 32
+"""Most ids beside its contexts that a mean has read which another mean is computed behind."""
+
+
 def segment_id(chunk_id: ChunkId, context: Context) -> SegmentId:
     """Id of the segment of `chunk_id` computed in `context` (BLAKE2b-128, 32 hex digits)."""
     digest = hashlib.blake2b(digest_size=16)
@@ -130,9 +149,13 @@ class SegmentRecord:
     since all of them were computed in one: 0 where all KV is of this context, n + 1 for a variant that was made from
     one of generation n.
 
+    A mean is over the KV of the chunk in each of `contexts` (`weaving.means`); its `context` is a name for these. Of
+    what was read beside the contexts while it was computed, `read` are the ids: what went into the KV that it was woven
+    from or computed behind, or `ANYTHING`. `sources` are all of these ids.
+
     Raises:
-        ValueError: the attention profile is of another number of tokens, or has chunks that are not in the context;
-            the generation is negative, or an exact segment has one.
+        ValueError: the attention profile is of another number of tokens, or has chunks that are not in the contexts;
+            the generation is negative, or an exact segment has one, or is a mean, or has read more than its context.
     """
 
     id: SegmentId
@@ -145,17 +168,25 @@ class SegmentRecord:
     attention: AttentionProfile | None = field(default=None, hash=False)
     owner: str = field(default="", compare=False)
     generation: int = 0
+    contexts: tuple[Context, ...] = ()
+    read: tuple[ChunkId, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.source) > MOST_SOURCE_CHARACTERS:
             object.__setattr__(self, "source", self.source[:MOST_SOURCE_CHARACTERS])
         if self.generation < 0 or (self.exact and self.generation):
             raise ValueError(f"an {'exact' if self.exact else 'inexact'} segment of generation {self.generation}")
+        if self.exact and (self.contexts or self.read):
+            raise ValueError("an exact segment is no mean, and has read nothing but its context")
+        if is_mean(self.context) != bool(self.contexts) or (
+            self.contexts and self.context != (mean_id(self.contexts),)
+        ):
+            raise ValueError("the context of a mean is named after its contexts")
         if self.attention is None:
             return
         if self.attention.tokens != len(self.token_ids):
             raise ValueError(f"an attention profile of {self.attention.tokens} tokens for {len(self.token_ids)}")
-        if not set(self.attention.chunks) <= set(self.context):
+        if not set(self.attention.chunks) <= self.sources:
             raise ValueError("an attention profile has chunks that are not in the segment's context")
 
     @classmethod
@@ -171,6 +202,7 @@ class SegmentRecord:
         attention: AttentionProfile | None = None,
         owner: str = "",
         generation: int = 0,
+        read: Iterable[ChunkId] = (),
     ) -> Self:
         """A record whose id follows from chunk and context."""
         return cls(
@@ -184,7 +216,31 @@ class SegmentRecord:
             attention,
             owner,
             generation,
+            read=tuple(sorted({*read} - {*context})),
         )
+
+    def mean_over(
+        self, contexts: Iterable[Context], *, nbytes: int, attention: AttentionProfile | None, read: Iterable[ChunkId]
+    ) -> Self:
+        """The record of a mean over KV of this record's chunk in `contexts`."""
+        contexts = tuple(sorted(contexts))
+        context = (mean_id(contexts),)
+        return replace(
+            self,
+            id=segment_id(self.chunk_id, context),
+            context=context,
+            exact=False,
+            nbytes=nbytes,
+            attention=attention,
+            generation=0,
+            contexts=contexts,
+            read=tuple(sorted({*read}.difference(*contexts))),
+        )
+
+    @property
+    def sources(self) -> frozenset[ChunkId]:
+        """Ids of all that was read while it was computed, but for the chunk itself."""
+        return frozenset(self.read).union(*(self.contexts or (self.context,)))
 
     @property
     def path(self) -> tuple[ChunkId, ...]:
@@ -202,6 +258,17 @@ class SegmentRecord:
         return bool(self.context) and is_neutral(self.context[-1])
 
     @property
+    def serves_contexts(self) -> bool:
+        """Whether contexts of means are woven from it: what has read a mean is removed with all that the mean read."""
+        return self.neutral or (bool(self.contexts) and len(self.read) <= LEAST_READ)
+
+    @property
+    def marks(self) -> tuple[SegmentId, ...]:
+        """What a follower of the store hears of beside chunk and segment; see `marked`."""
+        of = {Mark.MEAN: bool(self.contexts), Mark.CONTEXT: self.serves_contexts}
+        return tuple(marked(self.chunk_id, mark) for mark, is_so in of.items() if is_so)
+
+    @property
     def document(self) -> str:
         """The document of a chunk called `document#3`, or of one that is its whole document."""
         name, _, number = self.source.rpartition("#")
@@ -209,6 +276,19 @@ class SegmentRecord:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+MOST_READ = 256
+"""Ids that a record lists beside its contexts. Chains of woven prompts read ever more."""
+
+ANYTHING = ChunkId(b"any!".hex() + "0" * 24)
+"""In place of all ids that a record does not list: it is removed with any chunk."""
+
+
+def all_read(chunks: Iterable[ChunkId]) -> frozenset[ChunkId]:
+    """The ids that a record is to list; too many are `ANYTHING`."""
+    found = frozenset(chunks)
+    return found if len(found) <= MOST_READ and ANYTHING not in found else frozenset({ANYTHING})
 
 
 def union(*groups: Iterable[SegmentRecord]) -> tuple[SegmentRecord, ...]:

@@ -148,7 +148,7 @@ def pinned_segments(cache_dir: Path, fingerprint: str) -> frozenset[SegmentId]:
 
 
 _Paths = dict[SegmentId, tuple[ChunkId, ...]]
-"""Segments, and the chunks that the path of each runs over."""
+"""Segments, and the chunks that each has read, its own the last: its path, unless it has read more than that."""
 
 _Removed = dict[str, dict[str, _Paths]]
 """By model fingerprint and level."""
@@ -179,13 +179,13 @@ class Tombstones:
         return not self._unwritten
 
     def records(self) -> list[SegmentRecord]:
-        """A record of each, without tokens and bytes."""
+        """A record of each, without tokens and bytes; all that it has read is its context."""
         paths = {**self._read(), **self._unwritten}
-        return [SegmentRecord.of(path[-1], path[:-1], (), exact=False, nbytes=0) for path in paths.values()]
+        return [SegmentRecord(one, path[-1], path[:-1], (), exact=False, nbytes=0) for one, path in paths.items()]
 
     def add(self, records: Iterable[SegmentRecord]) -> None:
         """Copies of these are still there."""
-        new = {record.id: record.path for record in records}
+        new = {record.id: _all_read(record) for record in records}
         if new and not self._update(lambda paths: {**paths, **new}):
             with self._lock:
                 self._unwritten.update(new)
@@ -235,6 +235,11 @@ class Tombstones:
         with self._lock:
             self._unwritten = {one: path for one, path in self._unwritten.items() if one not in unwritten}
         return True
+
+
+def _all_read(record: SegmentRecord) -> tuple[ChunkId, ...]:
+    more = record.contexts or record.read
+    return (*sorted(record.sources), record.chunk_id) if more else record.path
 
 
 def _removed(path: Path) -> _Removed:

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Generic
@@ -14,7 +14,16 @@ from chunkweave.prompt.parts import Prompt, PromptPart
 from chunkweave.store.index import PromptLookup, RequestUse, StoreFollower, TieredLease, look_up
 from chunkweave.store.level import BackgroundWriter, Level, VariantKeeper, VariantLimits, Write
 from chunkweave.store.prefix_trie import KnowledgeTree
-from chunkweave.store.records import Ages, Removal, SegmentRecord, Sightings, TieredStats, segment_id, union
+from chunkweave.store.records import (
+    ANYTHING,
+    Ages,
+    Removal,
+    SegmentRecord,
+    Sightings,
+    TieredStats,
+    segment_id,
+    union,
+)
 from chunkweave.store.tier import PayloadT
 from chunkweave.store.tier_store import OnEvict, SegmentStore, Shares
 from chunkweave.types import ChunkId, SegmentId
@@ -86,7 +95,7 @@ class TieredStore(Generic[PayloadT]):
         self._ages = None if ttl_s is None else Ages(ttl_s, clock, self._stored_at_s, ageless)
         limited = limits is not None and limits != VariantLimits()
         self._keeper = VariantKeeper(self.levels, self._writer, limits) if limits is not None and limited else None
-        self._removals = 0
+        self._removals = self._removals_done = 0
         self._moving_now = threading.local()
         self.tree: KnowledgeTree[ChunkId] = KnowledgeTree([level.name for level in levels])
         """Where each exact path lies, kept current by the levels; paused levels are shown as they were."""
@@ -158,6 +167,10 @@ class TieredStore(Generic[PayloadT]):
         held = (record for level in self.levels for record in level.store.records_of(chunk)[:1])
         return next(map(len, held), 0)
 
+    def means(self, chunk: ChunkId) -> tuple[SegmentRecord, ...]:
+        """The means of a chunk that are known to be stored: one, or for a moment two."""
+        return union(record for level in self.levels for record in level.store.records_of(chunk) if record.contexts)
+
     def tier_of(self, segment: SegmentId) -> str | None:
         """Name of the level that `get` would try first, or None."""
         holders = self._holders(segment)
@@ -180,9 +193,13 @@ class TieredStore(Generic[PayloadT]):
         """
 
         def holds(one: ChunkId | SegmentId) -> bool:
+            chunk, _, mark = one.partition(":")
+            records = [record for level in self.levels for record in level.store.records_of(ChunkId(chunk))]
+            if mark:
+                return any(one in record.marks for record in records)
             copies = [level.store.record(SegmentId(one)) for level in self.levels]
             exact = any(copy is not None and copy.exact for copy in copies)
-            return exact or any(level.store.records_of(ChunkId(one)) for level in self.levels)
+            return exact or bool(records)
 
         follower = StoreFollower(holds)
         for level in self.levels:
@@ -251,11 +268,19 @@ class TieredStore(Generic[PayloadT]):
         """Store what was just computed; True if it, or a better one of its id, is held or about to be written.
 
         For one variant more than the limits allow, that with the least f_r goes first; if none may go, the new one
-        is not stored.
+        is not stored. A mean takes the place of the chunk's earlier one.
 
         Raises:
             UsageError: the record's id is not that of its chunk and context, or its payload has no bytes.
         """
+        stored = self._insert(record, payload)
+        if stored and record.contexts:
+            others = tuple(mean.id for mean in self.means(record.chunk_id) if mean.id != record.id)
+            if others:
+                self.remove_where(lambda held: held.id in others, among=others)
+        return stored
+
+    def _insert(self, record: SegmentRecord, payload: PayloadT) -> bool:
         held = self.record(record.id)
         if held is not None and held.token_ids != record.token_ids:
             logger.warning("segment %s is stored with other tokens; not replaced", record.id)
@@ -334,15 +359,26 @@ class TieredStore(Generic[PayloadT]):
         return sum(removal.removed for _, removal in self._withdraw(doomed, among))
 
     def forget_chunks(self, chunks: Iterable[ChunkId]) -> int:
-        """Drop all variants of chunks, and of others what was computed after one of them and has attended to it.
+        """Drop all variants of chunks, and of others what has read one of them (`SegmentRecord.sources`).
 
         On every level, pinned or not; returns how many copies there were.
 
         Raises:
             NotRemovedError: a copy is still there, or may be. What could be dropped is.
         """
-        gone = frozenset(chunks)
-        return self._remove_all(lambda record: record.chunk_id in gone or not gone.isdisjoint(record.context))
+        gone = frozenset(chunks) | {ANYTHING}
+        return self._remove_all(lambda record: record.chunk_id in gone or not gone.isdisjoint(record.sources))
+
+    def drop_first_passes(self, chunks: Collection[ChunkId], *, alone: bool = False) -> int:
+        """Remove what contexts were woven from, of those of the chunks of which a mean is stored.
+
+        That is what was computed behind neutral passages, or with `alone` also behind nothing. Returns how many copies
+        of segments there were.
+        """
+        means = {record.chunk_id for record in self.records() if record.contexts and record.chunk_id in chunks}
+        return self.remove_where(
+            lambda record: record.chunk_id in means and (record.neutral or (alone and record.alone))
+        )
 
     def clear(self) -> None:
         """Drop everything on every level, pinned or not. Counters go on. Raises what `forget_chunks` does."""
@@ -401,7 +437,11 @@ class TieredStore(Generic[PayloadT]):
         with self._lock:
             self._removals += 1
             self._writer.cancel(doomed)
-        return [(level, level.store.withdraw(doomed, among=among)) for level in reversed(self.levels)]
+        try:
+            return [(level, level.store.withdraw(doomed, among=among)) for level in reversed(self.levels)]
+        finally:
+            with self._lock:
+                self._removals_done += 1
 
     def _holders(self, segment: SegmentId) -> list[tuple[Level[PayloadT], SegmentRecord]]:
         """Levels that have it, the exact copies first, then from fast to slow."""
@@ -433,7 +473,7 @@ class TieredStore(Generic[PayloadT]):
 
     def _store_new(self, record: SegmentRecord, payload: PayloadT) -> bool:
         """Keep what was just computed: in memory, and on slow levels if it has been seen often enough."""
-        with self._moving() as unchanged:
+        with self._moving(computed=True) as unchanged:
             stored = any(level.try_insert(record, payload, unchanged) for level in self._memory)
             if self._ages is not None:
                 self._ages.born(record.id)
@@ -511,19 +551,24 @@ class TieredStore(Generic[PayloadT]):
                 level.store.remove_where(lambda held: held.id == segment and not held.exact, among=[segment])
 
     @contextmanager
-    def _moving(self) -> Iterator[Callable[[], bool]]:
-        """While a payload moves between levels: says whether nothing was removed since it began.
+    def _moving(self, *, computed: bool = False) -> Iterator[Callable[[], bool]]:
+        """While a payload moves between levels: says whether nothing was removed since it began, or is being removed.
 
-        What was removed may be the very segment that moves, which then must not come back.
+        What is removed may be the very segment that moves, which then must not come back: a removal that has begun may
+        be past the level that it moves to. What is just `computed` moves from none, and no removal concerns it that had
+        begun before.
         """
-        before = self._removals
+        before, done = self._removals, self._removals_done
 
         def unchanged() -> bool:
             return self._removals == before
 
-        self._moving_now.unchanged = unchanged
+        def quiet() -> bool:
+            return before == done == self._removals_done and unchanged()
+
+        self._moving_now.unchanged = quiet
         try:
-            yield unchanged
+            yield unchanged if computed else quiet
         finally:
             del self._moving_now.unchanged
 

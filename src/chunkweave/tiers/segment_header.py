@@ -23,8 +23,9 @@ from chunkweave.kv.segment import Codec, Shape, TensorLayout, make_codec
 from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
 from chunkweave.types import ChunkId, SegmentId
 
-FORMAT_VERSION = 2
-"""The newest that is read and written. A file says the oldest that can read it: 2 only if its keys are rotated."""
+FORMAT_VERSION = 3
+"""The newest that is read and written. A file says the oldest that can read it: 2 if its keys are rotated, 3 if it is a
+mean or has read more than its context."""
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 4 << 20
@@ -136,7 +137,7 @@ def header_bytes(
     """
     _require_fitting(record, layout)
     metadata = {
-        "chunkweave_segment": f"{layout.version:04}",
+        "chunkweave_segment": f"{_version(record, layout):04}",
         "checksum": _NO_CHECKSUM.decode(),
         "id": record.id,
         "chunk": record.chunk_id,
@@ -153,6 +154,8 @@ def header_bytes(
         **({} if layout.keys_at is None else {"keys_at": str(layout.keys_at)}),
         **({"owner": record.owner} if record.owner else {}),
         **({"generation": str(record.generation)} if record.generation else {}),
+        **({"contexts": "|".join(map(" ".join, record.contexts))} if record.contexts else {}),
+        **({"read": " ".join(record.read)} if record.read else {}),
         **attention_fields(record.attention),
     }
     text = json.dumps({"__metadata__": metadata, **_tensor_table(layout)}, separators=(",", ":")).encode()
@@ -204,7 +207,7 @@ def parse_header(data: bytes, file_bytes: int) -> SegmentHeader:
         header = _header_of(json.loads(whole[LENGTH_BYTES:]), len(whole), file_bytes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SegmentRefused(FileProblem.CORRUPT, f"the header contradicts itself ({error})") from error
-    if version != header.layout.version:
+    if version != _version(header.record, header.layout):
         raise SegmentRefused(FileProblem.CORRUPT, f"format version {version} does not say what it does")
     return header
 
@@ -216,8 +219,8 @@ def is_segment_id(text: str) -> bool:
 
 def _header_of(fields: dict[str, Any], data_start: int, file_bytes: int) -> SegmentHeader:
     metadata: dict[str, str] = fields.pop("__metadata__")
-    chunk = ChunkId(_an_id(metadata["chunk"]))
-    context = tuple(ChunkId(_an_id(part)) for part in metadata["context"].split())
+    chunk = _chunk_id(metadata["chunk"])
+    context = tuple(map(_chunk_id, metadata["context"].split()))
     layout = SegmentLayout(
         tuple(map(int, metadata["shape"].split())),
         _KV_DTYPES[metadata["dtype"]],
@@ -235,6 +238,10 @@ def _header_of(fields: dict[str, Any], data_start: int, file_bytes: int) -> Segm
         attention_of(metadata),
         metadata.get("owner", ""),
         int(metadata.get("generation", "0")),
+        tuple(tuple(map(_chunk_id, one.split())) for one in metadata["contexts"].split("|"))
+        if "contexts" in metadata
+        else (),
+        tuple(map(_chunk_id, metadata.get("read", "").split())),
     )
     _require_fitting(record, layout)
     checksums = tuple(int(checksum, 16) for checksum in metadata["layer_checksums"].split())
@@ -274,6 +281,15 @@ def _tensor_table(layout: SegmentLayout) -> dict[str, Any]:
             }
             offset += tensor.nbytes
     return table
+
+
+def _version(record: SegmentRecord, layout: SegmentLayout) -> int:
+    """The oldest version that can say this. An older reader would not know what a segment has read, and keep it."""
+    return 3 if record.contexts or record.read else layout.version
+
+
+def _chunk_id(text: str) -> ChunkId:
+    return ChunkId(_an_id(text))
 
 
 def _an_id(text: str) -> str:

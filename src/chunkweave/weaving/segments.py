@@ -18,11 +18,11 @@ from chunkweave.planning.method import ReuseMethod, with_history, without
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan
 from chunkweave.prompt.parts import Prompt
 from chunkweave.store.index import PromptLookup, TieredLease
-from chunkweave.store.records import SegmentRecord, segment_id
+from chunkweave.store.records import SegmentRecord, all_read, segment_id
 from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import BlockSegment, HostMemory, Send
 from chunkweave.tiers.preload import Gone, LayerLoader, LoadingSegment, LoadOrder
-from chunkweave.types import Geometry, SegmentId
+from chunkweave.types import ChunkId, Geometry, SegmentId
 
 
 class Prefetch:
@@ -380,21 +380,40 @@ def _active_tokens(a_pass: Pass, tokens: int) -> torch.Tensor:
     return required.double().maximum(candidates * share)
 
 
+def reads_of(plan: Plan, store: TieredStore[SegmentSource]) -> Iterator[frozenset[ChunkId] | None]:
+    """For each part of a plan, what the segments have read that parts up to it are reused from.
+
+    None from the first on that was removed meanwhile: what is computed behind that is not to be stored.
+    """
+    read: frozenset[ChunkId] | None = frozenset()
+    for part in plan.parts:
+        if part.kv_source is KVSource.REUSED and part.segment is not None and read is not None:
+            record = store.record(part.segment)
+            read = None if record is None else read | record.sources
+        yield read
+
+
 def segments_of(
     prompt: Prompt,
     plan: Plan,
     captures: Sequence[PartCapture],
     attention: AttentionCapture | None,
     *,
+    store: TieredStore[SegmentSource],
+    exact_to: int = maxsize,
     owner: str = "",
 ) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
     """The finished segments in prompt order, with their profiles if attention was captured.
 
-    A part is exact only if every part before it was; what follows a reused chunk never is, nor is a woven one.
+    A part is exact only if it ends at `exact_to` or before, and every part before it was; what follows a reused chunk
+    never is, nor is a woven one. What the reused segments have read, of which the `store` has the records, these have
+    read too. Nothing is given behind one that was removed meanwhile.
     """
     captured = {capture.part.span: capture for capture in captures}
     exact = True
-    for part, context in zip(plan.parts, prompt.contexts(), strict=True):
+    for part, context, read in zip(plan.parts, prompt.contexts(), reads_of(plan, store), strict=True):
+        if read is None:
+            return
         exact = exact and part.kv_source is not KVSource.REUSED
         capture = captured.get(part.span)
         if capture is None or part.part.id is None:
@@ -404,11 +423,12 @@ def segments_of(
             part.part.id,
             context,
             part.part.token_ids,
-            exact=exact,
+            exact=exact and part.span.stop <= exact_to,
             nbytes=capture.nbytes,
             source=part.part.source,
             attention=profile,
             owner=owner,
             generation=capture.generation,
+            read=all_read(read.difference(context)),
         )
         yield record, capture.segment()

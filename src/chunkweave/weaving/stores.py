@@ -120,12 +120,14 @@ def eviction_order(store: TieredStore[SegmentSource], most: int = _MOST_SHOWN) -
     """By level the segments of least priority, which are evicted first, JSON-able: at most so many of each.
 
     With the numbers by which the level's policy ranks them, `frequency` among them where it counts uses. A policy that
-    says no numbers has segments in no order. Looks at every record: not for every request.
+    says no numbers has segments in no order. Segments are `behind` so many parts at most, means in so many
+    `contexts`. Looks at every record: not for every request.
     """
 
     def shown(record: SegmentRecord, numbers: dict[str, float]) -> dict[str, Any]:
         about = {"segment": record.id, "source": record.source, "tokens": len(record), "bytes": record.nbytes}
-        return {**about, "exact": record.exact, "behind": len(record.context), **numbers}
+        behind = max(map(len, record.contexts or (record.context,)))
+        return {**about, "exact": record.exact, "behind": behind, "contexts": len(record.contexts), **numbers}
 
     found: dict[str, list[dict[str, Any]]] = {}
     for level in store.levels:

@@ -7,7 +7,7 @@ from chunkweave.config import ReuseConfig
 from chunkweave.planning.method import (
     RATIO_BUDGET,
     MethodSettings,
-    prefer_neutral,
+    prefer_mean,
     required_spans,
     reuse_every_hit,
     stale_spans,
@@ -39,7 +39,7 @@ class CacheBlend:
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
         """One pass that starts with every token of every reused chunk and narrows at the check layers."""
-        parts = reuse_every_hit(lookup, prefer_neutral)
+        parts = reuse_every_hit(lookup, prefer_mean)
         candidates = stale_spans(parts)
         total = sum(len(span) for span in candidates)
         required = required_spans(parts)

@@ -42,7 +42,8 @@ class CacheCraft:
 
     The paper leaves open: a variant computed alone has CCI 0.5, and overlap 0 unless it is the first chunk now; one
     without attention profile has CCI 1 and overlap 0. For both, the first tokens are recomputed, where attention sinks
-    form. One computed behind neutral passages depends on none of its context, so it has CCI 0.5 and overlap 0 too.
+    form. One computed behind neutral passages depends on none of its context, so it has CCI 0.5 and overlap 0 too. Of a
+    mean, CCI and beta are those of its mean masses (`weaving.means.mean_profile`); it has no order, so gamma is 0.
     """
 
     name = "cachecraft"
@@ -68,7 +69,8 @@ class CacheCraft:
             part = settled_part(entry)
             if part is None and entry.variants and entry.part.id is not None:
                 record, score = self._choose(entry.variants, prefix)
-                part = PartPlan(entry.part, entry.span, KVSource.REUSED, record.id, score)
+                contexts = len(record.contexts)
+                part = PartPlan(entry.part, entry.span, KVSource.REUSED, record.id, score, contexts=contexts)
                 if score.tokens:
                     chosen = self._ranking(record)[: score.tokens]
                     candidates.append(Scattered(entry.span.start, chosen, len(entry.span)))
@@ -91,13 +93,13 @@ class CacheCraft:
         limit = self._config.capture.variant_generations
         if cfo and limit is not None and best.generation >= limit:
             cfo = 1.0
-        covered = coverage(best.context, prefix.tokens)
+        covered = coverage(best.sources, prefix.tokens)
         return best, RecomputeScore(*scores, cfo, ceil(cfo * len(best)), covered, best.generation)
 
     def _bounds(self, record: SegmentRecord, prefix: ChunkPrefix) -> tuple[float, float]:
         """CCI of a variant, and beta, which is as much as its overlap can be."""
         profile = record.attention
-        if record.neutral:
+        if record.neutral or (record.contexts and profile is None):
             cci, overlap = LEAST_CCI, 0.0
         elif profile is not None:
             cci, overlap = profile.cci, prefix_overlap(profile, prefix.places)
@@ -109,7 +111,7 @@ class CacheCraft:
 
     def _overlap(self, record: SegmentRecord, overlap: float, prefix: ChunkPrefix) -> float:
         """What order leaves of the overlap beta."""
-        if overlap and record.attention is not None:
+        if overlap and record.attention is not None and not record.contexts:
             overlap *= 1.0 - order_penalty(record.attention.mass_on, prefix.places)
         return overlap
 

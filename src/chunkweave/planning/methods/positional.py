@@ -6,7 +6,7 @@ from chunkweave.config import ReuseConfig
 from chunkweave.planning.method import (
     RATIO_BUDGET,
     one_pass,
-    prefer_neutral,
+    prefer_mean,
     reuse_every_hit,
     reuse_exact_prefix,
     reuse_nothing,
@@ -60,7 +60,7 @@ class FullReuse(_NothingToSet):
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
         """One pass over misses and question."""
-        return one_pass(self.name, reuse_every_hit(lookup, prefer_neutral))
+        return one_pass(self.name, reuse_every_hit(lookup, prefer_mean))
 
 
 class Epic:
@@ -78,7 +78,7 @@ class Epic:
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
         """One pass over misses, question and the heads of the reused chunks."""
-        parts = reuse_every_hit(lookup, prefer_neutral)
+        parts = reuse_every_hit(lookup, prefer_mean)
         heads = [
             position
             for span in reused_spans(parts)

@@ -11,7 +11,7 @@ from chunkweave.planning.method import (
     RATIO_BUDGET,
     MethodSettings,
     one_pass,
-    prefer_neutral,
+    prefer_mean,
     required_spans,
     reuse_every_hit,
     stale_offsets,
@@ -69,7 +69,7 @@ class QueryAware:
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
         """A pass that watches the question, and one or two over what it read; one in all where nothing is chosen."""
-        parts = reuse_every_hit(lookup, prefer_neutral)
+        parts = reuse_every_hit(lookup, prefer_mean)
         candidates = stale_spans(parts)
         total = sum(len(span) for span in candidates)
         budget = ceil(self._ratio * total)
