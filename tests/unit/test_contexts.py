@@ -33,6 +33,15 @@ NEAR = of_topics(bridge=8, own=2)
 LESS_NEAR = of_topics(bridge=4, ferry=6, own=3)
 FAR = of_topics(ferry=10, own=4)
 ELSEWHERE = of_topics(tide=12, own=5)
+
+
+def pool_with(chunks, vectors) -> ContextPool:
+    """A pool in which chunks are near as these vectors say."""
+    pool = ContextPool(chunks)
+    pool.vectors = vectors
+    return pool
+
+
 POOL = ContextPool([ELSEWHERE, FAR, LESS_NEAR, A, NEAR])
 
 
@@ -46,22 +55,14 @@ def test_near_is_what_shares_most_rare_tokens():
 def test_equally_near_ones_come_in_the_pools_order():
     """Chunks of a topic each: none is near to another. So many that a sort may not be stable by chance."""
     vectors, chunks = np.eye(60, dtype=np.float32), sized(*[1] * 60)
-    assert ContextPool(chunks, vectors).nearest(chunks[2]) == [*chunks[:2], *chunks[3:]]
-    assert ContextPool(chunks[::-1], vectors).nearest(chunks[2]) == [*chunks[:2:-1], *chunks[1::-1]]
-
-
-def test_a_corpuss_own_vectors_decide_where_it_has_some():
-    chunks = sized(3, 3, 3)
-    vectors = np.array([[1, 0], [0.1, 0.9], [0.8, 0.2]], dtype=np.float32)
-    assert ContextPool(chunks, vectors).nearest(chunks[0]) == [chunks[2], chunks[1]]
+    assert pool_with(chunks, vectors).nearest(chunks[2]) == [*chunks[:2], *chunks[3:]]
+    assert pool_with(chunks[::-1], vectors).nearest(chunks[2]) == [*chunks[:2:-1], *chunks[1::-1]]
 
 
 def test_a_chunk_that_comes_twice_counts_once_and_keeps_its_first_place():
     twice = ContextPool([FAR, A, FAR, NEAR, A])
     assert twice.parts == (FAR, A, NEAR)
     assert np.array_equal(twice.vectors, ContextPool([FAR, A, NEAR]).vectors), "nor does it make its tokens common"
-    vectors = np.array([[1, 0], [0, 1], [9, 9], [1, 1], [9, 9]], dtype=np.float32)
-    assert np.array_equal(ContextPool([FAR, A, FAR, NEAR, A], vectors).vectors, vectors[[0, 1, 3]])
 
 
 def test_chunks_of_another_salt_are_other_chunks():

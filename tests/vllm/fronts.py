@@ -65,6 +65,15 @@ class FrontProcess:
             assert time.monotonic() < until, self.log.read_text()[-4000:]
             time.sleep(0.3)
 
+    def restart_server(self) -> None:
+        """Kill its first vLLM server, and wait until the front has started another one."""
+        os.kill(self.servers()[0], signal.SIGKILL)
+        until = time.monotonic() + 60
+        while self.ready():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        self.wait_until_ready()
+
     def servers(self) -> list[int]:
         """Process ids of vLLM's API servers, which are the front's children."""
         return children(self.process.pid)

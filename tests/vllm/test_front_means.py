@@ -1,8 +1,6 @@
 """Chunks computed among their own kind by real vLLM servers, over HTTP, and what is left of them after deletions."""
 
 import json
-import os
-import signal
 import threading
 import time
 from collections import Counter
@@ -165,15 +163,6 @@ def sources(front: FrontProcess, texts: Sequence[str]) -> list[str]:
     return [chunk["kv_source"] for chunk in report["chunks"]]
 
 
-def restart(front: FrontProcess) -> None:
-    os.kill(front.servers()[0], signal.SIGKILL)
-    until = time.monotonic() + 60
-    while front.ready():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    front.wait_until_ready()
-
-
 def test_nothing_that_has_read_a_deleted_document_is_reused_also_after_a_restart(front, engine, folder):
     texts = documents("in August")
     chunks = ids_of(engine, texts)
@@ -185,7 +174,7 @@ def test_nothing_that_has_read_a_deleted_document_is_reused_also_after_a_restart
     left = written(folder, chunks)
     assert {record.chunk_id for record in left} == set(chunks[1:]) - readers, "nothing else is touched"
     assert not any(chunks[0] in record.sources for record in on_disk(folder))
-    restart(front)
+    front.restart_server()
     for text, chunk in zip(texts, chunks, strict=True):
         assert sources(front, [text]) == ["computed" if chunk in {chunks[0], *readers} else "reused"], text
     assert warm(front, texts[1:])["computed"] == len(readers)

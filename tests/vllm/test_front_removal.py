@@ -115,7 +115,7 @@ def test_a_server_that_is_started_again_has_nothing_of_it_on_disk(front, folder)
     passages = fresh("in July")
     store(front, folder, passages)
     assert clear(front, documents=passages[:2]).status_code == 200
-    restart(front)
+    front.restart_server()
     assert found(front, passages[2:], reuse=WOVEN) > 0, "the other one is"
     assert found(front, passages[:2]) == 0
 
@@ -135,15 +135,6 @@ def test_a_server_that_was_down_removes_it_before_it_answers(front, folder):
     assert found(front, passages[:2]) == 0
     assert found(front, passages[2:], reuse=WOVEN) > 0
     assert not (folder / "data" / JOURNAL_FILE).exists()
-
-
-def restart(front: FrontProcess) -> None:
-    os.kill(front.servers()[0], signal.SIGKILL)
-    until = time.monotonic() + 60
-    while front.ready():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    front.wait_until_ready()
 
 
 def test_a_removal_that_was_pending_is_done_by_the_next_front(tmp_path):

@@ -358,7 +358,9 @@ class _Question:
             recompute_fraction=one.recompute_fraction,
             prompt_tokens=one.report.prompt_tokens,
             text=text,
-            rouge_l=None if not (text and answers and has_rouge()) else max(rouge_l(text, one) for one in answers),
+            rouge_l=max(rouge_l(text, one) for one in answers)
+            if text is not None and answers and has_rouge()
+            else None,
         )
 
 

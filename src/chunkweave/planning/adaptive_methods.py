@@ -54,8 +54,7 @@ class FirstPassMethod:
 class ContextMethod:
     """What a mean's contexts are computed by: all parts before the last are reused, the last one is computed.
 
-    So M contexts cost little more than M times the chunk's own tokens. What a context's chunks were computed behind
-    first (neutral passages) makes little difference to what the last chunk becomes (docs/study.md).
+    So a context costs the chunk's own tokens, and no others.
     """
 
     name = "full-reuse"

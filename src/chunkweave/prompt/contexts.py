@@ -1,8 +1,8 @@
 """Which chunks of a corpus a chunk is computed behind before anybody asks: its nearest ones, in several contexts.
 
 A chunk's KV depends on what is before it. What that will be in a prompt is not known, but it is of the same corpus, and
-what is retrieved together with a chunk most often is what is near to it. The mean of the KV over several such contexts
-is the best single guess (docs/methods.md). FusionRAG (arXiv:2601.12904) takes one context of the most similar chunks.
+what is retrieved together with a chunk most often is what is near to it. So the mean of the KV over several such
+contexts is a guess at what it will be. FusionRAG (arXiv:2601.12904) takes one context of the most similar chunks.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -60,17 +60,14 @@ class ContextPool:
     Immutable. May be used by several threads.
     """
 
-    def __init__(self, parts: Iterable[PromptPart], vectors: NDArray[np.float32] | None = None) -> None:
-        """Take over chunks, with the corpus's own `vectors` of them, `[chunks, dimension]`.
-
-        Without vectors chunks are near that share rare tokens (`token_vectors`). A chunk that comes twice counts once.
-        """
-        given = list(parts)
-        rows = {part.id: row for row, part in reversed(list(enumerate(given))) if part.id is not None}
-        kept = sorted(rows.values())
-        self.parts = tuple(given[row] for row in kept)
+    def __init__(self, parts: Iterable[PromptPart]) -> None:
+        """Take over chunks; one that comes twice counts once. Near are those that share rare tokens."""
+        by_id: dict[ChunkId | None, PromptPart] = {}
+        for part in parts:
+            by_id.setdefault(part.id, part)
+        self.parts = tuple(by_id.values())
         self._rows = {part.id: row for row, part in enumerate(self.parts)}
-        self.vectors = token_vectors(self.parts) if vectors is None else vectors[kept]
+        self.vectors = token_vectors(self.parts)
 
     def __len__(self) -> int:
         return len(self.parts)

@@ -1,4 +1,4 @@
-"""The mean of a chunk's KV over several contexts: the best guess of what it is in a context not known yet."""
+"""The mean of a chunk's KV over several contexts: a guess at what it is in a context not known yet."""
 
 import logging
 import threading
