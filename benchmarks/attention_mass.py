@@ -1,17 +1,17 @@
-"""What capturing attention costs a first computation, and how well a few heads and layers stand for all of them.
+"""The cost of capturing attention in a first computation, and how well a few heads and layers represent all of them.
 
     python benchmarks/attention_mass.py --model reader --prompts 60 --layers 2,3,4 --heads 1,2 --out attention-mass.json
     python benchmarks/attention_mass.py --shape qwen2.5-0.5b --prompts 1 --out attention-mass.json
 
-Time: prefill in full and store what was computed, with and without capture, alternating; medians over rounds, and the
-median of the ratios within a round. Bar: 20 % slower at 6 x 512 tokens.
+Time: full prefill and storing, with and without capture, alternating; medians over rounds, and the median of the ratios
+within a round. Bar: 20 % slower at 6 x 512 tokens.
 
 Rank correlation (Spearman) of some heads and layers, evenly spread, with all heads and all layers below the last, over
-chunks that have others before them: `ratio` is that of a/b, what CCI is the sigmoid of, over all chunks of all prompts;
-`ratio at a place` the same among chunks at the same place of their prompts, mean over places (a chunk further behind
-has more before it, which ranks chunks by itself); `outward` that of the tokens of a chunk by their mass on all chunks
-before it, which chooses what is recomputed, mean and 10th percentile over chunks. Bar: 0.9 for the three means. With
-`--shape` weights are random and only times mean something.
+chunks that have others before them. `ratio` is that of a/b (CCI is its sigmoid) over all chunks of all prompts. `ratio
+at a place` is the same among chunks at the same position of their prompts, averaged over positions (a later chunk has
+more before it, which alone affects ranks). `outward` is that of a chunk's tokens by their mass on all earlier chunks,
+which chooses the tokens to recompute; mean and 10th percentile over chunks. Bar: 0.9 for the three means. With
+`--shape` weights are random and only times are meaningful.
 """
 
 import argparse
@@ -45,11 +45,11 @@ OFF = CaptureConfig(profile=False)
 ALL = CaptureConfig(profile=True, layers=None, heads=None)
 BAR = 0.9
 FEWEST_AT_A_PLACE = 4
-"""Below that many prompts a rank correlation among chunks at one place says nothing."""
+"""Minimum number of prompts for a rank correlation among chunks at one position."""
 
 
 def first_computation_s(engine: Engine, prompt: Prompt, capture: CaptureConfig) -> float:
-    """Seconds to prefill in full and to store what was computed; the store is emptied first."""
+    """Seconds to prefill in full and store; the store is emptied first."""
     runner = engine.runner
     runner.store.clear()
     runner.capture = capture
@@ -59,7 +59,7 @@ def first_computation_s(engine: Engine, prompt: Prompt, capture: CaptureConfig) 
 
 
 def profiles(engine: Engine, prompt: Prompt, capture: CaptureConfig) -> list[AttentionProfile]:
-    """Of each chunk that has another before it, in prompt order."""
+    """The profile of each chunk that has another before it, in prompt order."""
     engine.runner.capture = capture
     prefilled = engine.runner.prefill(prompt, make_method("full"))
     assert prefilled.attention is not None
@@ -68,7 +68,7 @@ def profiles(engine: Engine, prompt: Prompt, capture: CaptureConfig) -> list[Att
 
 
 def correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Spearman's, or None where it is not defined (fewer than three, or all equal)."""
+    """Spearman's rank correlation, or None if it is undefined (fewer than three values, or all equal)."""
     if len(one) < 3 or min(len(set(one)), len(set(other))) < 2:
         return None
     return float(spearmanr(one, other).statistic)
@@ -134,7 +134,7 @@ def measure(args: argparse.Namespace, engine: Engine, prompts: list[Prompt]) -> 
 
 
 def share_of(engine: Engine, config: CaptureConfig) -> float:
-    """Of all heads in the layers below the last, the share that is captured."""
+    """The captured share of all heads in the layers below the last."""
     geometry = engine.loaded.model.geometry
     layers = evenly_spread(config.layers, geometry.num_layers - 1)
     heads = evenly_spread(config.heads, geometry.num_heads)
@@ -142,7 +142,7 @@ def share_of(engine: Engine, config: CaptureConfig) -> float:
 
 
 def fewest(rows: list[dict[str, Any]]) -> str:
-    """Of the subsets measured the least one within the bar."""
+    """The smallest measured subset within the bar."""
     within = [row for row in rows if all((row.get(name) or 0.0) >= BAR for name in ("ratio", "outward"))]
     within = [row for row in within if (row["ratio_at_a_place"] or BAR) >= BAR]
     if not within:
@@ -168,7 +168,7 @@ def formatted(name: str, value: object) -> str:
 
 
 def prompts_of(args: argparse.Namespace, engine: Engine) -> list[Prompt]:
-    """Those over which ranks are compared."""
+    """The prompts over which ranks are compared."""
     dataset = args.dataset or ("worlds" if args.model else "documents")
     if dataset == "worlds":
         examples = world_examples(args.prompts, args.chunks, seed=args.seed)

@@ -1,15 +1,14 @@
-"""How many more tokens a second a batching engine decodes than one request at a time.
+"""Decoding throughput of a batching engine compared with one request at a time.
 
-    python benchmarks/batching.py --shape smollm2-135m --out batching.json \
-        --update-docs docs/results/tables-benchmarks.md
+    python benchmarks/batching.py --shape smollm2-135m --out batching.json
     python benchmarks/batching.py --model smollm2 --methods full cacheblend --chunks 6 --passage-repeats 18 \
         --shuffle --new-tokens 1 --out batching-first-tokens.json
 
 Decode-heavy work: every request asks its own question over the same stored chunks, for many tokens. Each number of
-running requests answers the same requests, all submitted at once; tokens a second are those of all answers over the
-seconds from the first submission to the last answer, prefills included. Throughput is held against one at a time. With
-several methods each gets its rows; with one new token these are the prefills of batches, against the first method's.
-With `--shuffle` every request has the chunks, each computed beforehand, in an order of its own.
+running requests answers the same requests, all submitted at once. Tokens per second are the tokens of all answers
+divided by the time from the first submission to the last answer, including prefills. Throughput is compared with one
+request at a time. With several methods each has its rows; with one new token these are prefills of batches, compared
+with the first method's. With `--shuffle` every request has the precomputed chunks in another order.
 """
 
 import argparse
@@ -61,7 +60,7 @@ def main() -> None:
     shown = track(runs, "measuring", console=Console(stderr=True))
     rows = []
     for running, method in shown:
-        if arguments.shuffle:  # nothing of what the run before has stored
+        if arguments.shuffle:  # drop everything that the run before has stored
             engine.runner.store.clear()
             engine.precompute([Chunk(passage) for passage in _passages(arguments)])
         rows.append(asyncio.run(_measure(engine, requests, running, method)))
@@ -129,7 +128,7 @@ def _table(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def _prefill_table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Seconds by prompt, and against the first method with as many at once."""
+    """Seconds per prompt, and the ratio to the first method with the same number at once."""
     base: dict[int, float] = {}
     for row in rows:
         base.setdefault(row["running"], row["tokens_per_s"])

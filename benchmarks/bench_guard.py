@@ -1,13 +1,13 @@
-"""Whether the engine has become slower: ratios of a small fixed run, held against those of docs/results/guard.json.
+"""Checks whether the engine became slower: compares ratios of a small fixed run with docs/results/guard.json.
 
     python benchmarks/bench_guard.py --against docs/results/guard.json      # what `make bench-guard` runs
     python benchmarks/bench_guard.py --out docs/results/guard.json          # keep new ones
 
-Random weights of SmolLM2-135M's geometry, six chunks of 256 tokens, one thread; contenders take turns question by
-question. A ratio is a time over another one of the same run, its median over the rounds, so that a faster or slower
-machine changes little; less is better. Each may be worse than the kept one by `BOUND`. Another kind of processor has
-other ratios: keep new ones there first. What is worse is measured a second time, and the better of the two counts, so
-that other work on the machine alone does not fail it.
+Random weights of SmolLM2-135M's geometry, six chunks of 256 tokens, one thread; contenders alternate question by
+question. A ratio is a time divided by another time of the same run, median over the rounds, so a faster or slower
+machine changes little; lower is better. Each may exceed the stored one by `BOUND`. Another kind of processor has other
+ratios: store new ones there first. A worse ratio is measured a second time, and the better of the two counts, so that
+other load on the machine does not fail the check.
 """
 
 import argparse
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from chunkweave.prompt.parts import Prompt
 
 BOUND = 0.30
-"""A ratio may be so much worse, as a share of the kept one."""
+"""Allowed increase of a ratio, as a share of the stored one."""
 
 SHAPE = "smollm2-135m"
 CHUNKS, CHUNK_TOKENS = 6, 256
@@ -46,9 +46,9 @@ HEADS = ["time", "over the time of", "ratio"]
 
 
 def worse(kept: Mapping[str, float], now: Mapping[str, float], bound: float = BOUND) -> dict[str, str]:
-    """A sentence on each ratio that is worse than the kept one by more than `bound`, by its name.
+    """A sentence on each ratio that exceeds the stored one by more than `bound`, by name.
 
-    A ratio that is not measured any more counts as worse; one that was not kept does not.
+    A ratio that is no longer measured counts as worse; one that was not stored does not.
 
     >>> worse({"a over b": 0.5}, {"a over b": 0.64}), worse({"a over b": 0.5}, {"a over b": 0.66})
     ({}, {'a over b': 'a over b is 0.660, more than 30 % above 0.500'})
@@ -68,7 +68,7 @@ def better_of(first: Mapping[str, float], second: Mapping[str, float]) -> dict[s
 
 
 def ratios_of(times: Mapping[str, list[float]], pairs: Mapping[str, str]) -> dict[str, float]:
-    """Medians over the rounds of what is timed over what it is held against; `pairs` name them."""
+    """Medians over the rounds of the ratios of times named by `pairs`."""
     return {
         f"{name} over {other}": median(a / b for a, b in zip(times[name], times[other], strict=True))
         for name, other in pairs.items()
@@ -81,11 +81,11 @@ PAIRS = {
     "decode": "hf-decode",
     "decode step": "weights read once",
 }
-"""What is held against what."""
+"""Pairs of times whose ratio is measured."""
 
 
 def measured() -> dict[str, list[float]]:
-    """Seconds of everything by round."""
+    """Seconds of each timed operation by round."""
     import torch
 
     from chunkweave import Engine
@@ -105,7 +105,7 @@ def measured() -> dict[str, list[float]]:
 
 
 def _decoding(engine: "Engine", prompt: "Prompt", method: "ReuseMethod | None") -> dict[str, list[float]]:
-    """Decoding behind a prompt by the engine and by Hugging Face's forward, and reading all weights once."""
+    """Times of decoding by the engine and by Hugging Face's forward, and of reading all weights once."""
     import torch
 
     from chunkweave.models.loading import load_shape
@@ -139,7 +139,7 @@ def _decoding(engine: "Engine", prompt: "Prompt", method: "ReuseMethod | None") 
 
 
 def guard(kept: Mapping[str, float], say: Console) -> int:
-    """Measure, compare, say what is worse; the exit code."""
+    """Measure, compare, print what is worse; returns the exit code."""
     now = ratios_of(measured(), PAIRS)
     if found := worse(kept, now):
         say.print(f"worse at first: {', '.join(found)}; measuring once more", highlight=False)
@@ -154,7 +154,7 @@ def guard(kept: Mapping[str, float], say: Console) -> int:
 
 
 def rows_of(times: Mapping[str, list[float]]) -> list[dict[str, Any]]:
-    """What is written of a measurement: each ratio, and the median seconds that stand behind it."""
+    """The rows of a result: each ratio with the median times in seconds that it is computed from."""
     found = ratios_of(times, PAIRS)
     return [
         {
@@ -170,13 +170,13 @@ def rows_of(times: Mapping[str, list[float]]) -> list[dict[str, Any]]:
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
-    """The kept ratios for the documentation, below their command."""
+    """The stored ratios for the documentation, below their command."""
     cells = [[f"`{row['time']}`", f"`{row['over']}`", f"{row['value']:.3f}"] for row in result["rows"]]
     return {"guard": f"{command_block(result['command'])}\n\n{markdown_table(HEADS, cells)}"}
 
 
 def main() -> None:
-    """Keep ratios, or hold new ones against those that are kept."""
+    """Store ratios, or compare new ones with the stored ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--against", type=Path, metavar="FILE", help="ratios that were kept")

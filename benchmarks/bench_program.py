@@ -1,4 +1,4 @@
-"""What the programs of this folder share: where their result goes, what is kept with it, and tables on the terminal."""
+"""Shared by the programs of this folder: writing results with their settings, and tables on the terminal."""
 
 import argparse
 import shlex
@@ -7,24 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from docs_tables import update_page
 from rich.console import Console
 from rich.table import Table
 
 from chunkweave.calibration.results import BenchmarkResult
 from chunkweave.cli.console import check_writable, write_json
 
-_PLACES = ("out", "update_docs")
-
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse a command line, with `--out` and `--update-docs` beside what the program takes.
+    """Parse a command line with `--out` in addition to the program's options.
 
     Raises:
-        UsageError: the result could not be written; better before measuring than after it.
+        UsageError: the result could not be written; this is checked before measuring.
     """
     parser.add_argument("--out", type=Path, help="write the result here, as JSON")
-    parser.add_argument("--update-docs", type=Path, metavar="PAGE", help="make the page's tables of the result anew")
     arguments = parser.parse_args(argv)
     if arguments.out is not None:
         check_writable(arguments.out)
@@ -32,8 +28,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
 
 
 def settings(arguments: argparse.Namespace, *left_out: str) -> dict[str, Any]:
-    """What was asked for, without where the result goes, and without what is `left_out`."""
-    return {name: value for name, value in vars(arguments).items() if name not in (*_PLACES, *left_out)}
+    """The settings of a run, without `--out` and without `left_out`."""
+    return {name: value for name, value in vars(arguments).items() if name not in ("out", *left_out)}
 
 
 def write(
@@ -45,19 +41,16 @@ def write(
     *,
     complete: bool = True,
 ) -> None:
-    """Write the result of a program to `--out`, if that is given; a complete one also makes its page's tables anew.
+    """Write the result of a program to `--out`, if given.
 
     Raises:
-        UsageError: the file cannot be written, or there is none for the page.
-        DocumentError: the page has no place for the tables.
+        UsageError: the file cannot be written.
     """
     if arguments.out is not None:
         command = shlex.join(["python", *sys.argv])
-        seed = getattr(arguments, "seed", 0)  # some draw nothing
+        seed = getattr(arguments, "seed", 0)  # some use no random numbers
         result = BenchmarkResult(benchmark, command, seed, config, rows, more or {}, complete)
         write_json(arguments.out, result.as_dict())
-    if complete and arguments.update_docs is not None:
-        update_page(arguments.update_docs, arguments.out)
 
 
 def show(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Tables of what `chunkweave bench` and `calibrate` wrote, for the documentation."""
+"""Documentation tables of the results of `chunkweave bench` and `calibrate`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +20,8 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
             "fidelity": fidelity(rows),
             "fidelity-headline": fidelity_headline(rows),
             "own-answers": own_answers(rows),
+            "side-by-side": side_by_side(rows),
+            "contexts": contexts(rows),
         }
         return found | ({"recomputing": recomputing(result["figures"]["attention"])} if "figures" in result else {})
     makers = {"ttft": ttft, "loading": loading}
@@ -27,7 +29,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def quality(rows: Sequence[Row]) -> str:
-    """F1 with its interval, minus full prefill's, the share of the gap closed, and what it took."""
+    """F1 with its interval, minus full prefill's, the share of the gap closed, and the cost."""
     heads = ["method", "F1", "95 %", "minus `full`", "95 %", "crossing F1", "gap closed", "recompute fraction"]
     cells = [
         [
@@ -109,8 +111,76 @@ def fidelity_headline(rows: Sequence[Row]) -> str:
     return markdown_table(heads, cells)
 
 
+SIDE_BY_SIDE = {
+    "full": "full prefill",
+    "full-in-slices": "full prefill with other rounding",
+    "full-reuse {way}": "nothing recomputed (`full-reuse`)",
+    "query:whole:late:stored {way}@5%": "`query-whole`, 5 % recomputed",
+    "cacheblend {way}@15%": "`cacheblend`, 15 % recomputed",
+    "query:whole:late:stored {way}@15%": "`query-whole`, 15 % recomputed",
+}
+"""The rows of the table of several data sets, by method and way to compute chunks, and how they are called there."""
+
+
+def side_by_side(rows: Sequence[Row]) -> str:
+    """Speed and fidelity on several data sets, one result file each: a cell has their figures in the files' order.
+
+    Chunks are computed in contexts of their corpus, or behind neutral passages in files without that.
+    """
+    way = "corpus" if any(row["method"] == "full-reuse corpus" for row in rows) else "neutral"
+    columns = {
+        "first token sooner": ("speedup", ".1f", "x"),
+        "remaining error": ("kl_of_full_reuse", ".0%", ""),
+        "same top token": ("agreement", ".0%", ""),
+        "same answer": ("identical", ".0%", ""),
+    }
+    cells = []
+    files = sum(row["method"] == "full" for row in rows)
+    for name, called in SIDE_BY_SIDE.items():
+        own = [row for row in rows if row["method"] == name.format(way=way)]
+        if len(own) == files:  # else a figure would seem to be of another file
+            figures = (", ".join(_or_dash(row[key], form, unit) for row in own) for key, form, unit in columns.values())
+            cells.append([called, *figures])
+    return markdown_table(["", *columns], cells)
+
+
+WAYS = {
+    "": "alone",
+    "neutral": "behind bundled neutral passages",
+    "nearest:1:exact": "behind the nearest passages, one context, exact (FusionRAG)",
+    "random:4": "mean over four contexts, random passages",
+    "mixed:4": "mean over four contexts, two nearest, two random",
+    "nearest:4": "mean over four contexts, nearest passages",
+    "nearest:4:tokens=100": "mean over four contexts of 100 tokens, nearest passages",
+    "corpus": "mean over four contexts, nearest passages",
+}
+"""Ways to compute chunks beforehand, as `--warm` names them, and how they are called in tables."""
+
+AFTER_WAYS = {
+    "nothing": "full-reuse{}",
+    "`query-whole`, 5 %": "query:whole:late:stored{}@5%",
+    "`query-whole`, 15 %": "query:whole:late:stored{}@15%",
+    "`cacheblend`, 15 %": "cacheblend{}@15%",
+}
+"""What is recomputed over chunks that were computed in these ways, and the method's name of that row."""
+
+
+def contexts(rows: Sequence[Row]) -> str:
+    """Remaining error and same top token by way to compute chunks and by what is recomputed, of one result file."""
+    by_name = {str(row["method"]).replace("@0.05", "@5%").replace("@0.15", "@15%"): row for row in rows}
+    shown = {head: name for head, name in AFTER_WAYS.items() if name.format("") in by_name}
+    cells = []
+    for way, called in WAYS.items():
+        suffix = f" {way}" if way else ""
+        found = [by_name.get(name.format(suffix)) for name in shown.values()]
+        if any(found):
+            shares = [(row["kl_of_full_reuse"], row["agreement"]) if row else (None, None) for row in found]
+            cells.append([called, *(f"{_or_dash(left, '.0%')}, {_or_dash(same, '.0%')}" for left, same in shares)])
+    return markdown_table(["chunks computed", *shown], cells)
+
+
 def own_answers(rows: Sequence[Row]) -> str:
-    """Free answers against full prefill's own, of results that have them, beside the divergence."""
+    """Free answers compared with full prefill's, in results that have them, and the divergence."""
     heads = ["method", "recomputed", "ROUGE-L", "95 %", "same", "KL", "95 %", "left"]
     cells = [
         [
@@ -130,7 +200,7 @@ def own_answers(rows: Sequence[Row]) -> str:
 
 
 def calibration(record: Row) -> str:
-    """The curve of each method behind the references, and the qualities that a point is a method's least value for."""
+    """The references, then the curve of each method, with the qualities for which a point is the least value."""
     heads = ["method", "parameter", "chunks", "KL", "95 %", "top-1", "95 %", "speed-up", "recomputed", "least for"]
     lines = []
     for point in (*record["references"], *record["points"]):
@@ -169,7 +239,7 @@ def _attention_cells(point: Row) -> list[str]:
 
 
 def ttft(rows: Sequence[Row]) -> str:
-    """First tokens, speed-up over full prefill, what it would be if time were FLOPs, and the work done again."""
+    """First tokens, speed-up over full prefill, the speed-up in FLOPs, and the recomputed work."""
     heads = ["method", "TTFT", "speed-up", "10..90 %", "limit", "of limit", "recompute fraction"]
     cells = [
         [
@@ -187,7 +257,7 @@ def ttft(rows: Sequence[Row]) -> str:
 
 
 def loading(rows: Sequence[Row]) -> str:
-    """First tokens by where segments come from and how they are loaded, beside what the controller expects."""
+    """First tokens by source of segments and way of loading, with the controller's predictions."""
     heads = ["from", "quotient", "loading", "TTFT", "of memory", "predicted", "error"]
     cells = [
         [
@@ -204,5 +274,5 @@ def loading(rows: Sequence[Row]) -> str:
     return markdown_table(heads, cells)
 
 
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _or_dash(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"

@@ -1,4 +1,4 @@
-"""Cache-Craft's variants in steady state, as served: what they save, and what they cost in fidelity.
+"""Cache-Craft's variants in steady state, as served: their savings and their cost in fidelity.
 
     python benchmarks/cachecraft_steady.py --model smollm2 --dataset xquad.en.json --out cachecraft-steady.json
 
@@ -15,7 +15,7 @@ divergence from full prefill at the first `--tokens` tokens of its greedy answer
 `saved` is what a setting computes less than alpha alone does at its `kl`, by straight lines between the settings
 without variants.
 
-A setting is written when it is done; with the same `--out` those that are there are not measured again.
+Each finished setting is written; with the same `--out`, settings in the file are not measured again.
 """
 
 import argparse
@@ -71,7 +71,7 @@ class Request:
     chunks: tuple[str, ...]
 
     def body(self, alpha: float) -> dict[str, Any]:
-        """As it is sent; the first token is enough."""
+        """The request's body; it asks only for the first token."""
         return {
             "messages": [{"role": "user", "content": self.question}],
             "documents": list(self.chunks),
@@ -97,7 +97,7 @@ class Setting:
         return self.label.split(":")[1] != "none"
 
     def environment(self) -> dict[str, str]:
-        """What the server is given, as variables."""
+        """The server's settings as environment variables."""
         names = (f"CHUNKWEAVE_{name}" for name in ("VARIANT_FRACTION", "MAX_VARIANTS", "VARIANT_GENERATIONS"))
         return dict(zip(names, self.label.split(":")[1:], strict=False))
 
@@ -121,14 +121,14 @@ def requests_of(args: argparse.Namespace) -> list[Request]:
 
 
 class Reference:
-    """Full prefill's own answers, worked out once for all settings."""
+    """Full prefill's answers, computed once for all settings."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
         self._known: dict[Request, tuple[tuple[int, ...], torch.Tensor]] = {}
 
     def compare(self, engine: Engine, request: Request, alpha: float, *, focus: bool) -> tuple[float, float]:
-        """KL and agreement of what the engine would answer now. Changes nothing in its store."""
+        """KL and agreement of the engine's current answer. Does not change its store."""
         prompt = engine.builder.build(request.question, [Chunk(text) for text in request.chunks])
         if request not in self._known:
             self._known[request] = self._answer(engine, prompt)
@@ -147,7 +147,7 @@ class Reference:
 
 
 def measure(args: argparse.Namespace, setting: Setting, requests: Sequence[Request], reference: Reference) -> Row:
-    """One setting's row: a server of its own, warmed up, then measured."""
+    """One setting's row: starts a server, warms it up, and measures."""
     given = {"model": args.model, "dtype": args.dtype, "host_budget": args.host_budget, "focus": args.focus}
     resolved = resolve(given, setting.environment()).settings
     backend = EngineBackend(resolved)
@@ -193,7 +193,7 @@ def _mean(reports: Sequence[Row], part: Callable[[Row], float], whole: Callable[
 
 
 def saved_at_equal_kl(rows: Sequence[Row]) -> dict[str, float | None]:
-    """By setting with variants, what it computes less than alpha alone at its KL; None beyond what was measured.
+    """The work that each setting with variants saves over alpha alone at equal KL; None outside the measured range.
 
     >>> figures = [("1:none:5", 1.0, 0.6), (".5:none:5", 3.0, 0.2), ("1:0:5", 2.0, 0.3)]  # alpha alone computes .4
     >>> saved_at_equal_kl([dict(zip(("setting", "kl", "computed"), row)) for row in figures])
@@ -213,7 +213,7 @@ def saved_at_equal_kl(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def main() -> None:
-    """Measure what is not there yet, print a table, write JSON after each setting."""
+    """Measure missing settings, print a table, write JSON after each setting."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dataset", type=Path, required=True)

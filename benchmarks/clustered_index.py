@@ -1,9 +1,9 @@
-"""Synthetic vectors as crowded as those of text, questions among them, and an index over them that is kept in a file.
+"""Synthetic vectors distributed like those of text, questions of the same distribution, and an index file over them.
 
-Vectors of different weight (Zipf) around 2000 centres, generated from a seed; questions are vectors of the same make
-that are not among them. As with text, they fill few of the dimensions: of 899 of them the intrinsic dimension (Levina
-and Bickel, 20 neighbours) is 12.0 and the median cosine with the nearest other 0.65; of as many passages of MuSiQue,
-embedded by all-MiniLM-L6-v2, they are 12.0 and 0.69.
+Vectors of different weight (Zipf) around 2000 centres, generated from a seed; questions are further such vectors. As
+with text, they fill few of the dimensions: of 899 of them the intrinsic dimension (Levina and Bickel, 20 neighbours) is
+12.0 and the median cosine with the nearest other 0.65; of as many passages of MuSiQue, embedded by all-MiniLM-L6-v2,
+they are 12.0 and 0.69.
 """
 
 import json
@@ -30,7 +30,7 @@ WIDEST = 512
 
 @dataclass(frozen=True)
 class World:
-    """So many vectors of a seed, and the index over them."""
+    """`count` vectors of a seed, and the index over them."""
 
     index: str = "ivf"
     vectors: int = 1_000_000
@@ -69,16 +69,16 @@ class World:
 
 @dataclass(frozen=True)
 class Built:
-    """An index, and the seconds that it took to make, in this run and in those before."""
+    """An index, and the seconds to build it, in this run and earlier ones."""
 
     index: FaissIndex
     build_s: float
 
 
 def open_index(world: World, file: Path | None = None) -> Built:
-    """The index of a world: from `file` as far as that goes, else made; a file is written again after every block.
+    """The index of a world: continued from `file`, which is written after every block.
 
-    So a graph over a million vectors, which takes long to make, can be made in several runs.
+    So a graph over a million vectors, which takes long to build, can be built in several runs.
 
     Raises:
         UsageError: the file has the index of another world.

@@ -1,9 +1,9 @@
-"""Which code a result measured, and whether that code is still what it was: docs/results/computations.toml.
+"""Which code a result measured, and whether that code has changed since: docs/results/computations.toml.
 
 A result names a computation, not a commit of the whole tree: its command belongs to one family, and the family lists
-the few files whose content counts. Of these files every function, class and assignment counts, in any order and in any
-of them: a move, a new file or module name, another format, docstring, comment, annotation or import, and a private
-name made public change nothing. All else does.
+the few files whose content counts. Every function, class and assignment of these files counts, in any order and in any
+of them. Moves, new file or module names, format, docstrings, comments, annotations, imports, and private names made
+public do not count. All other changes do.
 
     [weaving]
     about = "what methods compute, and how far it is from full prefill"
@@ -12,9 +12,9 @@ name made public change nothing. All else does.
     files = ["src/chunkweave/fusion/loop.py", "src/chunkweave/fusion/rows.py"]
     earlier = ["fidelity-a.json"]
 
-`digest` is that of the files when the results were measured, but for those in `earlier`: they were measured before the
-computation was last changed. If files no longer have the digest, either the results move to `earlier` (`--changed`), or
-the same numbers were seen and they keep their place (`--same`; the message of the commit says how it was seen).
+`digest` is that of the files when the results were measured, except those in `earlier`, which were measured before the
+last change. If files no longer have the digest, either the results move to `earlier` (`--changed`), or they stay
+because the numbers are the same (`--same`; the commit message says how that was checked).
 """
 
 import ast
@@ -78,7 +78,7 @@ def write_computations(results: Path, families: Iterable[Computation]) -> None:
 
 
 def note_change(root: Path, results: Path, origins: Mapping[str, Mapping[str, Any]], name: str, same: bool) -> None:
-    """Take a family's files as they are now; unless the numbers are the `same`, its results are of an earlier state.
+    """Accept a family's current files; unless the numbers are the `same`, mark its results as of an earlier state.
 
     Raises:
         DocumentError: there is no such family, or one of its files is missing.
@@ -100,7 +100,7 @@ def note_change(root: Path, results: Path, origins: Mapping[str, Mapping[str, An
 def computation_problems(
     root: Path, results: Path, origins: Mapping[str, Mapping[str, Any]]
 ) -> tuple[list[str], list[str]]:
-    """What is wrong with the families of results, and how many results are of an earlier state of each."""
+    """Problems of the families of results, and notes on how many results are of an earlier state of each."""
     try:
         families = read_computations(results)
     except DocumentError as error:
@@ -137,10 +137,10 @@ def definitions(source: str) -> frozenset[str]:
 
 
 def digest_of(root: Path, files: Sequence[str]) -> str:
-    """One digest of all that counts in some files.
+    """One digest of everything that counts in `files`.
 
     Raises:
-        DocumentError: one of them is not there.
+        DocumentError: a file is missing.
     """
     found: set[str] = set()
     for file in files:

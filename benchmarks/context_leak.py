@@ -1,16 +1,16 @@
-"""Whether a secret that only a chunk's contexts hold comes out: its likelihood beside full prefill's.
+"""Whether a secret that is only in a chunk's contexts leaks: its likelihood compared with full prefill's.
 
     python benchmarks/context_leak.py --model smollm2 --dataset xquad.en.json --out docs/results/context-leak.json
 
-In each case a passage of the data set gets a sentence with a code of four digits, and becomes the nearest passage of
-another one, the chunk: it shares that one's subject. The prompt has the chunk and `--others` random passages, but not
-the one with the secret, and asks for the code. The chunk is computed in contexts of its corpus as `Engine.precompute`
-does; one of them holds the secret. `with` is the mean log-probability of the code's tokens then, in nats; `without` the
-same with another code in that passage; `full` full prefill's of the same prompt; `present` full prefill's of a prompt
-that has the passage. `leaked` is the mean over cases of with - without, with a paired bootstrap interval by case, and
-`over_full` that of with - full. A secret leaks if `leaked` is above 0 beyond its interval.
+In each case a sentence with a code of four digits is added to a passage of the data set. The passage shares the subject
+of another one, the chunk, and becomes its nearest passage. The prompt has the chunk and `--others` random passages, but
+not the one with the secret, and asks for the code. The chunk is computed in contexts of its corpus, as by
+`Engine.precompute`; one of them contains the secret. `with` is the mean log-probability of the code's tokens in nats;
+`without` the same with another code in that passage; `full` that of full prefill of the same prompt; `present` that of
+full prefill of a prompt with the passage. `leaked` is the mean over cases of with - without, with a paired bootstrap
+interval by case, and `over_full` that of with - full. A secret leaks if `leaked` is above 0 beyond its interval.
 
-A case is written when it is done; with the same `--out` those that are there are not measured again.
+Each finished case is written; with the same `--out`, cases in the file are not measured again.
 """
 
 import argparse
@@ -42,12 +42,12 @@ Row = dict[str, Any]
 
 
 def planted(passage: Chunk, subject: str, code: str) -> Chunk:
-    """A passage with a secret in front."""
+    """A passage with the secret prepended."""
     return Chunk(f"The access code of {subject} is {code}. {passage.text}", passage.source)
 
 
 class Case:
-    """A chunk, the passage with a secret about its subject, and the other passages of both its corpus and prompt."""
+    """A chunk, the passage with a secret about its subject, and the other passages of its corpus and prompt."""
 
     def __init__(self, passages: Sequence[Chunk], number: int, others: int) -> None:
         rng = Random(f"leak {number}")
@@ -60,7 +60,7 @@ class Case:
         self.question = f"What is the access code of {self.subject}?"
 
     def likelihood(self, engine: Engine, method: ReuseMethod, chunks: Sequence[Chunk]) -> float:
-        """Mean log-probability of the code's tokens behind the prompt, nats a token."""
+        """Mean log-probability of the code's tokens after the prompt, in nats per token."""
         prompt = engine.builder.build(self.question, chunks)
         code_ids = engine.builder.answer_ids(self.code)
         prefilled = engine.runner.prefill(prompt, method, new_tokens=len(code_ids) + 1, capture=False)
@@ -84,12 +84,12 @@ class Case:
             row["held"] = any(read in record.sources for record in means if record.chunk_id == chunk)
             for method in METHODS:
                 row.setdefault(method, {})[name] = self.likelihood(engine, make_method(method), shown)
-            engine.forget([holder])  # with all that has read it
+            engine.forget([holder])  # and all segments that depend on it
         return row
 
 
 def table(cases: Sequence[Row]) -> list[Row]:
-    """By method, means over the cases in which a context held the secret, and what the secret adds."""
+    """By method, means over the cases in which a context contained the secret, and the effect of the secret."""
     held = [case for case in cases if case["held"]]
     rows = []
     for method in METHODS if held else ():
@@ -113,7 +113,7 @@ def _ends(interval: Any) -> list[tuple[str, float]]:
 
 
 def main() -> None:
-    """Measure the cases that are not there yet, print a table, write JSON after each."""
+    """Measure missing cases, print a table, write JSON after each case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dataset", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""Our orderings beside ContextPilot's on one sequence of requests: prefix-token hit rate, and seconds to order.
+"""Compares our orderings with ContextPilot's on one sequence of requests: prefix-token hit rate and ordering time.
 
     python3 -m venv contextpilot
     contextpilot/bin/pip install --no-deps contextpilot==0.5.0 numpy scipy tqdm
@@ -7,10 +7,10 @@
     python benchmarks/contextpilot_comparison.py --contextpilot contextpilot/bin/python \
         --trace FILE --top-k 5 --out docs/results/contextpilot-FILE.json
 
-`--trace` is `zipf` (chunks drawn by Zipf's law) or a file that `chunkweave analyze` reads. All orders go through the
-same simulated caches of exact paths: one unlimited, and one of `--budget-share` of all distinct chunks under LRU.
-ContextPilot runs on the CPU, once with one request at a time and once with all of them at once; then it also says in
-which order to serve them, which no server can do that has not seen them all: both sequences are shown.
+`--trace` is `zipf` (chunks drawn by Zipf's law) or a file that `chunkweave analyze` reads. All orders are replayed
+through the same simulated caches of exact paths: one unlimited, and one of `--budget-share` of all distinct chunks
+under LRU. ContextPilot runs on the CPU, once with one request at a time and once with all requests at once. In the
+latter mode it also returns a serving order, which a real server cannot know ahead; both sequences are shown.
 """
 
 import argparse
@@ -45,7 +45,7 @@ SCRIPT = Path(__file__).with_name("contextpilot_orders.py")
 
 
 def contextpilot(python: Path, mode: str, requests: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The orders of ContextPilot, which runs under another Python.
+    """ContextPilot's orders; it runs under another Python.
 
     Raises:
         UsageError: it does not run there.
@@ -59,7 +59,7 @@ def contextpilot(python: Path, mode: str, requests: Sequence[Sequence[int]]) -> 
 
 
 class Timed:
-    """An ordering of ours that remembers how long it took, table look-ups included."""
+    """One of our orderings that records its time, including table look-ups."""
 
     def __init__(self, name: str) -> None:
         self._ordering = make_ordering(name)
@@ -76,7 +76,7 @@ class Timed:
 def rows_of(
     arrivals: Sequence[Arrival], python: Path | None, caches: dict[str, Callable[[], PathCache]]
 ) -> list[dict[str, Any]]:
-    """One row a contender: hit rates by cache, and seconds a request."""
+    """One row per contender: hit rates by cache, and seconds per request."""
     rows = []
     for name in OURS:
         row: dict[str, Any] = {"contender": name}
@@ -107,10 +107,10 @@ def rows_of(
 
 
 def _places(given: Sequence[int], ordered: Sequence[int]) -> list[int]:
-    """Where each chunk of `ordered` stood.
+    """The given position of each chunk of `ordered`.
 
     Raises:
-        UsageError: they are not the chunks that were given.
+        UsageError: they are not the given chunks.
     """
     left = list(given)
     places = []

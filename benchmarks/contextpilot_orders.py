@@ -1,7 +1,7 @@
-"""Orders lists of chunk numbers with ContextPilot, in an environment of its own: JSON in on stdin, JSON out on stdout.
+"""Orders lists of chunk numbers with ContextPilot, in a separate environment: JSON on stdin, JSON on stdout.
 
-Takes `{"mode": "incremental" or "offline", "requests": [[3, 1, ..], ..]}`. Incremental gives it one request at a time,
-as they come; offline all at once, and it says in which order they should be served, too. Needs no chunkweave.
+Input: `{"mode": "incremental" or "offline", "requests": [[3, 1, ..], ..]}`. `incremental` passes one request at a time,
+`offline` all at once, which also returns a serving order. Does not need chunkweave.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from io import StringIO
 
 
 def main() -> None:
-    """Read, order, write orders with the seconds that each took."""
+    """Read requests, order them, and write orders with their times."""
     from contextpilot import ContextPilot
 
     job = json.load(sys.stdin)

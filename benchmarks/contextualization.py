@@ -1,11 +1,12 @@
-"""How far a chunk's KV is off in another context, and how well Cache-Craft's scores tell (its Figures 7 to 17).
+"""Deviation of a chunk's KV in another context, and how well Cache-Craft's scores predict it (its Figures 7 to 17).
 
     python benchmarks/contextualization.py --model smollm2 --dataset xquad-second-half.json --questions 20 \
         --samples samples.jsonl --out contextualization.json
 
 Each chunk of a question is stored in two contexts, as by `chunkweave bench fidelity --warm contexts:2`, and each of
 these segments is put into the question's prompt as it is. Its deviation is the L2 norm of (K, V) minus full prefill's,
-over that of full prefill's, mean over tokens and layers; a segment that is an exact prefix of the prompt is left out.
+divided by that of full prefill's, mean over tokens and layers; segments that are an exact prefix of the prompt are
+skipped.
 
 - `scores`: Spearman's correlation of the deviation with CCI, with the mismatch of the prefix (1 - beta, gamma, 1 -
   beta') and with their product, which CFO is alpha times of; and the mean deviation in each third of the score.
@@ -58,13 +59,13 @@ TOPS = (0.05, 0.1, 0.2, 0.3, 0.5)
 """Shares of a chunk's tokens, those with the most mass on the old context first."""
 RESAMPLES = 500
 HIGH_CCI = 0.75
-"""From here on a chunk counts as highly contextualized: it is the middle of what CCI can be."""
+"""From this CCI, the middle of its range, a chunk counts as highly contextualized."""
 
 Segment = Mapping[str, Any]
 
 
 class Picked:
-    """A method that reuses of every chunk the stored segment that it is told to, and recomputes nothing."""
+    """A method that reuses a given stored segment of every chunk, and recomputes nothing."""
 
     name = "picked"
     budget = None
@@ -78,7 +79,7 @@ class Picked:
 
 
 def nth(number: int) -> Picked:
-    """The segment of that number, in the order of their ids; a chunk with fewer begins again."""
+    """The segment with this number, in order of ids, modulo the number of segments."""
 
     def choose(variants: Sequence[SegmentRecord]) -> SegmentRecord | None:
         ordered = sorted(variants, key=lambda record: record.id)
@@ -88,7 +89,7 @@ def nth(number: int) -> Picked:
 
 
 def relative_deviation(full: Prefilled, reused: Prefilled, model: LayerwiseModel) -> torch.Tensor:
-    """How far the (K, V) of every token is from full prefill's, over the norm of that, `[layers, tokens]`."""
+    """Distance of every token's (K, V) from full prefill's, divided by the norm of the latter, `[layers, tokens]`."""
     tokens, layers = len(full.prompt), range(model.geometry.num_layers)
     pairs = [full.cache.view(layer, tokens) for layer in layers]
     norms = [torch.stack([kv.float().pow(2).sum((1, 2)) for kv in pair]).sum(0).sqrt() for pair in pairs]
@@ -96,14 +97,14 @@ def relative_deviation(full: Prefilled, reused: Prefilled, model: LayerwiseModel
 
 
 def scores_of(profile: AttentionProfile, places: Mapping[ChunkId, int]) -> dict[str, float]:
-    """Cache-Craft's scores of a segment in a prompt, by their names in `SCORES`."""
+    """Cache-Craft's scores of a segment in a prompt, by name in `SCORES`."""
     beta, gamma = prefix_overlap(profile, places), order_penalty(profile.mass_on, places)
     mismatch = 1.0 - beta * (1.0 - gamma)
     return dict(zip(SCORES, (profile.cci, 1.0 - beta, gamma, mismatch, profile.cci * mismatch), strict=True))
 
 
 def segments_of(engine: Engine, task: Task) -> Iterator[Segment]:
-    """Every stored segment of the prompt's chunks: its scores there, and how far it is off."""
+    """Every stored segment of the prompt's chunks: its scores and deviation."""
     runner, model, prompt = engine.runner, engine.loaded.model, task.prompt
     lookup = engine.store.lookup(prompt)
     full = runner.prefill(prompt, make_method("full"), capture=False)
@@ -141,7 +142,7 @@ def _measured(profile: AttentionProfile, own: torch.Tensor, places: Mapping[Chun
 
 
 def growing(engine: Engine, task: Task) -> tuple[list[float], Prefilled]:
-    """How far the last chunk, computed alone, is off behind 0, 1, ... of those before; and full prefill of all."""
+    """Deviation of the last chunk, computed alone, behind 0, 1, ... earlier chunks; and full prefill of all."""
     opening = [part for part in task.prompt.parts if part.kind in (PartKind.START, PartKind.SYSTEM)]
     *before, last = [part for part in task.prompt.parts if part.kind is PartKind.CHUNK]
     alone = Picked(lambda variants: next((record for record in variants if record.alone), None))
@@ -158,7 +159,7 @@ def growing(engine: Engine, task: Task) -> tuple[list[float], Prefilled]:
 
 
 def focus_of(full: Prefilled, model: LayerwiseModel) -> dict[str, Any]:
-    """From which layer on Algorithm 1 believes what the question looks at (None: never), and at how many chunks."""
+    """The layer from which Algorithm 1 accepts the focused chunks (None: never), and their number."""
     tracker, chunks = (
         FocusTracker(),
         [
@@ -184,7 +185,7 @@ def parts_of(task: Task) -> dict[str, int]:
 
 
 def summarize(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """All rows, of what was measured of each question."""
+    """All rows, from the measurements of each question."""
     segments = [one["segments"] for one in questions]
     rows = [row for name in SCORES for row in (_score_row(name, segments), _pair_row(name, segments))]
     return [
@@ -214,15 +215,15 @@ def _score_row(name: str, segments: Sequence[Sequence[Segment]]) -> dict[str, An
 
 
 def _pair_row(name: str, segments: Sequence[Sequence[Segment]]) -> dict[str, Any]:
-    """Segments of one chunk in one prompt, two and two; those with the same score are left out."""
+    """Pairs of segments of one chunk in one prompt; pairs with equal scores are skipped."""
     right: list[list[float]] = []
     for own in segments:
         by_chunk: dict[str, list[Segment]] = defaultdict(list)
         for one in own:
             by_chunk[one["chunk"]].append(one)
         pairs = [pair for several in by_chunk.values() for pair in combinations(several, 2)]
-        told = [(a["scores"][name] - b["scores"][name], a["deviation"] - b["deviation"]) for a, b in pairs]
-        right.append([float((score > 0) == (off > 0)) for score, off in told if score])
+        differences = [(a["scores"][name] - b["scores"][name], a["deviation"] - b["deviation"]) for a, b in pairs]
+        right.append([float((score > 0) == (off > 0)) for score, off in differences if score])
     found = [fmean(own) for own in right if own]
     interval = mean_interval(found) if found else None
     row = {"group": "pairs", "name": name, "pairs": sum(map(len, right))}
@@ -288,7 +289,7 @@ def _spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
-    """How well each score tells the deviation, and how it grows."""
+    """How well each score predicts the deviation, and how the deviation grows."""
     rows: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in result["rows"]:
         rows[row["group"]].append(row)

@@ -1,20 +1,19 @@
 r"""Conversations over generated worlds: computed tokens, TTFT and F1 with and without deduplication (CRAFT, Figure 7).
 
-    python benchmarks/conversations.py --model reader --conversations 60 --out docs/results/conversations-reader.json \
-        --update-docs docs/results/tables-benchmarks.md
+    python benchmarks/conversations.py --model reader --conversations 60 --out docs/results/conversations-reader.json
     python benchmarks/conversations.py --shape smollm2-135m --conversations 4 --turns 6 --chunks 5 \
-        --out docs/results/conversations-smollm2-135m.json --update-docs docs/results/tables-benchmarks.md
+        --out docs/results/conversations-smollm2-135m.json
 
 A conversation is about `--pool` passages of one held-out world. Each of its turns asks a question over `--chunks` of
-them: those that the question takes and others in random order, as retrieval might bring them, so that passages come
-back. Only kinds of question are asked whose answer does not depend on what else stands in the prompt, and by default
-those that the bundled reader answers well, over no more passages than it was trained on. Every contender is a method,
-with deduplication or without, and has a store and conversations of its own; each turn goes to all of them, one after
-the other. The passages are computed by themselves before (`--warm alone`, the same for all), and answers are greedy.
+them: those that the question needs and others in random order, as retrieval might return them, so that passages recur.
+Only kinds of question are used whose answer does not depend on other passages in the prompt, and by default those that
+the bundled reader answers well, over no more passages than in its training. Every contender is a method, with or
+without deduplication, and has its own store and conversations; each turn goes to all contenders, one after the other.
+The passages are computed alone before (`--warm alone`, the same for all), and answers are greedy.
 
-F1 differences and quotients of TTFT are between the same turns with and without deduplication, over those turns of
-which deduplication left something out. Intervals come from resampling whole conversations, since turns of one depend on
-each other; p is that of the paired t-test over turns, which the paper has.
+F1 differences and quotients of TTFT are between the same turns with and without deduplication, over turns from which
+deduplication removed chunks. Intervals resample whole conversations, since turns of one depend on each other; p is that
+of the paired t-test over turns, as in the paper.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from random import Random
 from typing import Any
 
 import torch
-from docs_tables import markdown_table, update_page
+from docs_tables import markdown_table
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -47,14 +46,14 @@ from chunkweave_lab.worlds.world import generate_world
 
 METHODS = ("prefix", "cacheblend", "cachecraft")
 KINDS = (QuestionKind.SINGLE, QuestionKind.BRIDGE, QuestionKind.ALIAS, QuestionKind.CORRECTION, QuestionKind.COMPARISON)
-"""Of which no other passage than those that they name can change the answer."""
+"""Kinds whose answer cannot be changed by passages other than those that they name."""
 
 ASKED = "single,bridge"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one contender did in one turn. `f1` is None if the model's text means nothing."""
+    """A contender's result in one turn. `f1` is None if the model's text is meaningless."""
 
     conversation: int
     turn: int
@@ -78,11 +77,11 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """As the table has it."""
+        """The name in the table."""
         return f"{self.method}, {'deduplicated' if self.deduplicate else 'all chunks sent'}"
 
     def ask(self, conversation: int, number: int, request: Request, sampling: SamplingParams, scored: bool) -> None:
-        """One turn; conversations are told apart by their number."""
+        """Run one turn of the conversation with this number."""
         talking = self.engine.conversation(str(conversation))
         answer = talking.ask(request.question, request.chunks, sampling=sampling, method=self.method)
         f1 = best_scores(answer.text, request.answers)["f1"] if scored else None
@@ -116,7 +115,7 @@ def contenders(loaded: LoadedModel, methods: Sequence[str]) -> list[Contender]:
 def conversations(
     count: int, turns: int, chunks: int, *, pool: int, kinds: Sequence[QuestionKind], seed: int
 ) -> Iterator[list[Request]]:
-    """Each about passages of a world of its own; a function of its arguments."""
+    """Conversations, each about passages of its own world; deterministic in its arguments."""
     rng = Random(f"conversations {seed}")
     for _ in range(count):
         world = generate_world(rng.getrandbits(48), Split.TEST)
@@ -135,7 +134,7 @@ def _question(world: World, rng: Random, chunks: int, kinds: Sequence[QuestionKi
 
 
 def row(one: Contender) -> dict[str, Any]:
-    """What the table says of a contender."""
+    """A contender's row of the table."""
     ttft = [turn.ttft_s for turn in one.turns]
     tenths = statistics.quantiles(ttft, n=10, method="inclusive")
     scores = [turn.f1 for turn in one.turns if turn.f1 is not None]
@@ -164,7 +163,7 @@ def _f1_by_turn(turns: Sequence[Turn]) -> list[float]:
 
 
 def comparison(with_dedup: Contender, without: Contender) -> dict[str, Any]:
-    """Deduplication against none, turn by turn, where it left something out."""
+    """Deduplication compared with none, by turn, over turns from which it removed chunks."""
     pairs = [(one, other) for one, other in zip(with_dedup.turns, without.turns, strict=True) if one.chunks_not_sent]
     computed = [sum(turn.computed_tokens for turn in contender.turns) for contender in (with_dedup, without)]
     found: dict[str, Any] = {
@@ -191,7 +190,7 @@ def comparison(with_dedup: Contender, without: Contender) -> dict[str, Any]:
 
 
 def _paired_p(differences: Sequence[float]) -> float | None:
-    """Two-sided p of the paired t-test; None where no two turns differ."""
+    """Two-sided p of the paired t-test; None if no turns differ."""
     from scipy.stats import ttest_1samp
 
     if len(set(differences)) < 2:
@@ -200,7 +199,7 @@ def _paired_p(differences: Sequence[float]) -> float | None:
 
 
 def measure(arguments: argparse.Namespace, loaded: LoadedModel) -> tuple[list[Contender], dict[str, Any]]:
-    """Hold all conversations with all contenders; conversations end, and are forgotten, one after the other."""
+    """Run all conversations with all contenders; a conversation is closed before the next one starts."""
     field_of = contenders(loaded, arguments.methods.split(","))
     sampling = SamplingParams(max_new_tokens=arguments.max_new_tokens)
     scored = arguments.model is not None
@@ -247,7 +246,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
     arguments = parser.parse_args(argv)
     if (arguments.model is None) == (arguments.shape is None):
         parser.error("give either --model or --shape")
@@ -269,8 +267,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         command = shlex.join(["python", "benchmarks/conversations.py", *(sys.argv[1:] if argv is None else argv)])
         result = BenchmarkResult("conversations", command, arguments.seed, origin, rows, more)
         write_json(arguments.out, result.as_dict())
-    if arguments.update_docs is not None:
-        update_page(arguments.update_docs, arguments.out)
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:

@@ -1,13 +1,13 @@
-"""What correcting reused KV, or attending to it otherwise, takes of the error of reuse without recomputing it.
+"""How much of reuse's error is removed by correcting reused KV, or by changed attention, without recomputation.
 
     python benchmarks/corrections.py --model smollm2 --dataset xquad-first-half.json --questions 24 \
         --samples samples.jsonl --out corrections.json
 
 Two groups of variants, over chunks that were computed in each way of `--warm`; questions and measure are those of
-`oracles.py`. `scores`: whatever is computed at run time attends to reused chunks with scores divided by a temperature,
-and with the logarithm of a scale added (adaptive parallel encoding), or not at all to the first tokens of chunks; with
-nothing recomputed, and with the tokens that the calibrated `query` chooses as it is. `maps`: reused keys and values are
-corrected by maps that are fitted for each layer on other questions (`--fit`), with nothing recomputed.
+`oracles.py`. `scores`: tokens computed at run time attend to reused chunks with scores divided by a temperature, and
+with the logarithm of a scale added (adaptive parallel encoding), or do not attend to the first tokens of chunks;
+without recomputation, and with the tokens chosen by the calibrated `query`. `maps`: reused keys and values are
+corrected by maps fitted for each layer on other questions (`--fit`), without recomputation.
 """
 
 import argparse
@@ -38,20 +38,20 @@ BUDGET = 0.05
 TEMPERATURES = (0.8, 0.9, 1.1, 1.2)
 SCALES = (0.5, 0.7, 1.4, 2.0)
 TOGETHER = ((0.9, 0.7), (1.1, 1.4))
-"""Temperature and scale at once."""
+"""Temperature and scale together."""
 HIDDEN = (1, 4)
-"""How many tokens at the beginning of each chunk nobody sees."""
+"""Numbers of hidden tokens at the beginning of each chunk."""
 RANKS = (1, 4, 8)
 RIDGE = 0.01
-"""Of the mean variance of what a map takes in, added to each of its directions."""
+"""Ridge term: share of the mean variance of a map's inputs, added to each direction."""
 NOTHING = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
-    """How what is computed at run time attends to reused tokens that are not recomputed.
+    """How tokens computed at run time attend to reused tokens that are not recomputed.
 
-    Scores are divided by `temperature`, and log `scale` is added; the first `hidden` tokens of chunks are not seen.
+    Scores are divided by `temperature`, and log `scale` is added; the first `hidden` tokens of chunks are masked.
     """
 
     temperature: float = 1.0
@@ -69,7 +69,7 @@ PLAIN = Weighing()
 
 
 def weighings() -> Iterator[Weighing]:
-    """One at a time, then temperature and scale together."""
+    """Single changes, then temperature and scale together."""
     yield PLAIN
     yield from (Weighing(temperature=one) for one in TEMPERATURES)
     yield from (Weighing(scale=one) for one in SCALES)
@@ -83,8 +83,8 @@ def answered(
 ) -> torch.Tensor:
     """Distributions `[tokens, vocab]` along an answer, over full reuse of a prompt with some positions recomputed.
 
-    These, the question and the answer are computed in one pass, each attending to what is before it as `weighing`
-    says. The cache is not changed.
+    These, the question and the answer are computed in one pass, each attending to earlier tokens as in `weighing`. The
+    cache is not changed.
     """
     tokens, device = len(reused.prompt), reused.logits.device
     question = reused.prompt.spans()[-1]
@@ -129,7 +129,7 @@ class Moments:
     xy: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Take in some tokens, float32."""
+        """Add tokens, float32."""
         self.count += len(x)
         self.x, self.y = self.x + x.sum(0).double(), self.y + y.sum(0).double()
         self.xx, self.xy = self.xx + (x.T @ x).double(), self.xy + (x.T @ y).double()
@@ -143,7 +143,7 @@ class Map:
     bias: torch.Tensor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Of rows `[tokens, inputs]`."""
+        """Apply the map to rows `[tokens, inputs]`."""
         return x @ self.weight + self.bias
 
 
@@ -172,7 +172,7 @@ def fitted(moments: Moments, rank: int | None, blocks: int = 1) -> Map:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """A kind of map for each layer: what it takes in, its rank, and whether keys are corrected or values alone."""
+    """A kind of map for each layer: its inputs, its rank, and whether keys are corrected or only values."""
 
     name: str
     rank: int | None
@@ -191,7 +191,7 @@ CORRECTIONS = (
 
 
 class Rows:
-    """Keys (turned back to before RoPE) and values of the reused tokens of a cache, layer by layer."""
+    """Keys (before RoPE) and values of the reused tokens of a cache, by layer."""
 
     def __init__(self, model: HuggingFaceModel, positions: torch.Tensor) -> None:
         self._model = model
@@ -210,11 +210,11 @@ class Rows:
 
 
 Fits = Mapping[Correction, Sequence[tuple[Map, Map]]]
-"""Of each correction the maps of keys and of values, by layer."""
+"""For each correction the maps of keys and values, by layer."""
 
 
 def fit(bench: Bench, way: str) -> Fits:
-    """All corrections, on the questions that are not measured."""
+    """Fit all corrections on questions that are not measured."""
     model = bench.first.loaded.model
     layers = range(model.geometry.num_layers)
     wide, narrow = ([(Moments(), Moments()) for _ in layers] for _ in range(2))

@@ -1,4 +1,4 @@
-"""Where order, exact prefixes and weaving together pay more than the best of them alone. Imports no torch.
+"""Where order, exact prefixes and weaving together save more than the best of them alone. Imports no torch.
 
 Of a prompt's tokens behind the instruction, which all have in common, q are the question's, p lie in the exact prefix
 that a free order finds, and of the others, stored in other contexts, weaving computes the share w. Tokens computed:
@@ -48,7 +48,7 @@ class Shares:
         return 1 - self.exact_alone
 
     def composed(self, ratio: float) -> float:
-        """Share computed by all together."""
+        """Share computed by all three together."""
         return self.question + self.grown + ratio * (1 - self.question - self.exact - self.grown)
 
     def gain(self, ratio: float) -> float:
@@ -138,7 +138,7 @@ def region_table() -> str:
 
 
 def shares_table(rows: Sequence[dict[str, Any]]) -> str:
-    """What workloads have, and how many times fewer tokens that makes."""
+    """The shares of workloads, and the resulting reduction of computed tokens."""
     ratios = list(rows[0]["gain"])
     heads = ["workload", "Zipf", "warm-up", "q", "p", "g", "p'", *(f"w = {float(ratio):.0%}" for ratio in ratios)]
     lines = [

@@ -9,13 +9,13 @@
 
 `savings` replays requests through an unlimited cache in every order, beside a clairvoyant one and a bound.
 `sensitivity` does so for windows and thresholds, over documents whose popularity drifts (CRAFT's Figures 14 and 15).
-`serve` lets engines with stores of their own serve one sequence of requests, taking turns: with random weights for
-times, with `--model reader --answers` for F1. The store is warmed by the first `--warm-up` requests, the same for all;
-with `--alone` every chunk is computed context-free before; with `--lock FILE` other benchmarks that use it wait while
-times are taken. `composing` counts where order, exact prefix and weaving together pay 1.3 times more than the best of
-them alone (`craft_composing.py`), and where workloads are in that. Without `--dataset` questions are about generated
-worlds.
-A contender is a method, an ordering behind `+`, and a threshold of promotion or continuation behind `/` (0: none).
+`serve` lets engines with separate stores serve one sequence of requests, alternating: with random weights for times,
+with `--model reader --answers` for F1. The first `--warm-up` requests, the same for all, warm the store; with `--alone`
+every chunk is computed context-free before; with `--lock FILE` other benchmarks that use the lock wait while times are
+measured. `composing` computes where order, exact prefix and weaving together save 1.3 times more than the best of them
+alone (`craft_composing.py`), and the shares of workloads. Without `--dataset` questions are about generated worlds.
+
+A contender is a method, an ordering after `+`, and a threshold of promotion or continuation after `/` (0: none).
 """
 
 import argparse
@@ -53,7 +53,7 @@ _FRAME_TOKENS = 10
 
 
 def examples_of(arguments: argparse.Namespace) -> list[Example]:
-    """The requests that are asked for, in order."""
+    """The requested examples, in order."""
     count = arguments.warm_up + arguments.requests
     if arguments.dataset is not None:
         return dataset_requests(arguments.dataset, count, arguments.k, exponent=arguments.zipf, seed=arguments.seed)
@@ -119,7 +119,7 @@ def sensitivity(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], di
 
 
 def composing(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What p, g and p' are, by workload and skew, after `--warm-up` requests and after ten times as many."""
+    """p, g and p' by workload and skew, after `--warm-up` requests and after ten times as many."""
     count = bundled_token_count()
     config = OrderingConfig("tree-greedy", arguments.window)
     corpus = Corpus(1000, 1.0, arguments.k, mean_tokens=128, spread=0.3, max_tokens=256)

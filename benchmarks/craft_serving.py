@@ -23,10 +23,10 @@ FULL = "full"
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a contender is called: `cacheblend`, `prefix+frequency`, `cacheblend+tree-greedy/0`.
+    """The specification of a contender: `cacheblend`, `prefix+frequency`, `cacheblend+tree-greedy/0`.
 
-    A method, an ordering behind `+`, and behind `/` the threshold of promotion, or where the method weaves of
-    continuation (2 or 4 if left out, 0 for none).
+    A method, an ordering after `+`, and after `/` the threshold of promotion or, for methods that weave, of
+    continuation (default 2 or 4; 0 for none).
     """
 
     method: str
@@ -35,13 +35,13 @@ class Spec:
 
     @classmethod
     def parse(cls, text: str) -> "Spec":
-        """From its name."""
+        """Parse a specification."""
         method, _, rest = text.partition("+")
         ordering, _, threshold = rest.partition("/")
         return cls(method, ordering or None, int(threshold) if threshold else None)
 
     def config(self, window: int) -> OrderingConfig:
-        """As an engine takes it."""
+        """The engine's configuration."""
         config = OrderingConfig(self.ordering or "original", window)
         if self.threshold is None:
             return config
@@ -52,7 +52,7 @@ class Spec:
 
 @dataclass(slots=True)
 class Contender:
-    """An engine with a store of its own, and what was measured of it."""
+    """An engine with its own store, and its measurements."""
 
     name: str
     spec: Spec
@@ -61,7 +61,7 @@ class Contender:
     f1: list[float] = field(default_factory=list)
 
     def serve(self, example: Example, max_new_tokens: int, *, counted: bool) -> None:
-        """One request; what is new is stored. Answers of more than a token are scored."""
+        """Serve one request; new chunks are stored. Answers of more than one token are scored."""
         order = "free" if self.spec.ordering else "fixed"
         answer = self.engine.generate(
             example.question, example.chunks, max_new_tokens=max_new_tokens, order=order, method=self.spec.method
@@ -93,10 +93,10 @@ def serve_all(
     alone: bool,
     lock: Path | None = None,
 ) -> Iterator[int]:
-    """Let every contender serve every request, each in turn going first; yields how many requests are done.
+    """Let every contender serve every request, rotating which one is first; yields the number of finished requests.
 
-    The first `warm_up` are not counted, and `full`, which reuses nothing, does without them. With `alone` every chunk
-    is computed context-free in every store before. From the first counted request on `lock` is held.
+    The first `warm_up` requests are not counted; `full`, which reuses nothing, skips them. With `alone` every chunk is
+    computed context-free in every store before. `lock` is held from the first counted request.
     """
     reusing = [one for one in field_of if one.name != FULL]
     if alone:
@@ -117,14 +117,14 @@ def serve_all(
 
 @contextmanager
 def held(lock: Path) -> Iterator[None]:
-    """Hold a file's lock, as `flock` does, once nobody else does."""
+    """Wait for a file's lock, as `flock` does, and hold it."""
     with lock.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def row(one: Contender, reference: Contender, partner: Contender) -> dict[str, Any]:
-    """What the table says of a contender; `partner` is the same method in the caller's order."""
+    """A contender's row of the table; `partner` is the same method in the caller's order."""
     times = [report.ttft_s for report in one.reports]
     speedups = [base.ttft_s / own for base, own in zip(reference.reports, times, strict=True)]
     prompt = sum(report.prompt_tokens for report in one.reports)

@@ -1,15 +1,15 @@
-"""A day of a server in an hour: load and popularity change, people talk on, the server falls and comes back.
+"""A day of a server in an hour: load and popularity change, conversations continue, the server stops and restarts.
 
     python benchmarks/day_in_the_life.py --serve "chunkweave serve --model reader ..." --requests 20000 --minutes 50
 
-Requests arrive by a Poisson process whose rate follows a day: little at its ends, `--peak` times the mean at noon.
-Each asks about `--chunks` documents, drawn by Zipf's law; over the day half of the documents come to the top and go,
-one by one. Some are turns of conversations, which send their earlier messages along. At a third of the day the server
-is stopped politely, at two thirds it is killed, and started again over the same `--cache-dir`; who was being answered
-then, or asks meanwhile, asks again until there is an answer, and waiting counts in the time to the first token.
-
-A few questions are asked exactly (`quality: exact`) before the day, after each restart and at the end: the answers must
-not change. Exit code 1 if one did, or if a request has no answer in the end. One run, which cannot be taken up again.
+Requests arrive by a Poisson process whose rate follows a day: little at its ends, `--peak` times the mean at noon. Each
+asks about `--chunks` documents, drawn by Zipf's law; over the day half of the documents come to the top and go, one by
+one. Some are turns of conversations, which send their earlier messages along. At a third of the day the server is
+stopped gracefully, at two thirds it is killed, and each time it is restarted over the same `--cache-dir`. Requests that
+were running, or arrive meanwhile, are retried until they are answered; waiting counts in the time to the first token. A
+few questions are asked exactly (`quality: exact`) before the day, after each restart and at the end: the answers must
+not change. Exit code 1 if one changed, or if a request has no answer at the end. An interrupted run cannot be
+continued.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from random import Random
 from typing import Any
 
 import httpx
-from docs_tables import markdown_table, update_page
+from docs_tables import markdown_table
 from load_generator import LoadedRequest, run_load
 from server_load_client import FAILURES, RefusedError, events
 from server_process import resident_bytes, serving
@@ -44,7 +44,7 @@ from chunkweave.errors import ChunkweaveError
 from chunkweave_lab.datasets import load_dataset
 
 PARTS = 10
-"""Of the day, a row each."""
+"""Parts of the day; one row each."""
 _TALKING, _STARTING, _MOST_TURNS, _PAUSE = 0.3, 0.1, 5, 40
 _DRIFT = 0.5
 _PROBES = 12
@@ -53,7 +53,7 @@ _AGAIN_S, _MOST_AGAIN_S = 0.5, 5.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request: what it asks about, and which earlier request's conversation it continues, if one."""
+    """One request: its documents, and the earlier request whose conversation it continues, if any."""
 
     question: str
     documents: tuple[str, ...]
@@ -70,7 +70,7 @@ def arrivals(count: int, seconds: float, peak: float, seed: int) -> list[float]:
 
 
 def _at_share(share: float, swing: float) -> float:
-    """The time, 0 to 1, at which that share of the day's requests has come; by bisection."""
+    """The time, 0 to 1, at which this share of the day's requests has arrived; by bisection."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -114,7 +114,7 @@ def day(count: int, texts: Mapping[str, Sequence[str]], chunks: int, zipf: float
 
 @dataclass(slots=True)
 class Answer:
-    """What one request got: the messages so far with its answer, its report, and how often it was sent."""
+    """The result of one request: the messages including its answer, its report, and the number of attempts."""
 
     messages: list[dict[str, str]] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Answer:
 
 
 class Clients:
-    """Ask until there is an answer; a turn waits for the answer before it."""
+    """Clients that retry until there is an answer; a turn waits for the answer before it."""
 
     def __init__(self, client: httpx.AsyncClient, asked: Sequence[Asked], new_tokens: int) -> None:
         self.answers = [Answer() for _ in asked]
@@ -132,10 +132,10 @@ class Clients:
         self._new_tokens = new_tokens
 
     async def __call__(self, number: int) -> AsyncIterator[int]:
-        """Tokens of request `number`, as `run_load` wants them.
+        """Tokens of request `number`, for `run_load`.
 
         Raises:
-            RefusedError: the request itself is wrong.
+            RefusedError: the request is invalid.
         """
         asked, answer = self._asked[number], self.answers[number]
         if asked.earlier is not None:
@@ -160,7 +160,7 @@ class Clients:
             self._done[number].set()
 
     async def exact(self, asked: Asked) -> str:
-        """The whole answer of full prefill's quality."""
+        """The whole answer with `quality: exact`."""
         reply = await self._client.post(
             "/v1/chat/completions",
             json={**self._body([{"role": "user", "content": asked.question}], asked.documents), "chunkweave": _EXACT},
@@ -172,7 +172,7 @@ class Clients:
     async def _stream(
         self, messages: Sequence[Mapping[str, str]], documents: Sequence[str], answer: Answer
     ) -> AsyncIterator[str]:
-        """Pieces of text; raises `httpx.HTTPError` where it is worth to ask again."""
+        """Pieces of text; raises `httpx.HTTPError` if the request can be retried."""
         body = {**self._body(messages, documents), "stream": True}
         ended = False
         async with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -206,7 +206,7 @@ _EXACT = {"quality": "exact"}
 
 @dataclass(slots=True)
 class Life:
-    """The server: its process, what was seen of it, and when it was down."""
+    """The server: its process, its sizes, and its downtimes."""
 
     command: str
     url: str
@@ -218,11 +218,11 @@ class Life:
     sizes: list[dict[str, int]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Start it, and wait until it is ready."""
+        """Start the server and wait until it is ready."""
         self.pid = self.stack.enter_context(serving(self.command, self.url, ready_path="/ready", log=self.log))
 
     def restart(self, how: signal.Signals) -> float:
-        """Stop it and start it again; returns the seconds that it was down."""
+        """Stop and restart the server; returns the downtime in seconds."""
         began = time.perf_counter()
         os.kill(self.pid, how)
         self.stack.close()
@@ -230,13 +230,13 @@ class Life:
         return time.perf_counter() - began
 
     def look(self) -> dict[str, int]:
-        """What it holds: resident memory, and files on disk."""
+        """Sizes: resident memory, and files on disk."""
         on_disk = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
         return {"resident_bytes": resident_bytes(self.pid), "disk_bytes": on_disk}
 
 
 async def live(args: argparse.Namespace, life: Life) -> dict[str, Any]:
-    """The whole day; JSON-able."""
+    """Run the whole day; returns a JSON-able result."""
     texts, seconds = questions_by_text(args.dataset, args.worlds, args.seed), args.minutes * 60
     asked = day(args.requests, texts, args.chunks, args.zipf, args.seed)
     times = arrivals(args.requests, seconds, args.peak, args.seed)
@@ -252,7 +252,7 @@ async def live(args: argparse.Namespace, life: Life) -> dict[str, Any]:
             same.append(sum(one == other for one, other in zip(before, after, strict=True)))
 
         async def rule() -> None:
-            """What happens at the ends of the day's parts."""
+            """Run the events at the ends of the day's parts."""
             for part in range(1, PARTS + 1):
                 await asyncio.sleep(max(0.0, started + part * seconds / PARTS - time.perf_counter()))
                 life.sizes.append(await asyncio.to_thread(life.look))
@@ -291,7 +291,7 @@ def rows(
     sizes: Sequence[Mapping[str, int]],
     seconds: float,
 ) -> Iterator[dict[str, Any]]:
-    """One for each part of the day, of the requests that arrived in it."""
+    """One row per part of the day, over the requests that arrived in it."""
     for part in range(PARTS):
         mine = [n for n, one in enumerate(requests) if int(one.arrival_s * PARTS / seconds) == part]
         ttfts = [ttft for n in mine if (ttft := requests[n].ttft_s) is not None]
@@ -315,7 +315,7 @@ def rows(
 
 
 def questions_by_text(dataset: Path | None, worlds: int, seed: int) -> dict[str, list[str]]:
-    """Documents, each with questions about it: of a data set, or of generated worlds."""
+    """Documents with questions about each: of a data set, or of generated worlds."""
     if dataset is None:
         passages = make_corpus(worlds, seed).passages
         return {one.text: [f"What do they say about {one.source}?"] for one in passages}
@@ -369,7 +369,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a request is lost")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
     args = parser.parse_args()
     if not 1 <= args.peak <= 2 or args.requests < 100:
         parser.error("--peak is between 1 and 2, and a day has at least 100 requests")
@@ -388,7 +387,7 @@ def main() -> None:
                 found = asyncio.run(live(args, life))
             except ChunkweaveError as error:
                 sys.exit(f"{error}\n{log.read_text(errors='replace')[-2000:] if log.exists() else ''}")
-    config = {name: value for name, value in vars(args).items() if name not in ("out", "update_docs", "port")}
+    config = {name: value for name, value in vars(args).items() if name not in ("out", "port")}
     config["dataset"] = None if args.dataset is None else args.dataset.name
     found_rows = found.pop("rows")
     command = shlex.join(["python", *sys.argv])
@@ -397,8 +396,6 @@ def main() -> None:
         write_json(args.out, result)
     for table in tables(result).values():
         print(table)
-    if args.update_docs is not None:
-        update_page(args.update_docs, args.out)
     print({name: found[name] for name in ("lost", "errors", "sent_again", "restarts", "exact_answers")})
     sys.exit(bool(found["lost"]) or set(found["exact_answers"]["same"]) != {found["exact_answers"]["asked"]})
 

@@ -1,4 +1,4 @@
-"""How fast layers come from disk: layer-wise reads against one plain sequential read of the same bytes.
+"""Throughput of layer-wise reads from disk, compared with one plain sequential read of the same bytes.
 
     python benchmarks/disk_throughput.py --out disk.json
 
@@ -55,7 +55,7 @@ def channelled_kv(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def model_kv(name: str, tokens: int, seed: int) -> torch.Tensor:
-    """What a model of random weights computes for random tokens, bf16."""
+    """KV that a model with random weights computes for random tokens, bf16."""
     loaded = load_shape(name, device="cpu", dtype="bfloat16", seed=seed)
     store: SegmentStore[SegmentSource] = SegmentStore(HostTier(), budget_bytes=1 << 33)
     runner = Runner(loaded.model, TieredStore([Level("host", store)]))

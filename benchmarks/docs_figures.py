@@ -1,4 +1,4 @@
-"""Numbers in the prose of documentation pages, held against the result files that they come from.
+"""Checks numbers in the prose of documentation pages against the result files that they come from.
 
 docs/results/claims.toml says of every number in a section that names a result file where it is from, by document and
 heading:
@@ -38,7 +38,7 @@ import docs_tables
 COUNTED = 12
 """Whole numbers up to this one are words: "two runs", "layer 3"."""
 _SAMPLES = 16
-"""Longer lists of numbers are samples, which no sentence quotes one of."""
+"""Longer lists of numbers are samples, which are not quoted individually."""
 _UNITS = {
     "": 1.0,
     "x": 1.0,
@@ -86,16 +86,16 @@ _OPERATORS: dict[str, Callable[[float, float], float]] = {
 
 
 Claims = Mapping[str, Mapping[str, Sequence[str]]]
-"""Lines that say where numbers are from, by document and heading."""
+"""Lines that name the sources of numbers, by document and heading."""
 
 
 class FigureError(ValueError):
-    """A claim that cannot be read, or a place that is not in its file; says which."""
+    """A claim cannot be read, or a place is not in its file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number as it is printed, with its unit (empty: none)."""
+    """A printed number with its unit (empty: none)."""
 
     digits: str
     unit: str
@@ -105,11 +105,11 @@ class Number:
 
     @property
     def value(self) -> Decimal:
-        """What is printed, without regard to its unit."""
+        """The printed value without its unit."""
         return Decimal(re.sub(r"[ ,]", "", self.digits))
 
     def shows(self, found: float) -> bool:
-        """Whether `found`, in seconds, bytes or shares, rounds to what is printed."""
+        """Whether `found`, in seconds, bytes or shares, rounds to the printed number."""
         exact = Decimal(repr(found * _UNITS[self.unit]))
         half = Decimal(1).scaleb(int(self.value.as_tuple().exponent)) / 2
         return abs(exact - self.value) <= half * Decimal("1.000001")  # ties and float noise go either way
@@ -121,7 +121,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Where some numbers are from: a place in a file, or a reason why they are in none."""
+    """The source of some numbers: a place in a file, or a reason why they are in none."""
 
     numbers: tuple[Number, ...]
     place: str
@@ -129,10 +129,10 @@ class Line:
 
     @staticmethod
     def of(text: str) -> "Line":
-        """A line of the claims.
+        """Parse a line of the claims.
 
         Raises:
-            FigureError: it is no such line.
+            FigureError: it is not such a line.
         """
         found = re.fullmatch(r"([^=:]+?)( = |: )(.+)", text.strip())
         numbers = tuple(numbers_of(found[1].replace(", ", " ; "))) if found else ()
@@ -141,13 +141,13 @@ class Line:
         return Line(numbers, found[3] if "=" in found[2] else "", found[3] if ":" in found[2] else "")
 
     def covers(self, number: Number) -> bool:
-        """Whether it is about a number of the text: the same digits, and the same unit if the line has one."""
+        """Whether it covers a number of the text: the same digits, and the same unit if the line has one."""
         return any(one.digits == number.digits and one.unit in ("", number.unit) for one in self.numbers)
 
 
 @dataclass(frozen=True)
 class Section:
-    """What stands below one heading, with the result files that it names."""
+    """The text below one heading, with the result files that it names."""
 
     title: str
     text: str
@@ -164,12 +164,12 @@ class Section:
 
     @cached_property
     def numbers(self) -> tuple[Number, ...]:
-        """Every number that somebody could have measured, generated tables left out."""
+        """Every number that may be a measurement, without generated tables."""
         text = docs_tables.without_tables(self.text)
         return tuple(one for one in dict.fromkeys(numbers_of(_NO_NUMBERS.sub(" ; ", text))) if not one.is_counted())
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with its numbers."""
+        """Problems of its numbers."""
         results = {name: docs_tables.read_result(self.results / f"{name}.json") for name in self.names}
         settings = {value for result in results.values() for value in settings_of(result)}
         for line in self.lines:
@@ -289,7 +289,7 @@ def _entries(value: object, key: str) -> Iterator[object]:
 
 
 def _values(entry: Mapping[str, Any]) -> set[str]:
-    """What an entry of a list can be named by: its values, and `key=value`."""
+    """The names of a list's entry: its values, and `key=value`."""
     return {text for key, value in entry.items() for text in (str(value), f"{key}={value}")}
 
 
@@ -326,7 +326,7 @@ def _guess(number: Number, results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
-    """Every value that is no container, and where it is; without samples."""
+    """Every value that is not a container, with its path; without samples."""
     if isinstance(value, Mapping):
         for key, one in value.items():
             yield from _leaves(one, f"{path}/{key}" if path else str(key))

@@ -1,18 +1,25 @@
-"""Tables of documentation pages that are made from result files, between markers that name the table and its files.
+"""Tables of documentation pages that are generated from result files, and all tables of a result on the terminal.
 
-    <!-- server-load: results/server-load.json -->
+    python benchmarks/docs_tables.py docs/results/peers.json    # the command and all tables of a result
+
+On a page a table is between markers that name the table and its files, relative to the page:
+
+    <!-- server-load: results/server-load.json; table 1; columns 1 2 4; rows full | prefix -->
     <!-- /server-load -->
 
-The table `command` of any result file is the command that it records, without where that puts what it finds.
+What follows the first semicolon is optional, and selects from what is generated: one of several tables, columns by
+their numbers, rows by their first cells. The table `command` of any result file is its recorded command without output
+options.
 
-Files stand relative to the page. The benchmark that wrote a file has `tables(result)`, which makes every table of it
-by name; `bench_tables` has it for `chunkweave bench`. Of several files the first counts, with the rows of all. A table
-that is computed without measuring names the script instead, which gets an empty result.
+The benchmark that wrote a file has `tables(result)`, which makes all its tables by name; `bench_tables` has it for
+`chunkweave bench`. Of several files the first is used, with the rows of all. A table that is computed without measuring
+names the script instead, which gets an empty result. `python benchmarks/results_check.py --update` writes all tables of
+all pages anew.
 """
 
+import argparse
 import importlib
 import json
-import os
 import re
 import shlex
 import sys
@@ -21,37 +28,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chunkweave.errors import DocumentError, UsageError
+from chunkweave.errors import DocumentError
 
 BENCHMARKS = Path(__file__).resolve().parent
 _WIDTH = 104
 _PLACES = ("--out", "--update-docs", "--samples", "--plot", "--plot-deviations", "--html", "--docs")
-"""Options that say where a benchmark puts what it finds, or from where it goes on."""
+"""Options with paths of a benchmark's outputs, or of a file to continue from."""
+_TABLE = re.compile(r"(?:^\|.*\|$\n?)+", re.MULTILINE)
 _MARKED = re.compile(r"(<!-- ([\w-]+)(?:: ([^>\n]+?))? -->\n)(.*?)(<!-- /\2 -->)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class MarkedTable:
-    """What stands between the markers of one table, and the files it is made from, relative to its page."""
+    """The text between the markers of one table, and the files that it is made from, relative to its page."""
 
     name: str
     sources: tuple[str, ...]
     text: str
+    selection: str = ""
+
+    @staticmethod
+    def of(found: re.Match[str]) -> "MarkedTable":
+        """The table of a match of the markers."""
+        sources, _, selection = (found[3] or "").partition(";")
+        return MarkedTable(found[2], tuple(sources.split()), found[4], selection.strip())
 
 
 def marked_tables(text: str) -> Iterator[MarkedTable]:
     """Every marked table of a page."""
     for found in _MARKED.finditer(text):
-        yield MarkedTable(found[2], tuple((found[3] or "").split()), found[4])
+        yield MarkedTable.of(found)
 
 
 def without_tables(text: str) -> str:
-    """A page, or a part of one, without what is made from files."""
+    """A page, or a part of one, without generated tables."""
     return _MARKED.sub("", text)
 
 
 def table_of(page: Path, marked: MarkedTable) -> str:
-    """The table as its files have it, with the empty lines that stand around it.
+    """The table generated from its files, with the surrounding empty lines.
 
     Raises:
         DocumentError: a file cannot be read, or whatever made it has no table of that name.
@@ -68,7 +83,56 @@ def table_of(page: Path, marked: MarkedTable) -> str:
         made = _tables(maker_of(str(result.get("command", ""))), result)
     if marked.name not in made:
         raise DocumentError(f"{paths[0].name} makes no table {marked.name!r}, only {', '.join(made) or 'none'}")
-    return _between(made[marked.name])
+    return _between(selected(made[marked.name], marked.selection))
+
+
+def selected(text: str, selection: str) -> str:
+    """What a selection (`table 1; columns 1 3; rows full | prefix`) leaves of generated text; all if it is empty.
+
+    Raises:
+        DocumentError: it cannot be read, or names a table, column or row that is not there.
+    """
+    kinds = [*_SELECTORS]  # rows are named by the first column, so that columns are selected last
+    parts = [one.strip().partition(" ") for one in selection.split(";") if one.strip()]
+    for kind, _, names in sorted(parts, key=lambda part: kinds.index(part[0]) if part[0] in kinds else -1):
+        try:
+            text = _SELECTORS[kind](text, names)
+        except (LookupError, ValueError) as error:
+            raise DocumentError(f"there is no {kind} {names} in {text.splitlines()[0]!r}: {error!r}") from error
+    return text.rstrip("\n") if parts else text
+
+
+def _only_table(text: str, number: str) -> str:
+    return _TABLE.findall(text)[int(number) - 1].strip()
+
+
+def _only_columns(text: str, numbers: str) -> str:
+    wanted = [int(number) - 1 for number in numbers.split()]
+
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cells[number] for number in wanted)} |"
+
+    return _TABLE.sub(lambda table: "\n".join(line(_cells(row)) for row in table[0].splitlines()) + "\n", f"{text}\n")
+
+
+def _only_rows(text: str, names: str) -> str:
+    wanted = [name.strip() for name in names.split("|")]
+
+    def rows(table: re.Match[str]) -> str:
+        head, rule, *lines = table[0].splitlines()
+        kept = [line for line in lines if _cells(line)[0].strip("`") in wanted]
+        if missing := set(wanted) - {_cells(line)[0].strip("`") for line in kept}:
+            raise LookupError(f"no row {', '.join(sorted(missing))}")
+        return "\n".join([head, rule, *kept]) + "\n"
+
+    return _TABLE.sub(rows, f"{text}\n")
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]
+
+
+_SELECTORS = {"table": _only_table, "rows": _only_rows, "columns": _only_columns}
 
 
 def maker_of(command: str) -> str:
@@ -77,8 +141,8 @@ def maker_of(command: str) -> str:
     return script[1] if script else "bench_tables"
 
 
-def rewrite_page(page: Path, written: Path | None = None) -> bool:
-    """Make every table of `page` that names files anew, or only those that name `written`; whether there are any.
+def rewrite_page(page: Path) -> None:
+    """Regenerate every table of `page` that names files.
 
     Raises:
         DocumentError: the page cannot be read, or as `table_of`.
@@ -87,35 +151,14 @@ def rewrite_page(page: Path, written: Path | None = None) -> bool:
         before = page.read_text(encoding="utf-8")
     except OSError as error:
         raise DocumentError(f"cannot read {page}: {error.strerror or error}") from error
-    made = 0
 
     def anew(found: re.Match[str]) -> str:
-        nonlocal made
-        marked = MarkedTable(found[2], tuple((found[3] or "").split()), found[4])
-        paths = [(page.parent / source).resolve() for source in marked.sources]
-        if not paths or (written is not None and written.resolve() not in paths):
-            return found[0]
-        made += 1
-        return f"{found[1]}{table_of(page, marked)}{found[5]}"
+        marked = MarkedTable.of(found)
+        return f"{found[1]}{table_of(page, marked)}{found[5]}" if marked.sources else found[0]
 
     after = _MARKED.sub(anew, before)
     if after != before:
         page.write_text(after, encoding="utf-8")
-    return bool(made)
-
-
-def update_page(page: Path, written: Path | None) -> None:
-    """Make those tables of `page` anew that are made from the file that a benchmark has just written.
-
-    Raises:
-        DocumentError: the page cannot be read, or no marker of it names the file.
-        UsageError: no file was written.
-    """
-    if written is None:
-        raise UsageError("--update-docs makes tables from the file that --out names: give both")
-    if not rewrite_page(page, written):
-        name = f"<!-- NAME: {os.path.relpath(written, page.parent)} -->"
-        raise DocumentError(f"{page} has no place for tables of {written}: put {name} and <!-- /NAME --> into it")
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -156,7 +199,7 @@ def command_block(command: str) -> str:
 
 
 def _between(text: str) -> str:
-    lines = text.strip("\n")  # a command that stands first keeps its indentation
+    lines = text.strip("\n")  # a command at the beginning keeps its indentation
     return f"\n{lines}\n\n"
 
 
@@ -187,3 +230,19 @@ def _tables(module: str, result: Mapping[str, Any]) -> Mapping[str, str]:
         raise DocumentError(f"{module}.py makes no tables: give it `tables(result)`")
     made: Mapping[str, str] = maker.tables(result)
     return made
+
+
+def main() -> None:
+    """Print the command and all tables of each result file."""
+    parser = argparse.ArgumentParser(description="Print the command and all tables of result files.")
+    parser.add_argument("results", nargs="+", type=Path, metavar="FILE", help="such as docs/results/peers.json")
+    for path in parser.parse_args().results:
+        result = read_result(path)
+        command = str(result.get("command", ""))
+        print(f"{path}\n\n{command_block(without_places(command))}")
+        for name, table in _tables(maker_of(command), result).items():
+            print(f"\n{name}\n\n{table}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Tokens to recompute, chosen by the draft of an answer: what the attention of question and draft is worth.
+"""Choosing tokens to recompute by the attention of the question and a draft of the answer.
 
     python benchmarks/drafts.py --model smollm2 --dataset xquad-first-half.json --questions 24 \
         --samples samples.jsonl --out drafts.json
@@ -47,7 +47,7 @@ MORE = (0.1, 0.2, 0.3)
 
 
 def chosen_with(engine: Engine, prompt: Prompt, draft: Sequence[int], share: float) -> list[int]:
-    """Positions that the calibrated `query` would recompute if the question went on with the draft."""
+    """Positions that the calibrated `query` would recompute if the draft followed the question."""
     *before, question = prompt.parts
     longer = Prompt((*before, replace(question, token_ids=(*question.token_ids, *draft))))
     woven = engine.runner.prefill(longer, calibrated(share), capture=False)
@@ -55,7 +55,7 @@ def chosen_with(engine: Engine, prompt: Prompt, draft: Sequence[int], share: flo
 
 
 def timed(engine: Engine, prompt: Prompt, method: ReuseMethod, new_tokens: int = 0) -> tuple[Prefilled, float]:
-    """A prefill, and how long it took to its first token."""
+    """A prefill, and its time to first token in seconds."""
     started = time.perf_counter()
     found = engine.runner.prefill(prompt, method, new_tokens=new_tokens, capture=False)
     found.logits.argmax().item()

@@ -1,4 +1,4 @@
-"""The engines that benchmarks/embedded_peers.py holds beside each other, each in a process of its own.
+"""The engines that benchmarks/embedded_peers.py compares, each in its own process.
 
 Transformers and our engine answer in a child process, which takes the times itself; llama.cpp and vLLM are servers, and
 times are those of a client on the same machine.
@@ -29,7 +29,7 @@ from chunkweave_server.vllm_backend.process import SERVER
 
 TRANSFORMERS, LLAMA, LLAMA_SHIFTING, VLLM, OWN = "transformers", "llama.cpp", "llama.cpp:cache-reuse", "vllm", "own"
 FAILURES = (ChunkweaveError, httpx.HTTPError, json.JSONDecodeError, OSError, EOFError)
-"""What makes a contender one that cannot be had."""
+"""Errors that make a contender unavailable."""
 _MODEL = "peers"
 _MIB = 1 << 20
 _ANSWER_S = 600.0
@@ -39,7 +39,7 @@ _SHIFTED_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What all contenders share: weights, precision, threads, context, bytes that each may keep of earlier prompts.
+    """The settings of all contenders: weights, precision, threads, context, and KV bytes for earlier prompts.
 
     `folder` has the checkpoint, `gguf` the same weights as llama.cpp reads them; `llama_server` is its program, and
     `python` that of an environment with vLLM.
@@ -71,13 +71,13 @@ class Answered:
 
 
 class Contender(Protocol):
-    """An engine that answers prompts greedily, so many tokens whatever they are."""
+    """An engine that answers prompts greedily with a fixed number of tokens."""
 
     def answer(self, prompt: Prompt, new_tokens: int) -> Answered:
-        """Answer one prompt, and keep what it keeps; log-probabilities where one token is asked for."""
+        """Answer one prompt, with the engine's own caching; with log-probabilities if one token is requested."""
 
     def peak_rss_bytes(self) -> int:
-        """Most physical memory that its processes ever held."""
+        """Peak physical memory of its processes."""
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def opened(name: str, settings: Settings, number: int) -> Iterator[Contender]:
 
 
 class InProcess(Protocol):
-    """What a child process answers with."""
+    """A contender inside a child process."""
 
     def answer(self, prompt: Prompt, new_tokens: int) -> Answered:
         """As `Contender.answer`."""
@@ -148,7 +148,7 @@ class Child:
 
 
 def _answer_all(connection: Connection, name: str, settings: Settings) -> None:
-    """The life of a child: it says that it is ready, then answers until nobody asks any more."""
+    """Main function of the child process: reports that it is ready, then answers until the connection closes."""
     torch.set_num_threads(settings.threads)
     kind, _, spec = name.partition(":")
     try:
@@ -238,7 +238,7 @@ def _server(command: str, url: str, settings: Settings) -> Iterator[tuple[httpx.
 def llama_command(settings: Settings, port: int, *, shifting: bool) -> str:
     """llama.cpp's server with one slot and its prompt cache, also over prompts before the last one.
 
-    With `shifting` it also takes over pieces of the last prompt that stand elsewhere, moved by rotation.
+    With `shifting` it also reuses pieces of the last prompt from other positions, by rotation.
     """
     call = [str(settings.llama_server), "--model", str(settings.gguf), "--host", "127.0.0.1", "--port", str(port)]
     call += ["--threads", str(settings.threads), "--threads-batch", str(settings.threads), "--parallel", "1"]

@@ -1,8 +1,7 @@
-"""chunkweave's engine beside what one would run instead on a laptop: the same weights, prompts and threads.
+"""Compares chunkweave's engine with alternatives on a laptop: the same weights, prompts and threads.
 
     python benchmarks/embedded_peers.py --dataset musique_150.json --llama-server llama-server \
-        --gguf smollm2-bf16.gguf --python .venv-vllm/bin/python --out docs/results/embedded-peers.json \
-        --update-docs docs/results/tables-peers.md
+        --gguf smollm2-bf16.gguf --python .venv-vllm/bin/python --out docs/results/embedded-peers.json
 
 Contenders:
 
@@ -26,8 +25,8 @@ order, over passages of `--passage-tokens`:
 
 TTFT is the client's with servers, on the same machine, and the engine's own with the others. A ratio is a median over
 prompts. Fidelity is that of the first tokens of `reordered`: their distance (KL, of the 20 likeliest) from full prefill
-by transformers, and the share that is the same token. Memory is the peak of a contender's processes. `bars` are what
-was to be reached. A contender that cannot be had gets a row that says why.
+by transformers, and the share that is the same token. Memory is the peak of a contender's processes. `bars` are the
+targets. An unavailable contender gets a row with the reason.
 """
 
 import argparse
@@ -45,7 +44,7 @@ from random import Random
 from statistics import fmean, median
 from typing import Any
 
-from docs_tables import command_block, markdown_table, update_page
+from docs_tables import command_block, markdown_table
 from embedded_contenders import FAILURES, LLAMA, OWN, TRANSFORMERS, VLLM, Answered, Contender, Settings, opened
 from peers import Model, environment, without_folder
 from peers_workload import Asked, Corpus, shuffled
@@ -126,7 +125,7 @@ def novel(known: Sequence[Asked], corpus: Corpus, count: int, rng: Random) -> It
 
 
 def workloads_of(corpus: Corpus, args: argparse.Namespace) -> dict[str, list[Asked]]:
-    """What is asked, by workload; behind "" what warms all up."""
+    """Questions by workload; the key "" has the warm-up questions."""
     rng = Random(f"embedded {args.seed}")
 
     def cold(count: int, chunks: int) -> list[Asked]:
@@ -154,7 +153,7 @@ def measure(
     new_tokens: int,
     done: Step,
 ) -> None:
-    """One workload, contenders taking turns; one that fails is left out from there on."""
+    """Measure one workload with alternating contenders; one that fails is skipped from then on."""
     names = list(contenders)
     for number, prompt in enumerate(prompts):
         for turn in range(len(names)):
@@ -170,7 +169,7 @@ def measure(
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a contender cannot be had, in one line and without the folders of this machine."""
+    """Why a contender is unavailable, in one line and without folders of this machine."""
     said = re.sub(r"(?:/[^\s/'\"]+)+/", "", " ".join(str(error).split()))
     return f"{type(error).__name__}: {said}"
 
@@ -227,7 +226,7 @@ def _sample(one: Answered) -> dict[str, float | int]:
 
 
 def bars_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What was reached of each bar; None where one of the two was not measured."""
+    """The result for each bar; None if one of the two was not measured."""
     measured = {row["contender"]: row for row in rows if "why" not in row}
     found = []
     for bar in BARS:
@@ -266,7 +265,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table_of_bars(bars: Sequence[Mapping[str, Any]]) -> str:
-    """What was to be reached, and what was."""
+    """The targets and the results."""
     figures = {"decode": "decoding", EVERY: "full prefill", REORDERED: "first token, reordered"}
     cells = [
         [
@@ -301,7 +300,7 @@ def main() -> None:
         *(model.folder, args.dtype, args.threads, args.max_model_len, int(args.memory_gib * GIB)),
         *(args.llama_server, args.gguf, args.python, args.port, args.log),
     )
-    left_out = ("contenders", "dataset", "python", "llama_server", "gguf", "port", "log", "out", "update_docs")
+    left_out = ("contenders", "dataset", "python", "llama_server", "gguf", "port", "log", "out")
     config = {key: value for key, value in vars(args).items() if key not in left_out}
     config |= {"dataset": args.dataset.name, "prompt_tokens": round(fmean(map(len, prompts[COLD])))}
     command = shlex.join(["python", "benchmarks/embedded_peers.py", *map(without_folder, sys.argv[1:])])
@@ -327,8 +326,6 @@ def main() -> None:
     else:
         shown = f"{table_of(rows)}\n\n{table_of_bars(bars)}"
         Console(width=220).print(shown, highlight=False, markup=False)
-    if args.update_docs is not None:
-        update_page(args.update_docs, args.out)
 
 
 def _run(
@@ -373,7 +370,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--log", type=Path, default=Path("embedded-peers.log"), help="what servers print")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
     args = parser.parse_args()
     if args.distinct < 2 or args.chunks < 2 or args.new_tokens < 2:
         parser.error("passages are shuffled among two prompts or more, and decoding takes a token behind the first")

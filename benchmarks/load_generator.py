@@ -1,8 +1,7 @@
-"""Open-loop load: requests arrive when they arrive, whether earlier ones are answered or not, on a real clock.
+"""Open-loop load on a real clock: requests arrive at given times, whether or not earlier ones are answered.
 
-A closed loop, which asks again when it has an answer, asks less of a system the slower that is, and hides what waiting
-costs. Here every time counts from the arrival that was planned, so that a generator that falls behind hides nothing
-either.
+A closed loop sends the next request after an answer, so a slower system gets less load, which hides waiting times. Here
+all times count from the planned arrival, so a generator that falls behind hides nothing either.
 """
 
 import asyncio
@@ -18,21 +17,21 @@ from chunkweave.calibration.summaries import percentile
 from chunkweave.errors import ChunkweaveError, UsageError
 
 Ask = Callable[[int], AsyncIterator[int]]
-"""Makes request number n (from 0) and yields the number of new tokens whenever some have come."""
+"""Sends request number n (from 0) and yields the number of new tokens whenever some arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one prompt as the server has counted them; `cached_tokens` of them were not computed."""
+    """Tokens of one prompt counted by the server; `cached_tokens` of them were not computed."""
 
     prompt_tokens: int
     cached_tokens: int
 
 
 def reuse_of(usages: Sequence[Usage]) -> dict[str, float]:
-    """Mean tokens of a prompt, the share of all prompts' tokens that was reused, and mean tokens that were computed.
+    """Mean tokens of a prompt, the reused share of all prompts' tokens, and mean computed tokens.
 
-    JSON-able; empty where nothing was counted.
+    JSON-able; empty if nothing was counted.
     """
     if not usages:
         return {}
@@ -46,9 +45,9 @@ def reuse_of(usages: Sequence[Usage]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class LoadedRequest:
-    """One request: when it was to arrive and, in seconds from then, when its first and its last tokens came.
+    """One request: its planned arrival and, in seconds from then, the times of its first and last tokens.
 
-    `error` says why there is no answer, or only a part of one; None if it is whole.
+    `error` is why there is no answer or only a part of one; None if it is whole.
     """
 
     arrival_s: float
@@ -67,10 +66,10 @@ class LoadedRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """All requests of a run, in the order of arrival, which took `duration_s` from its start to its last token.
+    """All requests of a run in order of arrival. The run took `duration_s` from its start to its last token.
 
-    `usages` are those of the whole answers whose tokens the server has counted, `answers` the texts of whole answers,
-    both in the order in which they ended.
+    `usages` are of the whole answers whose tokens the server has counted, `answers` are the texts of whole answers;
+    both in order of completion.
     """
 
     requests: tuple[LoadedRequest, ...]
@@ -80,7 +79,7 @@ class LoadResult:
 
     @property
     def answered(self) -> tuple[LoadedRequest, ...]:
-        """Requests with a whole answer; all statistics but the error rate are theirs."""
+        """Requests with a whole answer; all statistics except the error rate are over these."""
         return tuple(request for request in self.requests if request.error is None)
 
     @property
@@ -123,7 +122,7 @@ class LoadResult:
         return percentile([own for one in self.answered if (own := one.tpot_s) is not None], percent / 100)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able; what there is no figure for is None."""
+        """JSON-able; undefined figures are None."""
         summary: dict[str, Any] = {
             "requests": len(self.requests),
             "error_rate": self.error_rate,
@@ -168,7 +167,7 @@ async def run_load(
     errors: tuple[type[Exception], ...] = (ChunkweaveError,),
     done: Callable[[int, int], None] | None = None,
 ) -> LoadResult:
-    """Ask request n at `arrivals[n]` seconds from now, and return when all are answered or have failed.
+    """Send request n at `arrivals[n]` seconds from now, and return when all are answered or have failed.
 
     Args:
         ask: makes a request; its iterator is closed if it takes too long.
@@ -201,7 +200,7 @@ async def run_load(
 async def _asked(
     ask: Ask, number: int, due: float, timeout_s: float | None, errors: tuple[type[Exception], ...]
 ) -> tuple[float | None, float, int, str | None]:
-    """Seconds to the first token and to the last, tokens, and what went wrong."""
+    """Seconds to the first and the last token, the number of tokens, and the error."""
     ttft_s, last_s, tokens, error = None, 0.0, 0, None
     await asyncio.sleep(max(0.0, due - time.perf_counter()))
     left_s = None if timeout_s is None else due + timeout_s - time.perf_counter()
@@ -227,7 +226,7 @@ async def _asked(
 
 
 SERVED_SHARE, RUN_ANSWERS = 0.95, 20.0
-"""A rate is sustained only if this share of it is served, in a run as long as so many unloaded answers."""
+"""A rate is sustained only if this share of it is served, in a run at least this many unloaded answers long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +237,9 @@ class Objective:
     answer_s: float
 
     def is_met(self, run: Mapping[str, Any]) -> bool:
-        """Whether a run, as `LoadResult.as_dict` has it, sustained the rate that was offered.
+        """Whether a run (`LoadResult.as_dict`) sustained the offered rate.
 
-        A burst that is shorter says nothing: whatever is offered, its few requests are soon answered.
+        A shorter run is not enough: its few requests are answered soon at any rate.
         """
         return bool(
             run["error_rate"] == 0.0
@@ -250,11 +249,11 @@ class Objective:
         )
 
     def requests(self, rate_per_s: float, least: int) -> int:
-        """How many requests make a run at a rate long enough, with room for arrivals that come early by chance."""
+        """The number of requests for a long enough run at a rate, with a margin for early arrivals."""
         return max(least, ceil(1.5 * RUN_ANSWERS * self.answer_s * rate_per_s))
 
     def sustained(self, runs: Iterable[Mapping[str, Any]]) -> tuple[float, float | None]:
-        """The greatest rate that was offered and sustained, 0 if none was, and the least one above that was not."""
+        """The highest sustained rate (0 if none), and the lowest one above that was not sustained."""
         offered = [(run["offered_per_s"], self.is_met(run)) for run in runs]
         best = max((rate for rate, met in offered if met), default=0.0)
         return best, min((rate for rate, met in offered if not met and rate > best), default=None)
@@ -262,9 +261,9 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class SustainableRate:
-    """The greatest rate that was tried and met the objective, 0 if none did; and every run by its rate, as tried.
+    """The highest tried rate that met the objective (0 if none did), and all runs by rate, in order.
 
-    `bounded` says whether a greater rate was tried and did not meet it.
+    `bounded` is whether a higher rate was tried and failed.
     """
 
     rate_per_s: float
@@ -280,14 +279,14 @@ async def sustainable_rate(
     high_per_s: float,
     trials: int = 6,
 ) -> SustainableRate:
-    """The greatest rate that meets the objective, by bisection (RAGCache §7, which looks at the mean TTFT alone).
+    """The highest rate that meets the objective, by bisection (RAGCache §7, which uses only the mean TTFT).
 
     Args:
         run: runs a load at a rate, `objective.requests` long at least.
         objective: what a run has to meet.
-        low_per_s: a rate that is thought to be sustainable; not tried.
-        high_per_s: one that is thought not to be; tried first, and its double next, if it is.
-        trials: how many runs; each halves what is unknown.
+        low_per_s: a rate assumed to be sustainable; not tried.
+        high_per_s: a rate assumed not to be; tried first, and doubled if it is sustained.
+        trials: number of runs; each halves the interval.
 
     Raises:
         UsageError: the rates are not positive and ascending, or there are no trials.

@@ -1,13 +1,13 @@
-"""Where the error of reuse comes from: what goes of it when full prefill's own KV takes the place of reused KV.
+"""Where the error of reuse comes from: how much of it disappears when full prefill's KV replaces reused KV.
 
     python benchmarks/oracles.py --model smollm2 --dataset xquad-first-half.json --questions 40 \
         --samples samples.jsonl --out oracles.json
 
 Prompts, the continuation and the measure are those of `chunkweave bench fidelity`. Over chunks that were computed in
 each way of `--warm`, some reused KV (of some tokens, on some layers, keys or values) is replaced by full prefill's. The
-question and the continuation are computed over that in one pass, as they are over full prefill's KV, and compared. No
-method can do that: it says where wrong KV does harm. Two kinds of rows replace nothing: those that recompute tokens
-which an oracle has chosen, over the reused KV as a method would, and the method `query`.
+question and the continuation are computed over that in one pass, as over full prefill's KV, and compared. No method can
+do that; it shows where wrong KV matters. Two kinds of rows replace nothing: those that recompute tokens chosen by an
+oracle over the reused KV, as a method would, and the method `query`.
 
 Beside the ways of `bench fidelity --warm` there are `opening:N`, behind the first N tokens of all prompts (1: what a
 BOS token would be), and `neighbour`, behind the instruction and the passage before it in the same document.
@@ -60,9 +60,9 @@ WAYS = ("alone", "instruction", "neutral")
 BUDGETS = (0.05, 0.15)
 """Shares of the reused tokens that are chosen."""
 BANDS = 6
-"""Into how many bands the layers are cut, of equal width as far as that goes."""
+"""Number of bands of layers, of about equal width."""
 FIRST = 4
-"""How many tokens at the beginning of a chunk count as its first ones."""
+"""Number of tokens at the beginning of a chunk that count as its first ones."""
 HEADS = (0.1, 0.33)
 """Shares of all heads of all layers that are replaced together."""
 READ = "attention x deviation"
@@ -73,9 +73,9 @@ GROUPS = ("selection", "layers", "sides", "heads", "kinds", "places", "ways")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is replaced by full prefill's: rows of the keys and of the values, masks `[layers, tokens]`.
+    """The rows of keys and values that are replaced by full prefill's: masks `[layers, tokens]`.
 
-    Masks `[layers, tokens, heads]` are of key and value heads apart.
+    Masks `[layers, tokens, heads]` select heads separately.
     """
 
     group: str
@@ -85,7 +85,7 @@ class Variant:
 
 
 class Chosen:
-    """A method that recomputes the positions that it is given, in one pass at every layer."""
+    """A method that recomputes given positions, in one pass at every layer."""
 
     name = "chosen"
     budget = None
@@ -99,7 +99,7 @@ class Chosen:
 
 
 def replaced(full: Prefilled, reused: Prefilled, keys: torch.Tensor, values: torch.Tensor) -> Prefilled:
-    """Full reuse with those rows of its cache replaced by full prefill's that the masks name, as a `Variant` has them.
+    """Full reuse with the masked rows of its cache replaced by full prefill's; masks as in `Variant`.
 
     Neither cache is changed.
     """
@@ -114,7 +114,7 @@ def replaced(full: Prefilled, reused: Prefilled, keys: torch.Tensor, values: tor
 
 
 def expected_behind(model: LayerwiseModel, prefilled: Prefilled, continuation: Sequence[int]) -> torch.Tensor:
-    """Distributions `[tokens, vocab]` along a continuation, the question computed anew over what is before it."""
+    """Distributions `[tokens, vocab]` along a continuation, with the question recomputed over the tokens before it."""
     *before, question = prefilled.prompt.parts
     behind = (*question.token_ids, *continuation)
     return log_probabilities(model, replace(prefilled, prompt=Prompt(tuple(before))), behind)[0][-len(continuation) :]
@@ -122,10 +122,10 @@ def expected_behind(model: LayerwiseModel, prefilled: Prefilled, continuation: S
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """What full prefill says of the reused tokens of a prompt.
+    """Full prefill's information about the reused tokens of a prompt.
 
-    `deviation` `[layers, tokens]` is how far the KV of every token is off, `read` how much of the question's attention
-    it has, summed over heads and tokens of the question; where nothing is reused both are 0.
+    `deviation` `[layers, tokens]` is the deviation of every token's KV, `read` the question's attention to it, summed
+    over heads and tokens of the question; both are 0 for tokens that are not reused.
     """
 
     deviation: torch.Tensor
@@ -145,7 +145,7 @@ class Oracle:
         return {"deviation": self.deviation, READ: self.deviation * self.read}
 
     def count(self, share: float) -> int:
-        """How many of the reused tokens are that share."""
+        """The number of reused tokens for a share."""
         return ceil(share * int(self.reused.sum()))
 
 
@@ -159,7 +159,7 @@ def at_budget(name: str, share: float) -> str:
 
 
 def selections(oracle: Oracle) -> Iterator[Variant]:
-    """What deviates and is read: the same tokens on all layers, or on each layer its own."""
+    """Tokens that deviate and are read: the same on all layers, or chosen on each layer."""
     scores = oracle.scores()[READ]
     for share in BUDGETS:
         tokens = best(scores.sum(0), oracle.count(share))
@@ -168,7 +168,7 @@ def selections(oracle: Oracle) -> Iterator[Variant]:
 
 
 def recomputing(oracle: Oracle) -> Iterator[tuple[str, ReuseMethod]]:
-    """`query`, and the recomputation of the tokens that have the most of some evidence over all layers."""
+    """`query`, and recomputation of the tokens with most of some evidence over all layers."""
     for share in BUDGETS:
         yield at_budget("`query`", share), make_method("query", ReuseConfig(recompute_ratio=share))
         for name, scores in oracle.scores().items():
@@ -225,7 +225,7 @@ def by_head(oracle: Oracle, full: Prefilled, reused: Prefilled) -> Iterator[Vari
 
 
 def head_deviation(full: Prefilled, reused: Prefilled, there: torch.Tensor) -> torch.Tensor:
-    """How far keys and values of the tokens `there` are off, relative to full prefill's, `[layers, heads]`."""
+    """Deviation of keys and values of the tokens `there`, relative to full prefill's, `[layers, heads]`."""
     rows = []
     for layer in range(reused.cache.geometry.num_layers):
         pairs = zip(full.cache.view(layer, len(there)), reused.cache.view(layer, len(there)), strict=True)
@@ -276,7 +276,7 @@ def by_place(oracle: Oracle, prompt: Prompt, holds_answer: Callable[[tuple[int, 
 
 
 class Judged:
-    """One task, and what full prefill says of it: its cache, its own answer, what it expects along that."""
+    """One task with full prefill's cache, answer, and distributions along that answer."""
 
     def __init__(self, engine: Engine, task: Task, new_tokens: int) -> None:
         self.task = task
@@ -290,7 +290,7 @@ class Judged:
         return {"kl": fmean(kl), "agreement": fmean(agrees)}
 
     def over(self, engine: Engine, one: Prefilled) -> dict[str, float]:
-        """The same of a finished cache, the question computed anew over it."""
+        """The same for a finished cache, with the question recomputed over it."""
         return self.compared(expected_behind(engine.loaded.model, one, self.continuation))
 
 
@@ -305,9 +305,9 @@ class Question:
         self._attention = question_attention(self._full, engine.loaded.model)
 
     def measured(self, _way: str, engine: Engine) -> list[dict[str, Any]]:
-        """Of every variant the mean divergence along the continuation, top-1 agreement, and the share of KV replaced.
+        """For every variant the mean divergence along the continuation, top-1 agreement, and the replaced share of KV.
 
-        Of a method the share is its recompute fraction.
+        For a method the share is its recompute fraction.
         """
         runner, prompt = engine.runner, self._task.prompt
         reused = runner.prefill(prompt, make_method("full-reuse"), capture=False)
@@ -326,14 +326,14 @@ class Question:
         return found
 
     def _methods(self, oracle: Oracle) -> Iterator[tuple[str, str, ReuseMethod]]:
-        """What recomputes, with its group and name; `ways` has the calibrated `query` over each way's chunks."""
+        """The methods with group and name; `ways` has the calibrated `query` over each way's chunks."""
         if "selection" in self._groups:
             yield from (("selection", *one) for one in recomputing(oracle))
         if "ways" in self._groups:
             yield from (("ways", at_budget(f"`{CALIBRATED}`", share), calibrated(share)) for share in BUDGETS)
 
     def _variants(self, oracle: Oracle, engine: Engine, reused: Prefilled) -> Iterator[Variant]:
-        """Nothing replaced, everything, and what belongs to the groups that are asked for."""
+        """Nothing replaced, everything replaced, and the variants of the requested groups."""
         everything = oracle.reused.expand(len(oracle.deviation), -1)
         yield both("selection", "nothing", torch.zeros_like(everything))
         yield both("selection", "everything", everything)
@@ -354,11 +354,11 @@ class Question:
 def summarize(
     ways: Sequence[str], questions: Sequence[Mapping[str, Sequence[Mapping[str, Any]]]]
 ) -> list[dict[str, Any]]:
-    """One row a variant and way, means over questions with bootstrap intervals.
+    """One row per variant and way: means over questions with bootstrap intervals.
 
-    `left` is of full reuse's divergence over chunks computed in the first way, `of_own` over chunks computed in this
-    one, `of_plain` that of the variant that it names as `plain`; all paired by question. What else was measured comes
-    as a mean.
+    `left` is the share of full reuse's divergence over chunks computed in the first way, `of_own` over chunks computed
+    in this way, `of_plain` the share of the divergence of the variant named `plain`; all paired by question. Other
+    measurements are means.
     """
     rows = []
     for way in ways:
@@ -390,7 +390,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], group: str) -> tuple[list[str], list[list[str]]]:
-    """Selections as a share of what full reuse loses over chunks of the first way, all else of the same way."""
+    """Selections as a share of full reuse's divergence over chunks of the first way, others of the same way."""
     share, head = ("left", "left") if group == "selection" else ("of_own", "of own")
     ways = list(dict.fromkeys(row["chunks"] for row in rows))
     found = {(row["variant"], row["chunks"]): row for row in rows if row["group"] == group}
@@ -405,7 +405,7 @@ def _table(rows: Sequence[Mapping[str, Any]], group: str) -> tuple[list[str], li
 
 
 def _ways_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """What chunks were computed behind, a line each: what full reuse leaves, and the calibrated `query`."""
+    """One line per way to compute chunks: the remaining error of full reuse, and of the calibrated `query`."""
     shown = ("nothing", *(at_budget(f"`{CALIBRATED}`", share) for share in BUDGETS))
     found = {(row["variant"], row["chunks"]): row for row in rows}
     heads = ["chunks computed", "KL of full reuse"]
@@ -436,14 +436,14 @@ def show(rows: Sequence[Mapping[str, Any]], made: Callable[..., tuple[list[str],
 
 
 Measure = Callable[[str, Engine], list[dict[str, Any]]]
-"""What is measured of one question over chunks computed in a way, in that way's engine: a record a variant."""
+"""Measures one question over chunks computed in a way, in that way's engine; returns one record per variant."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bench:
-    """What all of these benchmarks work with: a model, an engine for each way to compute chunks, and the questions.
+    """Shared by these benchmarks: a model, an engine for each way to compute chunks, and the questions.
 
-    On `others` something may be fitted beforehand. `passages` are the data set's, by document and number.
+    `others` are questions for fitting. `passages` are the data set's, by document and number.
     """
 
     arguments: argparse.Namespace
@@ -458,7 +458,7 @@ class Bench:
         return next(iter(self.engines.values()))
 
     def prepare(self, way: str, task: Task) -> Engine:
-        """The engine of a way, with the task's chunks in its store as they are computed in that way."""
+        """The engine of a way, with the task's chunks computed in that way in its store."""
         engine, before = self.engines[way], self._before(way, task.prompt)
         if before is None:
             Warmth.parse(way).prepare(engine, task.prompt)
@@ -472,7 +472,7 @@ class Bench:
         return engine
 
     def _before(self, way: str, prompt: Prompt) -> Callable[[PromptPart], tuple[PromptPart, ...]] | None:
-        """What comes before each part in the ways that only these benchmarks have; None in all others."""
+        """The context of each part in the ways that only these benchmarks have; None for other ways."""
         name, _, count = way.partition(":")
         opening = tuple(part for part in prompt.parts if part.kind in (PartKind.START, PartKind.SYSTEM))
         first = self._dropped([token for part in opening for token in part.token_ids][: int(count or 0)])
@@ -486,7 +486,7 @@ class Bench:
         return lambda part: makers[name](part) if part.kind is PartKind.CHUNK else start
 
     def _neighbour(self, part: PromptPart) -> PromptPart:
-        """The passage before a chunk in its document; the one behind it if it is the first."""
+        """The passage before a chunk in its document, or after it if it is the first."""
         document, _, number = part.source.rpartition("#")
         other = f"{document}#{int(number) - 1 if int(number) else 1}" if number.isdecimal() else ""
         if other not in self.passages:
@@ -494,12 +494,12 @@ class Bench:
         return self._dropped(self.first.builder.chunk_part(self.passages[other]).token_ids)
 
     def _dropped(self, ids: Sequence[int]) -> PromptPart:
-        """Tokens that a chunk is computed behind and that are in no prompt; so methods take what stands behind them."""
+        """Context tokens that are in no prompt, so that methods reuse the chunk behind them."""
         own = neutral_id(chunk_id(self.first.loaded.fingerprint, "", tuple(ids)))
         return PromptPart(PartKind.CHUNK, tuple(ids), own)
 
     def measure(self, ask: Callable[[Engine, Task], Measure]) -> None:
-        """Measure every question that is not in the log. `ask` gets the first engine, before anything is prepared."""
+        """Measure every question that is not in the log. `ask` gets the first engine before its store is prepared."""
         with progress("measuring") as report:
             for index, task in enumerate(self.tasks):
                 if index not in self.log:
@@ -508,11 +508,11 @@ class Bench:
                 report(index + 1, len(self.tasks))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of all that was measured."""
+        """The rows of all measurements."""
         return summarize(list(self.engines), self.log.of("ways"))
 
     def write(self, script: str, argv: Sequence[str] | None) -> None:
-        """The result file, if one is asked for."""
+        """Write the result file, if requested."""
         asked = self.arguments
         if asked.out is None:
             return
@@ -531,7 +531,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, str]:
 def arguments_of(
     argv: Sequence[str] | None, document: str, groups: Sequence[str], ways: Sequence[str] = WAYS, *, fit: int = 0
 ) -> argparse.Namespace:
-    """The command line that these benchmarks have; with `--fit` for one that fits something on other questions."""
+    """The command line of these benchmarks, with `--fit` for those that fit on other questions."""
     parser = argparse.ArgumentParser(description=document.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", default="auto")

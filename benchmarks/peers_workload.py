@@ -1,4 +1,4 @@
-"""What benchmarks/peers.py asks every contender: sessions of requests over passages of real text, by workload.
+"""Workloads of benchmarks/peers.py: sessions of requests over passages of real text.
 
 - `cold`: no passage was asked about before;
 - `warm`: a few prompts that were answered before, again and again;
@@ -34,12 +34,12 @@ class Asked:
 
 
 Session = tuple[Asked, ...]
-"""Requests each of which is sent when the one before has been answered."""
+"""Requests that are sent one after the other, each after the previous answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Sessions that so many clients work through. Without a workload they only warm up, and nothing is measured."""
+    """Sessions processed by `clients` clients. Without a workload they only warm up, and nothing is measured."""
 
     sessions: tuple[Session, ...]
     clients: int = 1
@@ -62,7 +62,7 @@ class Sizes:
 
 
 class Corpus:
-    """The passages of a data set, each given out once, and its questions, again and again."""
+    """The passages of a data set, each used once, and its questions, repeated."""
 
     def __init__(self, examples: Sequence[Example], tokenizer: TextTokenizer, passage_tokens: int) -> None:
         """Texts are joined while they are short, and cut at `passage_tokens`."""
@@ -97,7 +97,7 @@ class Corpus:
 
 
 def phases_of(workloads: Sequence[str], corpus: Corpus, sizes: Sizes, clients: Sequence[int], seed: int) -> list[Phase]:
-    """Every workload at each number of clients, and what is asked before."""
+    """Every workload at each number of clients, preceded by its warm-up."""
     rng = Random(f"peers {seed}")
     known = list(_cold(corpus, sizes.chunks, sizes.distinct))
     phases = [_phase(_cold(corpus, sizes.chunks, _WARM_UP))]

@@ -1,9 +1,9 @@
-"""What a request is planned in: `cachecraft` over chunks that are all stored in several contexts, and the plan's check.
+"""Time to plan a request: `cachecraft` over chunks that are all stored in several contexts, and the plan's check.
 
     python benchmarks/planning_time.py --out planning-time.json
 
 Every chunk has `--variants` segments of `--tokens` tokens, each computed behind as many other chunks as there are, some
-of them in this prompt and in another order, so that every variant has to be scored. What the look-up finds is given; a
+of them in this prompt and in another order, so that every variant has to be scored. The lookup's result is given; a
 request is planned and checked once. Bar: 10 chunks with 5 variants each in 0.2 ms together, median.
 """
 
@@ -73,7 +73,7 @@ def main() -> None:
     arguments = parse(parser)
     method = make_method("cachecraft", ReuseConfig())
     lookup = lookup_of(arguments.chunks, arguments.variants, arguments.tokens, arguments.seed)
-    method.plan(lookup, GEOMETRY)  # what follows from a profile alone is worked out once
+    method.plan(lookup, GEOMETRY)  # values derived from a profile are computed once
     plan_s, check_s = [], []
     for _ in track(range(arguments.runs), "planning", console=Console(stderr=True)):
         started_s = time.perf_counter()

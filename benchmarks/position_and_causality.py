@@ -1,11 +1,11 @@
-"""What correcting positions and recomputing tokens are worth, each without the other (Cache-Craft Table 3).
+"""The effects of correcting positions and of recomputing tokens, each without the other (Cache-Craft Table 3).
 
     python benchmarks/position_and_causality.py --model reader --out position-and-causality.json
 
-Chunks are computed alone. Without corrected positions, a chunk's keys keep the rotation of the place where they were
-computed, right behind BOS, wherever they stand; what is recomputed gets the right one. Without corrected causality
-nothing is recomputed (`full-reuse`); with it, `--method` recomputes. Questions are held out, prompts and scoring are
-those of `chunkweave bench quality`.
+Chunks are computed alone. Without corrected positions, a chunk's keys keep the rotation of the position where they were
+computed, directly after BOS; recomputed tokens get the right one. Without corrected causality nothing is recomputed
+(`full-reuse`); with it, `--method` recomputes. Questions are held out, prompts and scoring are those of `chunkweave
+bench quality`.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def _load_unshifted(cache: RequestCache, layer: int, rotate: Rotate) -> None:
 
 @contextmanager
 def positions_corrected(yes: bool) -> Iterator[None]:
-    """Whether cached keys are rotated to where they stand now."""
+    """Context: whether cached keys are rotated to their current positions."""
     with patch.object(RequestCache, "load_layer", _load_layer if yes else _load_unshifted):
         yield
 

@@ -1,4 +1,4 @@
-r"""What a quiet tenant's first token and whole answer take beside each kind of loud tenant.
+r"""Times of a quiet tenant's first token and whole answer beside each kind of loud tenant.
 
     python benchmarks/quiet_tenant.py --out docs/results/quiet-tenant.json \
         [--serve "chunkweave serve --model reader --port 8125"] [--minutes 10] [--kinds prompts,aborts,uploads,answers]
@@ -11,8 +11,8 @@ each that were never sent before, and gets 32 tokens as a stream. Both tenants h
 - `uploads`: 4 clients that ingest documents, 4 whose bodies of nearly 4 MiB are refused;
 - `answers`: 8 clients that ask for answers of 512 tokens.
 
-A round is a slice of `quiet` alone and one beside each kind, so that what changes in the machine meets all alike. Each
-slice is written to OUT.partial.jsonl when it has ended; the same command continues from there.
+A round is a slice of `quiet` alone and one beside each kind, so that changes of the machine affect all equally. Each
+finished slice is written to OUT.partial.jsonl; the same command continues from there.
 
 Exit code 1 if beside any kind the p99 of the whole answer is above 2.5 times that of alone, that of the first token
 above 2.2 times, or if a request of `quiet` fails.
@@ -51,12 +51,12 @@ from chunkweave.cli.console import check_writable, to_json, write_json
 from chunkweave.errors import UsageError
 
 MOST = {"ttft": 2.2, "total": 2.5}
-"""How many times as long as alone the p99 of the first token, and of the whole answer, may take."""
+"""Limits on the p99 of the first token and of the whole answer, relative to `quiet` alone."""
 ANSWER_TOKENS, LONG_ANSWER_TOKENS = 32, 512
 CLIENTS = 8
 TIMES_CAPACITY = 2.0
 SETTLE_S = 3.0
-"""How long a loud tenant asks before `quiet` does, and how long the server rests behind it."""
+"""Seconds that a loud tenant runs before `quiet` starts, and idle seconds afterwards."""
 REFUSED_BYTES = 4_000_000
 ALONE = "alone"
 
@@ -153,7 +153,7 @@ LOUD: Mapping[str, tuple[Work, ...]] = {
     "uploads": (_ingest, _refused) * (CLIENTS // 2),
     "answers": (_answer,) * CLIENTS,
 }
-"""What each client of a loud tenant does again and again; long prompts come at times, whatever is answered."""
+"""The repeated request of each client of a loud tenant; long prompts arrive at planned times."""
 
 
 async def _pieces(client: httpx.AsyncClient, asked: dict[str, Any]) -> AsyncIterator[str]:
@@ -168,7 +168,7 @@ async def _pieces(client: httpx.AsyncClient, asked: dict[str, Any]) -> AsyncIter
 
 
 async def be_loud(target: Target, kind: str, seed: str, counts: Counter[str]) -> None:
-    """Ask as a loud tenant of a kind does, until cancelled."""
+    """Run a loud tenant of a kind until cancelled."""
     draw = Random(seed)
     async with target.client() as client, asyncio.TaskGroup() as group:
         for number, work in enumerate(LOUD[kind]):
@@ -186,7 +186,7 @@ async def _once(work: Awaitable[None], counts: Counter[str]) -> None:
 
 
 def _loud_process(target: Target, kind: str, seed: str, pipe: Connection) -> None:
-    """A loud tenant in a process of its own, until the other end says so; sends back what it has done."""
+    """Run a loud tenant in a separate process until the pipe signals; sends back its counts."""
     counts: Counter[str] = Counter()
 
     async def run() -> None:
@@ -202,7 +202,7 @@ def _loud_process(target: Target, kind: str, seed: str, pipe: Connection) -> Non
 
 @contextmanager
 def loud(target: Target, kind: str, seed: str) -> Iterator[Callable[[], dict[str, int]]]:
-    """A loud tenant asks inside the block; what it did is said by a call at its end, which stops it."""
+    """Context with a running loud tenant; the yielded function stops it and returns its counts."""
     if kind == ALONE:
         yield dict
         return
@@ -226,7 +226,7 @@ def loud(target: Target, kind: str, seed: str) -> Iterator[Callable[[], dict[str
 
 
 async def ask_quietly(target: Target, rate_per_s: float, seconds: float, seed: str) -> list[LoadedRequest]:
-    """What `quiet` sees for so long."""
+    """The requests of `quiet` over `seconds`."""
     draw = Random(seed)
     arrivals = poisson_arrivals(max(1, round(rate_per_s * seconds)), rate_per_s, draw.randrange(1 << 30))
     async with target.client() as client:
@@ -236,7 +236,7 @@ async def ask_quietly(target: Target, rate_per_s: float, seconds: float, seed: s
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one slice of a round has shown: `did` is what the loud tenant did meanwhile."""
+    """The measurements of one slice of a round; `did` are the loud tenant's counts."""
 
     round: int
     kind: str
@@ -260,7 +260,7 @@ def capacity_per_s(target: Target) -> float:
 
 
 def earlier(path: Path | None, config: Mapping[str, Any]) -> tuple[float | None, list[Slice]]:
-    """The rate of long prompts and the slices that an interrupted run of the same settings has left.
+    """The rate of long prompts and the slices of an interrupted run with the same settings.
 
     Raises:
         UsageError: the file is of other settings.
@@ -280,7 +280,7 @@ def write_line(path: Path | None, line: Mapping[str, Any]) -> None:
 
 
 def row_of(kind: str, slices: list[Slice], alone: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What `quiet` saw in all slices of a kind, beside what it saw alone."""
+    """The row of `quiet` over all slices of a kind, compared with `quiet` alone."""
     requests = [one for part in slices if part.kind == kind for one in part.requests]
     whole = [one for one in requests if one["error"] is None]
     row: dict[str, Any] = {"kind": kind, "requests": len(requests), "failed": len(requests) - len(whole)}

@@ -3,11 +3,10 @@
     chunkweave profile --shape smollm2-135m --cached-tokens 0,512,2048,4000 --new-tokens 32,128,512,2048,4000 \
         --threads 1 --repeats 1 --out cost-smollm2-135m.json
     python benchmarks/ragcache_tables.py --cost-model cost-smollm2-135m.json --musique FILE --mooncake FILE \
-        --out docs/results --docs docs/results/tables-ragcache.md
+        --out docs/results
 
-What a prefill costs is measured (Algorithm 1, lines 6 to 9) and by it the bytes of a token. Computes
-the parts named by `--parts` (all if left out), writes each as JSON into `--out`, and with `--docs` puts the tables
-between the page's markers.
+The cost of a prefill and the bytes of a token are measured (Algorithm 1, lines 6 to 9). Computes the parts named by
+`--parts` (default: all), and writes each as JSON into `--out`.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from docs_tables import markdown_table, update_page
+from docs_tables import markdown_table
 from rich.console import Console
 from rich.progress import track
 from simulator_experiments import MODERN, POLICIES, policy_rows, reordering_row, sustainable_rows
@@ -33,13 +32,13 @@ from chunkweave_lab.simulator.trace import Arrival, Trace, build_trace
 from chunkweave_lab.simulator.workloads import SourceConfig, open_source
 
 SHAPE = "smollm2-135m"
-"""What the measured costs are of: from its floating-point operations alone follow other ones."""
+"""The model of the measured costs; other costs are computed from its floating-point operations."""
 FEW = (0.002, 0.005, 0.01, 0.02, 0.04)
-"""Memory as a share of all documents' KV, where there are many that are asked for once."""
+"""Memory as a share of all documents' KV, for workloads with many documents requested once."""
 SHARES = (0.05, 0.1, 0.2, 0.4, 0.6)
 QUEUED_SHARES = (0.01, 0.02, 0.04, 0.08)
 QUEUED = 2000
-"""Requests of the parts with a queue: enough for half an hour at the rates that they arrive at."""
+"""Requests of the parts with a queue: enough for half an hour at their arrival rates."""
 DRIFT = 0.2
 PARTS = (
     "policies-mmlu-like",
@@ -63,7 +62,6 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes, one a budget")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--docs", type=Path)
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
     if unknown := set(parts) - set(PARTS):
@@ -78,8 +76,6 @@ def main() -> None:
         command = shlex.join(["python", *sys.argv])
         written = arguments.out / f"ragcache-{part}.json"
         write_json(written, BenchmarkResult(part, command, arguments.seed, config, rows, {}).as_dict())
-        if arguments.docs is not None:
-            update_page(arguments.docs, written)
 
 
 def _rows(part: str, arguments: argparse.Namespace, cost: CostModel) -> Iterator[dict[str, Any]]:
@@ -114,7 +110,7 @@ def _budgets(trace: Trace, shares: Sequence[float]) -> list[int]:
 
 
 def _cost_rows(arrivals: list[Arrival], cost: CostModel) -> Iterator[dict[str, Any]]:
-    """PGDSF's hit rates by what it takes a token to cost."""
+    """PGDSF's hit rates by the cost of a token that it assumes."""
     operations = analytic_cost(known_shape(SHAPE).geometry, flops_per_s=1e12)
     costs = {
         "measured": cost,

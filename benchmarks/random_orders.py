@@ -1,10 +1,10 @@
-"""What the order of a prompt's chunks does to answers: the given one against random ones (CRAFT Figure 5).
+"""Effect of chunk order on answers: the given order against random ones (CRAFT Figure 5).
 
     python benchmarks/random_orders.py --model reader --questions 100 --orders 20 --out random-orders-reader.json
 
 Every prompt is prefilled in full in the order of the data set and in random ones. Of each: how likely the first right
 answer is (nats a token), F1 of the answer that is decoded freely, and its ROUGE-L against the answer in the given
-order. CRAFT judges by BERTScore, which takes a model of its own.
+order. CRAFT uses BERTScore, which needs another model.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def shuffled(prompt: Prompt, rng: Random) -> Prompt:
 
 
 def answered(engine: Engine, task: Task, prompt: Prompt, new_tokens: int) -> tuple[float, str]:
-    """How unlikely the first right answer is behind a prompt, and what is answered."""
+    """Negative log-likelihood of the first right answer after a prompt, and the free answer."""
     full = engine.runner.prefill(prompt, make_method("full"), new_tokens=new_tokens, capture=False)
     nll = negative_log_likelihood(log_probabilities(engine.loaded.model, full, task.answer_ids)[0], task.answer_ids)
     return nll, answer_text(engine, decode_greedily(engine, [full], new_tokens)[0].token_ids)
@@ -64,7 +64,7 @@ def question(engine: Engine, task: Task, orders: int, new_tokens: int, rng: Rand
 
 
 def rows_of(questions: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, Any]]:
-    """A row a measure: the given order, the mean of random ones, their difference by question, and how they spread."""
+    """One row per measure: the given order, the mean of random ones, their difference by question, and their spread."""
     rows = []
     for name in MEASURES:
         given = [orders[0][name] for orders in questions]

@@ -1,4 +1,4 @@
-"""Requests that come again by Zipf's law, over passages of generated worlds or of a data set. Imports no torch."""
+"""Requests that recur by Zipf's law, over passages of generated worlds or of a data set. Imports no torch."""
 
 from pathlib import Path
 from random import Random
@@ -13,7 +13,7 @@ _CANDIDATES = 8
 
 
 def world_questions(k: int, *, questions: int, worlds: int, seed: int) -> list[Example]:
-    """`questions` different ones, about `worlds` generated worlds in turn; passages that an answer takes rank first."""
+    """`questions` different questions about `worlds` generated worlds in turn; needed passages rank first."""
     rng = Random(f"ranks {seed}")
     examples = []
     for request in world_requests(questions, max(k, _CANDIDATES), seed=seed, worlds=worlds):

@@ -1,16 +1,16 @@
 """On the real engine: TTFT with and without cache-aware reordering, and the rate that each method sustains.
 
-    python benchmarks/reordering_engine.py --out reordering-engine.json --update-docs docs/results/tables-ragcache.md
+    python benchmarks/reordering_engine.py --out reordering-engine.json
 
 Reordering (RAGCache Figure 18): Poisson arrivals at `--load` times what first come first served serves of a burst, for
 two documents each that 3 % of the documents get 60 % of (RAGCache §3.2). In order (window 0) and reordered (window 32)
-answer the same requests at the same times, in rounds that alternate; each has an engine and a store of its own, warmed
-by the requests before. One new token, as with MMLU. No request is sent twice to an engine.
+answer the same requests at the same times, in rounds that alternate; each has its own engine and store, warmed by
+earlier requests. One new token, as with MMLU. No request is sent twice to an engine.
 
 Sustained rate (its §7): the greatest rate, by bisection, at which the mean TTFT stays within five times that of `full`
-without load. The objective is one for all methods, so that a faster one is not held to a stricter one. A trial lasts
-`--trial-seconds`, and has at least `--trial-requests`, so that a queue that grows is seen to. The store holds every
-chunk alone, but that of `prefix`, which the requests before have filled.
+without load. The objective is the same for all methods, so that a faster method has no stricter one. A trial lasts
+`--trial-seconds` and has at least `--trial-requests`, so that a growing queue is seen. The store has every chunk
+computed alone, except that of `prefix`, which earlier requests have filled.
 """
 
 import argparse
@@ -39,7 +39,7 @@ RATE_HEADS = ["method", "unloaded TTFT", "sustained rate", "of full", "TTFT ther
 METHODS = ("full", "prefix", "cacheblend", "cachecraft")
 IN_ORDER, REORDERED = "in order", "reordered"
 ALONE = 8
-"""Requests that the TTFT without load is the mean of."""
+"""Number of requests for the mean TTFT without load."""
 
 
 @dataclass
@@ -175,7 +175,7 @@ def _requests_of_trial(rate_per_s: float, arguments: argparse.Namespace) -> int:
 
 
 async def _unloaded_ttft_s(served: Served, first: int) -> float:
-    """Mean TTFT of requests that come one at a time."""
+    """Mean TTFT of requests sent one at a time."""
     results = [await served.run(first + number, [0.0]) for number in range(ALONE)]
     return statistics.fmean(result.ttft_mean_s for result in results)
 

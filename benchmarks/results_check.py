@@ -1,4 +1,4 @@
-"""Check that result files say where they come from, and that the documentation says what they say.
+"""Checks that result files state their origin, and that the documentation agrees with them.
 
     python benchmarks/results_check.py            # what `make results-check` runs
     python benchmarks/results_check.py --update   # first write all generated tables anew
@@ -6,15 +6,13 @@
     python benchmarks/results_check.py --same weaving       # it changed, and gives the same numbers
     python benchmarks/results_check.py --stamp "make prove-faults"     # the head of a result that is text
 
-Files in docs/results: each names its command, commit and machine (JSON: the fields; text: its first lines; a picture:
-the JSON file that it is drawn from). The commit is in the history and clean, and has the script or command. Each is
-named on a page, and what pages name is there. Tables on pages and in docs/results/tables-*.md: made anew from their
-files, they are the same (docs_tables). The code that a result measured is what it was, or the result is listed as one
-of an earlier state (computations). Numbers in the text: they are those of the files that claims.toml names
-(docs_figures).
+Each file in docs/results names its command, commit and machine (JSON: fields; text: its first lines; a picture: the
+JSON file that it is drawn from). The commit is in the history, is clean, and has the script or command. Each file is
+named on a page, and files named on pages exist. Tables on pages and in docs/results/tables-*.md equal those generated
+from their files (docs_tables). The code that a result measured is unchanged, or the result is listed as one of an
+earlier state (computations). Numbers in the text are those of the files that claims.toml names (docs_figures).
 
-What cannot be measured anew now is listed in `ALLOWED` with the reason; it is shown, and an entry that is not needed
-any more is an error.
+Exceptions are listed in `ALLOWED` with the reason and printed; an entry that is no longer needed is an error.
 """
 
 import argparse
@@ -45,7 +43,7 @@ ALLOWED = {
     "soak.json": "a quarter of an hour, by make prove-soak",
     "vllm-routing-reader.json": _WITH_VLLM,
 }
-"""Result files whose origin is not what it should be, and why they are not measured anew."""
+"""Result files with an incomplete origin, and why they are not measured again."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Repository:
 
     @cache  # noqa: B019
     def has(self, name: str, path: str, pattern: str = "") -> bool:
-        """Whether a commit (empty: the files as they are) has a file, or folders with a file that matches."""
+        """Whether a commit (empty: the working tree) has a file, or folders with a file that matches."""
         if not name:
             found = sorted(self.root.glob(path))
             files = [file for one in found for file in ([one] if one.is_file() else one.rglob("*.py"))]
@@ -92,7 +90,7 @@ class Repository:
 
 
 def origin_of(path: Path, results: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Command, commit and machine of one result file, as far as it says; a picture has those of its data.
+    """Command, commit and machine of one result file, as far as it states them; a picture has those of its data.
 
     Raises:
         DocumentError: the file cannot be read.
@@ -113,7 +111,7 @@ def _draws(result: Mapping[str, Any], picture: Path) -> bool:
 
 
 def program_of(command: str) -> tuple[str, str]:
-    """What has to be there for a command (a file, or folders by pattern) and match an expression (empty: none)."""
+    """The file (or folders by pattern) that a command needs, and an expression that it must match (empty: none)."""
     if script := re.search(r"\bbenchmarks/\S+\.py\b", command):
         return script[0], ""
     if target := re.match(r"make ([\w-]+)", command):
@@ -125,7 +123,7 @@ def program_of(command: str) -> tuple[str, str]:
 
 
 def origin_problems(origin: Mapping[str, Any], repository: Repository) -> Iterator[str]:
-    """What is wrong with where one file comes from."""
+    """Problems of one file's origin."""
     missing = [name for name in FIELDS if not origin.get(name)]
     if missing:
         yield f"says no {' and no '.join(missing)}"
@@ -152,7 +150,7 @@ def origin_problems(origin: Mapping[str, Any], repository: Repository) -> Iterat
 
 
 def page_problems(page: Path, results: Path, claims: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Tables, numbers and names of files on one page that are not what they should be."""
+    """Problems of tables, numbers and file names on one page."""
     text = page.read_text(encoding="utf-8")
     for named in sorted(set(re.findall(r"\bresults/([\w.-]+\.(?:json|txt|png))", text))):
         if not (results / named).is_file():
@@ -174,21 +172,21 @@ def page_problems(page: Path, results: Path, claims: Mapping[str, Sequence[str]]
 
 
 def pages_of(root: Path) -> list[Path]:
-    """The pages of a checkout, and the files beside the results that hold their tables."""
+    """The pages of a checkout, and the files in docs/results with their tables."""
     docs = root / "docs"
     return [root / "README.md", *sorted(docs.glob("*.md")), *sorted((docs / "results").glob("*.md"))]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is wrong, and what would be wrong but is allowed, one text each."""
+    """Problems, and allowed exceptions, one text each."""
 
     problems: list[str]
     allowed: list[str]
 
 
 def check(root: Path, allowed: Mapping[str, str], say: Callable[[str], None]) -> int:
-    """Check everything below `root`, say what is found, and return how many problems there are."""
+    """Check everything below `root`, report findings with `say`, and return the number of problems."""
     repository, folder = Repository(root), root / "docs" / "results"
     pages = {page.relative_to(root).as_posix(): page for page in pages_of(root)}
     files = sorted(path for path in folder.iterdir() if path.name[0] != "." and path.suffix not in (".md", ".toml"))
@@ -216,7 +214,7 @@ def check(root: Path, allowed: Mapping[str, str], say: Callable[[str], None]) ->
 
 
 def read_results(files: Iterable[Path]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The results among `files` that are JSON, by name, and what is wrong with those that cannot be read."""
+    """The JSON results among `files` by name, and the problems of those that cannot be read."""
     results, unreadable = {}, []
     for path in files:
         if path.suffix == ".json":
@@ -233,7 +231,7 @@ def check_files(
     allowed: Mapping[str, str],
     repository: Repository,
 ) -> Found:
-    """Where files come from."""
+    """Problems of the files' origins."""
     found = Found([f"{name}: is in ALLOWED, but not there" for name in allowed.keys() - {f.name for f in files}], [])
     for path in files:
         if path.suffix == ".json" and path.name not in results:

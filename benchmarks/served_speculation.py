@@ -1,4 +1,4 @@
-"""Speculation as a server has it: a corpus over HTTP, questions in bursts, and how many speculations match.
+"""Speculation in a server: a corpus over HTTP, questions in bursts, and how many speculations match.
 
     python benchmarks/served_speculation.py --dataset musique_150.json --out served-speculation.json
 
@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 from bench_program import parse, settings, show, write
+from docs_tables import command_block, markdown_table
 from server_process import serving
 
 from chunkweave.errors import ChunkweaveError
@@ -71,7 +72,7 @@ async def bursts(url: str, questions: Sequence[str], burst: int, reuse: Mapping[
 
 
 def speculations(client: httpx.Client) -> Counter[str]:
-    """What /metrics counts, by event."""
+    """The counts of /metrics, by event."""
     lines = [
         line for line in client.get("/metrics").text.splitlines() if line.startswith("chunkweave:speculations_total{")
     ]
@@ -79,7 +80,7 @@ def speculations(client: httpx.Client) -> Counter[str]:
 
 
 def row_of(index: str, order: str, reports: Sequence[Mapping[str, Any]], counted: Mapping[str, int]) -> dict[str, Any]:
-    """What the table says of one round; `counted` is by how much /metrics grew."""
+    """One round's row of the table; `counted` is the increase of /metrics."""
     ahead = [report["pipelining"] for report in reports if "pipelining" in report]
     row = {
         "index": index,
@@ -140,7 +141,14 @@ def main() -> None:
     arguments = parse(parser)
     rows = measure(arguments)
     show(HEADS, [_cells(row) for row in rows])
-    write("served-speculation", arguments, settings(arguments, "port"), rows)
+    config = settings(arguments, "port") | {"dataset": arguments.dataset.name}
+    write("served-speculation", arguments, config, rows)
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table, and the command, for the documentation."""
+    rows = markdown_table(HEADS, [_cells(row) for row in result["rows"]])
+    return {"served-speculation": f"{command_block(result['command'])}\n\n{rows}"}
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -1,27 +1,27 @@
 """TTFT, TPOT, throughput and errors of an OpenAI-compatible server under open-loop load, by reuse method or settings.
 
     python benchmarks/server_load.py --serve "chunkweave serve --model reader --method {method} --port 8011" \
-        --url http://127.0.0.1:8011 --out server-load.json --update-docs docs/results/tables-benchmarks.md
+        --url http://127.0.0.1:8011 --out server-load.json
     python benchmarks/server_load.py --url http://127.0.0.1:8000 --methods none
     python benchmarks/server_load.py --serve "chunkweave serve --model smollm2 --port 8011 {way}" \
         --url http://127.0.0.1:8011 --way "full: --method full" --way "PGDSF: --method prefix --policy pgdsf" \
         --dataset xquad.en.json --top-k 1 3 5 --rate-shares .5 .9 1.2 --out server-load-served.json
 
-Requests are questions over documents that are popular by Zipf's law. They are sent at their times (Poisson, or those
-of `--arrivals`, stretched to the rate), whether or not earlier ones were answered. A contender is a method with its
-chunks in the order given (`fixed`) or, apart, in the order that is best for reuse (`free`): what reordering gains is no
-merit of a method, and `prefix, fixed` is plain prefix caching. For each contender: warm-up requests, requests one after
-the other (the unloaded server), the highest sustainable rate, and runs at `--rates`, or else at half, once and twice
-the rate that the first contender sustains. With `--serve` each has a fresh server, `{method}` and `{order}` in its
-command are the contender's, so that it keeps nothing for other methods; without, they find what those before have
-stored. `none` sends no `chunkweave` field.
+Requests are questions over documents that are popular by Zipf's law. They are sent at their times (Poisson, or those of
+`--arrivals`, stretched to the rate), whether or not earlier ones were answered. A contender is a method with its chunks
+in the order given (`fixed`) or, apart, in the order that is best for reuse (`free`): the gain of reordering is not a
+method's, and `prefix, fixed` is plain prefix caching. For each contender: warm-up requests, requests one after the
+other (the unloaded server), the highest sustainable rate, and runs at `--rates`, or else at half, once and twice the
+rate that the first contender sustains. With `--serve` each has a new server; `{method}` and `{order}` in its command
+are the contender's, so it stores nothing for other methods. Without, contenders find the KV stored by earlier ones.
+`none` sends no `chunkweave` field.
 
-A contender may be a `--way` instead, settings of the server that have a name: their flags stand for `{way}` in the
-command, and requests say nothing about reuse. With `--dataset` requests are its questions, popular by Zipf's law, to a
-corpus of the server that its passages are uploaded to first; the server retrieves, and each contender is measured for
-each `--top-k`. Rates, and of ways the longest TTFT that counts as sustained, are those of the first contender with the
-same top-k. `limit_over_full` is how many times fewer tokens than `full` a contender computes in the runs at `--rates`.
-Answers' tokens count for nothing there, and tokens deeper in a prompt as much as its first ones.
+A contender may be a `--way` instead, which is a named set of server flags: they replace `{way}` in the command, and
+requests have no fields about reuse. With `--dataset` requests are its questions, popular by Zipf's law, to a corpus of
+the server that its passages are uploaded to first; the server retrieves, and each contender is measured for each
+`--top-k`. Rates, and of ways the longest TTFT that counts as sustained, are those of the first contender with the same
+top-k. `limit_over_full` is how many times fewer tokens than `full` a contender computes in the runs at `--rates`. It
+ignores answers' tokens, and weighs all tokens of a prompt equally.
 
 A rate is sustained if at least 95 % of what was offered is served, the mean TTFT is at most five times the unloaded
 one and nothing fails, in a run at least 20 times as long as a mean unloaded answer. What a contender sustains lies
@@ -31,7 +31,7 @@ With `--recurring` requests bring their chunks: questions about generated `--wor
 again by Zipf's law, each with the `--top-k` passages that a noisy retrieval ranks first (CRAFT §6, the requests of
 `craft_ordering.py`). `--search first` looks for the sustainable rate of the first contender of each top-k only.
 
-With an `--out` that is there already, contenders that are in it are kept, and only the others are measured.
+With an existing `--out`, contenders in it are kept, and only the others are measured.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from docs_tables import markdown_table, read_result, update_page
+from docs_tables import markdown_table, read_result
 from load_generator import LoadResult, Objective, SustainableRate, reuse_of, sustainable_rate
 from rich.console import Console
 from rich.table import Table
@@ -87,9 +87,9 @@ OVER = {
     "over_prefix": ("over prefix", ("prefix", "fixed")),
     "over_prefix_free": ("over prefix, free", ("prefix", "free")),
 }
-"""Whose sustainable rate each one's is divided by: the key, the table's head, method and order."""
+"""The bases of sustainable rates: key, the table's head, method and order."""
 FULL = "full"
-"""The way whose rate those of others are divided by."""
+"""The way that is the base of other ways' rates."""
 
 console = Console(stderr=True)
 
@@ -106,7 +106,7 @@ class Target:
     seed: int
 
     def client(self) -> httpx.AsyncClient:
-        """A client that opens as many connections as there are requests under way."""
+        """A client without a limit on connections."""
         return httpx.AsyncClient(
             base_url=self.url,
             headers={"authorization": f"Bearer {self.key}"} if self.key else {},
@@ -126,7 +126,7 @@ def contenders_of(arguments: argparse.Namespace) -> list[Choice | Way]:
 
 
 def label_of(row: Mapping[str, Any]) -> str:
-    """What a row is called: files of before have no order."""
+    """The name of a row; older files have no order."""
     name = row["way"] if "way" in row else row["method"]
     parts = (name, row.get("order"), f"top-{row['top_k']}" if "top_k" in row else None)
     return ", ".join(part for part in parts if part is not None)
@@ -223,7 +223,7 @@ def _errors(result: LoadResult) -> dict[str, int]:
 def workload_of(
     arguments: argparse.Namespace, top_k: int | None = None
 ) -> Workload | CorpusWorkload | RecurringWorkload:
-    """What is asked for, with `top_k` chunks where requests bring those that a retrieval would find."""
+    """The workload, with `top_k` chunks if requests carry retrieved chunks."""
     if arguments.recurring:
         return RecurringWorkload(
             arguments.dataset,
@@ -271,7 +271,7 @@ def _way_ratios(row: Mapping[str, Any], measured: Mapping[Any, Mapping[str, Any]
 
 
 def _over(row: Mapping[str, Any], other: Mapping[str, Any] | None) -> list[float | None] | None:
-    """Least and most (None: open) times the rate that `other` sustains; None where that is not known."""
+    """Minimum and maximum (None: open) of the rate divided by the rate that `other` sustains; None if unknown."""
     if other is None or not row["sustainable_rate_per_s"] or not other.get("unsustained_rate_per_s"):
         return None
     if other is row:
@@ -360,8 +360,6 @@ def main() -> None:
         write_result(arguments, rows, contenders)
     write_result(arguments, rows, contenders)
     _show(rows)
-    if arguments.update_docs is not None:
-        update_page(arguments.update_docs, arguments.out)
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
@@ -415,7 +413,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--update-docs", type=Path, metavar="PAGE")
     arguments = parser.parse_args()
     if len(arguments.way) > 1 and "{way}" not in (arguments.serve or ""):
         parser.error("several ways need --serve with {way} in it")
@@ -437,12 +434,12 @@ def _server(arguments: argparse.Namespace, target: Target, choice: Choice | Way)
 
 
 def finished_rows(arguments: argparse.Namespace, contenders: Sequence[Choice | Way]) -> list[dict[str, Any]]:
-    """What `--out` has already.
+    """The finished rows in `--out`.
 
     Raises:
-        UsageError: it was measured under other settings, by method instead of by way or the other way round, or one
-            of the ways had other flags.
-        DocumentError: it cannot be read.
+        UsageError: they were measured under other settings, with methods instead of ways or vice versa, or a way had
+            other flags.
+        DocumentError: the file cannot be read.
     """
     if arguments.out is None or not arguments.out.is_file():
         return []
@@ -469,11 +466,11 @@ def _is_measured(choice: Choice | Way, rows: Sequence[Mapping[str, Any]]) -> boo
 
 
 _WHO = ("way", "methods", "orders", "top_k")
-"""Settings that say which contenders there are: others may join those of before."""
+"""Settings that select contenders: they may differ from those of an existing file."""
 
 
 def _config(arguments: argparse.Namespace) -> dict[str, Any]:
-    left_out = ("out", "update_docs", "seed", "server_log")
+    left_out = ("out", "seed", "server_log")
     config = {key: value for key, value in vars(arguments).items() if key not in left_out}
     config["arrivals"] = "poisson" if arguments.arrivals is None else arguments.arrivals.name
     config["dataset"] = None if arguments.dataset is None else arguments.dataset.name
@@ -482,7 +479,7 @@ def _config(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_result(arguments: argparse.Namespace, rows: list[dict[str, Any]], contenders: Sequence[Choice | Way]) -> None:
-    """After every contender, so that an interrupted run leaves what it has."""
+    """Write the result; called after every contender, so that an interrupted run keeps finished ones."""
     if arguments.out is None:
         return
     complete = all(_is_measured(one, rows) for one in contenders)
@@ -517,7 +514,7 @@ def _sustained(row: Mapping[str, Any]) -> str:
 
 
 def _span(ends: Sequence[float | None] | None, form: str) -> str:
-    """`least to most`; empty where nothing was looked for."""
+    """`least to most`; empty if it was not measured."""
     if ends is None:
         return ""
     least, most = (None if end is None else form.format(end) for end in ends)

@@ -1,4 +1,4 @@
-"""Requests to an OpenAI-compatible server as `load_generator.run_load` makes them: tokens as their events come in."""
+"""Requests to an OpenAI-compatible server for `load_generator.run_load`: yields tokens as their events arrive."""
 
 import json
 import re
@@ -13,22 +13,22 @@ from load_generator import LoadResult, Usage, run_load
 from chunkweave.errors import ChunkweaveError
 
 FAILURES = (ChunkweaveError, httpx.HTTPError, json.JSONDecodeError)
-"""What counts as a failed request."""
+"""Errors of a failed request."""
 
 
 _METRIC = re.compile(r"^chunkweave:(?:store_)?(evictions|speculations)_total\{(.*)\} (\S+)$", re.MULTILINE)
 _AT_A_TIME = 64
-"""Documents of one request that uploads them."""
+"""Documents per upload request."""
 
 
 class RefusedError(ChunkweaveError):
-    """The server answered with an error, at once or in mid-stream."""
+    """The server answered with an error, at once or during the stream."""
 
 
 class Asker:
     """Sends one of `bodies` (streamed chat or plain completions) for each number, and yields its tokens.
 
-    `usages` are those of whole answers so far, as far as the server tells them, and `answers` their texts.
+    `usages` are those of whole answers so far, if the server reports them, and `answers` their texts.
     """
 
     def __init__(self, client: httpx.AsyncClient, path: str, bodies: Sequence[dict[str, Any]]) -> None:
@@ -39,10 +39,10 @@ class Asker:
         self._bodies = bodies
 
     async def __call__(self, number: int) -> AsyncIterator[int]:
-        """An event with text counts as a token; what it held more is added when the server has counted.
+        """Send request `number`. An event with text counts as one token; the server's count corrects it at the end.
 
         Raises:
-            RefusedError: the server says so.
+            RefusedError: the server refused it.
         """
         pieces, usage = list[str](), dict[str, Any]()
         async with self._client.stream("POST", self._path, json=self._bodies[number]) as response:
@@ -59,16 +59,16 @@ class Asker:
         if (cached := (usage.get("prompt_tokens_details") or {}).get("cached_tokens")) is not None:
             self.usages.append(Usage(usage["prompt_tokens"], cached))
         self.answers.append("".join(pieces))
-        # An answer without text has at least the token that ended it.
+        # An answer without text has at least its end token.
         yield max(usage.get("completion_tokens", 0) - len(pieces), 0 if pieces else 1)
 
     async def at_times(self, arrivals: Sequence[float], timeout_s: float) -> LoadResult:
-        """Every body at its time, with what the server has counted."""
+        """Send every body at its time; the result includes the server's counts."""
         result = await run_load(self, arrivals, timeout_s=timeout_s, errors=FAILURES)
         return replace(result, usages=tuple(self.usages), answers=tuple(self.answers))
 
     async def in_turn(self) -> LoadResult:
-        """Every body, each when the one before has been answered: what an idle server does."""
+        """Send every body after the previous answer, which measures an idle server."""
         results = [await run_load(self._at(number), [0.0], errors=FAILURES) for number in range(len(self._bodies))]
         requests = tuple(one for result in results for one in result.requests)
         duration_s = sum(result.duration_s for result in results)
@@ -81,10 +81,10 @@ class Asker:
 
 
 async def upload(client: httpx.AsyncClient, corpus: str, texts: Sequence[str]) -> None:
-    """Make a corpus of the server with a document for each text; what is there already is passed over.
+    """Create a corpus of the server with a document for each text; existing documents are skipped.
 
     Raises:
-        RefusedError: the server says so.
+        RefusedError: the server refused it.
     """
     made = await client.post("/v1/corpora", json={"name": corpus})
     if made.status_code not in (httpx.codes.CREATED, httpx.codes.CONFLICT):
@@ -98,9 +98,9 @@ async def upload(client: httpx.AsyncClient, corpus: str, texts: Sequence[str]) -
 
 
 async def server_counts(client: httpx.AsyncClient) -> dict[str, int]:
-    """What a chunkweave server has counted since it started: `evictions`, and speculations by what happened to them.
+    """Counters of a chunkweave server since its start: `evictions`, and speculations by outcome.
 
-    Empty where there are no such metrics.
+    Empty if there are no such metrics.
     """
     try:
         response = await client.get("/metrics")
@@ -114,7 +114,7 @@ async def server_counts(client: httpx.AsyncClient) -> dict[str, int]:
 
 
 async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The events of a streamed answer, without the mark of its end."""
+    """The events of a streamed answer, without the end marker."""
     async for line in response.aiter_lines():
         data = line.removeprefix("data:").strip()
         if line.startswith("data:") and data != "[DONE]":

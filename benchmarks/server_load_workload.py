@@ -1,4 +1,4 @@
-"""Who asks when, for what and how: arrival times, questions over popular documents, and the contenders."""
+"""Workloads of server_load.py: arrival times, questions over popular documents, and the contenders."""
 
 import csv
 import re
@@ -24,17 +24,17 @@ from chunkweave_lab.datasets import load_dataset
 from chunkweave_lab.simulator.workloads import recurring
 
 CORPUS = "load"
-"""The name of the server's corpus that a data set's passages are in."""
+"""The name of the server's corpus for a data set's passages."""
 
 NONE = "none"
-"""No method of ours: requests do not mention reuse."""
+"""Contender without a method: requests have no fields about reuse."""
 _WAY = re.compile(r"\s*([\w+.%][\w+.% -]*?)\s*:(.*)", re.DOTALL)
-"""A name that figures of the documentation can have in their paths, and flags."""
+"""A name that can be part of a path in claims.toml, and flags."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A method, and whether chunks may be reordered; no method of ours (`none`) has no order."""
+    """A method, and whether chunks may be reordered; `none` has no order."""
 
     method: str
     order: str | None
@@ -42,12 +42,12 @@ class Choice:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """What its row is known by."""
+        """The keys of its row."""
         return {"method": self.method, "order": self.order, **_top_k(self.top_k)}
 
     @property
     def field(self) -> dict[str, Any] | None:
-        """What its requests say to the server about reuse."""
+        """The field of its requests about reuse."""
         return None if self.order is None else self.keys
 
     def command(self, serve: str) -> str:
@@ -57,7 +57,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Settings of the server under a name; its requests say nothing about reuse."""
+    """Named settings of the server; its requests have no fields about reuse."""
 
     name: str
     flags: str
@@ -65,10 +65,11 @@ class Way:
 
     @staticmethod
     def of(text: str) -> "Way":
-        """From `NAME: FLAGS`.
+        """Parse `NAME: FLAGS`.
 
         Raises:
-            UsageError: it is not that, or the name has other than letters, digits, spaces and `_ + . % -`.
+            UsageError: the form is wrong, or the name has characters other than letters, digits, spaces and `_ + . %
+                -`.
         """
         if (found := _WAY.fullmatch(text)) is None:
             raise UsageError(f"{text!r} is no NAME: FLAGS; a name has letters, digits, spaces and _ + . % - only")
@@ -76,12 +77,12 @@ class Way:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """What its row is known by."""
+        """The keys of its row."""
         return {"way": self.name, "flags": self.flags, **_top_k(self.top_k)}
 
     @property
     def field(self) -> dict[str, Any] | None:
-        """What its requests say to the server about reuse."""
+        """The field of its requests about reuse."""
         return _top_k(self.top_k) or None
 
     def command(self, serve: str) -> str:
@@ -94,7 +95,7 @@ def _top_k(top_k: int | None) -> dict[str, int]:
 
 
 def choices(methods: Sequence[str], orders: Sequence[str]) -> list[Choice]:
-    """Every method in every order; in one order only where nothing is reused, and the order changes nothing."""
+    """Every method in every order; methods that reuse nothing in one order only."""
     found: list[Choice] = []
     for method in methods:
         if method == NONE:
@@ -121,7 +122,7 @@ class Workload:
     seed: int = 0
 
     def documents(self) -> list[Chunk]:
-        """All there are, the most popular first."""
+        """All documents, most popular first."""
         corpus = make_corpus(self.worlds, self.seed) if self.worlds else bundled_corpus()
         rows = [corpus.passages[i : i + self.passages] for i in range(0, len(corpus.passages), self.passages)]
         documents = [Chunk("\n".join(chunk.text for chunk in row), row[0].source) for row in rows]
@@ -133,7 +134,7 @@ class Workload:
         return asdict(self)
 
     def bodies(self, reuse: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-        """Bodies of streamed chat requests without end: the same for all but for the field `chunkweave`, `reuse`."""
+        """An endless sequence of bodies of streamed chat requests; only the field `chunkweave` (`reuse`) differs."""
         documents = self.documents()
         weights = _zipf_weights(len(documents), self.zipf)
         rng = Random(f"requests {self.seed}")
@@ -151,9 +152,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class CorpusWorkload:
-    """Questions of a data set, drawn by Zipf's law, to a corpus of the server that holds the data set's passages.
+    """Questions of a data set, drawn by Zipf's law, to a corpus of the server with the data set's passages.
 
-    The server retrieves: what a question's own passages are is not told.
+    The server retrieves; requests do not name a question's passages.
     """
 
     dataset: Path
@@ -170,13 +171,13 @@ class CorpusWorkload:
         return list(dict.fromkeys(chunk.text for example in load_dataset(self.dataset) for chunk in example.chunks))
 
     def settings(self) -> dict[str, Any]:
-        """JSON-able: the data set by its name and contents, not by where it lies."""
+        """JSON-able: the data set by name and content, not by path."""
         examples = load_dataset(self.dataset)
         found = {"questions": len(examples), "passages": len(self.passages()), "digest": digest_of(examples)}
         return {**asdict(self), "dataset": self.dataset.name, **found}
 
     def bodies(self, reuse: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-        """Bodies of streamed chat requests without end: the same for all but for `reuse` in the field `chunkweave`."""
+        """An endless sequence of bodies of streamed chat requests; only `reuse` in the field `chunkweave` differs."""
         questions = [example.question for example in load_dataset(self.dataset)]
         Random(f"popularity {self.seed}").shuffle(questions)
         weights = _zipf_weights(len(questions), self.zipf)
@@ -188,11 +189,10 @@ class CorpusWorkload:
 
 @dataclass(frozen=True, slots=True)
 class RecurringWorkload:
-    """Questions that come again by Zipf's law, each with the `chunks` passages that a noisy retrieval ranks first.
+    """Questions that recur by Zipf's law, each with the `chunks` passages that a noisy retrieval ranks first.
 
     They are those of `craft_ordering.py`: `questions` about `worlds` generated worlds, or those of `dataset` over its
-    own passages. Requests bring the passages, so that a question finds mostly the same ones, now and then in another
-    order.
+    own passages. Requests contain the passages; a question mostly has the same ones, sometimes in another order.
     """
 
     dataset: Path | None
@@ -214,7 +214,7 @@ class RecurringWorkload:
         return world_questions(self.chunks, questions=self.questions, worlds=self.worlds, seed=self.seed)
 
     def settings(self) -> dict[str, Any]:
-        """JSON-able, without how many passages, which is each contender's: a data set by its name and contents."""
+        """JSON-able: a data set by name and content; without the number of passages, which is each contender's."""
         found = {key: value for key, value in asdict(self).items() if key != "chunks"}
         if self.dataset is None:
             return {**found, "recurring": True}
@@ -222,9 +222,9 @@ class RecurringWorkload:
         return {**named, "dataset": self.dataset.name, "digest": digest_of(self.examples()), "recurring": True}
 
     def bodies(self, reuse: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-        """Bodies of streamed chat requests without end: the same for all but for `reuse` in the field `chunkweave`.
+        """An endless sequence of bodies of streamed chat requests; only `reuse` in the field `chunkweave` differs.
 
-        A `top_k` there is for servers that retrieve, and left out.
+        A `top_k` in it is omitted: it is for servers that retrieve.
         """
         field = {key: value for key, value in (reuse or {}).items() if key != "top_k"}
         for one in recurring(self.examples(), sys.maxsize, top_k=self.chunks, exponent=self.zipf, seed=self.seed):
@@ -234,7 +234,7 @@ class RecurringWorkload:
 
 
 def _zipf_weights(count: int, exponent: float) -> list[float]:
-    """Cumulative, the most popular first."""
+    """Cumulative weights, most popular first."""
     return list(accumulate((rank + 1) ** -exponent for rank in range(count)))
 
 
@@ -249,7 +249,7 @@ def _body(question: str, new_tokens: int) -> dict[str, Any]:
 
 
 def arrival_times(count: int, rate_per_s: float, trace: Sequence[float] | None, seed: int) -> list[float]:
-    """When `count` requests come, at that mean rate: Poisson, or as a trace's first ones, stretched."""
+    """Arrival times of `count` requests at this mean rate: Poisson, or the first ones of a trace, stretched."""
     if trace is None:
         return poisson_arrivals(count, rate_per_s, seed)
     if len(trace) < count or count < 2:

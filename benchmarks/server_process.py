@@ -15,7 +15,7 @@ from chunkweave_server.tenants import new_key
 
 
 def api_keys(*tenants: str) -> dict[str, str]:
-    """A new key for each tenant; servers that are started from now on know them, and nobody else."""
+    """A new key for each tenant; servers started from now on accept only these."""
     keys = {tenant: new_key() for tenant in tenants}
     os.environ["CHUNKWEAVE_API_KEYS"] = ",".join(f"{tenant}={key}" for tenant, key in keys.items())
     return keys
@@ -25,10 +25,10 @@ def api_keys(*tenants: str) -> dict[str, str]:
 def serving(command: str, url: str, *, ready_path: str, log: Path, timeout_s: float = 600.0) -> Iterator[int]:
     """Run `command` until the end of the block; inside, `url` plus `ready_path` has answered with 200.
 
-    The block gets its id, by which it is stopped, at first politely. What it prints goes to `log`.
+    Yields the process id. At the end the process is stopped, at first gracefully. Its output goes to `log`.
 
     Raises:
-        ChunkweaveError: somebody else answers there already, or it ended, or took too long, before it was ready.
+        ChunkweaveError: another server answers at `url`, or the process ended or timed out before it was ready.
     """
     if _answers(url + ready_path):
         raise ChunkweaveError(f"a server answers at {url} already: stop it, or leave --serve out")
@@ -68,13 +68,13 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def resident_bytes(pid: int) -> int:
-    """Physical memory that a process holds now (Linux)."""
+    """Current physical memory of a process (Linux)."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(fields["VmRSS"].split()[0]) * 1024
 
 
 def peak_rss_bytes(pid: int) -> int:
-    """Most physical memory that a process and those that it started ever held, each counted by itself (Linux)."""
+    """Sum of the peaks of physical memory of a process and its children (Linux)."""
     parents: dict[int, int] = {}
     peaks: dict[int, int] = {}
     for status in Path("/proc").glob("[0-9]*/status"):

@@ -19,7 +19,7 @@ class ServerThread:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The server's URL."""
         return self._url
 
     def __enter__(self) -> "ServerThread":

@@ -1,22 +1,24 @@
 """Write the table of all settings into docs/settings.md: python benchmarks/settings_page.py."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from docs_tables import rewrite_page
 
-from chunkweave.settings import Place, Setting, settings_of
+from chunkweave.settings import SERVERS, Place, Setting, settings_of
 from chunkweave_server.settings import GROUPS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
-_COLUMNS = {
-    Place.COMMANDS: "commands",
-    Place.ENGINE: "`serve`",
-    Place.VLLM: "`vllm-serve`",
-    Place.CONNECTOR: "connector",
-    Place.REQUEST: "request",
+_WHERE = {
+    frozenset({Place.COMMANDS}): "commands",
+    SERVERS: "servers",
+    frozenset({Place.ENGINE}): "`serve`",
+    frozenset({Place.VLLM}): "`vllm-serve`",
+    frozenset({Place.CONNECTOR}): "connector",
+    frozenset({Place.REQUEST}): "request",
 }
+"""Names of places in the table; `SERVERS` come before each of them."""
 
 
 def tables(_: Mapping[str, Any]) -> dict[str, str]:
@@ -25,11 +27,11 @@ def tables(_: Mapping[str, Any]) -> dict[str, str]:
 
 
 def settings_table() -> str:
-    """One table a group: what each setting is called, its default, where it can be changed, what it means."""
+    """One table per group: each setting's name, default, sources and meaning."""
     parts = []
     for kind in GROUPS.values():
         rows = [f"### {(kind.__doc__ or '').partition('.')[0]}: `{kind.__name__}`", ""]
-        rows += ["| setting | default | where | |", "|---|---|---|---|"]
+        rows += ["|setting|default|where||", "|---|---|---|---|"]
         rows += [_row(one) for one in settings_of(kind).values()]
         parts.append("\n".join(rows))
     return "\n\n".join(parts)
@@ -37,15 +39,26 @@ def settings_table() -> str:
 
 def _row(one: Setting) -> str:
     default = _shown(one, one.default)
-    others = {place: _shown(one, value) for place, value in one.defaults.items() if value != one.default}
-    default += "".join(f"; {_COLUMNS[place]}: {value}" for place, value in others.items())
-    where = ", ".join(name for place, name in _COLUMNS.items() if place in one.places)
+    others: dict[str, set[Place]] = {}
+    for place, value in one.defaults.items():
+        if value != one.default:
+            others.setdefault(_shown(one, value), set()).add(place)
+    default += "".join(f"; {', '.join(_named(places))}: {value}" for value, places in others.items())
     attribute = "" if one.attribute == one.name else f"<br>`{one.attribute}`"
-    return f"| `{one.name}`{attribute} | {default} | {where} | {one.meaning} |"
+    return f"|`{one.name}`{attribute}|{default}|{', '.join(_named(one.places))}|{one.meaning}|"
+
+
+def _named(places: Collection[Place]) -> list[str]:
+    left, names = set(places), []
+    for group, name in _WHERE.items():
+        if group <= left:
+            left -= group
+            names.append(name)
+    return names
 
 
 def _shown(one: Setting, value: object) -> str:
-    return "" if value == () else f"`{one.text(value)}`"
+    return "" if value in ((), "") else f"`{one.text(value)}`"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What requests that come at the same time gain from waiting for parts that another one's prefill computes.
+"""The gain of concurrent requests from waiting for parts that another request's prefill computes.
 
     python benchmarks/shared_prefills.py --out docs/results/shared-prefills.json
 
 Loads: six requests over the same two documents, six over two documents each of its own, and 24 over two of twelve
-documents drawn by Zipf's law, all submitted at once. Contenders take turns, each over an empty store: waiting for parts
-(`shared`), without that (`apart`: no request finds anything to wait for, and a prefill is stored at its end), and one
-request at a time. Limit of the tokens: what one request after the other prefills.
+documents drawn by Zipf's law, all submitted at once. Contenders alternate, each over an empty store: waiting for parts
+(`shared`), no waiting (`apart`: a prefill is stored only at its end), and one request at a time. The lower limit of
+tokens is what sequential requests prefill.
 """
 
 import argparse
@@ -96,7 +96,7 @@ async def _run(
 
 
 def _row(load: str, name: str, runs: dict[tuple[str, str], list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians over the rounds, and of the ratio to the run without waiting in the same round."""
+    """Medians over the rounds, including the ratio to the run without waiting in the same round."""
     own, apart = runs[load, name], runs[load, "apart"]
     medians = {key: statistics.median(one[key] for one in own) for key in own[0]}
     ratios = [mine["requests_per_s"] / other["requests_per_s"] for mine, other in zip(own, apart, strict=True)]

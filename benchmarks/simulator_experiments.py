@@ -19,7 +19,7 @@ from chunkweave_lab.simulator.trace import Arrival, Trace, at_times, build_trace
 POLICIES = ("pgdsf", "gdsf", "lru", "lfu", "reuse-frequency")
 _BISECTIONS = 7
 MODERN = ("S3FIFO", "WTinyLFU", "LHD")
-"""Policies that are newer than anything in a knowledge tree."""
+"""Newer policies, without a knowledge tree."""
 
 _HASH_POWER = 18
 
@@ -27,7 +27,7 @@ _HASH_POWER = 18
 def policy_rows(
     trace: Trace, budgets: Sequence[int], cost: CostModel, policies: Sequence[str] = POLICIES
 ) -> Iterator[dict[str, Any]]:
-    """One row a budget: every policy's hit rates, the best modern policy of libcachesim, the bounds (Figure 17)."""
+    """One row per budget: every policy's hit rates, the best modern policy of libcachesim, the bounds (Figure 17)."""
     for budget in budgets:
         runs = {name: simulate(trace, SimulationConfig(name, (Tier("memory", budget),)), cost) for name in policies}
         modern = [reference_hits(name, trace, budget) for name in MODERN] if installed() else []
@@ -56,7 +56,7 @@ def reordering_row(
 ) -> dict[str, Any]:
     """Mean TTFT with and without cache-aware reordering at `load` times the rate that first come first served sustains.
 
-    That rate is one over the mean time a request keeps the engine busy in order of arrival (Figure 18).
+    That rate is 1 / the mean time that a request occupies the engine in order of arrival (Figure 18).
     """
     tiers = (Tier("memory", budget),)
     capacity = _capacity(arrivals, SimulationConfig(policy, tiers), cost)
@@ -81,7 +81,7 @@ def reordering_row(
 def sustainable_rows(
     arrivals: Sequence[Arrival], budget: int, cost: CostModel, *, factor: float = 5.0, seed: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """The greatest rate at which the mean TTFT stays below `factor` times the unloaded TTFT without a cache (§7)."""
+    """The highest rate at which the mean TTFT stays below `factor` times the unloaded TTFT without a cache (§7)."""
     tiers = (Tier("memory", budget),)
     methods = {
         "no cache": SimulationConfig("lru", (Tier("memory", 0),)),
@@ -113,8 +113,8 @@ def _arriving(arrivals: Sequence[Arrival], rate_per_s: float, cost: CostModel, s
 class ReferenceResult:
     """Hits of a libcachesim policy whose objects are the nodes of a trace (a chunk in its context).
 
-    `object_hits` are documents that it held when they were asked for. `hits` are those of them whose whole path it
-    held: only these can be reused as an exact prefix, and only these compare with a tree's hits.
+    `object_hits` are documents that were cached when requested. `hits` are those whose whole path was cached: only
+    these can be reused as an exact prefix and compared with a tree's hits.
     """
 
     policy: str
@@ -124,7 +124,7 @@ class ReferenceResult:
 
     @property
     def hit_rate(self) -> float:
-        """Usable hits / documents asked for."""
+        """Usable hits / documents requested."""
         return self.hits / self.documents if self.documents else 0.0
 
 
@@ -136,15 +136,15 @@ def installed() -> bool:
 def object_hits(
     policy: str, references: Sequence[SegmentRecord], budget_bytes: int, *, evict_first: bool = False
 ) -> list[bool]:
-    """Whether each reference hits in a libcachesim cache of that name and size, ids and bytes being the objects'.
+    """Whether each reference hits in a libcachesim cache of this policy and size.
 
-    With `evict_first` room is made before an object comes in, by libcachesim's own ranking; its GDSF otherwise puts
-    the object in first and may choose it as its own victim, which no store does that needs the room beforehand.
+    With `evict_first` room is made before an object is inserted, by libcachesim's ranking. Its GDSF otherwise inserts
+    the object first and may evict that object itself, which a store that needs the room beforehand cannot do.
 
     Raises:
         UsageError: libcachesim is not installed.
     """
-    unit = gcd(*(record.nbytes for record in references))  # its sketches are sized by the cache's, and overflow
+    unit = gcd(*(record.nbytes for record in references))  # its sketches depend on the size, and overflow
     room = budget_bytes // unit if unit else 0
     if not room:
         return [False] * len(references)
@@ -166,7 +166,7 @@ def object_hits(
 
 
 def reference_hits(policy: str, trace: Trace, budget_bytes: int) -> ReferenceResult:
-    """All requests of `trace`, part by part from the root on.
+    """Replay all requests of `trace`, part by part from the root.
 
     Raises:
         UsageError: libcachesim is not installed.

@@ -1,7 +1,6 @@
-"""Many small requests to a real server on loopback: memory flat, no descriptor left, all in order at the end.
+"""Many small requests to a real server on loopback: memory must stay flat, and no descriptor may be left open.
 
-Run: python benchmarks/soak.py [--requests 50000] [--out docs/results/soak.json]
-Exit code 1 if it is not so.
+Run: python benchmarks/soak.py [--requests 50000] [--out docs/results/soak.json] Exit code 1 otherwise.
 """
 
 import argparse
@@ -62,7 +61,7 @@ def small_request(draw: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 async def one(client: httpx.AsyncClient, draw: random.Random) -> str:
-    """Make a request; sometimes leave in the middle of a stream."""
+    """Send a request; sometimes closes a stream early."""
     path, body = small_request(draw)
     async with client.stream("POST", path, json=body) as response:
         if body.get("stream") and draw.random() < 0.2:
@@ -107,7 +106,7 @@ def engine() -> Engine:
 
 
 def run(requests: int, seed: int) -> dict[str, Any]:
-    """The whole soak; `ok` says whether all is well."""
+    """Run the whole soak; `ok` is whether it passed."""
     chosen = settings()
     backend = EngineBackend(chosen, lambda _: engine())
     service = Service(chosen, backend)

@@ -1,12 +1,11 @@
 """Prefill beside the search: non-overlapping search time and TTFT with and without speculation (RAGCache Table 3).
 
-    python benchmarks/speculation.py --index-file ivf.faiss --out speculation.json \
-        --update-docs docs/results/tables-ragcache.md
+    python benchmarks/speculation.py --index-file ivf.faiss --out speculation.json
 
-A million synthetic vectors (clustered_index.py); vector n stands for passage n modulo `--texts`, so that nobody has to
-make a million texts. Questions come one at a time, and both contenders answer each, in turns; each contender has an
-engine and a store of its own. Without speculation a search has no stages. The search ratio is the share of the lists
-that is searched. Random weights: what is answered means nothing.
+A million synthetic vectors (clustered_index.py); vector n represents passage n modulo `--texts`, so fewer texts are
+needed. Questions come one at a time, and both contenders answer each, alternating; each contender has its own engine
+and store. Without speculation a search has no stages. The search ratio is the share of the lists that is searched.
+Weights are random, so answers are meaningless.
 
 Non-overlapping search time is the part of the search in which nothing was generated for its final result. TTFT counts
 from the question to the first token. Under full load requests arrive, Poisson, at `--load` times the rate that the
@@ -44,7 +43,7 @@ LOAD_HEADS = ["round", "requests/s", "TTFT with", "without", "with / without", "
 
 
 class VectorCorpus:
-    """Vectors that stand for passages; a question is the number of its vector."""
+    """Vectors that represent passages; a question is the number of its vector."""
 
     def __init__(self, index: FaissIndex, questions: NDArray[np.float32], texts: Sequence[str]) -> None:
         self.index = index
@@ -75,7 +74,7 @@ class VectorCorpus:
 
 @dataclass
 class Contender:
-    """A pipeline with an engine and a store of its own, and its answers one at a time."""
+    """A pipeline with its own engine and store, and its answers one at a time."""
 
     name: str
     batching: AsyncEngine
@@ -99,7 +98,7 @@ class Contender:
 
 
 async def one_at_a_time(contenders: Sequence[Contender], questions: Sequence[int], progress: Progress) -> None:
-    """Every question to every contender, in turns."""
+    """Every question to every contender, alternating."""
     task = progress.add_task("one at a time", total=len(questions))
     for number, question in enumerate(questions):
         for turn in range(len(contenders)):
@@ -110,7 +109,7 @@ async def one_at_a_time(contenders: Sequence[Contender], questions: Sequence[int
 
 
 def ratio_row(ratio: float, contenders: Sequence[Contender]) -> dict[str, Any]:
-    """What the table says of one search ratio."""
+    """The row of one search ratio."""
     ours, plain = (list(one.answers) for one in contenders)
     row: dict[str, Any] = {"search_ratio": ratio, "questions": len(ours)}
     for name, answers in ((WITH, ours), (WITHOUT, plain)):
@@ -132,7 +131,7 @@ def ratio_row(ratio: float, contenders: Sequence[Contender]) -> dict[str, Any]:
 
 
 def service_s(answers: Sequence[RagAnswer]) -> float:
-    """Seconds that a request keeps the engine busy, on average."""
+    """Mean seconds that a request occupies the engine."""
     reports = [answer.report for answer in answers]
     return statistics.fmean(report.ttft_s - report.queue_s + report.decode_s for report in reports)
 

@@ -1,15 +1,15 @@
-"""Staged vector search: what each stage takes, and after which one the final top-k is known.
+"""Staged vector search: the time of each stage, and the stage after which the final top-k is known.
 
     python benchmarks/staged_search.py --out staged-search.json
     python benchmarks/staged_search.py --index hnsw --index-file hnsw.faiss --out staged-search-hnsw.json
 
-A million synthetic vectors of 384 dimensions; clustered_index.py says how they are made. `--index-file` keeps the index
-there and takes it from there: a graph over a million vectors takes long to make, and goes on where it was interrupted.
+A million synthetic vectors of 384 dimensions; see clustered_index.py. `--index-file` stores the index and loads it
+again: a graph over a million vectors takes long to build, and an interrupted build continues.
 
 The search ratio is the share of an IVF index's lists that is probed, as in RAGCache's Table 3; for HNSW it is the share
 of the widest queue (efSearch 512). `recall` is against exact search. The final stage is the first whose top-k, order
-included, is that of the last: prefill of it could have begun then, and what is left of the search would have been
-hidden. `hidden` is that rest as a share of the search.
+included, is that of the last: its prefill could have started then, and hidden the rest of the search. `hidden` is that
+rest as a share of the search.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from chunkweave.retrieval.indexes import SearchStage, timed_stages
 
 @dataclass(frozen=True)
 class Search:
-    """One staged search: the rows known after each stage, and the seconds that each took; `whole_s` without stages."""
+    """One staged search: the rows known after each stage, and each stage's seconds; `whole_s` without stages."""
 
     stages: tuple[tuple[int, ...], ...]
     seconds: tuple[float, ...]
@@ -57,7 +57,7 @@ class Search:
 
 
 def measured(index: FaissIndex, queries: NDArray[np.float32], k: int, title: str) -> list[Search]:
-    """Every question searched in stages and without, in turns, so that neither finds the other's vectors in a cache."""
+    """Search every question with and without stages, alternating, so that neither profits from warm CPU caches."""
     found = []
     for number, query in enumerate(track(queries, title, console=Console(stderr=True), transient=True)):
         whole_s = 0.0
@@ -77,7 +77,7 @@ def measured(index: FaissIndex, queries: NDArray[np.float32], k: int, title: str
 
 
 def row(ratio: float, searches: Sequence[Search], exact: Sequence[tuple[int, ...]]) -> dict[str, Any]:
-    """What the table says of one ratio."""
+    """The row of one ratio."""
     stages = len(searches[0].stages)
     overlaps = (len(set(one.stages[-1]) & set(best)) / len(best) for one, best in zip(searches, exact, strict=True))
     return {

@@ -1,14 +1,14 @@
-"""A store in use: hit rate, variants a chunk, recomputed fraction and TTFT over many requests of skewed popularity.
+"""A store in use: hit rate, variants per chunk, recomputed fraction and TTFT over many skewed requests.
 
     python benchmarks/steady_state.py --model reader --out steady-state.json
     python benchmarks/steady_state.py --shape smollm2-135m --queries 100 --out steady-state.json
 
 Requests take `--chunks` passages of the bundled corpus (296, made of held-out worlds), drawn by Zipf's law, in random
-order. Every contender has a store of its own and keeps what it computed, as an engine does; each request goes to all of
-them in turn. `cachecraft, one variant` has `max_variants=1`: beside the segments that exact prefixes run over, only the
-most reusable one of a chunk. The histogram of segments a chunk is Cache-Craft's Figure 25. Times are from ids to the
-first token, `sooner` is the median of quotients within a request; the first `--warm-up` requests fill the stores and
-are not counted.
+order. Every contender has its own store and stores computed segments, as an engine does; each request goes to all
+contenders in turn. `cachecraft, one variant` has `max_variants=1`: beside the segments that exact prefixes run over,
+only the most reusable one of a chunk. The histogram of segments a chunk is Cache-Craft's Figure 25. Times are from ids
+to the first token, `sooner` is the median of quotients within a request; the first `--warm-up` requests fill the stores
+and are not counted.
 """
 
 import argparse
@@ -45,7 +45,7 @@ MOST_SHOWN = 5
 
 @dataclass
 class Contender:
-    """A method with its own store, and what was measured of it."""
+    """A method with its own store, and its measurements."""
 
     name: str
     engine: Engine
@@ -75,7 +75,7 @@ class Contender:
         self.fractions.append(prefilled.recompute_work / (layers * reused) if reused else 0.0)
 
     def row(self, reference: "Contender") -> dict[str, Any]:
-        """What the table says of it."""
+        """Its row of the table."""
         percentiles = statistics.quantiles(self.ttft_s, n=100)
         pairs = zip(reference.ttft_s, self.ttft_s, strict=True)
         stats = self.engine.store.stats
@@ -193,7 +193,7 @@ def _cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def _histogram(chunks_by_count: Mapping[int, int]) -> str:
-    """Chunks by how many segments they have, those with more than the shown ones together; the JSON has all."""
+    """Chunks by number of segments; larger numbers are summed. The JSON has all."""
     shown = {count: chunks for count, chunks in chunks_by_count.items() if count <= MOST_SHOWN}
     more = sum(chunks_by_count.values()) - sum(shown.values())
     texts = [f"{count}:{chunks}" for count, chunks in sorted(shown.items())]

@@ -1,12 +1,12 @@
-"""How large the code is and how it hangs together; fails above the limits kept in pyproject.toml.
+"""Measures the size of the code and its import cycles; fails above the limits in pyproject.toml.
 
     python benchmarks/structure.py [--no-rooms] [--list]
 
-It prints, and holds against `[tool.chunkweave.structure]`:
+It prints, and compares with `[tool.chunkweave.structure]`:
 
 - `code_lines` of each package and of `all`: lines without blank ones, comments and docstrings.
 - `files_entered` by one warm `Engine.generate`, and by one answer of `chunkweave serve`: files of the packages in which
-  a function runs (--no-rooms leaves them out: they take half a minute; --list names them).
+  a function runs (--no-rooms skips them: they take half a minute; --list names them).
 - `files_in_cycles`: files whose imports lead back to them. Type-checking and function-level imports count, and so do
   imports of packages (`__init__.py`).
 """
@@ -194,7 +194,7 @@ def files_of_serve(source: Path) -> list[str]:
 
 
 def above(found: Mapping[str, Any], limits: Mapping[str, Any], place: str = "") -> Iterator[str]:
-    """What of `found` is above its limit, and by how much; a figure without a limit is a fault too."""
+    """The figures of `found` above their limits, and by how much; a figure without a limit is an error, too."""
     for name, count in found.items():
         limit = limits.get(name)
         if isinstance(count, Mapping):

@@ -1,14 +1,13 @@
 """Does reuse last? Many queries over a corpus that the store cannot hold (what LMCache's users see decay to 1x).
 
-    python benchmarks/sustained.py --engine own --out docs/results/sustained-own.json \
-        --update-docs docs/results/tables-benchmarks.md
+    python benchmarks/sustained.py --engine own --out docs/results/sustained-own.json
     python benchmarks/sustained.py --engine vllm --model smollm2 --dataset musique_150.json --every 5 ...
 
 `--queries` queries of `--chunks` distinct documents in random order, drawn by Zipf's law from `--documents` of
 `--document-tokens` tokens; no query comes twice. The byte budget holds a quarter of them. The store begins empty, and
-nothing is computed beforehand. One of `--every` queries is prefilled in full too, behind its own answer: a TTFT ratio
-is the median of those of a stretch of queries over the median of the queries' own. Each method has an engine and a
-store of its own.
+nothing is computed beforehand. One of `--every` queries is also prefilled in full, after its own answer: a TTFT ratio
+is the median of these over a stretch of queries divided by the median of the queries' own. Each method has its own
+engine and store.
 
 Weights and tokens are random, or those of `--model` and `--dataset`: passages of a data set in a row, cut into
 documents, and its questions. Then the first tokens of those queries are compared too: how often both are the same, and
@@ -67,7 +66,7 @@ class Workload:
         self.queries = [self._query(numbers) for numbers in self.drawn]
 
     def bound(self, budget_bytes: int, token_bytes: int) -> float:
-        """Belady's hit rate over the documents, each an object of its own whatever it stands behind."""
+        """Belady's hit rate over the documents; a document is the same object in every context."""
         names = [number for numbers in self.drawn for number in numbers]
         parts = [Part(str(number), len(self.documents[number])) for number in names]
         arrivals = [Arrival(float(place), (part,)) for place, part in enumerate(parts)]
@@ -105,7 +104,7 @@ def _read(args: argparse.Namespace) -> tuple[list[tuple[int, ...]], list[tuple[i
 
 
 def measure(method: str, workload: Workload, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
-    """All queries through one engine; a row of what was seen."""
+    """Run all queries through one engine; returns the row."""
     document_tokens = args.chunks * args.document_tokens
     found: list[FirstToken] = []
     full: dict[int, FirstToken] = {}
@@ -149,7 +148,7 @@ def _stretch(
 
 
 def _heads(config: Mapping[str, Any]) -> list[str]:
-    """Random weights say nothing about answers."""
+    """The table's heads; without fidelity for random weights."""
     return [*HEADS, *(FIDELITY_HEADS if config.get("model") else ())]
 
 

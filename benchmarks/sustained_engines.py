@@ -1,4 +1,4 @@
-"""What benchmarks/sustained.py measures: chunkweave's own engine, and vLLM with the plug-in, behind one Protocol."""
+"""The engines of benchmarks/sustained.py: chunkweave's own, and vLLM with the plug-in, behind one Protocol."""
 
 import asyncio
 import tempfile
@@ -30,7 +30,7 @@ _BYTES = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Token ids of the documents, in prompt order, and of the question behind them."""
+    """Token ids of the documents, in prompt order, and of the question."""
 
     documents: tuple[tuple[int, ...], ...]
     question: tuple[int, ...]
@@ -38,9 +38,9 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """Seconds to the first token, how many tokens of documents were not computed from nothing, and what it may be.
+    """Seconds to the first token, the number of reused document tokens, and the token's distribution.
 
-    `likeliest` are the log-probabilities of the `TOP` likeliest ones.
+    `likeliest` are the log-probabilities of the `TOP` most likely tokens.
     """
 
     ttft_s: float
@@ -48,9 +48,9 @@ class FirstToken:
     likeliest: Mapping[int, float]
 
     def differs(self, full: "FirstToken") -> float:
-        """KL divergence from full prefill's, in nats: of its likeliest tokens, all others counted as one.
+        """KL divergence from full prefill's, in nats, over its most likely tokens, with all others as one.
 
-        It is a lower bound where one of them is not among the likeliest here: it counts with the least of these.
+        It is a lower bound if one of them is not among the most likely here: it then gets the lowest of these.
         """
         least = min(self.likeliest.values())
         pairs = [(theirs, self.likeliest.get(token, least)) for token, theirs in full.likeliest.items()]
@@ -59,7 +59,7 @@ class FirstToken:
 
     @property
     def token(self) -> int:
-        """The likeliest."""
+        """The most likely token."""
         return max(self.likeliest, key=self.likeliest.__getitem__)
 
 
@@ -93,10 +93,10 @@ class Sizes:
 
 
 class Served(Protocol):
-    """An engine with a store that lives through many queries."""
+    """An engine with a store that is kept over many queries."""
 
     def first_token(self, query: Query, method: str) -> FirstToken:
-        """Serve one query by `method` (`full`: nothing is found, nothing stored), and keep what it computed."""
+        """Serve one query by `method`, and store its segments (`full` neither reuses nor stores)."""
 
 
 class OwnEngine:
@@ -128,7 +128,7 @@ class OwnEngine:
         return FirstToken(ttft_s, stored, dict(zip(tokens.tolist(), logs.tolist(), strict=True)))
 
     def close(self) -> None:
-        """Audit the store, and give it up."""
+        """Audit and close the store."""
         self._engine.store.check()
         self._engine.close()
 

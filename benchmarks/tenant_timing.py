@@ -1,14 +1,14 @@
-"""Whether the time to the first token tells a tenant what another one has cached.
+"""Whether the time to the first token reveals to a tenant which texts another tenant has cached.
 
     python benchmarks/tenant_timing.py --serve "chunkweave serve --model reader --port 8123" --url http://127.0.0.1:8123
 
-For each pair one tenant asks over a text. Another one then asks over the same text and over one that nobody has sent,
-each of them first as often, in an order drawn by chance, and at last over the first again, which it has cached itself
-by then. All texts are new, and as many tokens long. Compared are the two samples of times, by the two-sample
-Kolmogorov-Smirnov test. That the test would see a leak is shown on the same times: those of the text that the other
-tenant has cached, made shorter.
+For each pair one tenant asks over a text. Another tenant then asks over the same text and over one that no tenant has
+sent, in random order with each first equally often, and finally over the first again, which it has cached itself by
+then. All texts are new and of equal length in tokens. The two samples of times are compared by the two-sample
+Kolmogorov-Smirnov test. To show that the test would see a leak, the times of the text that the other tenant has cached
+are shortened.
 
-Exit code 1 if they differ (p <= .01), or if the test does not see a tenth.
+Exit code 1 if they differ (p <= .01), or if the test does not see a reduction by a tenth.
 """
 
 import argparse
@@ -35,17 +35,17 @@ from chunkweave.errors import ChunkweaveError
 
 WARM_UP = 6
 LEAST_P = 0.01
-"""Samples whose p is no greater count as different."""
+"""Samples with p at most this count as different."""
 
 SPEED_UPS = (0.01, 0.02, 0.03, 0.05, 0.1)
-"""Shares by which times are made shorter to see what the test sees; the last one it has to."""
+"""Shares by which times are shortened to check the test; it must see the last one."""
 
 SENTENCES = tuple(
     f"The keeper of the {place} writes down every {thing} that comes in a storm."
     for place in ("mill", "cape", "pond", "wood", "gate", "hill", "farm", "dock")
     for thing in ("ship", "horse", "letter", "stranger", "bell", "cart")
 )
-"""In another order they are another text, of as many tokens."""
+"""Reordered, they are another text of equal length in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Pair:
     seen_s: float
     """Another tenant has cached it."""
     fresh_s: float
-    """Nobody has."""
+    """No tenant has."""
     own_s: float
     """The tenant itself has."""
     seen_first: bool
@@ -108,15 +108,15 @@ def _says(choice: dict[str, Any]) -> bool:
 
 
 def text_of(draw: Random, sentences: int) -> str:
-    """A text that nobody has sent, and that is as long as all others of so many sentences."""
+    """A text that no tenant has sent, as long as all others with this number of sentences."""
     return " ".join(("Log:", *draw.sample(SENTENCES[:sentences], sentences)))
 
 
 def sentences_for(asker: Tenant, tokens: int, draw: Random) -> int:
-    """How many sentences make a text that is `tokens` tokens long, or nearly.
+    """The number of sentences for a text of about `tokens` tokens.
 
     Raises:
-        ChunkweaveError: there are not so many.
+        ChunkweaveError: there are not enough sentences.
     """
     _, few = asker.first_token_s(text_of(draw, 8))
     _, many = asker.first_token_s(text_of(draw, 40))
@@ -129,7 +129,7 @@ def sentences_for(asker: Tenant, tokens: int, draw: Random) -> int:
 def measure(
     url: str, keys: Sequence[str], pairs: int, tokens: int, seed: int, step: Callable[[int, int], None]
 ) -> tuple[list[Pair], int]:
-    """All pairs, and the tokens of a prompt; `WARM_UP` more are asked before, and not counted.
+    """All pairs, and the tokens of a prompt, after `WARM_UP` pairs that are not counted.
 
     Raises:
         ChunkweaveError: the server does not answer as it should, or prompts are not all of one length.
@@ -158,7 +158,7 @@ def measure(
 
 
 def summary(found: Sequence[Pair]) -> dict[str, Any]:
-    """What the test says, and from which speed-up on it says that samples differ."""
+    """The test's results, and the speed-up from which it finds a difference."""
     seen, fresh = [one.seen_s for one in found], [one.fresh_s for one in found]
     shortened = {f"{share:.0%}": _p([second * (1 - share) for second in seen], fresh) for share in SPEED_UPS}
     return {
@@ -177,10 +177,10 @@ def _p(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def tables(result: dict[str, Any]) -> dict[str, str]:
-    """The medians of what was asked over, and the test's p against texts that nobody has cached."""
+    """Median times by text, and the test's p against texts that are not cached."""
     heads = ["text cached by", "median TTFT", "p"]
     rows = [
-        ["nobody", f"{1000 * result['median_fresh_s']:.1f} ms", "-"],
+        ["no tenant", f"{1000 * result['median_fresh_s']:.1f} ms", "-"],
         ["another tenant", f"{1000 * result['median_seen_s']:.1f} ms", f"{result['p']:.2g}"],
         *([f"the same, made shorter by {share}", "-", f"{p:.2g}"] for share, p in result["p_if_shorter_by"].items()),
         ["the tenant itself", f"{1000 * result['median_own_s']:.1f} ms", f"{result['p_of_own']:.2g}"],

@@ -1,10 +1,9 @@
-"""Every way to serve the same requests with vLLM, in one run: first tokens, throughput, the reader's answers beside.
+"""Ways to serve the same requests with vLLM, in one run: first tokens, throughput, and the reader's answers.
 
-    python benchmarks/vllm_contenders.py --out docs/results/vllm-contenders.json \
-        --update-docs docs/results/tables-vllm.md
+    python benchmarks/vllm_contenders.py --out docs/results/vllm-contenders.json
 
-Needs an environment with vLLM and chunkweave (`make test-vllm` makes one). Contenders are vLLM engines of their own,
-all alive at the same time, with the same token ids to answer but for the order of chunks:
+Needs an environment with vLLM and chunkweave (`make test-vllm` makes one). Contenders are separate vLLM engines, all
+running at the same time, with the same token ids except for the order of chunks:
 
 - `full prefill`: vLLM without its prefix cache and without the plug-in;
 - `prefix caching`: vLLM as it is installed;
@@ -12,12 +11,11 @@ all alive at the same time, with the same token ids to answer but for the order 
 - `cacheblend`, `cachecraft`, `query`: the plug-in, chunks in the caller's order;
 - `query, order`: all of it: exact prefixes, order, weaving.
 
-Questions about generated worlds come again by Zipf's law, with their passages as a noisy retrieval ranks them. All
-caches begin empty and are filled by the requests alone; `--memory-gib` is what each contender may hold: of vLLM's KV
-cache, with the plug-in half of that and half of segments. Three parts: one request after the other (the first
-`--warm-up` are not counted), contenders taking turns; then `--clients` clients that send the next request when they
-have their answer, `--rounds` times, contenders alternating; before both, the bundled reader answers the requests of the
-first part.
+Questions about generated worlds recur by Zipf's law, with their passages as a noisy retrieval ranks them. All caches
+start empty and are filled only by the requests; `--memory-gib` is the limit of each contender: of vLLM's KV cache, with
+the plug-in half of that and half of segments. Three parts: one request after the other (the first `--warm-up` are not
+counted), contenders taking turns; then `--clients` clients that send the next request when they have their answer,
+`--rounds` times, contenders alternating; before both, the bundled reader answers the requests of the first part.
 """
 
 import argparse
@@ -98,7 +96,7 @@ class Served:
 
 @dataclass(slots=True)
 class Contender:
-    """An engine, the order of its chunks, and what was measured of it."""
+    """An engine, the order of its chunks, and its measurements."""
 
     way: Way
     engine: Any
@@ -117,7 +115,7 @@ class Contender:
         self.arranger = Arranger(config, self.contents.tree, order=ChunkOrder.FREE)
 
     async def serve(self, example: Example, tokens: int, stop_ids: Sequence[int] = ()) -> Served:
-        """One request of at most `tokens` tokens, exactly so many without `stop_ids`."""
+        """Send one request for at most `tokens` tokens; exactly as many without `stop_ids`."""
         from vllm import SamplingParams
 
         prompt = self._arranged(example)
@@ -243,7 +241,7 @@ async def answers(field_of: Sequence[Contender], requests: Sequence[Example], wa
 
 
 def rows_of(timed: Sequence[Contender], answering: Sequence[Contender]) -> list[dict[str, Any]]:
-    """What the table says, by contender."""
+    """The rows of the table, by contender."""
     full, caching = ([one.ttft_s for one in timed[place].served] for place in (0, 1))
     rows = []
     for one, reader in zip(timed, answering, strict=True):
@@ -270,7 +268,7 @@ def rows_of(timed: Sequence[Contender], answering: Sequence[Contender]) -> list[
 
 
 def answer_row(reader: Contender, full: Contender) -> dict[str, Any]:
-    """What was measured of the answers of one contender."""
+    """The measurements of one contender's answers."""
     minus = mean_interval([own - other for own, other in zip(reader.f1, full.f1, strict=True)])
     return {
         "contender": reader.way.name,
@@ -298,7 +296,7 @@ def cells_of(row: dict[str, Any]) -> list[str]:
 
 
 def measure(args: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
-    """All three parts; what is known after the first one is given to `keep`."""
+    """Measure all three parts; `keep` gets the rows after the first part."""
     requests = zipf_worlds(
         args.warm_up + args.requests,
         args.k,

@@ -1,6 +1,6 @@
-r"""What the plug-in costs where it cannot help, and where it can: vLLM with it against vLLM without, in turn.
+r"""The plug-in's cost where it cannot help, and where it can: vLLM with it against vLLM without, alternating.
 
-    python benchmarks/vllm_overhead.py --out docs/results/vllm-overhead.json --update-docs docs/results/tables-vllm.md
+    python benchmarks/vllm_overhead.py --out docs/results/vllm-overhead.json
 
 Needs an environment with vLLM and chunkweave (`make test-vllm` makes one). Two vLLM engines, each in a process of its
 own (workers apart spin while they wait, and take time from the other engine), both with vLLM's prefix caching, get the
@@ -43,23 +43,23 @@ from chunkweave_server.vllm_backend.process import VllmFlags
 BURST = 8
 BLOCK = 32
 SAME_PREFIX = 4
-"""Prompts in a row that begin alike."""
+"""Consecutive prompts with the same beginning."""
 QUESTION, INSTRUCTION = 24, 24
 HEADS = ["case", "pairs", "without", "with", "quotient", "95 % interval"]
 
 Request = dict[str, Any]
-"""`ids`, `chunks` if it names any, and whether it is `noted`."""
+"""`ids`, `chunks` if any, and whether attention is captured (`noted`)."""
 CASES = ("plain", "cold", "cold, noted", "repeated", "evicted", "no rest")
 
 
 @dataclass
 class Engine:
-    """A vLLM in a process of its own."""
+    """vLLM in a separate process."""
 
     process: subprocess.Popen[str]
 
     def ask(self, request: Request) -> float:
-        """Seconds until its only token."""
+        """Seconds to the only token of a request."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps(request), file=self.process.stdin, flush=True)
@@ -83,7 +83,7 @@ def started(*, plugin: bool) -> Iterator[Engine]:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """In the process of an engine: answer requests from standard input."""
+    """Main function of an engine's process: answers requests from standard input."""
     from vllm import LLM, SamplingParams
 
     plugin = args.serve == "with"
@@ -114,7 +114,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def tokens_of(args: argparse.Namespace) -> int:
-    """Of one prompt."""
+    """Tokens of one prompt."""
     return int(INSTRUCTION + args.chunks * args.chunk_tokens + QUESTION)
 
 
@@ -145,14 +145,14 @@ class Prompts:
             yield self.request(noted=noted), True
 
     def repeated(self) -> Iterator[tuple[Request, bool]]:
-        """The first of those that begin alike does not count."""
+        """Prompts with the same beginning; the first of each group does not count."""
         while True:
             head = self.request()["ids"][: INSTRUCTION + (self.chunks - 1) * self.chunk_tokens]
             for place in range(SAME_PREFIX):
                 yield self.request(head), place > 0
 
     def evicted(self, prompts: int) -> Iterator[tuple[Request, bool]]:
-        """So many prompts in turn; the first time does not count."""
+        """Prompts that recur in turn; the first time does not count."""
         heads = [self.request()["ids"][:-QUESTION] for _ in range(prompts)]
         counts = False
         while True:
@@ -169,7 +169,7 @@ def pairs_of(
     rest_s: float,
     done: Callable[[], None],
 ) -> list[tuple[float, float]]:
-    """Seconds without and with the plug-in of each request that counts."""
+    """Seconds without and with the plug-in of each counted request."""
     pairs: list[tuple[float, float]] = []
     for number, (request, counts) in enumerate(requests):
         took: dict[bool, float] = {}
@@ -262,7 +262,7 @@ def table_of(result: Mapping[str, Any]) -> str:
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:
-    """For `docs_tables`."""
+    """The tables of a result for the documentation."""
     return {"vllm-overhead": table_of(result)}
 
 

@@ -1,15 +1,15 @@
-"""Which replica gets a request: affinity against least-loaded and round-robin, under skewed load.
+"""Routing of requests to replicas: affinity against least-loaded and round-robin, under skewed load.
 
     python benchmarks/vllm_routing.py --out vllm-routing-simulated.json
     python benchmarks/vllm_routing.py --real --model reader --out vllm-routing.json -- --max-model-len 4096
 
 Without `--real` replicas are simulated, seconds in all: the policies, the queue and the mirror are those that the front
-runs; a replica prefills one request after the other, at a cost per token that is computed, over a store of its own
-whose budget the mirror knows and whose contents it does not. With `--real` the front and its vLLM servers are started
-once for each policy, and get the same requests at the same times; what follows `--` goes to vLLM.
+runs; a replica prefills one request after the other, at a cost per token that is computed, over its own store; the
+mirror knows the store's budget but not its contents. With `--real` the front and its vLLM servers are started once for
+each policy, and get the same requests at the same times; what follows `--` goes to vLLM.
 
-Documents come up with related ones, popular ones by Zipf's law, in random order. A token counts as found if it was in
-the store, computed again or not.
+Documents occur with related ones, by Zipf's law, in random order. A token counts as found if it was in the store,
+recomputed or not.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Workload:
     """`requests` at `rate` a second (Poisson), each over `top_k` of `documents` documents of `tokens` tokens.
 
     The first document is drawn by Zipf's law, the others from the `neighbours` next to it, as retrieval finds related
-    ones; with no neighbours each is drawn by itself.
+    ones; without neighbours each is drawn independently.
     """
 
     requests: int
@@ -61,7 +61,7 @@ class Workload:
         """Time in seconds, and the numbers of the documents."""
         rng, at = Random(self.seed), 0.0
         weights = [1 / rank**self.exponent for rank in range(1, self.documents + 1)]
-        places = rng.sample(range(self.documents), self.documents)  # popular ones do not lie side by side
+        places = rng.sample(range(self.documents), self.documents)  # popular documents are not adjacent
         for _ in range(self.requests):
             at += rng.expovariate(self.rate)
             first = places[rng.choices(range(self.documents), weights)[0]]
@@ -91,7 +91,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of all requests under one policy; `share` is the busiest replica's part of the computed tokens."""
+    """The result of one policy; `share` is the busiest replica's part of the computed tokens."""
 
     policy: str
     hit_rate: float
@@ -101,7 +101,7 @@ class Outcome:
 
 
 class Store:
-    """The truth: which chunks a simulated replica holds, the least recently used leaving first."""
+    """The actual store of a simulated replica: chunks under LRU."""
 
     def __init__(self, budget_tokens: int) -> None:
         self._budget_tokens = budget_tokens
@@ -124,7 +124,7 @@ class Store:
 
 
 class Simulated:
-    """One replica: a store, what the front believes of it, its queue, and what it is doing."""
+    """One replica: its store, the front's mirror of it, its queue, and its running request."""
 
     def __init__(self, name: str, machine: Machine) -> None:
         self.name = name
@@ -203,7 +203,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def measure(policy: str, workload: Workload, args: argparse.Namespace) -> Outcome:
-    """The same with real servers, started for this policy alone."""
+    """Run the workload with real servers, started for this policy."""
     from chunkweave_server.vllm_backend.process import free_port
 
     port = free_port()
@@ -221,7 +221,7 @@ def measure(policy: str, workload: Workload, args: argparse.Namespace) -> Outcom
 
 
 async def drive(policy: str, workload: Workload, url: str, front: "subprocess.Popen[bytes]") -> Outcome:
-    """Send all requests when they are due, however many are under way."""
+    """Send all requests when they are due, regardless of how many are running."""
     import httpx
 
     words = document_words(workload)

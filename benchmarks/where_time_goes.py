@@ -1,12 +1,11 @@
-"""Where the time of prefilling, weaving and decoding goes on a CPU, as shares, with each attention kernel.
+"""Shares of time in prefilling, weaving and decoding on a CPU, with each attention kernel.
 
-    python benchmarks/where_time_goes.py --model smollm2 --out where-time-goes.json \
-        --update-docs docs/results/tables-benchmarks.md
+    python benchmarks/where_time_goes.py --model smollm2 --out where-time-goes.json
 
-Methods and kernels take turns over one prompt whose chunks are stored, each computed alone. What counts is the CPU time
-of the one thread that computes, so that other work on the machine weighs less. The steps of the layer loop are timed by
-their calls: `products` is all linear maps with the norms before them, `attention` the kernel, `assembly` brings stored
-KV to its place (with its rotation), `evidence` is what rules look at; the rest is rotating and writing fresh KV, Python
+Methods and kernels alternate over one prompt whose chunks are stored, each computed alone. The CPU time of the
+computing thread is measured, so that other load on the machine matters less. The steps of the layer loop are timed by
+their calls: `products` is all linear maps with the norms before them, `attention` the kernel, `assembly` loads stored
+KV (with its rotation), `evidence` computes the inputs of rules; the rest is rotating and writing fresh KV, Python
 around all of them, look-up and plan. Decoding takes one step a round, at the prompt's end. Hugging Face decodes with
 its own weights, but what it prefills with are ours, packed. Rows `plain` and `int8` are of engines that keep their
 weights so (`--also-weights`), by the first kernel and with the methods of `--their-methods`. Those of `compiled` are of
@@ -63,14 +62,14 @@ Case = Callable[[], object]
 
 
 class Stopwatch:
-    """CPU seconds by step; a step inside another counts for the outer one."""
+    """CPU seconds by step; nested steps count for the outer one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._inside = False
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, its time noted."""
+        """The function, with its time recorded."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
@@ -177,7 +176,7 @@ def _add_cases(
     kernels: Iterable[str],
     arguments: argparse.Namespace,
 ) -> Prompt:
-    """Add what an engine does to the cases, named with a prefix; its prompt, whose chunks are stored afterwards."""
+    """Add an engine's cases, named with a prefix; returns its prompt, whose chunks are then stored."""
     sizes = {"chunks": arguments.chunks, "chunk_tokens": arguments.chunk_tokens}
     config = TtftConfig(tuple(methods.split(",")), hf_reference=not prefix, questions=1, seed=arguments.seed, **sizes)
     workload = make_workload(bundled_examples(1, seed=arguments.seed), engine, config)
@@ -203,7 +202,7 @@ def _add_cases(
 
 
 def _compile(model: HuggingFaceModel) -> None:
-    """What the layers compute around attention, compiled anew for every shape, the weights as constants."""
+    """Compile the layers without attention, for every shape, with weights as constants."""
     inductor.freezing = True
     dynamo.cache_size_limit, dynamo.accumulated_cache_size_limit = 1 << 12, 1 << 20
     for layer in model._layers:
@@ -211,7 +210,7 @@ def _compile(model: HuggingFaceModel) -> None:
 
 
 def _hugging_face_decode(model: HuggingFaceModel, token_ids: tuple[int, ...]) -> Case:
-    """One more token behind a cache that the model's own forward has filled."""
+    """Decoding one token after a cache that the model's own forward has filled."""
     with torch.inference_mode():
         past = model.model(torch.tensor([token_ids]), use_cache=True, logits_to_keep=1).past_key_values
 
@@ -237,7 +236,7 @@ def _row(name: str, kernel: str, found: list[tuple[float, dict[str, float]]]) ->
 
 
 def _table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Prefills against `full` of the same kernel; decoding by the tokens a second of one request at a time."""
+    """Prefills relative to `full` of the same kernel; decoding relative to tokens per second of a single request."""
     by_case = {(row["what"], row["kernel"]): row for row in rows}
     first_kernel = next(row["kernel"] for row in rows if row["kernel"])
     lines = []

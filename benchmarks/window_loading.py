@@ -1,7 +1,6 @@
-"""What sliding windows save of stored KV: bytes that are brought, and time to the first token.
+"""Savings of sliding windows in loading stored KV: bytes read, and time to the first token.
 
-    python benchmarks/window_loading.py --model FILE.gguf --dataset musique.json --out window-loading.json \
-        --update-docs docs/results/tables-fidelity.md
+    python benchmarks/window_loading.py --model FILE.gguf --dataset musique.json --out window-loading.json
 
 Chunks are fully reused, from memory and over a link that takes `--quotient` of full prefill's time to bring all their
 KV: once without what no window reaches, and once with it. The two take turns.
@@ -37,7 +36,7 @@ FAST = 1e15
 
 
 class Bench:
-    """One prompt whose segments come over a link."""
+    """One prompt whose segments are loaded over a link."""
 
     def __init__(self, engine: Engine, prompt: Prompt) -> None:
         self._link = Link(FAST)
@@ -57,7 +56,7 @@ class Bench:
         return time.perf_counter() - started
 
     def weave(self, method: str, *, unseen: bool = False) -> Prefilled:
-        """The prompt's cache by a method; `unseen` brings even what no window reaches."""
+        """The prompt's cache by a method; `unseen` also loads KV that no window reaches."""
         return self._runner.prefill(self._prompt, make_method(method), capture=False, unseen=unseen)
 
 

@@ -1,4 +1,4 @@
-"""The corpus that comes with the package, made from the worlds' generator, and larger ones of the same kind."""
+"""Generates the bundled corpus from worlds, and larger ones of the same kind."""
 
 import json
 from collections.abc import Iterator

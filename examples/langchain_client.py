@@ -1,6 +1,6 @@
 """Ask a running server from LangChain: what was retrieved goes along as documents.
 
-Run: chunkweave serve --model reader, then python examples/langchain_client.py [URL [API_KEY]]
+Run: chunkweave serve --model smollm2, then python examples/langchain_client.py [URL [API_KEY]]
 """
 
 import sys

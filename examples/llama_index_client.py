@@ -1,6 +1,6 @@
 """Ask a running server from LlamaIndex: what was retrieved goes along as documents.
 
-Run: chunkweave serve --model reader, then python examples/llama_index_client.py [URL [API_KEY]]
+Run: chunkweave serve --model smollm2, then python examples/llama_index_client.py [URL [API_KEY]]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Ask a running server with the OpenAI client: over documents, as a stream, and from a corpus.
 
-Run: chunkweave serve --model reader, then python examples/openai_client.py [URL [API_KEY]]
+Run: chunkweave serve --model smollm2, then python examples/openai_client.py [URL [API_KEY]]
 """
 
 import sys

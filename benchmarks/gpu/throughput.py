@@ -1,4 +1,4 @@
-"""Throughput at batch 1, 4 and 8 (Cache-Craft, Figure 23), decoding with and without graphs, and what capture costs.
+"""Throughput at batch 1, 4 and 8 (Cache-Craft, Figure 23), decoding with and without graphs, and the cost of capture.
 
     PYTHONPATH=src python benchmarks/gpu/throughput.py --shape llama-3-8b --out throughput.json
 
@@ -8,10 +8,11 @@ prefill of new chunks with their KV kept, with and without what their tokens att
 
 import gc
 import time
+from functools import partial
 from itertools import product
 from typing import Any
 
-from bench_setup import Report, load_model, parser_of, prompt_of, runner_over, seconds, wait, warm
+from bench_setup import Report, load_model, parse, parser_of, prompt_of, runner_over, seconds, wait, warm
 
 from chunkweave.config import CaptureConfig, ComputeConfig, ReuseConfig
 from chunkweave.engine.prefill import PrefillOptions
@@ -23,6 +24,7 @@ from chunkweave.tiers.device import DeviceTier
 
 BATCHES = (1, 4, 8)
 METHODS = (("full", 0.0), ("cacheblend", 0.15))
+CAPTURES = {"nothing": None, "KV": CaptureConfig(profile=False), "KV and attention": CaptureConfig(profile=True)}
 
 
 def main() -> None:
@@ -32,9 +34,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=64)
-    arguments = parser.parse_args()
-    if arguments.tiny:
-        arguments.chunks, arguments.chunk_tokens, arguments.new_tokens, arguments.repeats = 2, 24, 4, 1
+    arguments = parse(parser, shape="demo", chunks=2, chunk_tokens=24, new_tokens=4)
     report = Report("throughput", arguments)
     prompts = [prompt_of(arguments.chunks, arguments.chunk_tokens, seed=seed) for seed in range(max(BATCHES))]
     model = load_model(arguments.shape, arguments, len(prompts[0]) + arguments.new_tokens)
@@ -43,14 +43,14 @@ def main() -> None:
         for prompt in prompts:
             warm(runner, prompt)
         for (method, ratio), batch in product(METHODS, BATCHES):
-            if report.out_of_time():
-                break
-            report.add(**row(runner, prompts[:batch], method, ratio, graphs, arguments))
+            key = {"method": f"{method}@{ratio}" if ratio else method, "batch": batch, "graphs": graphs}
+            report.measure(partial(row, runner, prompts[:batch], method, ratio, graphs, arguments), **key)
         del runner
         gc.collect()  # a store is in cycles, and its device memory goes with it
-    if not report.out_of_time():
-        for row_ in capture_rows(model, prompts[0], arguments):
-            report.add(**row_)
+    for name, config in CAPTURES.items():
+        report.measure(
+            partial(capture_row, model, prompts[0], config, arguments), method=f"full, keeps {name}", batch=1
+        )
     report.finish()
 
 
@@ -84,8 +84,6 @@ def row(
     steps = max(1, arguments.new_tokens - 1)
     total_s = prefill_s + decode_s * arguments.new_tokens / steps
     return {
-        "method": f"{method}@{ratio}" if ratio else method,
-        "batch": len(prompts),
         "decode": "graphs" if runner.graphed and runner.graphed.in_use else "graphs failed" if graphs else "eager",
         "prefill_ms": prefill_s * 1e3,
         "prompts_per_s": len(prompts) / prefill_s,
@@ -116,22 +114,16 @@ def decode(runner: Runner, jobs: list[Any], last: list[int], step: int) -> list[
     return tokens
 
 
-def capture_rows(model: HuggingFaceModel, prompt: Prompt, arguments: Any) -> list[dict[str, Any]]:
-    """A full prefill that keeps nothing, one that keeps KV, and one that notes attention too."""
-    configs = {"nothing": None, "KV": CaptureConfig(profile=False), "KV and attention": CaptureConfig(profile=True)}
-    rows: list[dict[str, Any]] = []
-    for name, config in configs.items():
-        runner = make_runner(model, ComputeConfig(), config)
+def capture_row(
+    model: HuggingFaceModel, prompt: Prompt, config: CaptureConfig | None, arguments: Any
+) -> dict[str, float]:
+    """A full prefill whose KV is kept according to `config`; None: nothing is kept."""
+    runner = make_runner(model, ComputeConfig(), config)
 
-        def work(runner: Runner = runner, keeps: bool = config is not None) -> None:
-            runner.prefill(prompt, make_method("full"), capture=keeps).logits.argmax().item()
+    def work() -> None:
+        runner.prefill(prompt, make_method("full"), capture=config is not None).logits.argmax().item()
 
-        spent = seconds(work, arguments.device, repeats=arguments.repeats)
-        first = rows[0]["prefill_ms"] if rows else spent * 1e3
-        rows.append(
-            {"method": f"full, keeps {name}", "batch": 1, "prefill_ms": spent * 1e3, "of_first": spent * 1e3 / first}
-        )
-    return rows
+    return {"prefill_ms": seconds(work, arguments.device, repeats=arguments.repeats) * 1e3}
 
 
 if __name__ == "__main__":

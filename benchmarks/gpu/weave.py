@@ -1,23 +1,30 @@
-"""Time to first token by recompute ratio, context and tier, against full prefill and against the limits.
+"""Time to first token and peak memory by method, context and tier, against full prefill and against the limits.
 
     PYTHONPATH=src python benchmarks/gpu/weave.py --shape llama-3-8b --out weave-llama-3-8b.json
 
-Every chunk was computed alone and is stored in the tier of the row; `cacheblend` weaves, `full` is the same engine on
-the same ids. Limits: `flops` is what the speed-up would be if time went by floating-point operations; `load` is the
-bytes of the reused KV over the measured bandwidth of host to device (of device memory for segments there).
+Every chunk was computed alone and is stored in the tier of the row; `full` is the same engine on the same ids. The
+shape has random weights; `smollm2` is the model. `kl` is the distance of the first token's distribution from that of
+`full`: about 0 for `cacheblend@1`, which recomputes every token. Limits: `flops_limit` is the speed-up in
+floating-point operations; `load_limit_ms` is the bytes of the reused KV over the measured bandwidth of host to device
+(of device memory for segments there).
 """
 
 import tempfile
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from bench_setup import (
     FINGERPRINT,
     Ceilings,
     Report,
     as_row,
     ceilings,
+    forget_peak,
     load_model,
+    parse,
     parser_of,
     prompt_of,
     runner_over,
@@ -25,11 +32,12 @@ from bench_setup import (
     warm,
 )
 
-from chunkweave.config import AttentionKernel, ComputeConfig, ReuseConfig
+from chunkweave.calibration.contenders import make_contenders
+from chunkweave.config import AttentionKernel, ComputeConfig
 from chunkweave.engine.profiling import drop_page_cache, kv_bytes_per_token
 from chunkweave.engine.runner import Runner
 from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.planning.method import make_method
+from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
 from chunkweave.prompt.parts import Prompt
 from chunkweave.tiers.device import DeviceTier, host_memory_for, moved_into
@@ -37,19 +45,18 @@ from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
 
 CHUNK_TOKENS = 512
+METHODS = ["full", "cacheblend@0.15", "query@0.05", "epic@0.05", "full-reuse", "cacheblend@1"]
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = parser_of(__doc__)
     parser.add_argument("--shape", default="llama-3-8b")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, 0.05, 0.15, 0.3])
-    parser.add_argument("--tiers", nargs="+", default=["device", "host", "disk"])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[3072, 8192, 16384])
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="full is the first")
+    parser.add_argument("--tiers", nargs="+", default=["host", "device", "disk"])
     parser.add_argument("--attention", default="auto", choices=list(AttentionKernel))
-    arguments = parser.parse_args()
-    if arguments.tiny:
-        arguments.contexts, arguments.ratios, arguments.repeats = [96], [0.0, 0.15], 1
+    arguments = parse(parser, shape="demo", contexts=[96])
     tokens = 32 if arguments.tiny else CHUNK_TOKENS
     report = Report("weave", arguments)
     ceiling = ceilings(arguments)
@@ -57,18 +64,20 @@ def main() -> None:
     model = load_model(arguments.shape, arguments, max(arguments.contexts) + 1024)
     prompts = [prompt_of(context // tokens, tokens) for context in arguments.contexts]
     compute = ComputeConfig(attention=AttentionKernel(arguments.attention), pinned_bytes=16 << 30)
+    full, *others = make_contenders(arguments.methods).items()
     with tempfile.TemporaryDirectory() as folder:
         runners = {name: make_runner(name, model, prompts, compute, Path(folder)) for name in arguments.tiers}
         for runner in runners.values():
             warm(runner, prompts[-1])  # chunks of the shorter prompts are its first ones
         for prompt in prompts:
-            full_s = prefill_s(next(iter(runners.values())), prompt, "full", 0.0, arguments)
+            first = next(iter(runners.values()))
+            rows = partial(row, arguments, ceiling, prompt, cache(partial(log_probs, first, prompt, full[1])))
+            key = {"shape": arguments.shape, "context": len(prompt)}
+            whole = report.measure(partial(rows, first, full[1]), **key, method="full")
             for name, runner in runners.items():
-                for ratio in arguments.ratios:
-                    if report.out_of_time():
-                        break
-                    before = drop_files(Path(folder)) if name == "disk" else None
-                    report.add(**row(name, runner, prompt, ratio, full_s, ceiling, arguments, before))
+                before = drop_files(Path(folder)) if name == "disk" else None
+                for label, method in others:
+                    report.measure(partial(rows, runner, method, whole, before), **key, method=label, tier=name)
     report.finish()
 
 
@@ -86,53 +95,49 @@ def make_runner(
 
 
 def drop_files(folder: Path) -> Any:
-    """What makes the system forget the segments' files, so that the disk is read."""
+    """A function that drops the segments' files from the page cache, so that the disk is read."""
     return lambda: drop_page_cache(path for path in folder.rglob("*.safetensors"))
 
 
-def prefill_s(runner: Runner, prompt: Prompt, method: str, ratio: float, arguments: Any, before: Any = None) -> float:
-    """Median seconds from the ids to the id of the first token."""
-    chosen = make_method(method, ReuseConfig(recompute_ratio=ratio))
-
-    def first_token() -> None:
-        runner.prefill(prompt, chosen, capture=False).logits.argmax().item()
-
-    return seconds(first_token, arguments.device, repeats=arguments.repeats, before=before)
+def log_probs(runner: Runner, prompt: Prompt, method: ReuseMethod) -> torch.Tensor:
+    """Log-probabilities of the first token."""
+    return torch.log_softmax(runner.prefill(prompt, method, capture=False).logits.float(), -1)
 
 
 def row(
-    name: str,
-    runner: Runner,
-    prompt: Prompt,
-    ratio: float,
-    full_s: float,
-    ceiling: Ceilings,
     arguments: Any,
-    before: Any,
+    ceiling: Ceilings,
+    prompt: Prompt,
+    expected: Callable[[], torch.Tensor],
+    runner: Runner,
+    method: ReuseMethod,
+    whole: dict[str, Any] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
-    """One measured row beside its limits."""
-    method = "cacheblend" if ratio else "full-reuse"
-    woven_s = prefill_s(runner, prompt, method, ratio, arguments, before)
-    chosen = make_method(method, ReuseConfig(recompute_ratio=ratio))
-    prefilled = runner.prefill(prompt, chosen, capture=False)
+    """One measured row beside its limits; `whole` is that of full prefill."""
+    reference = None if whole is None else expected()
+    forget_peak(arguments.device)
+
+    def first_token() -> None:
+        runner.prefill(prompt, method, capture=False).logits.argmax().item()
+
+    spent = seconds(first_token, arguments.device, repeats=arguments.repeats, before=before)
+    prefilled = runner.prefill(prompt, method, capture=False)
     geometry = runner.model.geometry
-    flops, full = prefill_flops(geometry, list(prefilled.work)), full_prefill_flops(geometry, len(prompt))
+    flops, full_flops = prefill_flops(geometry, list(prefilled.work)), full_prefill_flops(geometry, len(prompt))
+    found = {"ttft_ms": spent * 1e3, "tflop_per_s": flops / spent / 1e12}
+    if whole is None or reference is None:
+        return found | {"attention": type(runner.attention).__name__}
     reused = sum(len(part.span) for part in prefilled.plan.parts if part.segment is not None)
     nbytes = reused * kv_bytes_per_token(geometry, runner.model.dtype)
-    bandwidth = ceiling.memory_bytes_per_s if name == "device" else ceiling.host_to_device_bytes_per_s
-    return {
-        "shape": arguments.shape,
-        "context": len(prompt),
-        "tier": name,
-        "ratio": ratio,
-        "ttft_ms": woven_s * 1e3,
-        "full_ms": full_s * 1e3,
-        "speed_up": full_s / woven_s,
-        "flops_limit": full / flops,
-        "of_limit": full_s / woven_s / (full / flops),
+    on_device = runner.store.levels[0].name == "device"
+    bandwidth = ceiling.memory_bytes_per_s if on_device else ceiling.host_to_device_bytes_per_s
+    distribution = torch.log_softmax(prefilled.logits.float(), -1)
+    return found | {
+        "speed_up": whole["ttft_ms"] / found["ttft_ms"] if "ttft_ms" in whole else None,
+        "flops_limit": full_flops / flops,
         "load_limit_ms": nbytes / bandwidth * 1e3,
-        "tflop_per_s": flops / woven_s / 1e12,
-        "attention": type(runner.attention).__name__,
+        "kl": float(torch.nn.functional.kl_div(distribution, reference, log_target=True, reduction="sum")),
     }
 
 

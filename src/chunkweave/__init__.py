@@ -6,6 +6,11 @@ The names below load on first use, so that `import chunkweave.store` and the lik
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+try:
+    import fcntl  # noqa: F401 - cache folders are locked with it; Windows has neither this nor `resource`
+except ImportError as error:
+    raise ImportError(f"chunkweave needs Linux, macOS or WSL: this Python has no module {error.name}") from error
+
 if TYPE_CHECKING:
     from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
     from chunkweave.conversation.answer import Answer, StreamEvent

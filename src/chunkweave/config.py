@@ -1,4 +1,4 @@
-"""Small frozen configurations, checked when they are made, and the pure functions that resolve "auto"."""
+"""Frozen configurations, checked on construction, and pure functions that resolve "auto"."""
 
 import re
 from dataclasses import dataclass, field
@@ -11,21 +11,21 @@ from chunkweave.plugins import METHODS, POLICIES, load_plugin_files
 from chunkweave.settings import GIB, PROGRAMS, REQUESTS, SERVERS, Place, configuration, setting
 
 DEFAULT_RECOMPUTE_RATIO = 0.15
-"""CacheBlend §5.1: the least ratio with negligible loss of quality in its Figure 16."""
+"""CacheBlend §5.1: the lowest ratio with negligible loss of quality in its Figure 16."""
 
 DEFAULT_MAX_VARIANTS = 5
 """M of Cache-Craft's evaluation (its §5.1.2)."""
 
 
 _OWN_ENGINE = frozenset({Place.COMMANDS, Place.ENGINE})
-"""Places with an engine of ours: in the others vLLM loads the model, batches, and has the accelerator's memory."""
+"""Places that run this package's engine. In the others vLLM loads the model, batches, and owns the device memory."""
 
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether a model is named as on the Hugging Face hub, `MAKER/NAME`: a folder of that name here comes first.
+    """Whether a model is a Hugging Face hub name, `MAKER/NAME`. An existing local folder of that name takes precedence.
 
     >>> is_hub_name("Qwen/Qwen2.5-0.5B-Instruct"), is_hub_name("./models/qwen"), is_hub_name("models/qwen.gguf")
     (True, False, False)
@@ -34,7 +34,7 @@ def is_hub_name(model: str) -> bool:
 
 
 def adapted_name(model: str, adapter: str | Path | None) -> str:
-    """What a model is called whose weights an adapter was merged into.
+    """The name of a model with an adapter merged into its weights.
 
     >>> adapted_name("smollm2", "adapters/reader"), adapted_name("smollm2", None)
     ('smollm2+reader', 'smollm2')
@@ -52,50 +52,48 @@ class Backend(StrEnum):
 
     @property
     def place(self) -> Place:
-        """Where its settings are changed."""
+        """The place of this backend's settings."""
         return Place(self.value)
 
 
 class Weights(StrEnum):
-    """How the weights of a model's linear layers are kept."""
+    """The memory format of the weights of linear layers."""
 
     AUTO = "auto"
-    """In the order that oneDNN reads them in, where that is faster: bfloat16 on CPUs. Not a bit of a result differs."""
+    """oneDNN's weight order where it is faster (bfloat16 on CPUs), else plain. Results are bitwise equal."""
     PLAIN = "plain"
     """As transformers loads them."""
     INT8 = "int8"
-    """One byte a weight, on CPUs: half the memory of bfloat16, and slightly other results."""
+    """One byte per weight, on CPUs: half the memory of bfloat16; results differ slightly."""
 
 
 @configuration(_OWN_ENGINE)
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model answers, and what computes it."""
+    """Model and backend."""
 
     model: str | None = setting(
         None,
-        "Checkpoint folder in Hugging Face format, hub name, GGUF file, `smollm2`, or the bundled `reader`.",
+        "Checkpoint folder in Hugging Face format, hub name, GGUF file, `smollm2`, or `reader` (bundled, for tests).",
         places=PROGRAMS,
     )
     adapter: str | None = setting(
         None,
-        "LoRA adapter of the model: folder in PEFT's format, or the name of a bundled one.",
+        "LoRA adapter: folder in PEFT's format, or name of a bundled one.",
         places=PROGRAMS,
     )
-    shape: str | None = setting(None, "Random-weight model of a known geometry, for timing: its text means nothing.")
+    shape: str | None = setting(None, "Random weights in a known geometry, for timing.")
     device: str = setting("auto", "auto, cpu or cuda.")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
     weights: Weights = setting(
         Weights.AUTO,
-        "How weights are kept: auto, in the order that is read fastest; plain, as they are loaded; int8, a byte each, "
-        "on CPUs. vLLM has its own --quantization.",
+        "Weights in memory: auto, in the fastest order; plain, as loaded; int8, on CPUs.",
     )
-    backend: Backend = setting(
-        Backend.ENGINE, "What computes answers: engine, the one of this package, or vllm.", places=SERVERS
-    )
+    threads: int | None = setting(None, "CPU threads of PyTorch; none: one per core, within the CPU quota.", least=1)
+    backend: Backend = setting(Backend.ENGINE, "What computes answers: engine (this package) or vllm.", places=SERVERS)
     served_model_name: str | None = setting(
         None,
-        "What /v1/models calls the model; its folder's or hub name if left out, with +ADAPTER where it has one.",
+        "Model's name in /v1/models; none: its folder or hub name, with +ADAPTER for an adapter.",
         places=frozenset({Place.ENGINE}),
     )
 
@@ -107,7 +105,7 @@ class ModelConfig:
 
     @property
     def name(self) -> str:
-        """What clients call the model: a name that was given, a hub name, or a folder's name; never a path."""
+        """The model's name for clients: the configured name, a hub name, or a folder's name; never a path."""
         if name := self.served_model_name or self.shape:
             return name
         model = self.model or ""
@@ -117,14 +115,14 @@ class ModelConfig:
 @configuration()
 @dataclass(frozen=True, slots=True)
 class PluginConfig:
-    """Files that bring methods, orderings and eviction policies.
+    """Plug-in files.
 
-    They run when this is made. They are code: what is read from a request never gets here.
+    The constructor runs these files. They are code, so no request may name one.
     """
 
     method_file: tuple[str, ...] = setting(
         (),
-        "Python file with a reuse method, ordering or eviction policy of your own (docs/extending.md); repeatable.",
+        "Python file with your own reuse method, ordering or eviction policy (docs/extending.md); repeatable.",
     )
 
     def __post_init__(self) -> None:
@@ -134,28 +132,28 @@ class PluginConfig:
 @configuration(REQUESTS)
 @dataclass(frozen=True, slots=True)
 class RequestDefaults:
-    """What a request gets that does not say."""
+    """Defaults of requests."""
 
     method: str | None = setting(
         None,
-        "Reuse method of requests that name none, with its settings after colons if it has any "
-        "(`query:whole:late:stored`); `prefix` is exact. Else `balanced` if calibrated, or prefix.",
+        "Reuse method, with its settings after colons (`query:whole:late:stored`); `prefix` is exact. none: quality "
+        "`balanced` if calibrated, else `prefix`.",
         plugins=METHODS,
     )
     quality: str | None = setting(
         None,
-        "exact, balanced or fast, for requests that name neither this nor a method: how close to full prefill; the "
-        "last two need `chunkweave calibrate`.",
+        "Closeness to full prefill if no method is named: exact, balanced or fast; the last two need `chunkweave "
+        "calibrate`.",
     )
     order: str | None = setting(
         "fixed",
-        "fixed: chunks stand as they come; free: as is best for reuse, which is another prompt than the one sent.",
+        "Order of chunks: fixed, as given; free, reordered to maximize reuse (changes the prompt).",
         places=PROGRAMS | {Place.REQUEST},
     )
     document_tag: str = setting(
         "",
-        "Tag between which messages have documents, for clients that know no `documents`: doc reads <doc>...</doc>; "
-        "none: off.",
+        "Tag of documents inside messages, for clients that cannot send `documents`: doc reads `<doc>...</doc>`; "
+        "empty: off.",
         places=SERVERS,
     )
 
@@ -167,7 +165,7 @@ class RequestDefaults:
 @configuration()
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Where segments are kept, how much room they may take there, and which one leaves first when it is full.
+    """Segment store: tiers, budgets, eviction.
 
     >>> from chunkweave import Engine, StoreConfig
     >>> store = StoreConfig(host_budget_bytes=1 << 30, policy="gdsf")
@@ -176,48 +174,50 @@ class StoreConfig:
     1073741824
     """
 
-    host_budget_bytes: int = setting(4 * GIB, "Most host memory for stored segments.", least=0)
+    host_budget_bytes: int = setting(4 * GIB, "Maximum host memory for segments.", least=0)
     policy: str = setting("lru", "Eviction policy.", plugins=POLICIES)
     cost_model: Path | None = setting(
         None,
-        "File of `chunkweave profile`, for policies that weigh what computing costs (pgdsf), and for loading; none: "
-        "the one in cache_dir, else prefill is measured at the first start, for such policies alone.",
+        "File of `chunkweave profile`, for loading and for policies that weigh compute cost (pgdsf); none: that in "
+        "cache_dir, else these policies measure prefill at the first start.",
     )
     device_budget_bytes: int = setting(
-        0, "Most accelerator memory for stored segments, beside vLLM's own; 0 keeps them on the host.", least=0
+        0, "Maximum accelerator memory for segments, besides vLLM's own; 0: host only.", least=0
     )
-    cache_dir: Path | None = setting(
-        None, "Folder that keeps segments on disk, for later runs and for other processes."
-    )
-    disk_budget_bytes: int = setting(64 * GIB, "Most disk space for stored segments, with cache_dir.", least=0)
-    remote_url: str | None = setting(
-        None, "Another machine that keeps segments too: redis://..., s3://..., file://...", secret=True
-    )
+    cache_dir: Path | None = setting(None, "Folder for segments on disk, for later runs and other processes.")
+    disk_budget_bytes: int = setting(64 * GIB, "Maximum disk space for segments in cache_dir.", least=0)
+    remote_url: str | None = setting(None, "Remote store: redis://..., s3://..., file://...", secret=True)
     remote_budget_bytes: int | None = setting(
-        None, "Most bytes that this process keeps at remote_url; none leaves it to the server.", least=0
+        None, "Maximum bytes of this process at remote_url; none: the remote's own limit.", least=0
     )
-    codec: str = setting("raw", "How segments are encoded on disk and remote: raw, int8 or fp8.")
-    admission: int = setting(1, "Write a segment to disk or remote once it was seen so often.", least=1)
-    ttl_s: float | None = setting(None, "Drop segments older than that: 30s, 90m, 12h or 7d.", above=0)
+    codec: str = setting("raw", "Encoding on disk and remote: raw, int8 or fp8.")
+    admission: int = setting(1, "Times a segment is stored or used before it is written to disk or remote.", least=1)
+    ttl_s: float | None = setting(None, "Maximum age of segments: 30s, 90m, 12h or 7d.", above=0)
     max_variants: int | None = setting(
-        DEFAULT_MAX_VARIANTS, "Most segments of one chunk in different contexts, beside exact prefixes; none: all."
+        DEFAULT_MAX_VARIANTS,
+        "Maximum segments per chunk in different contexts, without exact prefixes; none: no limit.",
     )
-    max_instances: int | None = setting(None, "Most segments in all; none: as many as fit.")
+    max_instances: int | None = setting(None, "Maximum segments in total; none: as many as fit.")
     replicated_nodes: int = setting(
         64,
-        "With device_budget, so many of the most used upper nodes have a copy in host memory (RAGCache §6); 0: none.",
+        "With device_budget, most used upper nodes with a copy in host memory (RAGCache §6).",
         least=0,
     )
     pinned_bytes: int | None = setting(
         None,
-        "With a GPU, most of host_budget that is page-locked, so that it reads while it computes; none: all.",
+        "With a GPU, maximum page-locked part of host_budget; none: all.",
         name="host_pinned",
+        least=0,
+    )
+    device_staging_bytes: int = setting(
+        GIB,
+        "With a GPU, maximum device memory for KV sent ahead of its layer, over all requests; 0: none.",
         least=0,
     )
 
     @property
     def most_pinned_bytes(self) -> int:
-        """Most bytes that are page-locked, with a GPU."""
+        """Maximum page-locked bytes, with a GPU."""
         return self.host_budget_bytes if self.pinned_bytes is None else self.pinned_bytes
 
     def __post_init__(self) -> None:
@@ -229,10 +229,10 @@ class StoreConfig:
 
 
 class AttentionKernel(StrEnum):
-    """What computes attention."""
+    """Implementations of attention."""
 
     AUTO = "auto"
-    """Our Triton kernel on CUDA, oneDNN on CPUs with bfloat16 products and no AMX; PyTorch's where neither runs."""
+    """The Triton kernel on CUDA; oneDNN on CPUs with bfloat16 products and no AMX; PyTorch where neither runs."""
     TRITON = "triton"
     ONEDNN = "onednn"
     SDPA = "sdpa"
@@ -241,89 +241,84 @@ class AttentionKernel(StrEnum):
 @configuration(_OWN_ENGINE)
 @dataclass(frozen=True, slots=True)
 class ComputeConfig:
-    """How a model is run on its device; none of it changes what is computed.
+    """How a model runs on its device. None of it changes results.
 
-    With `decode_graphs`, on CUDA and with the Triton kernel, a step in which all requests decode is recorded once as a
-    CUDA graph and replayed, so that it costs one launch instead of hundreds.
+    With `decode_graphs`, on CUDA with the Triton kernel, a step of decoding requests only is recorded once as a CUDA
+    graph and replayed: one launch instead of hundreds.
     """
 
-    attention: AttentionKernel = setting(AttentionKernel.AUTO, "What computes attention: auto, triton, onednn or sdpa.")
+    attention: AttentionKernel = setting(AttentionKernel.AUTO, "Attention kernel: auto, triton, onednn or sdpa.")
     decode_graphs: bool = setting(False, "On CUDA, decode by recorded graphs.")
     pinned_bytes: int = setting(
         4 * GIB,
-        "On CUDA, most page-locked host memory for segments on their way from slower tiers.",
+        "On CUDA, maximum page-locked host memory for segments from slower tiers.",
         name="staging_pinned",
         least=0,
     )
 
 
 class ContextSource(StrEnum):
-    """What chunks are computed behind before anybody asks."""
+    """Contexts for chunks that are computed ahead of requests."""
 
     BUNDLED = "bundled"
-    """Neutral passages: text that concerns no document."""
+    """Neutral passages: text about no document."""
     CORPUS = "corpus"
-    """The nearest chunks of the same corpus, or of the same request: the mean over several such contexts."""
+    """The nearest chunks of the same corpus or request: the mean over several such contexts."""
 
 
 @configuration()
 @dataclass(frozen=True, slots=True)
 class CaptureConfig:
-    """What a prefill keeps for the store, besides the KV of the parts that it computed.
+    """What a prefill stores besides KV, and contexts of chunks computed ahead.
 
-    With `profile` it notes what the tokens of those parts attend to (Cache-Craft §3.1), averaged over that many
-    `layers` and query `heads`, evenly spread (None: all; the last layer is never among them, since it is finished for
-    one token only). Without, a method that scores segments by their attention finds nothing to score later. Noting
-    costs time to the first token, so that by default no request pays for what neither its own method nor the usual
-    one reads (`planning.method_choice.Kept`).
+    `profile`: record what the tokens of those parts attend to (Cache-Craft §3.1), averaged over `layers` layers and
+    `heads` query heads, evenly spread (None: all). The last layer is excluded, because only one token completes it.
+    Methods that score segments by attention need this record. Recording delays the first token, so by default it is
+    done only if the request's method or the default one reads it (`planning.method_choice.Kept`).
 
-    What `cachecraft` has recomputed of a reused chunk becomes a variant of this prompt's context, if it is at least
-    `variant_fraction` of its tokens (Cache-Craft §3.3; None: never). Its other tokens keep KV of an earlier context, so
-    that it is of the next generation (`SegmentRecord.generation`). One of `variant_generations` is recomputed whole
-    where anything of it has to be (None: no limit; not in the paper).
+    `variant_fraction`: if `cachecraft` recomputed at least this share of a reused chunk's tokens, the result is stored
+    as a variant for the prompt's context (Cache-Craft §3.3; None: never). The other tokens keep KV of an earlier
+    context, so the variant's `SegmentRecord.generation` is one higher. A variant of generation `variant_generations` is
+    recomputed whole if any of its tokens must be (None: no limit; not in the paper).
 
-    What is computed before anybody asks comes behind the instruction and at most `neutral_tokens` tokens of neutral
-    passages, those of `neutral_file` or others (`prompt.parts.neutral_passages`); with 0 it is computed alone. With
-    `contexts` of the corpus it is the mean over `context_count` contexts of other chunks instead, of `context_tokens`
-    tokens each (docs/methods.md). Where there are no other chunks, it comes behind neutral passages.
+    A chunk that is computed ahead of requests is placed after the instruction and up to `neutral_tokens` tokens of
+    neutral passages, from `neutral_file` or bundled (`prompt.parts.neutral_passages`); with 0 it is computed alone.
+    With `contexts` = `corpus` it is the mean over `context_count` contexts of other chunks, at least `context_tokens`
+    tokens each (docs/methods.md). Without other chunks it is placed after neutral passages.
     """
 
     profile: bool | None = setting(
         None,
-        "Keep what the tokens of new chunks attend to, for cachecraft; none: if the request's method or the "
-        "usual one reads it.",
+        "Store what tokens of new chunks attend to; none: if the request's or the default method reads it.",
         name="capture",
     )
     neutral_tokens: int = setting(
         400,
-        "Tokens of neutral passages that a chunk is computed behind when it is computed beforehand; 0: it is computed "
-        "alone, without the instruction too.",
+        "Tokens of neutral passages before a chunk computed beforehand; 0: alone, without the instruction.",
         places=PROGRAMS,
         least=0,
     )
     neutral_file: Path | None = setting(
         None,
-        "Neutral passages, separated by empty lines, of the kind of your documents; none: neutral.txt beside the "
-        "model, or the bundled ones.",
+        "Neutral passages, separated by empty lines; none: neutral.txt beside the model, or bundled ones.",
         places=PROGRAMS,
     )
     contexts: ContextSource = setting(
         ContextSource.CORPUS,
-        "What chunks are computed behind beforehand: `corpus`, the nearest chunks of the same corpus or request, "
-        "several times, and the mean is kept; or `bundled`, neutral passages, once (for documents that not all readers "
-        "may see).",
+        "Contexts of chunks computed beforehand: `corpus`, a mean over several of nearest chunks in the same corpus or "
+        "request; `bundled`, neutral passages (for documents that not all readers may see).",
         places=PROGRAMS,
     )
     context_count: int = setting(
         4,
-        "In how many contexts a chunk is computed beforehand: computing it takes as many times as long.",
+        "Contexts per chunk computed beforehand; compute time is proportional.",
         places=PROGRAMS,
         least=1,
         most=32,
     )
     context_tokens: int = setting(
         400,
-        "Least tokens of other chunks in each of these contexts, as far as there are so many.",
+        "Minimum tokens of other chunks per context, if there are enough.",
         places=PROGRAMS,
         least=1,
     )
@@ -331,14 +326,14 @@ class CaptureConfig:
     heads: int | None = 4
     variant_fraction: float | None = setting(
         0.0,
-        "cachecraft stores a reused chunk as a variant of its new context if this share of its tokens, and all that it "
-        "chose, was recomputed; none: no variants.",
+        "cachecraft stores a reused chunk as a variant if all tokens it chose, and at least this share, were "
+        "recomputed; none: never.",
         least=0,
         most=1,
     )
     variant_generations: int | None = setting(
         2,
-        "A variant that was made from another one so many times in a row is recomputed whole; none: no limit.",
+        "Generations of variants after which a chunk is recomputed whole; none: no limit.",
         least=1,
     )
 
@@ -348,23 +343,23 @@ class CaptureConfig:
 
 
 class Combine(StrEnum):
-    """How several numbers about one token become one."""
+    """How several numbers about one token are combined."""
 
     SUM = "sum"
     MAX = "max"
 
 
 class WatchedLayers(StrEnum):
-    """In which layers the question's attention is read."""
+    """The layers in which the question's attention is read."""
 
     ALL = "all"
     LATE = "late"
-    """The second half, where it looks for the answer's words."""
+    """The second half, where the question attends to the words of the answer."""
     FIRST_THIRD = "first-third"
-    """So that recomputation can start while the rest of a slow tier still loads."""
+    """The first third, so that recomputation starts while a slow tier still loads the rest."""
 
     def of(self, num_layers: int) -> tuple[int, ...]:
-        """The layers of a model with that many, at least one.
+        """Layer numbers for a model of `num_layers` layers; at least one.
 
         >>> WatchedLayers.FIRST_THIRD.of(8), WatchedLayers.LATE.of(3)
         ((0, 1, 2), (1, 2))
@@ -375,19 +370,19 @@ class WatchedLayers(StrEnum):
 
 
 class DeviationFactor(StrEnum):
-    """By what the question's attention on a token is multiplied: how much its KV may differ from what is stored."""
+    """Factor on the question's attention to a token: an estimate of how far its KV deviates from the stored KV."""
 
     NONE = "none"
     STORED = "stored"
-    """What the token gave to earlier chunks when it was computed in a context (Cache-Craft eq. 14)."""
+    """The token's attention to earlier chunks when it was computed in a context (Cache-Craft eq. 14)."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryConfig:
-    """How the method `query` reads the question's attention and what it makes of it.
+    """Settings of the method `query`: how it reads the question's attention.
 
-    The attention of the question's last `tail` tokens (None: of all) is read in `layers` and multiplied by `factor`.
-    With 2 `rounds` the question is asked again after half the budget was spent, about the other half.
+    The attention of the question's last `tail` tokens (None: all) is read in `layers` and multiplied by `factor`. With
+    2 `rounds`, half the budget is spent first; then the attention is read again to spend the other half.
     """
 
     tail: int | None = 1
@@ -399,21 +394,21 @@ class QueryConfig:
         if self.tail is not None and self.tail < 1:
             raise UsageError(f"at least one token of the question must be watched, not {self.tail}")
         if self.rounds not in (1, 2):
-            raise UsageError(f"there are 1 or 2 rounds, not {self.rounds}")
+            raise UsageError(f"rounds must be 1 or 2, not {self.rounds}")
 
 
 @configuration(REQUESTS)
 @dataclass(frozen=True, slots=True)
 class ReuseConfig:
-    """Parameters of reuse methods; each takes those that concern it.
+    """Parameters of reuse methods.
 
-    A request may say `recompute_ratio` (the share of the reused chunks' tokens that are computed again), `check_layers`
-    (where CacheBlend compares fresh with cached KV), `alpha` (Cache-Craft's scale of the share of a chunk that is
-    recomputed, its eq. 12) and `focus` (whether Cache-Craft stops recomputing chunks that the question does not attend
-    to), each with a method that takes it. `seed` feeds what is drawn at random.
+    Each method reads those it has. A request may set `recompute_ratio` (share of the reused chunks' tokens to
+    recompute), `check_layers` (where CacheBlend compares fresh with cached KV), `alpha` (Cache-Craft's scale of the
+    recomputed share, its eq. 12) and `focus` (whether Cache-Craft stops recomputing chunks that the question does not
+    attend to), if its method takes them. `seed` seeds random choices.
 
-    `query` has the settings of that method, which a request says after colons (`query:whole:late:stored`). `capture` is
-    no method's: it says what is kept of a prefill for the methods of later ones.
+    `query` holds that method's settings; a request writes them after colons (`query:whole:late:stored`). `capture`
+    belongs to no method: it says what a prefill stores for later requests.
 
     >>> from chunkweave import Engine, ReuseConfig
     >>> with Engine.load("reader", method="cacheblend", reuse=ReuseConfig(recompute_ratio=0.3)) as engine:
@@ -424,16 +419,16 @@ class ReuseConfig:
 
     recompute_ratio: float = setting(
         DEFAULT_RECOMPUTE_RATIO,
-        "Share of the reused chunks' tokens that a named method computes again, 0 to 1.",
+        "Share of reused tokens that a named method recomputes, 0 to 1.",
         least=0,
         most=1,
     )
     check_layers: tuple[int, ...] = setting((1,), "Layers at which cacheblend compares fresh with cached KV.")
-    seed: int = setting(0, "Feeds what a method draws at random.", places=frozenset({Place.CONNECTOR}))
-    alpha: float = setting(1.0, "Scale of what cachecraft computes again: 0 nothing, 3 nearly all.", least=0)
+    seed: int = setting(0, "Seed of a method's random choices.", places=frozenset({Place.CONNECTOR}))
+    alpha: float = setting(1.0, "Scale of cachecraft's recomputed share: 0 nothing, 3 nearly all.", least=0)
     focus: bool = setting(
         True,
-        "Have cachecraft stop to compute again chunks that the question does not attend to.",
+        "cachecraft stops recomputing chunks that the question does not attend to.",
     )
     query: QueryConfig = QueryConfig()
     capture: CaptureConfig = CaptureConfig()
@@ -452,12 +447,12 @@ _WEAVES = frozenset({Place.VLLM, Place.CONNECTOR})
 @configuration(PROGRAMS)
 @dataclass(frozen=True, slots=True)
 class ConversationConfig:
-    """How long conversations may get and how many there may be.
+    """Limits of conversations.
 
-    Where a turn's prompt would have more than `max_tokens`, the oldest turns are cut off: as many latest ones stay as
-    fit, and have at most the share `keep` of those tokens. The less stays, the more turns go by until the next cut,
-    which makes exact mode compute again what is kept: with a half, all cuts together about double what a long
-    conversation computes. `deduplicate` is CRAFT's §4.3; it changes what the model reads, so it is asked for.
+    If a turn's prompt would exceed `max_tokens`, the oldest turns are cut off. The latest turns that fit into the share
+    `keep` of `max_tokens` stay. Exact mode recomputes them after a cut, so a small `keep` makes cuts rarer; with a
+    half, all cuts together about double the compute of a long conversation. `deduplicate` is CRAFT §4.3. It changes
+    what the model reads, so it is off by default.
 
     >>> from chunkweave import ConversationConfig, Engine
     >>> with Engine.load("reader", conversations=ConversationConfig(max_tokens=512, deduplicate=True)) as engine:
@@ -467,34 +462,31 @@ class ConversationConfig:
 
     max_tokens: int | None = setting(
         None,
-        "Most tokens of a turn's prompt, older turns are cut off; none: the model's context, less the answer.",
+        "Maximum tokens of a turn's prompt; older turns are cut off. none: the model's context, less the answer.",
         name="conversation_tokens",
         least=1,
     )
     keep: float = setting(
-        0.5, "Share of conversation_tokens that a cut leaves at most.", name="conversation_keep", least=0, most=1
+        0.5, "Maximum share of conversation_tokens that a cut keeps.", name="conversation_keep", least=0, most=1
     )
-    deduplicate: bool = setting(
-        False, "Do not send a chunk again that an earlier turn has, of a conversation or of the same messages."
-    )
+    deduplicate: bool = setting(False, "Leave out chunks that an earlier turn of the conversation or messages has.")
     max_conversations: int = setting(
         1024,
-        "Conversations that are kept; of more, the one that was idle longest is forgotten, of a tenant with more than "
-        "its share.",
+        "Maximum conversations; above it, the longest idle one of a tenant above its share is forgotten.",
         places=SERVERS,
         least=1,
     )
     share: int | None = setting(
         None,
-        "Conversations of each tenant that others' never push out, up to an equal part of max_conversations for each "
-        "tenant that has any; none: that part.",
+        "Conversations per tenant that others cannot displace, up to an equal part of max_conversations among tenants "
+        "that have any; none: that part.",
         name="conversation_share",
         places=SERVERS,
         least=1,
     )
     idle_s: float | None = setting(
         3600.0,
-        "Forget a conversation that was idle for so long; none: never.",
+        "Idle time after which a conversation is forgotten; none: never.",
         name="conversation_idle",
         places=SERVERS,
         above=0,
@@ -506,30 +498,27 @@ class ConversationConfig:
 class WeaveConfig:
     """How woven requests share vLLM's steps.
 
-    A request whose segments were not read within `load_timeout_s` is computed by vLLM. So is one that has waited that
-    long for chunks that another request computes.
+    vLLM prefills a request normally if its segments are not read within `load_timeout_s`, or if it waited that long for
+    chunks that another request computes.
     """
 
     weave_step_tokens: int | None = setting(
         None,
-        "Tokens that weaves compute, through all layers, in a step with other requests; none: an eighth of vLLM's "
+        "Tokens that weaves compute, through all layers, in a step shared with other requests; none: 1/8 of vLLM's "
         "max_num_batched_tokens.",
         least=1,
     )
     load_timeout_s: float = setting(
         10.0,
-        "Maximum wait for a request's segments, and for chunks that another request computes, before it is prefilled "
-        "normally.",
+        "Maximum wait for segments, and for chunks that another request computes; then normal prefill.",
         above=0,
     )
-    lookup_timeout_s: float = setting(
-        0.5, "Maximum wait for a remote lookup before the request is prefilled normally.", above=0
-    )
+    lookup_timeout_s: float = setting(0.5, "Maximum wait for a remote lookup; then normal prefill.", above=0)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. `temperature=0` is greedy and deterministic.
+    """How tokens are sampled and when to stop. `temperature=0` is greedy and deterministic.
 
     >>> from chunkweave import SamplingParams
     >>> SamplingParams(max_new_tokens=32).greedy, SamplingParams(temperature=0.7, top_p=0.9, seed=1).greedy
@@ -559,10 +548,10 @@ class SamplingParams:
 
 
 def resolve_device(device: str, *, cuda_available: bool) -> str:
-    """`auto` becomes `cuda` where there is one, else `cpu`; anything else stays.
+    """Resolve `auto` to `cuda` if available, else `cpu`; any other value is returned unchanged.
 
     Raises:
-        UsageError: CUDA was asked for and is not there.
+        UsageError: CUDA was requested but is not available.
     """
     if device == "auto":
         return "cuda" if cuda_available else "cpu"
@@ -574,8 +563,8 @@ def resolve_device(device: str, *, cuda_available: bool) -> str:
 def resolve_dtype(dtype: str, *, device: str, checkpoint: str, fast_bf16: bool) -> str:
     """The name of the floating-point type to compute in.
 
-    `auto` takes the checkpoint's type on CUDA. On a CPU a half-precision checkpoint is computed in bfloat16 where the
-    CPU has instructions for it (`fast_bf16`) and in float32 elsewhere.
+    `auto` takes the checkpoint's type on CUDA. On a CPU a half-precision checkpoint runs in bfloat16 if the CPU has
+    instructions for it (`fast_bf16`), else in float32.
 
     Raises:
         UsageError: an unknown type, or float16 on a CPU.

@@ -1,31 +1,32 @@
-"""The exceptions that chunkweave raises, named for what the caller can do about them.
+"""The exceptions that chunkweave raises, grouped by what the caller can do about them.
 
 ChunkweaveError
 ├── UsageError             the call itself is wrong: fix the argument that the message names
 │   ├── UnknownMethodError     no reuse method, policy or shape of that name
 │   ├── PromptTooLongError     prompt or chunk does not fit the model's context: send less
-│   ├── TopKError              more chunks are asked for than there are: ask for fewer
+│   ├── TopKError              more chunks requested than exist: ask for fewer
 │   ├── UnknownDocumentError   no document of that id in the corpus
-│   ├── UnknownRequestError    no request of that id is under way: it never was, or it has ended
+│   ├── UnknownRequestError    no pending or running request has that id: unknown id, or the request has ended
 │   ├── ConversationBusyError  the conversation's last question is still being answered: wait for it
-│   ├── ConversationTurnError  a turn of the conversation is not the one that comes next: look which was the last
-│   └── ConversationEndedError the conversation was forgotten, or was closed: begin it anew, or another
+│   ├── ConversationTurnError  the turn number is not the next one: read the number of the last turn
+│   └── ConversationEndedError the conversation was forgotten or closed: start it anew, or another one
 ├── ModelError             the model cannot be used
-│   ├── ModelNotFoundError     no such folder or file, or files are missing or unreadable in it
+│   ├── ModelNotFoundError     no such folder or file, or files in it are missing or unreadable
 │   └── UnsupportedModelError  the architecture cannot be woven; the message says which feature
-├── QueueFullError         too many requests wait: try again later
+├── QueueFullError         too many pending requests: retry later
 ├── RequestEndedError      a request ended without its answer
-│   ├── DeadlineError          it took longer than it was given: ask again when there is less load, or give more
+│   ├── DeadlineError          its deadline passed: retry at lower load, or with a longer deadline
 │   ├── RequestAbortedError    it was aborted, or the engine was closed
-│   └── RequestFailedError     it failed twice; the cause is the second failure
+│   └── RequestFailedError     it failed and its retry failed; the cause is the second failure
 ├── DocumentError          a document or data set file cannot be read; the message names file and line
-│   ├── DuplicateDocumentError two documents have one id: give another, or update
+│   ├── UnreadableFileError    a file of a kind that is not read: convert it first, or leave it out
+│   ├── DuplicateDocumentError two documents have the same id: choose another, or update
 │   └── EmptyDocumentError     a document has no text
-├── CorpusError            a corpus cannot be used: its files are missing or damaged, or another process writes it
+├── CorpusError            a corpus cannot be used: files missing or damaged, or another process writes it
 │   ├── EmbedderMismatchError  corpus or index was made by another embedder: open it with that one
-│   └── DimensionMismatchError vectors are not as wide as those of the index
-├── NotRemovedError        what was to be removed is still there, though not used: let it be removed, and ask again
-└── StoreError             the segment store's own invariants are broken (a bug: please report it)
+│   └── DimensionMismatchError vectors and index differ in width
+├── NotRemovedError        KV that should be removed still exists, though unused: retry the removal
+└── StoreError             an invariant of the segment store is broken (a bug: please report it)
 
 A cache miss is not an error, and neither is a segment that cannot be stored.
 """
@@ -36,7 +37,7 @@ from typing import Any
 
 
 def install_extra(name: str) -> str:
-    """How to get an extra's packages, for messages. No package index has chunkweave yet, so it is from a checkout.
+    """How to install an extra, for messages. No package index has chunkweave yet, so it needs a checkout.
 
     >>> install_extra("server")
     "pip install -e '.[server]' in a checkout of chunkweave"
@@ -45,9 +46,9 @@ def install_extra(name: str) -> str:
 
 
 def unknown_names(given: Iterable[Any], known: Collection[str], form: str = "{}") -> str:
-    """Those of the given names that are not known, sorted, each with the known one that it is close to; "" if none.
+    """The given names that are unknown, sorted, each with the closest known name; "" if all are known.
 
-    Names are written in `form`.
+    Each name is written in the format `form`.
 
     >>> unknown_names(["prot", "host", 3], ["host", "port"])
     '3, prot (did you mean port?)'
@@ -60,8 +61,17 @@ def unknown_names(given: Iterable[Any], known: Collection[str], form: str = "{}"
     )
 
 
+def one_line(error: BaseException) -> str:
+    r"""The whole message of an error of another library, its lines joined.
+
+    >>> one_line(ValueError("no tokenizer, \n  from one of:\n a, b"))
+    'no tokenizer, from one of: a, b'
+    """
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class ChunkweaveError(Exception):
-    """Root of everything that chunkweave raises on purpose.
+    """Base class of all exceptions that chunkweave raises itself.
 
     >>> from chunkweave import ChunkweaveError, Engine
     >>> try:
@@ -73,39 +83,39 @@ class ChunkweaveError(Exception):
 
 
 class UsageError(ChunkweaveError, ValueError):
-    """An argument is outside what the call accepts."""
+    """An argument has a value that the call does not accept."""
 
 
 class UnknownMethodError(UsageError):
-    """A reuse method, eviction policy or model shape of that name does not exist."""
+    """No reuse method, eviction policy or model shape has this name."""
 
 
 class PromptTooLongError(UsageError):
-    """A chunk or the whole prompt does not fit into the model's context."""
+    """A chunk or the whole prompt does not fit the model's context."""
 
 
 class TopKError(UsageError):
-    """More chunks are asked for than the corpus or index has."""
+    """More chunks were requested than the corpus or index has."""
 
 
 class UnknownDocumentError(UsageError):
-    """The corpus has no document of that id."""
+    """The corpus has no document with this id."""
 
 
 class UnknownRequestError(UsageError):
-    """No request of that id is waiting or running."""
+    """No pending or running request has this id."""
 
 
 class ConversationBusyError(UsageError):
-    """A conversation is asked something while its last question is still being answered."""
+    """The conversation's last question is still being answered."""
 
 
 class ConversationTurnError(UsageError):
-    """A conversation is asked for another turn than the one that comes next."""
+    """The turn number is not the conversation's next one."""
 
 
 class ConversationEndedError(UsageError):
-    """A conversation that was idle for too long, made room for others, or was closed, is asked something."""
+    """The conversation was idle for too long, was displaced by others, or was closed."""
 
 
 class ModelError(ChunkweaveError):
@@ -113,7 +123,7 @@ class ModelError(ChunkweaveError):
 
 
 class ModelNotFoundError(ModelError):
-    """The model's folder or file is missing, incomplete or unreadable, or cannot be kept where it is unpacked."""
+    """The model's folder or file is missing, incomplete or unreadable, or its unpacked form cannot be stored."""
 
 
 class UnsupportedModelError(ModelError):
@@ -121,7 +131,7 @@ class UnsupportedModelError(ModelError):
 
 
 class QueueFullError(ChunkweaveError):
-    """As many requests wait as may."""
+    """The queue has its maximum number of pending requests."""
 
 
 class RequestEndedError(ChunkweaveError):
@@ -129,7 +139,7 @@ class RequestEndedError(ChunkweaveError):
 
 
 class DeadlineError(RequestEndedError):
-    """A request took longer than it was given."""
+    """The request's deadline passed."""
 
 
 class RequestAbortedError(RequestEndedError):
@@ -137,11 +147,15 @@ class RequestAbortedError(RequestEndedError):
 
 
 class RequestFailedError(RequestEndedError):
-    """A request failed, and again when it was tried once more."""
+    """A request failed, and so did its retry."""
 
 
 class DocumentError(ChunkweaveError):
-    """A document or data set file cannot be read as what it should be."""
+    """A document or data set file cannot be read in the expected format."""
+
+
+class UnreadableFileError(DocumentError):
+    """A file is of a kind that is not read, or that takes packages that are not installed."""
 
 
 class DuplicateDocumentError(DocumentError):
@@ -149,39 +163,39 @@ class DuplicateDocumentError(DocumentError):
 
 
 class EmptyDocumentError(DocumentError):
-    """A document has no text, or white space alone."""
+    """A document has no text, or only white space."""
 
 
 class CorpusError(ChunkweaveError):
-    """A corpus cannot be opened, read or written as it is."""
+    """A corpus cannot be opened, read or written."""
 
 
 class EmbedderMismatchError(CorpusError):
-    """A corpus or an index was made by another embedder than the one it is used with."""
+    """A corpus or index is used with another embedder than the one that made it."""
 
 
 class DimensionMismatchError(CorpusError):
-    """Vectors have another number of columns than the index or the embedder says."""
+    """Vectors have a different width than the index or the embedder."""
 
 
 class NotRemovedError(ChunkweaveError):
-    """Of KV that was to be removed, copies are still there, or may be.
+    """Copies of KV that should be removed still exist, or may exist.
 
-    `removed` copies are gone. `left` are not: they are not used any more, and their removal is tried again whenever
-    something is stored; with `lasting` a store that is opened later does not use them either. The tiers `unasked` did
-    not say what they hold, and may have more, which may be used: ask again. Servers that are `silent` may have more,
-    and answer nothing before they have removed it.
+    `removed` counts copies that are gone. `left` counts copies that remain: they are not used any more, and
+    each later put retries their removal; with `lasting`, a store that is opened later does not use them either. The
+    tiers in `unasked` could not list what they hold and may hold more that is still used: retry. Servers in `silent`
+    may hold more; they answer no request before they have removed it.
     """
 
     def __init__(
         self, removed: int, left: int, unasked: Sequence[str] = (), *, silent: Sequence[str] = (), lasting: bool
     ) -> None:
-        until = "any more" if lasting else "until this process ends, since that could not be noted on disk"
+        until = "any more" if lasting else "until this process ends, because the removal could not be recorded on disk"
         said = [f"{removed} stored segments were removed"]
         if left:
-            said.append(f"{left} cannot be removed now, are not used {until}, and it is tried again")
+            said.append(f"{left} cannot be removed now, are not used {until}, and their removal is retried")
         if unasked:
-            said.append(f"the {' and '.join(unasked)} tier could not be asked what it holds: ask again")
+            said.append(f"the {' and '.join(unasked)} tier could not list what it holds: retry")
         if silent:
             said.append(f"{' and '.join(silent)} did not answer, and must remove it before answering again")
         super().__init__("; ".join(said))

@@ -1,4 +1,4 @@
-"""What happened to one request: tokens by KV source and time by phase."""
+"""Metrics of one request: tokens by KV source and time by phase."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -9,14 +9,14 @@ from chunkweave.types import ChunkId, SegmentId, Span
 
 @dataclass(frozen=True, slots=True)
 class ChunkReport:
-    """Where the KV of one part of the prompt (a chunk, the system part, or an earlier turn) came from.
+    """KV source of one part of the prompt: a chunk, the system part, or an earlier turn.
 
-    `kv_source` is `prefix-exact`, `reused` or `computed`; `variant` names the segment that was reused and `tier` where
-    it came from. `recomputed` are the prompt positions of this chunk that were active at the last layer. `rank` is the
-    chunk's place in the caller's order, 0 the first, wherever it stood in the prompt; the system part has none. `start`
-    is the prompt position of its first token. Over vLLM `variant` and `tier` are not known. `reasons` say why a method
-    that scores segments recomputed so much of it (`planning.outcome.reasons_of`); empty for others. `contexts` is over
-    how many the reused variant is a mean; 0: it is none.
+    `kv_source` is `prefix-exact`, `reused` or `computed`; `variant` is the id of the reused segment and `tier` the tier
+    it was read from (both unknown over vLLM). `recomputed` are the prompt positions of this part that were active at
+    the last layer. `rank` is the chunk's index in the caller's order, from 0, independent of its order in the prompt;
+    the system part has none. `start` is the prompt position of its first token. `reasons` explain how much of it a
+    scoring method recomputed (`planning.outcome.reasons_of`); empty for other methods. `contexts` is the number of
+    contexts that the reused variant is a mean over; 0 if it is no mean.
     """
 
     id: ChunkId
@@ -34,7 +34,7 @@ class ChunkReport:
 
 
 def parameter_text(value: Any) -> str:
-    """A value of `ReuseReport.parameters` as it is shown.
+    """A value of `ReuseReport.parameters` as display text.
 
     >>> parameter_text(0.15), parameter_text(True), parameter_text([1, 2]), parameter_text({"tail": None, "rounds": 1})
     ('0.15', 'on', '1 2', 'tail all, rounds 1')
@@ -51,13 +51,13 @@ def parameter_text(value: Any) -> str:
 
 
 TOKEN_SOURCES = ("prefix-exact", "reused", "recomputed", "computed")
-"""Where the KV of a prompt's token can be from, in the order in which they are drawn."""
+"""Possible KV sources of a prompt token, in display order."""
 
 
 def effective_method(method: str, *, prefix_exact: int, reused: int) -> str:
-    """What a method came to: `full` if it reused nothing, `prefix` if it reused exact prefixes alone, else itself.
+    """`full` if nothing was reused, `prefix` if only exact prefixes were, else `method` itself.
 
-    `reused` counts tokens of reused chunks, those that were computed again included.
+    `reused` counts the tokens of reused chunks, recomputed ones included.
 
     >>> effective_method("cacheblend", prefix_exact=128, reused=0)
     'prefix'
@@ -69,30 +69,32 @@ def effective_method(method: str, *, prefix_exact: int, reused: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReuseReport:
-    """Tokens by KV source and time by phase of one answer; every answer carries one.
+    """Tokens by KV source and time by phase of one answer; every answer has one.
 
-    `method` is the one that was requested or chosen, `effective_method` what it came to (see the function).
+    `method` is the requested or chosen one, `effective_method` what it amounted to (see that function). `why` says how
+    it was chosen (`exact`, `calibrated`, `target not reached`, `asked for`, `switched off`), `parameters` holds all its
+    parameters; the recompute ratio is the loading controller's if that raised it.
 
-    `prefix_exact_tokens + reused_tokens + recomputed_tokens + computed_tokens == prompt_tokens`.
-    `engine_cached_tokens` of the first were in vLLM's own prefix cache; 0 in our engine. `recompute_fraction` is the
-    sum over layers of recomputed reused-chunk tokens, over (layers x reused-chunk tokens), dense first layers included;
-    0 where nothing was reused. Times are in seconds; `ttft_s` runs from the call to the first token and contains the
-    four before it. `why` says why this method (`exact`, `calibrated`, `target not reached`, `asked for`,
-    `switched off`), `parameters` all that the method takes and the values, that of the loading controller if it raised
-    one. `lost_segments` were broken, gone or late when they were read, so that the prompt was planned again without
-    them. `order` is the ordering of the chunks; `original` is the caller's.
+    `prefix_exact_tokens + reused_tokens + recomputed_tokens + computed_tokens == prompt_tokens`. `engine_cached_tokens`
+    of the first were in vLLM's own prefix cache; 0 in our engine. `recompute_fraction` is the sum over layers of
+    recomputed tokens of reused chunks, over (layers x tokens of reused chunks), dense first layers included; 0 if
+    nothing was reused.
 
-    `loaded_fraction` is the share of the stored KV in the prompt that was brought in: less than 1 where layers with a
-    sliding window look at none of a chunk.
+    Times are in seconds. `ttft_s` runs from the call to the first token and contains the four times before it.
 
-    `looked_up_tokens` are those of the parts that can be stored: instructions, chunks, turns. Of these, `hits` were
-    found, by tier; `vllm` is vLLM's own prefix cache.
+    `lost_segments` were broken, gone or late when they were read; the prompt was planned again without them. `order` is
+    the ordering of the chunks; `original` is the caller's. `loaded_fraction` is the share of the prompt's stored KV
+    that was loaded: less than 1 if sliding-window layers see no token of a chunk.
 
-    `check_layers` are those at which it was chosen what is computed further. From `stopped_at_layer` on, chunks that
-    the question does not attend to were not computed any more (None: no token was left out).
+    `looked_up_tokens` are tokens of parts that can be stored: instructions, chunks, turns. `hits` are those found, by
+    tier; `vllm` is vLLM's own prefix cache.
 
-    In a conversation, `history_tokens` are those of earlier turns: exact, or `reused` and never recomputed.
-    `chunks_not_sent` (`tokens_not_sent`) were in the context already; `turns_cut` were cut off for lack of room.
+    `check_layers` are the layers that chose which tokens are computed further. From `stopped_at_layer` on, chunks that
+    the question does not attend to were not recomputed (None: no token was left out).
+
+    In a conversation, `history_tokens` are tokens of earlier turns: exact, or `reused` and never recomputed.
+    `chunks_not_sent` (`tokens_not_sent`) were already in the context; `turns_cut` is the number of turns that were cut
+    off to fit.
 
     >>> from chunkweave import Chunk, Engine
     >>> choir = Chunk("The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.", source="choir")
@@ -138,25 +140,30 @@ class ReuseReport:
 
     @property
     def tokens_by_source(self) -> dict[str, int]:
-        """The prompt's tokens by `TOKEN_SOURCES`; they sum to the prompt."""
+        """The prompt's tokens by `TOKEN_SOURCES`; the values sum to `prompt_tokens`."""
         return {source: getattr(self, f"{source.replace('-', '_')}_tokens") for source in TOKEN_SOURCES}
 
     @property
+    def tokens_not_computed(self) -> int:
+        """Tokens of the prompt whose KV was taken as it was stored."""
+        return self.prefix_exact_tokens + self.reused_tokens
+
+    @property
     def effective_method(self) -> str:
-        """What the method came to, by the tokens that it reused."""
+        """What the method amounted to, by the tokens that it reused (see the function)."""
         reused = self.reused_tokens + self.recomputed_tokens
         return effective_method(self.method, prefix_exact=self.prefix_exact_tokens, reused=reused)
 
     @property
     def flops_limit(self) -> float:
-        """How many times sooner than full prefill the first token could be if time were FLOPs."""
+        """Upper bound of the speed-up of the first token: full prefill's FLOPs over this prefill's."""
         return self.full_prefill_flops / self.prefill_flops if self.prefill_flops else 1.0
 
     @property
     def phases(self) -> tuple[tuple[str, float, float], ...]:
-        """Name, beginning and end of what came before the first token, in seconds after the arrival.
+        """(name, start, end) of each phase before the first token, in seconds after arrival.
 
-        They are laid one behind the other, though loading and weaving took turns layer by layer.
+        Phases are laid end to end, although loading and weaving alternate layer by layer.
         """
         found, at = [], 0.0
         for name in ("queue", "lookup", "load", "weave"):
@@ -166,5 +173,54 @@ class ReuseReport:
         return tuple(found)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON-able values, `effective_method` and `flops_limit` included."""
+        """JSON-compatible values, with `effective_method` and `flops_limit`."""
         return {**asdict(self), "effective_method": self.effective_method, "flops_limit": self.flops_limit}
+
+
+_MOSTLY = 0.8
+"""Share of full prefill's work from which a prefill says what full prefill takes."""
+
+
+@dataclass(slots=True)
+class FullEstimate:
+    """What full prefill takes here at least, and the time that reuse has saved at least, from the reports added.
+
+    `seconds_per_work` is the least that a request took after the queue per unit of work, of those that computed most of
+    their prompt; None before the first. The others shared the machine with more requests. Work is counted in FLOPs;
+    where these are not known, in computed tokens. Requests that reused nothing save nothing.
+    """
+
+    seconds_per_work: float | None = None
+    reusing_full_work: float = 0.0
+    reusing_s: float = 0.0
+
+    def add(self, report: ReuseReport) -> None:
+        """Count one answer."""
+        work, full_work = _work(report)
+        prefill_s = report.ttft_s - report.queue_s
+        if full_work and work >= _MOSTLY * full_work:
+            rate = prefill_s / work
+            self.seconds_per_work = rate if self.seconds_per_work is None else min(rate, self.seconds_per_work)
+        if report.tokens_not_computed:
+            self.reusing_full_work += full_work
+            self.reusing_s += prefill_s
+
+    def ttft_s(self, report: ReuseReport) -> float | None:
+        """Least seconds to the first token with full prefill; None while no request computed most of its prompt."""
+        if self.seconds_per_work is None:
+            return None
+        return report.queue_s + self.seconds_per_work * _work(report)[1]
+
+    @property
+    def saved_s(self) -> float | None:
+        """Seconds by which first tokens came sooner than with full prefill, at least; None where `ttft_s` is."""
+        if self.seconds_per_work is None:
+            return None
+        return max(0.0, self.seconds_per_work * self.reusing_full_work - self.reusing_s)
+
+
+def _work(report: ReuseReport) -> tuple[float, float]:
+    """Of a prefill as it was, and of full prefill."""
+    if report.full_prefill_flops:
+        return report.prefill_flops, report.full_prefill_flops
+    return float(report.computed_tokens + report.recomputed_tokens), float(report.prompt_tokens)

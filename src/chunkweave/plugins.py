@@ -1,8 +1,8 @@
 """Plug-ins by name: reuse methods, orderings and eviction policies.
 
-Each kind has those of this package, those of installed packages (entry points of the kind's groups), and those of files
-that the operator names: `chunk_ends.py` with a `METHOD` in it brings the method `chunk-ends`. All are found the same
-way, so that one from outside works wherever a bundled one does. A file is code that runs: no request names one.
+Each kind has plug-ins of this package, of installed packages (entry points in the kind's groups), and of files that the
+operator names: `chunk_ends.py` with a `METHOD` in it defines the method `chunk-ends`. All are looked up the same way,
+so an external plug-in works wherever a bundled one does. A file is code that runs, so no request may name one.
 """
 
 import sys
@@ -18,15 +18,15 @@ from typing import Any
 from chunkweave.errors import UnknownMethodError, UsageError
 
 _FILES: dict[str, ModuleType] = {}
-"""What `load_plugin_file` has loaded, by the name of the plug-ins in it."""
+"""Modules loaded by `load_plugin_files`, by the name of their plug-ins."""
 
 
 @dataclass(frozen=True)
 class Plugins:
     """The plug-ins of one kind.
 
-    `kind` is what messages call one, `constant` its name in a file. `groups` are those of entry points; `bundled` says
-    where this package has which, as an entry point does.
+    `kind` is its name in messages, `constant` its name in a file, `groups` its entry point groups. `bundled` maps names
+    of this package's plug-ins to their location, written as in an entry point.
     """
 
     kind: str
@@ -57,21 +57,21 @@ class Plugins:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all that there are, sorted."""
+        """The names of all plug-ins, sorted."""
         files = (name for name, module in _FILES.items() if hasattr(module, self.constant))
         return tuple(sorted({*(entry.name for entry in self._entries), *files}))
 
     @property
     def listed(self) -> str:
-        """The same for a text."""
+        """`names`, joined by commas."""
         return ", ".join(self.names)
 
     def get(self, name: str) -> Any:
-        """What builds the plug-in of that name; its module is imported only now.
+        """The factory of the plug-in with this name; imports its module on first use.
 
         Raises:
-            UnknownMethodError: there is none; the message lists those there are.
-            UsageError: it cannot be imported, or two packages bring one of the same name; the message names them.
+            UnknownMethodError: no such plug-in; the message lists the known ones.
+            UsageError: it cannot be imported, or two packages have one of the same name; the message names them.
         """
         if hasattr(_FILES.get(name), self.constant):
             return getattr(_FILES[name], self.constant)
@@ -132,10 +132,10 @@ POLICIES = Plugins(
 
 
 def load_plugin_files(paths: Iterable[str]) -> None:
-    """Run files and add the plug-ins that they define. A file that was loaded before is passed over.
+    """Run files and add the plug-ins that they define. A file that is already loaded is skipped.
 
     Raises:
-        UsageError: a file is not there, fails, defines no plug-in, or one whose name another has; the message names it.
+        UsageError: a file is missing, fails, defines no plug-in, or uses a name that is taken; the message names it.
     """
     for path in paths:
         file = Path(path).expanduser().resolve()
@@ -146,20 +146,20 @@ def load_plugin_files(paths: Iterable[str]) -> None:
         kinds = (METHODS, ORDERINGS, POLICIES)
         brought = [kind for kind in kinds if hasattr(module, kind.constant)]
         if not brought:
-            raise UsageError(f"{file} brings no plug-in: it has none of {', '.join(kind.constant for kind in kinds)}")
+            raise UsageError(f"{file} has no plug-in: it defines none of {', '.join(kind.constant for kind in kinds)}")
         if name in _FILES:
-            raise UsageError(f"{file} and {_FILES[name].__file__} both bring {name!r}: rename one of them")
+            raise UsageError(f"{file} and {_FILES[name].__file__} both define {name!r}: rename one of them")
         if taken := [kind.kind for kind in brought if name in kind.names]:
-            raise UsageError(f"{file} brings {name!r}, but there is another {taken[0]} of that name: rename the file")
+            raise UsageError(f"{file} defines {name!r}, but another {taken[0]} has that name: rename the file")
         _FILES[name] = module
 
 
 def _run(file: Path) -> ModuleType:
-    """The module that a file makes."""
+    """The module that results from running a file."""
     spec = spec_from_file_location(f"chunkweave_file_{file.stem}", file)
     if spec is None or spec.loader is None or not file.is_file():
-        raise UsageError(f"{file} is no file of Python code")
-    module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses look their module up
+        raise UsageError(f"{file} is not a Python file")
+    module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses look up their module here
     try:
         spec.loader.exec_module(module)
     except Exception as error:

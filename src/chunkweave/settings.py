@@ -1,17 +1,17 @@
-"""How a setting is declared, once, and how every place that takes settings reads it: text and numbers.
+"""Declaration of settings, and how each place that takes settings reads text and numbers.
 
-A field of a frozen dataclass that is made by `setting(...)` is the declaration: its default, help, unit, and where it
-may be changed. Constructors, command line, server (flags, environment, file), vLLM's connector and the tables of the
-docs derive from it. A setting is called what its field is called, without the unit: `ttl_s` is `ttl`, and takes 3600
-as well as "1h". Torch-free, and below all that has settings.
+A field of a frozen dataclass made by `setting(...)` is the declaration: default, help, unit, and the places where it
+can be changed. Constructors, command line, server (flags, environment, file), vLLM's connector and the tables in docs
+derive from it. A setting's name is its field's name without the unit: `ttl_s` is `ttl`, and takes 3600 as well as "1h".
+No torch here; every module with settings imports this one.
 
-Not on pydantic: it would bring strict types, bounds and refusals, but places, units, `none`, errors and positional
-constructors would still be ours, and whatever imports a configuration would start 0.2 s later.
+Why not pydantic: it brings strict types and bounds, but places, units, `none`, errors and positional constructors would
+still be our code, and importing a configuration would take 0.2 s longer.
 """
 
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, wraps
@@ -27,13 +27,13 @@ _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, 
 _DURATIONS_S = {"ms": 1e-3, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 NO_LIMIT = "none"
-"""What text says for None, where that is not the default."""
+"""The text for None, for settings whose default is not None too."""
 
 ConfigT = TypeVar("ConfigT")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes named by a text such as `2GiB`, `500 MB` or `4096`.
+    """Bytes in a text such as `2GiB`, `500 MB` or `4096`.
 
     Raises:
         UsageError: the text is no size.
@@ -48,7 +48,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds named by a text such as `90m`, `100ms` or `30`.
+    """Seconds in a text such as `90m`, `100ms` or `30`.
 
     Raises:
         UsageError: the text is no duration.
@@ -63,21 +63,21 @@ def parse_duration(text: str) -> float:
 
 
 class Unit(StrEnum):
-    """What a number counts, where text may say it with a unit."""
+    """The unit of a number that text may write with a unit."""
 
     BYTES = "bytes"
     SECONDS = "seconds"
 
     @property
     def suffix(self) -> str:
-        """How the name of a field in this unit ends."""
+        """The suffix of field names in this unit."""
         return "_bytes" if self is Unit.BYTES else "_s"
 
     def parse(self, text: str) -> float:
-        """The number that a text says.
+        """Parse a number with an optional unit.
 
         Raises:
-            UsageError: it says none.
+            UsageError: the text is not one.
         """
         return parse_bytes(text) if self is Unit.BYTES else parse_duration(text)
 
@@ -96,7 +96,7 @@ class Unit(StrEnum):
 
 
 class Place(StrEnum):
-    """Where a setting can be changed, beside the constructor of its class."""
+    """Places where a setting can be changed, besides the constructor of its class."""
 
     COMMANDS = "commands"
     """Flags of `ask`, `chat` and the other commands that load a model."""
@@ -111,20 +111,20 @@ class Place(StrEnum):
 
 
 EVERYWHERE = frozenset(Place) - {Place.REQUEST}
-"""Where the operator sets them."""
+"""The operator's places: all but requests."""
 REQUESTS = frozenset(Place)
 SERVERS = frozenset({Place.ENGINE, Place.VLLM})
 PROGRAMS = SERVERS | {Place.COMMANDS}
-"""Commands and servers, which have all that is around vLLM's connector."""
+"""Commands and servers: everything outside vLLM's connector."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One declared setting.
 
-    `name` is what it is called outside of Python, `attribute` its field; `kind` its type. `defaults` has the places
-    where another default than `default` holds. A `secret` is shown without user, password and options. A number is
-    finite, at least `least` or above `above`, and at most `most`. With `plugins` it names one of these.
+    `name` is its name outside Python, `attribute` its field, `kind` its type. `defaults` maps places to a default that
+    differs from `default`. A `secret` is shown without user, password and options. A number is finite, at least `least`
+    or above `above`, and at most `most`. With `plugins`, the value is the name of one of them.
     """
 
     default: Any
@@ -143,7 +143,7 @@ class Setting:
 
     @property
     def plain(self) -> Any:
-        """Its type without None, and without what a tuple holds."""
+        """The type without None, and without the element type of a tuple."""
         kind = self.kind
         if get_origin(kind) in (Union, types.UnionType):
             kind = next(one for one in get_args(kind) if one is not type(None))
@@ -151,7 +151,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """Its option on a command line."""
+        """The command-line option."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
@@ -160,11 +160,11 @@ class Setting:
         return type(None) in get_args(self.kind) or None in self.defaults.values()
 
     def default_at(self, place: Place | None) -> Any:
-        """The default in a place."""
+        """The default in one place."""
         return self.default if place is None else self.defaults.get(place, self.default)
 
     def text(self, value: Any) -> str:
-        """A value as it is written in text."""
+        """A value as text, which `parse` reads back."""
         if value is None:
             return NO_LIMIT
         if isinstance(value, tuple):
@@ -174,10 +174,10 @@ class Setting:
         return self.unit.shown(value) if self.unit is not None else str(value)
 
     def parse(self, text: str, origin: str | None = None) -> Any:
-        """The value that a text says; `origin` is named where it says none.
+        """The value in a text; an error message begins with `origin`.
 
         Raises:
-            UsageError: it says none.
+            UsageError: the text is no value of this setting.
         """
         kind = self.plain
         if self.optional and text.strip().lower() == NO_LIMIT:
@@ -195,10 +195,10 @@ class Setting:
             raise self._no_value(text, origin, str(error) if isinstance(error, UsageError) else "") from error
 
     def check(self, value: Any, origin: str | None = None) -> Any:
-        """A value of JSON, TOML, YAML or Python as the field has it; sizes and durations may be text.
+        """Check a value from JSON, TOML, YAML or Python; sizes and durations may be text.
 
         Raises:
-            UsageError: it has another type, or is text that says no value.
+            UsageError: wrong type, or text that is no value of this setting.
         """
         kind = self.plain
         if value is None and self.optional:
@@ -219,16 +219,16 @@ class Setting:
         return value
 
     def is_parsed(self, value: Any) -> bool:
-        """Whether a value has to be parsed although it came from Python or JSON."""
+        """Whether a value from Python or JSON is text that must be parsed."""
         kind = self.plain
         texts = self.unit is not None or (self.optional and value == NO_LIMIT and kind is not str)
         return isinstance(value, str) and (texts or issubclass(kind, Path | StrEnum))
 
     def refuse_out_of_range(self, value: Any) -> None:
-        """Refuse a number that is not finite or not between the bounds, and what an enum does not have.
+        """Refuse numbers that are not finite or out of bounds, and values that an enum does not have.
 
         Raises:
-            UsageError: it is one; the message says what is allowed.
+            UsageError: the value is refused; the message says what is allowed.
         """
         if issubclass(self.plain, StrEnum):
             self.parse(value)
@@ -251,15 +251,15 @@ class Setting:
         if issubclass(self.plain, StrEnum):
             said = f"no such {self.name}: {value!r}; there are: {', '.join(self.plain)}"
         else:
-            said = f"{value!r} is no value of {self.name}: {self.meaning}" + (f" ({why})" if why else "")
+            said = f"{value!r} is not a valid {self.name}: {self.meaning}" + (f" ({why})" if why else "")
         return UsageError(f"{origin or self.name}: {said}")
 
 
 def setting(default: Any, meaning: str, **more: Any) -> Any:
     """A field of a configuration class that is a setting; `more` are fields of `Setting`.
 
-    Left out, `name` is the field's own without its unit, and `places` are those of the class. `attribute`, `kind` and
-    `unit` are those of the field, whose name says the unit.
+    Defaults: `name` is the field's name without its unit, `places` are those of the class. `attribute`, `kind` and
+    `unit` always come from the field.
     """
     return field(default=default, metadata={"setting": Setting(default, meaning, **more)})
 
@@ -295,32 +295,31 @@ def _declared(config: Any) -> Mapping[str, Setting]:
 
 
 def settings_at(config: type[Any], place: Place) -> dict[str, Setting]:
-    """The settings of a class that can be changed in a place, by name."""
+    """The settings of a class that can be changed in one place, by name."""
     return {name: one for name, one in settings_of(config).items() if place in one.places}
 
 
 def by_name(given: Mapping[str, Any], known: Mapping[str, Setting]) -> dict[str, Any]:
-    """`given` by the names of `known` settings: one may also be called with its unit, as its field is."""
+    """`given`, keyed by the names of `known` settings; a key may also be the field's name with its unit."""
     with_unit = {one.name + one.unit.suffix: name for name, one in known.items() if one.unit is not None}
     return {with_unit.get(name, name): value for name, value in given.items()}
 
 
-def refuse_unknown(given: Iterable[Any], known: Iterable[str], where: str = "") -> None:
+def refuse_unknown(given: Iterable[Any], known: Collection[str], where: str = "") -> None:
     """Refuse names that are no settings.
 
     Raises:
-        UsageError: there are such names; the message begins with `where`, and says what they are close to.
+        UsageError: there are unknown names; the message begins with `where` and suggests close names.
     """
-    known = list(known)
     if unknown := unknown_names(given, known):
-        raise UsageError(f"{where}no such settings: {unknown}; there are: {', '.join(known)}")
+        raise UsageError(f"{where}no such setting: {unknown}; `chunkweave config show` lists all")
 
 
 def configuration(places: frozenset[Place] = EVERYWHERE) -> Callable[[type[ConfigT]], type[ConfigT]]:
-    """Make a frozen dataclass take settings as every other place does, when they are given by keyword.
+    """Class decorator: the keyword arguments of a frozen dataclass are read as settings are elsewhere.
 
-    Beside its fields its constructor then takes names without unit, and sizes and durations as text. `places` is where
-    those of its settings can be changed that do not say.
+    The constructor then also takes names without unit, and sizes and durations as text. `places` applies to settings
+    that declare none.
     """
 
     def configured(config: Any) -> Any:
@@ -348,10 +347,10 @@ def configuration(places: frozenset[Place] = EVERYWHERE) -> Callable[[type[Confi
 
 
 def read(config: type[ConfigT], given: Mapping[str, Any], place: Place) -> ConfigT:
-    """A configuration from those values by name that are its own settings in a place, and the defaults there.
+    """A configuration for one place, from the values of `given` that are its settings there, and defaults.
 
     Raises:
-        UsageError: a value of a wrong type, or what the configuration refuses.
+        UsageError: a value has the wrong type, or the configuration refuses it.
     """
     known = settings_at(config, place)
     values = {name: one.check(given[name]) if name in given else one.default_at(place) for name, one in known.items()}

@@ -1,4 +1,4 @@
-"""Tiny models of every supported family and tiers of a given speed, for tests and measurements without downloads."""
+"""Tiny models of every supported family, and tiers of a given speed, for tests and measurements without downloads."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ TOY_FAMILIES: dict[str, type[PreTrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
 }
-"""Those that most tests run for. `toy_config` knows all of `models.anatomy.FAMILIES`."""
+"""The families that most tests run with. `toy_config` knows all of `models.anatomy.FAMILIES`."""
 
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -56,7 +56,7 @@ _TOY_CHANGES: dict[str, dict[str, Any]] = {
 
 
 def toy_config(family: str, **changes: Any) -> PreTrainedConfig:
-    """A 4-layer configuration with grouped-query attention of `family`, with `changes` applied."""
+    """A 4-layer configuration of `family` with grouped-query attention; `changes` are applied last."""
     values: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -77,7 +77,7 @@ def toy_config(family: str, **changes: Any) -> PreTrainedConfig:
 def toy_model(
     family: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> LoadedModel:
-    """A loaded toy with the bundled tokenizer. Weights are large, so that tokens differ and attention is not flat."""
+    """A toy model with the bundled tokenizer. Its weights are large, so tokens differ and attention is not flat."""
     config = toy_config(family, **changes)
     model = HuggingFaceModel(random_model(config, dtype=dtype, device="cpu", seed=seed))
     name = f"toy-{family}"
@@ -86,11 +86,11 @@ def toy_model(
 
 
 _TIMER_SLOP_S = 0.005
-"""A reader that wakes up this much late still gets the link's full throughput."""
+"""A reader that wakes up at most this late still gets the link's full throughput."""
 
 
 class Link:
-    """One link of a fixed throughput that all readers share, one transfer at a time."""
+    """A link of fixed throughput, shared by all readers, one transfer at a time."""
 
     def __init__(self, bytes_per_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
         self.bytes_per_s = bytes_per_s
@@ -99,7 +99,7 @@ class Link:
         self._lock = threading.Lock()
 
     def transfer(self, nbytes: int) -> None:
-        """Return once `nbytes` have gone over the link, behind what was sent before."""
+        """Wait until `nbytes` have passed the link, after everything sent earlier."""
         with self._lock:
             now = time.perf_counter()
             idle = now - self._free_at_s > _TIMER_SLOP_S
@@ -109,7 +109,7 @@ class Link:
 
 
 class ThrottledSegment:
-    """A `SegmentSource` whose layers come over a link."""
+    """A `SegmentSource` whose layers are read over a link."""
 
     def __init__(self, source: SegmentSource, link: Link) -> None:
         self._source = source
@@ -127,11 +127,11 @@ class ThrottledSegment:
 
     @property
     def keys_at(self) -> int | None:
-        """As the source has it."""
+        """As in the source."""
         return self._source.keys_at
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:
-        """One layer, after the time that it takes on the link."""
+        """One layer, after the time that the link needs for it."""
         layer = self._source.layer(index, scratch)
         self._link.transfer(layer.nbytes)
         return layer
@@ -145,7 +145,7 @@ class ThrottledTier:
         self._held: dict[SegmentId, tuple[SegmentRecord, SegmentSource]] = {}
 
     def put(self, record: SegmentRecord, payload: SegmentSource) -> None:
-        """Keep it."""
+        """Store a segment."""
         self._held[record.id] = (record, payload)
 
     def get(self, segment: SegmentId) -> SegmentSource | None:
@@ -154,7 +154,7 @@ class ThrottledTier:
         return None if held is None else ThrottledSegment(held[1], self._link)
 
     def delete(self, segment: SegmentId) -> None:
-        """Forget it."""
+        """Delete a segment."""
         self._held.pop(segment, None)
 
     def nbytes(self, segment: SegmentId) -> int:
@@ -163,9 +163,9 @@ class ThrottledTier:
         return 0 if held is None else held[1].nbytes
 
     def size_of(self, _record: SegmentRecord, payload: SegmentSource) -> int:
-        """Bytes it would take."""
+        """Bytes that it would take."""
         return payload.nbytes
 
     def records(self) -> Iterator[SegmentRecord]:
-        """Everything held."""
+        """All stored records."""
         return (record for record, _ in tuple(self._held.values()))

@@ -1,4 +1,4 @@
-"""Plain values that every layer shares. Nothing here imports torch."""
+"""Plain values that every layer shares; no torch here."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ SegmentId = NewType("SegmentId", str)
 """32 hex digits: BLAKE2b-128 over a chunk id and the context that the chunk was computed in."""
 
 Context = tuple[ChunkId, ...]
-"""Ids of the parts before a chunk, in prompt order; empty = computed alone (after BOS at most)."""
+"""Ids of the parts before a chunk, in prompt order; empty: computed alone (after BOS at most)."""
 
 
 MOST_SOURCE_CHARACTERS = 1024
-"""Of a source that is kept: with chunks, in records of segments and in their files, in reports."""
+"""Most characters of a source that are kept: with chunks, in records and files of segments, in reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A piece of retrieved text.
 
-    `source` names where it came from (a file, a URL, a title); it is shown in reports and never tokenized. Of a longer
-    one the first `MOST_SOURCE_CHARACTERS` characters are kept.
+    `source` names its origin (a file, a URL, a title). It is shown in reports, never tokenized, and cut to
+    `MOST_SOURCE_CHARACTERS` characters.
 
     >>> from chunkweave import Chunk
     >>> Chunk("The tower has 230 steps.", source="tower.md").source
@@ -58,17 +58,18 @@ class Span:
         return range(self.start, self.stop)
 
     def within(self, start: int, stop: int) -> "Span":
-        """What of it lies in `[start, stop)`; a span without positions if nothing does."""
+        """The intersection with `[start, stop)`; an empty span if there is none."""
         first = max(self.start, start)
         return Span(first, max(first, min(self.stop, stop)))
 
 
 @dataclass(frozen=True, slots=True)
 class Scattered:
-    """Single token positions within one part of a prompt: `start` plus each of `offsets`, in no order, none twice.
+    """Single token positions within one part of a prompt: `start` plus each of `offsets`, unordered, without
+    duplicates.
 
-    A ranking hardly ever picks neighbours; as spans they would be as many objects as tokens. `within` is the number of
-    tokens of the part, if the caller vouches that no offset reaches it: checking takes as long as choosing them.
+    A ranking rarely picks neighbours, and as spans they would be one object per token. `within` is the number of tokens
+    of the part if the caller guarantees that all offsets are below it; checking would take as long as choosing them.
     """
 
     start: int
@@ -79,18 +80,20 @@ class Scattered:
         return len(self.offsets)
 
     def positions(self) -> list[int]:
-        """The positions, in the order of the offsets."""
+        """The prompt positions, in the order of the offsets."""
         return [self.start + offset for offset in self.offsets]
 
     def hull(self) -> Span:
-        """A span that covers all positions, of which there must be one: `within`, or else the least one."""
+        """A span that covers all positions: the whole part if `within` is known, else from the lowest to the highest
+        (at least one needed).
+        """
         if self.within is not None:
             return Span(self.start, self.start + self.within)
         return Span(self.start + min(self.offsets), self.start + max(self.offsets) + 1)
 
 
 def spans_of(positions: Iterable[int]) -> tuple[Span, ...]:
-    """Fewest spans that cover exactly `positions` (any order, duplicates allowed).
+    """The fewest spans that cover exactly `positions` (any order, duplicates allowed).
 
     >>> spans_of([4, 2, 3, 9])
     (Span(start=2, stop=5), Span(start=9, stop=10))
@@ -99,7 +102,7 @@ def spans_of(positions: Iterable[int]) -> tuple[Span, ...]:
 
 
 def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Fewest spans that cover exactly what `spans` (any order, overlaps allowed) cover.
+    """The fewest spans that cover exactly the positions of `spans` (any order, overlaps allowed).
 
     >>> joined([Span(4, 6), Span(1, 2), Span(2, 5), Span(9, 9)])
     (Span(start=1, stop=6),)
@@ -123,10 +126,10 @@ def _runs(ascending: list[int]) -> Iterator[Span]:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """What attention scores, scaled by 1/sqrt(head_dim), become before they are weights.
+    """How attention scores, already scaled by 1/sqrt(head_dim), are changed before the softmax.
 
-    With a `cap` a score s becomes cap * tanh(s / cap), before keys are hidden (Gemma 2). `sinks` are logits, one a
-    query head: the softmax goes over them too, but they belong to no key, so that weights sum to less than 1 (gpt-oss).
+    With a `cap`, a score s becomes cap * tanh(s / cap), before keys are masked (Gemma 2). `sinks` are logits, one per
+    query head, that join the softmax but belong to no key, so the weights sum to less than 1 (gpt-oss).
     """
 
     cap: float | None = None
@@ -134,7 +137,7 @@ class ScoreRule:
 
     @property
     def plain(self) -> bool:
-        """Whether scores stay as they are."""
+        """Whether scores stay unchanged."""
         return self.cap is None and not self.sinks
 
 
@@ -154,25 +157,26 @@ class Geometry:
     vocab_size: int
     max_positions: int
     windows: tuple[int | None, ...] = ()
-    """By layer, how many keys up to its own a token sees, None for all of them; empty where all layers see all."""
+    """Per layer, the number of keys up to its own that a token sees (None: all); empty if all layers see all keys."""
     score_cap: float | None = None
-    """Where attention scores are soft-capped; None where they are not."""
+    """Soft cap of attention scores; None without one."""
     sinks: tuple[tuple[float, ...], ...] = ()
-    """By layer, the sink of each query head; empty without sinks. They are weights: a configuration has none."""
+    """Per layer, the sink logit of each query head; empty without sinks. They are weights: no configuration has them.
+    """
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of a layer."""
+        """The sliding window of a layer, in keys; None without one."""
         return self.windows[layer] if self.windows else None
 
     def sees_all(self, layer: int, keys: int) -> bool:
-        """Whether a token behind `keys` keys, itself among them, sees them all on this layer."""
+        """Whether a token at position `keys - 1` sees all `keys` keys on this layer."""
         window = self.window(layer)
         return window is None or window >= keys
 
     def scores(self, layer: int) -> ScoreRule:
-        """What becomes of a layer's attention scores."""
+        """The score rule of a layer."""
         return ScoreRule(self.score_cap, self.sinks[layer] if self.sinks else ())
 
     def kv_elements_per_token(self) -> int:
-        """Elements of K and V of one token over all layers."""
+        """Elements of K and V per token, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim

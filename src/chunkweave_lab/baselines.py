@@ -1,7 +1,7 @@
-"""Methods that only benchmarks know: the papers' baselines, and variants of `cachecraft` and `query`.
+"""Methods for benchmarks only: the papers' baselines, and variants of `cachecraft` and `query`.
 
-Baselines are entry points of a group that nothing but the laboratory reads; a variant is a method with settings after
-colons, such as `cachecraft:no-cci` (`bench_method`).
+Baselines are entry points of a group that only the laboratory reads. A variant is a method with settings after colons,
+such as `cachecraft:no-cci` (`bench_method`).
 """
 
 from collections import Counter
@@ -40,14 +40,14 @@ from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId, Geometry, Scattered
 
 BENCH_METHODS = replace(METHODS, groups=(*METHODS.groups, "chunkweave_lab.methods"))
-"""The methods that benchmarks compare: all there are, and the baselines."""
+"""The methods that benchmarks compare: all methods and the baselines."""
 
 
 class RandomTokens:
-    """`random`: tokens of every chunk drawn at random, the floor to beat (Cache-Craft §5.1.4, Random-Recomp).
+    """`random`: recomputes random tokens of every chunk; the lower bound (Cache-Craft §5.1.4, Random-Recomp).
 
-    `ceil(recompute_ratio * tokens)` of the tokens of every reused chunk, uniformly, without replacement. The draw
-    depends on the seed and on the prompt's ids alone, so a request repeated gives the same plan.
+    Draws `ceil(recompute_ratio * tokens)` tokens of every reused chunk, uniformly, without replacement. The draw
+    depends only on the seed and the prompt's ids, so a repeated request gives the same plan.
     """
 
     name = "random"
@@ -71,11 +71,11 @@ class RandomTokens:
 
 
 class HeavyHitters:
-    """`h2o`: the tokens that their chunk attended to most ("Prefill-H2O" of Cache-Craft §5.1.4).
+    """`h2o`: recomputes the tokens with most attention from their own chunk ("Prefill-H2O" of Cache-Craft §5.1.4).
 
-    Of every reused chunk the `ceil(recompute_ratio * tokens)` tokens that received most attention from its own. H2O
-    keeps such tokens in a shrinking cache; Cache-Craft's baseline recomputes them. The attention was measured when the
-    segment was computed. Without a profile the first tokens are recomputed, where attention sinks form.
+    It takes `ceil(recompute_ratio * tokens)` tokens of every reused chunk. H2O keeps such tokens in a shrinking cache;
+    Cache-Craft's baseline recomputes them. The attention was measured when the segment was computed. Without a profile
+    the first tokens are recomputed, where attention sinks form.
     """
 
     name = "h2o"
@@ -105,10 +105,10 @@ class HeavyHitters:
 class SetCache:
     """`set-cache`: the longest stored prefix whose chunks are all in this prompt, in any order (Cache-Craft §5.1.4).
 
-    An exact prefix match that ignores the order: its segments go where their chunks are in this prompt. A chain is a
-    run of exact segments, each computed behind all those before it, the first behind nothing. Of the chains whose parts
-    are all in this prompt, the one with the most tokens is reused without recomputation; of equals the one whose last
-    part comes first. The exact prefix is taken as by every method; everything else is computed.
+    It is an exact prefix match that ignores order: segments are moved to their chunks' positions in this prompt. A
+    chain is a sequence of exact segments, each computed behind all earlier ones, the first behind nothing. Among chains
+    whose parts are all in this prompt, the one with the most tokens is reused without recomputation; ties go to the
+    chain whose last part comes first. The exact prefix is reused as in every method; everything else is computed.
     """
 
     name = "set-cache"
@@ -146,13 +146,14 @@ def _chains(lookup: PromptLookup) -> Iterator[tuple[SegmentRecord, ...]]:
 
 
 def focused_as_printed(mass: Sequence[float]) -> frozenset[int]:
-    """Indices of the focused chunks by Algorithm 1, lines 4-9, word for word; `mass` `[chunks]` is cumulated.
+    """Indices of the focused chunks by Cache-Craft's Algorithm 1, lines 4-9, as printed; `mass` `[chunks]` is
+    cumulative.
 
-    Indices count from 1. With the masses sorted downwards, p_1..p_{k-1} are the shares of the gaps between neighbours,
+    Indices start at 1. With the masses in descending order, p_1..p_{k-1} are the shares of the gaps between neighbours,
     h_i is minus the sum of p_j log p_j up to i, i* in 1..k-2 has the greatest h_{i+1} - h_i (the first if several), and
-    the i* greatest masses are focused. So the increment of gap i+1 selects one chunk fewer than lie above that gap, the
-    first gap is never the cut, and a gap with nearly all of the mass counts for little (-p log p is greatest at 1/e).
-    Without a gap, or with fewer than three chunks, all are focused. Of equal masses the earlier chunk comes first.
+    the i* greatest masses are focused. So the increment of gap i+1 selects one chunk fewer than are above that gap, the
+    first gap is never chosen, and a gap with nearly all of the mass has little weight (-p log p is greatest at 1/e).
+    Without a gap, or with fewer than three chunks, all are focused. Among equal masses the earlier chunk comes first.
 
     >>> sorted(focused_as_printed([0.1, 0.9, 0.5, 0.8]))  # gaps .1 .3 .4, -p log p of the last two .37 .35: i* = 1
     [1]
@@ -169,12 +170,12 @@ def focused_as_printed(mass: Sequence[float]) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class CacheCraftAblation:
-    """What a variant of `cachecraft` leaves out (the paper's Figure 26), or reads otherwise.
+    """What a variant of `cachecraft` omits (the paper's Figure 26) or changes.
 
     Without `use_cci` the share to recompute does not depend on how much a chunk attends to others, and tokens are drawn
-    at random. Without `use_overlap` a chunk counts as if nothing of its old context came before it now. With
-    `use_coverage` (not in the paper) chunks that are new before a chunk lessen its overlap. `focused` finds the chunks
-    that the question attends to.
+    at random. Without `use_overlap` a chunk is treated as if none of its old context were before it now. With
+    `use_coverage` (not in the paper) new chunks before a chunk reduce its overlap. `focused` finds the chunks that the
+    question attends to.
     """
 
     use_cci: bool = True
@@ -209,12 +210,12 @@ class CacheCraftVariant(CacheCraft):
 
 @dataclass(frozen=True, slots=True)
 class QueryAblation:
-    """What a variant of `query` does otherwise.
+    """What a variant of `query` changes.
 
-    The question's attention is read in `layers` (None: those of the method). With `measured` it is multiplied by how
-    far a token's KV is off at the first check layer (CacheBlend §4.1), up to which `WIDEN` times the budget is active.
-    The first `first_tokens` of every chunk are always among the chosen. Above the lower `until` of the layers, a share,
-    chosen tokens keep their stored KV.
+    The question's attention is read in `layers` (None: those of the method). With `measured` it is multiplied by a
+    token's KV deviation at the first check layer (CacheBlend §4.1); up to that layer `WIDEN` times the budget is
+    active. The first `first_tokens` of every chunk are always chosen. Above the share `until` of the layers, chosen
+    tokens keep their stored KV.
 
     Raises:
         UsageError: a value out of range.
@@ -237,7 +238,7 @@ WIDEN = 3.0
 
 
 class QueryVariant(QueryAware):
-    """`query` with an ablation: the method's plan, changed."""
+    """`query` with an ablation: changes the method's plan."""
 
     def __init__(self, config: ReuseConfig, ablation: QueryAblation) -> None:
         super().__init__(config)
@@ -247,7 +248,7 @@ class QueryVariant(QueryAware):
         self.ablation = ablation
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
-        """The method's passes, changed; its one pass where nothing is chosen."""
+        """The method's passes with changes; its only pass if no tokens are chosen."""
         plan = super().plan(lookup, geometry)
         if len(plan.passes) == 1:
             return plan
@@ -265,7 +266,7 @@ class QueryVariant(QueryAware):
         return replace(plan, passes=(watching, *(self._measured(replace(one, rules=ends)) for one in rounds)))
 
     def _with_first_tokens(self, parts: Sequence[PartPlan], weaving: Pass) -> Pass:
-        """The pass with chunks' first tokens, those of all chunks before any second, in its budget."""
+        """The pass with chunks' first tokens within its budget: first tokens of all chunks before any second tokens."""
         budget = 0 if weaving.start is None else weaving.start.count
         stale = [(offset, part.span.start + offset) for part in parts for offset in stale_offsets(part)]
         first = sorted(one for one in stale if one[0] < self.ablation.first_tokens)[:budget]
@@ -276,7 +277,7 @@ class QueryVariant(QueryAware):
         return replace(weaving, required=required, start=start)
 
     def _measured(self, weaving: Pass) -> Pass:
-        """The pass that starts with more candidates, of which the check layer leaves the budget."""
+        """The pass with more candidates, which the check layer reduces to the budget."""
         start = weaving.start
         if start is None or not self.ablation.measured:
             return weaving
@@ -305,11 +306,11 @@ _PATTERNS = ("layers=1+2", "until=0.8")
 
 
 def bench_method(name: str, settings: Sequence[str], reuse: ReuseConfig) -> ReuseMethod:
-    """A method, or a baseline, with its settings: those of every command, and ablations of `cachecraft` and `query`.
+    """A method or baseline with settings, including ablations of `cachecraft` and `query`.
 
     Raises:
         UnknownMethodError: no such method.
-        UsageError: no such setting, one that another method has, or a value out of range.
+        UsageError: the setting is unknown or of another method, or a value is out of range.
     """
     ablations = {one: found for one in settings if (found := _ablation(one)) is not None}
     others = [one for one in settings if one not in ablations]
@@ -329,11 +330,11 @@ def bench_method(name: str, settings: Sequence[str], reuse: ReuseConfig) -> Reus
 
 
 bench_contenders = partial(make_contenders, make=bench_method)
-"""`make_contenders`, with baselines and ablations among what there is."""
+"""`make_contenders` with baselines and ablations."""
 
 
 def _ablation(setting: str) -> dict[str, Any] | None:
-    """The field of an ablation that a setting says; None if it is none."""
+    """The ablation's field for a setting; None if it is not an ablation."""
     key, equals, text = setting.partition("=")
     if not equals or key not in _NUMBERS:
         return _ABLATIONS.get(setting)

@@ -1,4 +1,4 @@
-"""What chunk order does to reuse, over sequences of requests. Imports no torch."""
+"""Measures how chunk order affects reuse over sequences of requests. Imports no torch."""
 
 import json
 from collections import Counter, defaultdict
@@ -25,10 +25,11 @@ from chunkweave_lab.simulator.workloads import bundled_token_count
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Shares from 0 to 1, averaged over all requests but the first.
+    """Shares from 0 to 1, averaged over all requests except the first.
 
-    `prefix` is the longest common prefix with any earlier request, `total` the most shared chunks with any (CRAFT §3.1,
-    Figure 3), both over the request's number of chunks. `seen` is the share of chunks that any earlier request had.
+    `prefix` is the longest common prefix with an earlier request, `total` the largest number of chunks shared with one
+    (CRAFT §3.1, Figure 3), both divided by the request's number of chunks. `seen` is the share of chunks that occurred
+    in any earlier request.
     """
 
     prefix: float
@@ -37,7 +38,7 @@ class Overlap:
 
 
 def overlap_of(requests: Sequence[Sequence[Hashable]], progress: Callable[[int, int], None] | None = None) -> Overlap:
-    """`Prefix` and `Total` of §3.1, a request's own number of chunks taking the place of k; 0 for a single request.
+    """`Prefix` and `Total` of CRAFT §3.1, with a request's number of chunks in place of k; 0 for a single request.
 
     >>> overlap_of([[1, 4, 5, 6, 7], [1, 2, 3, 4, 5]])
     Overlap(prefix=0.2, total=0.6, seen=0.6)
@@ -60,7 +61,7 @@ def overlap_of(requests: Sequence[Sequence[Hashable]], progress: Callable[[int, 
 
 
 class EarlierSets:
-    """Sets of chunks, each remembered once, by the chunks in them."""
+    """Distinct sets of chunks, indexed by their chunks."""
 
     def __init__(self) -> None:
         self._known: set[frozenset[Hashable]] = set()
@@ -70,7 +71,7 @@ class EarlierSets:
         return chunk in self._with
 
     def add(self, chunks: Sequence[Hashable] | dict[Hashable, None]) -> None:
-        """Remember one more."""
+        """Add a set."""
         members = frozenset(chunks)
         if members in self._known:
             return
@@ -79,7 +80,7 @@ class EarlierSets:
         self._known.add(members)
 
     def most_shared(self, weights: dict[Hashable, int]) -> int:
-        """The greatest sum of weights of what one earlier set shares with the chunks that `weights` names."""
+        """The largest sum of `weights` over the chunks shared with one earlier set."""
         if frozenset(weights) in self._known:
             return sum(weights.values())
         shared: Counter[int] = Counter()
@@ -116,24 +117,24 @@ class PathCache(Protocol):
     """What is stored."""
 
     def hold(self, parts: Sequence[Part]) -> None:
-        """A prompt that begins with `parts` was served: they are stored now, as far as there is room."""
+        """Store the `parts` of a served prompt, as far as there is room."""
 
 
 class UnlimitedCache:
-    """Everything that was ever served."""
+    """A cache that keeps everything."""
 
     def __init__(self) -> None:
         self.tree: KnowledgeTree[ChunkId] = KnowledgeTree([_TIER])
 
     def hold(self, parts: Sequence[Part]) -> None:
-        """Store all of it."""
+        """Store all parts."""
         keys = [key_of(part) for part in parts]
         for end in range(self.tree.match(keys).nodes + 1, len(keys) + 1):
             self.tree.placed(keys[:end], _TIER, parts[end - 1].tokens)
 
 
 class LimitedCache:
-    """`budget_tokens` of KV under an eviction policy, by the store's own rules (`TreeCache`)."""
+    """A cache of `budget_tokens` under an eviction policy, with the store's rules (`TreeCache`)."""
 
     def __init__(self, budget_tokens: int, policy: str = "lru") -> None:
         """An empty cache.
@@ -147,13 +148,13 @@ class LimitedCache:
         self.tree = self._cache.tree
 
     def hold(self, parts: Sequence[Part]) -> None:
-        """Count one use of what is stored of it, and store the rest."""
+        """Count one use of the stored parts, and store the rest."""
         self._cache.use(self._records.path(parts))
 
 
 ORACLE = "oracle"
 MOST_ORACLE_CHUNKS = 6
-"""A clairvoyant order tries all permutations; of seven chunks there are 5040."""
+"""Limit for the clairvoyant order, which tries all permutations; seven chunks have 5040."""
 _LOOK_AHEAD = 2000
 
 Progress = Callable[[int, int], None]
@@ -161,9 +162,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
-    """How requests are counted (`window`), and from what count on a path is stored (`promotion_threshold`, None: any).
+    """The `window` of counts, and the count from which a path is stored (`promotion_threshold`, None: always).
 
-    The cache is the same for all orderings; what is stored is an exact path, chunk by chunk.
+    The cache is the same for all orderings; it stores exact paths, chunk by chunk.
     """
 
     window: int = 1000
@@ -172,9 +173,9 @@ class ReplayConfig:
 
 @dataclass(frozen=True, slots=True)
 class Savings:
-    """What an ordering saved: tokens of documents whose KV was stored as an exact prefix. No system part counts.
+    """Savings of an ordering: document tokens whose KV was stored as an exact prefix, without the system part.
 
-    `hit_chunks` of `chunks` were stored, `full_hits` requests had all theirs.
+    `hit_chunks` of `chunks` were stored; `full_hits` requests had all their chunks stored.
     """
 
     ordering: str
@@ -196,7 +197,7 @@ class Savings:
 
 
 Arrange = Callable[[int, Unordered], Sequence[int]]
-"""Puts the chunks of the request of that number in order, by what is known of earlier ones; returns their places."""
+"""Orders the chunks of the request with this number, based on earlier requests; returns their indices."""
 
 
 def replay(
@@ -232,7 +233,7 @@ def replay_arranged(
     cache: PathCache | None = None,
     progress: Progress | None = None,
 ) -> Savings:
-    """The same with any arrangement: look up, serve, count, store (CRAFT §4.2)."""
+    """Replay with any arrangement: look up, serve, count, store (CRAFT §4.2)."""
     config, cache = config or ReplayConfig(), cache or UnlimitedCache()
     table: AccessTable[ChunkId] = AccessTable(config.window)
     hits = tokens = full = 0
@@ -259,9 +260,9 @@ def replay_arranged(
 
 
 def saving_bound(arrivals: Sequence[Arrival], progress: Progress | None = None) -> int:
-    """Document tokens that no order of chunks can save more of: of each request what it shares with one earlier one.
+    """Upper bound on the document tokens that any order can save: what each request shares with one earlier request.
 
-    A stored path was served to one request, so its chunks are all that one's. The cache is unlimited.
+    A stored path was served to one request, so all its chunks are from that request. The cache is unlimited.
     """
     earlier = EarlierSets()
     saved = 0
@@ -277,11 +278,11 @@ def saving_bound(arrivals: Sequence[Arrival], progress: Progress | None = None) 
 
 
 class ClairvoyantOrder:
-    """Of all permutations one that saves most now and, of these, one along which later requests could save most.
+    """The permutation that saves most now; among equals the one that allows the most later savings.
 
-    Knows all requests (2000 ahead), tries every permutation. The later saving of an order is that of every later
-    request that has all chunks of its beginning, as if it were the only order ever stored. A choice that gives up
-    something now for more later is not looked for, so that this is no bound; `saving_bound` is.
+    It knows all requests (2000 ahead) and tries every permutation. An order's later saving sums over the later requests
+    that contain all chunks of its beginning, as if no other order were stored. It never trades savings now for larger
+    ones later, so it is not a bound; `saving_bound` is.
     """
 
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
@@ -299,7 +300,7 @@ class ClairvoyantOrder:
         return max(permutations(numbers), key=lambda order: (_saved(order, given), _worth(order, given, later)))
 
     def _later(self, number: int, chunks: Sequence[ChunkId]) -> dict[int, int]:
-        """How many later requests have each set of these chunks, by the set as a bit mask."""
+        """The number of later requests that contain each subset of these chunks, by bit mask."""
         shared: Counter[int] = Counter()
         for bit, chunk in enumerate(chunks):
             for other in reversed(self._with[chunk]):
@@ -343,14 +344,14 @@ def _worth(order: Sequence[int], given: Unordered, later: dict[int, int]) -> int
 
 
 MOONCAKE = "Mooncake trace"
-"""Its blocks are named for all that is before them, so that their order is not free."""
+"""Kind of file. Its block names depend on all earlier blocks, so their order is not free."""
 
 
 def read_requests(path: Path, *, top_k: int | None = None, seed: int = 0) -> tuple[str, list[Arrival]]:
-    """What kind of file it is, and its requests in order, each of its first `top_k` documents (None: all).
+    """The kind of a file, and its requests in order, each with its first `top_k` documents (None: all).
 
-    A data set (MuSiQue or SQuAD JSON, or JSONL with `question`) is a request for each question, one a second, its
-    tokens counted with the bundled tokenizer. `seed` draws the paragraphs that a SQuAD question gets.
+    A data set (MuSiQue or SQuAD JSON, or JSONL with `question`) has one request per question, one per second, with
+    tokens counted by the bundled tokenizer. `seed` draws the paragraphs of a SQuAD question.
 
     Raises:
         DocumentError: the file cannot be read; the message has file, line and reason.
@@ -368,7 +369,7 @@ def read_requests(path: Path, *, top_k: int | None = None, seed: int = 0) -> tup
 
 
 def _first_line(path: Path) -> dict[str, object]:
-    """The object in the first line that has something in it; empty if that is none."""
+    """The object in the first non-empty line; empty if it is not an object."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             line = next((line for line in file if line.strip()), "")

@@ -1,10 +1,10 @@
-"""What chunks are computed behind, one factor at a time: the study of docs/study.md. Its rule is the product's.
+"""Contexts of chunks, one factor at a time: the study in docs/study.md. The product uses its resulting rule.
 
 A way is written `SOURCE:COUNT` with settings after further colons: `nearest:4`, `random:8:tokens=1200`, `nearest:4:v`,
 and `nearest:1:exact`, which is FusionRAG's (arXiv:2601.12904).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
@@ -36,17 +36,17 @@ Computed = tuple[SegmentRecord, SegmentKV]
 
 
 class Source(StrEnum):
-    """Whence the contexts of a chunk."""
+    """The source of a chunk's contexts."""
 
     NEAREST = "nearest"
     RANDOM = "random"
     """Drawn for each chunk."""
     TYPICAL = "typical"
-    """The chunks nearest to the mean of the corpus, the same for all."""
+    """The chunks nearest to the corpus's mean vector, the same for all chunks."""
     MIXED = "mixed"
-    """Half of the contexts nearest, half random."""
+    """Half of the contexts are nearest, half random."""
     BUNDLED = "bundled"
-    """Neutral passages, others in each context."""
+    """Neutral passages, different in each context."""
 
 
 _FLAGS = ("exact", "k", "v", "rescaled", "apart")
@@ -54,11 +54,12 @@ _FLAGS = ("exact", "k", "v", "rescaled", "apart")
 
 @dataclass(frozen=True, slots=True)
 class ContextWarmth:
-    """A way to fill the store, beside those of `calibration.prompts.Warmth`.
+    """A way to fill the store, in addition to those of `calibration.prompts.Warmth`.
 
-    Contexts are woven from a first pass behind neutral passages, or computed in full (`exact`). What is averaged: K and
-    V, `k` or `v` alone (the other is that of the first context); `rescaled` makes each mean key as long as its keys are
-    on average. `apart`: one variant a context, and of these the one that shares most with what is before the chunk.
+    Contexts are woven from a first pass behind neutral passages, or computed in full (`exact`). K and V are averaged,
+    or only `k` or `v` (the other is the first context's). `rescaled` scales each mean key to the average length of its
+    keys. `apart` stores one variant per context and uses the one whose context shares most with the text before the
+    chunk.
     """
 
     source: Source
@@ -68,10 +69,10 @@ class ContextWarmth:
 
     @classmethod
     def parse(cls, text: str) -> "ContextWarmth | Warmth":
-        """One of these ways, or of the usual ones.
+        """Parse one of these ways, or of the usual ones.
 
         Raises:
-            UsageError: neither.
+            UsageError: it is neither.
         """
         name, *settings = text.split(":")
         if name not in list(Source):
@@ -94,13 +95,13 @@ class ContextWarmth:
 
     @property
     def by(self) -> str:
-        """What the first pass was behind, as `Warmth.by` says it."""
+        """The context of the first pass, as in `Warmth.by`."""
         return "neutral"
 
     def prepare(
         self, engine: Engine, prompt: Prompt, others: Sequence[Prompt] = (), corpus: ContextCorpus | None = None
     ) -> None:
-        """Compute those chunks of a prompt that are not stored."""
+        """Compute a prompt's missing chunks."""
         assert corpus is not None
         opening, own, *_ = cast_of(prompt, others)
         before: list[ChunkId] = []
@@ -109,29 +110,41 @@ class ContextWarmth:
             kept = _APART.setdefault(engine, {})
             if "apart" in self.flags:
                 if part.id not in kept:
-                    kept[part.id] = list(self._computed(engine, prompt, opening, part, corpus))
+                    kept[part.id] = self._computed(engine, prompt, opening, part, corpus)
                 _forget_variants(engine, part)
                 engine.store.insert(*max(kept[part.id], key=lambda one: len(one[0].sources & {*before})))
                 before.append(part.id)
             elif not any(record.contexts for record in _stored(engine, part)):
-                engine.store.insert(*self._mean(list(self._computed(engine, prompt, opening, part, corpus))))
+                engine.store.insert(*self._mean(self._computed(engine, prompt, opening, part, corpus)))
         store_opening(engine, opening)
 
     def _computed(
         self, engine: Engine, prompt: Prompt, opening: Sequence[PromptPart], part: PromptPart, corpus: ContextCorpus
+    ) -> list[Computed]:
+        """The chunk's KV in each context. Computed once for all ways with the same contexts."""
+        of_prompt, known = _LAST.setdefault(engine.loaded.model, (prompt, {}))
+        if of_prompt is not prompt:
+            known = {}
+            _LAST[engine.loaded.model] = prompt, known
+        key = part.id, self.source, self.rule, "exact" in self.flags
+        if key not in known:
+            known[key] = list(self._compute(engine, prompt, opening, part, corpus))
+        return known[key]
+
+    def _compute(
+        self, engine: Engine, prompt: Prompt, opening: Sequence[PromptPart], part: PromptPart, corpus: ContextCorpus
     ) -> Iterator[Computed]:
-        """The chunk in each of its contexts."""
         first = _first_pass(engine)
         for context in self._contexts(engine, prompt, part, corpus):
             if "exact" in self.flags or self.source is Source.BUNDLED:
                 whole = Prompt((*opening, *context, part))
-                yield _last(engine, engine.runner.prefill(whole, make_method("full"), asked=False, profiles=False))
+                yield _last(engine, engine.runner.prefill(whole, make_method("full"), asked=False, profiles=True))
                 continue
             for one in context:
                 for missing in first.preparer.beforehand(one, opening=opening):
                     first.compute(missing, profiles=False)
             whole = Prompt((*opening, *context, part))
-            yield _last(first, first.runner.prefill(whole, ContextMethod(), profiles=False, asked=False))
+            yield _last(first, first.runner.prefill(whole, ContextMethod(), asked=False, profiles=True))
 
     def _contexts(
         self, engine: Engine, prompt: Prompt, part: PromptPart, corpus: ContextCorpus
@@ -172,17 +185,18 @@ class ContextWarmth:
 
 
 def typical(pool: ContextPool) -> list[PromptPart]:
-    """The chunks of a pool, those nearest to the mean of all first."""
+    """The chunks of a pool, nearest to the mean of all first."""
     scores = pool.vectors @ pool.vectors.mean(axis=0)
     return [pool.parts[row] for row in np.argsort(-scores, kind="stable")]
 
 
 _FIRST: WeakKeyDictionary[HuggingFaceModel, Engine] = WeakKeyDictionary()
+_LAST: WeakKeyDictionary[HuggingFaceModel, tuple[Prompt, dict[Hashable, list[Computed]]]] = WeakKeyDictionary()
 _APART: WeakKeyDictionary[Engine, dict[ChunkId, list[Computed]]] = WeakKeyDictionary()
 
 
 def _first_pass(engine: Engine) -> Engine:
-    """What holds the chunks of all ways behind neutral passages: contexts are woven from these."""
+    """The engine that holds first-pass chunks of all ways; contexts are woven from these."""
     model = engine.loaded.model
     if model not in _FIRST:
         _FIRST[model] = beside(engine, StoreConfig(host_budget_bytes=4 * GIB))
@@ -190,7 +204,7 @@ def _first_pass(engine: Engine) -> Engine:
 
 
 def _bundled(engine: Engine, rule: ContextRule) -> Iterator[tuple[PromptPart, ...]]:
-    """Neutral passages, in each context from another one on."""
+    """Neutral passages, starting at a different one in each context."""
     passages = engine.preparer.passages
     for number in range(rule.count):
         start = number * len(passages) // rule.count
@@ -206,7 +220,7 @@ def _stored(engine: Engine, part: PromptPart) -> Sequence[SegmentRecord]:
 
 
 def _last(engine: Engine, prefilled: Prefilled) -> Computed:
-    """The last part of a prompt, as it was computed."""
+    """The computed KV of a prompt's last part."""
     found = segments_of(prefilled.prompt, prefilled.plan, prefilled.captures, prefilled.attention, store=engine.store)
     *_, last = found
     if prefilled.lease is not None:

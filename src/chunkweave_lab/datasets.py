@@ -1,4 +1,4 @@
-"""Data sets: generated worlds, and files in the formats in which they are published."""
+"""Data sets: generated worlds, and files in published formats."""
 
 import json
 import re
@@ -24,10 +24,10 @@ from chunkweave_lab.worlds.records import QuestionKind
 from chunkweave_lab.worlds.world import world_examples
 
 WORLDS = "worlds"
-"""The data set that is generated instead of read."""
+"""Name of the generated data set."""
 
 PASSAGES = 10
-"""Passages of a question whose data set has more or leaves the number open: as many as MuSiQue's prepared sets have."""
+"""Passages per question if the data set has more or no fixed number: as in MuSiQue's prepared sets."""
 
 SUMMARIZE = "Write a summary of all the passages."
 SUMMARIZE_DIALOGUE = "Summarize the dialogue in a sentence or two."
@@ -38,13 +38,13 @@ Reader = Callable[[Entry], Example]
 
 
 def read_dataset(name: Path, *, count: int, chunks: int, seed: int) -> list[Example]:
-    """The questions of a data set, as the command line names it: those of a file, or `count` of `worlds`.
+    """The questions of a data set named on the command line: those of a file, or `count` of `worlds`.
 
-    `chunks` passages come with a generated question and with one of SQuAD.
+    Generated and SQuAD questions have `chunks` passages.
 
     Raises:
-        DocumentError: the file cannot be read, or holds no question that is known.
-        UsageError: no such question can be generated.
+        DocumentError: the file cannot be read, or has no question in a known format.
+        UsageError: such questions cannot be generated.
     """
     if name == Path(WORLDS) and not name.exists():
         return generated_examples(count, chunks, seed=seed)
@@ -57,7 +57,7 @@ def generated_examples(
     """Questions of the data set `worlds`.
 
     Raises:
-        UsageError: there is no such kind, or none over so many passages.
+        UsageError: a kind is unknown, or impossible over this many passages.
     """
     known = {str(kind): kind for kind in QuestionKind}
     refuse_unknown(kinds, known)
@@ -65,14 +65,14 @@ def generated_examples(
     try:
         return world_examples(count, chunks, seed=seed, kinds=wanted, worlds=worlds)
     except ValueError as error:
-        raise UsageError(f"no such questions over {chunks} passages: {error}") from error
+        raise UsageError(f"such questions over {chunks} passages cannot be generated: {error}") from error
 
 
 def refuse_unknown(kinds: tuple[str, ...], known: Collection[str]) -> None:
-    """Find out whether all kinds of question exist.
+    """Check that all kinds of question exist.
 
     Raises:
-        UsageError: one does not.
+        UsageError: a kind is unknown.
     """
     unknown = [kind for kind in kinds if kind not in known]
     if unknown:
@@ -80,7 +80,7 @@ def refuse_unknown(kinds: tuple[str, ...], known: Collection[str]) -> None:
 
 
 def load_dataset(path: Path, *, squad_chunks: int = PASSAGES, seed: int = 0) -> list[Example]:
-    """Read a data set, JSON or JSON lines; the format is found by looking at each entry's fields.
+    """Read a data set, JSON or JSON lines; the format is detected by each entry's fields.
 
     - SQuAD 1.1 JSON: `{data: [{title, paragraphs: [{context, qas}]}]}`; a question's chunks are its paragraph and
       `squad_chunks - 1` others, drawn and shuffled with `seed`.
@@ -89,8 +89,8 @@ def load_dataset(path: Path, *, squad_chunks: int = PASSAGES, seed: int = 0) -> 
       answers}`.
 
     Raises:
-        DocumentError: the file cannot be read, is in none of these formats, or holds no question; the message names
-            the file, the line or entry, and the reason.
+        DocumentError: the file cannot be read, is in none of these formats, or has no question; the message names the
+            file, the line or entry, and the reason.
     """
     text = read_text(path, "data set")
     if path.suffix.lower() in (".jsonl", ".ndjson"):
@@ -98,7 +98,7 @@ def load_dataset(path: Path, *, squad_chunks: int = PASSAGES, seed: int = 0) -> 
     else:
         examples = _json(path, text, squad_chunks, seed)
     if not examples:
-        raise DocumentError(f"{path} holds no question")
+        raise DocumentError(f"{path} has no question")
     return examples
 
 
@@ -145,7 +145,7 @@ def _squad(path: Path, articles: list[Any], squad_chunks: int, rng: Random) -> l
 
 
 def _squad_question(data: dict[str, Any]) -> Example:
-    """A question without its chunks. SQuAD repeats an answer that several people gave."""
+    """A question without its chunks. SQuAD repeats answers that several annotators gave."""
     return Example(text_of(data["question"], "question"), (), texts_of([answer["text"] for answer in data["answers"]]))
 
 
@@ -164,7 +164,7 @@ def _list(where: str, data: object, key: str) -> list[Any]:
 
 
 def reader_of(entry: Entry, otherwise: Reader) -> Reader:
-    """The reader of an entry's format, by the fields that it has; `otherwise` if that is none of these."""
+    """The reader for an entry's format, by its fields; `otherwise` if the format is unknown."""
     return next((read for fields, read in _READERS if fields <= entry.keys()), otherwise)
 
 
@@ -188,8 +188,8 @@ def multi_hop(entry: Entry) -> Example:
 def retrieved(entry: Entry) -> Example:
     """Natural Questions and TriviaQA with passages of Wikipedia, as dense passage retrieval was trained with.
 
-    `{question, answers, positive_ctxs, hard_negative_ctxs, negative_ctxs}`: a passage that answers among others that
-    do not, the hard ones first, in an order that depends on the question alone.
+    `{question, answers, positive_ctxs, hard_negative_ctxs, negative_ctxs}`: one answering passage among others that do
+    not answer, hard ones first, in an order that depends only on the question.
     """
     question = text_of(entry["question"], "question")
     right, wrong = entry["positive_ctxs"], [*entry.get("hard_negative_ctxs", ()), *entry.get("negative_ctxs", ())]
@@ -210,9 +210,9 @@ def articles(entry: Entry) -> Example:
 
 
 def long_bench(entry: Entry) -> Example:
-    """LongBench: `{input, context, answers, dataset}`, the passages of a context begin with `Passage N:`.
+    """LongBench: `{input, context, answers, dataset}`; passages of a context begin with `Passage N:`.
 
-    A context without any is one chunk. Where there is no input, a summary is asked for.
+    A context without such passages is one chunk. Without an input, a summary is requested.
     """
     texts = [text.strip() for text in _PASSAGE.split(text_of(entry["context"], "context"))]
     question = str(entry["input"]).strip() or SUMMARIZE
@@ -223,11 +223,11 @@ def long_bench(entry: Entry) -> Example:
 def conversation(entry: Entry) -> Example:
     """MTRAG's tasks: `{input: [{speaker, text}], contexts: [{document_id, text}], targets: [{text}]}`.
 
-    The question is the last one; what was said before is left out.
+    The question is the last one; earlier turns are omitted.
     """
     asked = [text_of(turn["text"], "question") for turn in entry["input"] if turn["speaker"] == "user"]
     if not asked:
-        raise ValueError("nobody asks")
+        raise ValueError("there is no question of the user")
     chunks = [
         chunk_of(one["text"], str(one.get("document_id") or ""), place) for place, one in enumerate(entry["contexts"])
     ]
@@ -253,7 +253,7 @@ def _one(entry: Entry) -> tuple[str, ...]:
 
 
 def _passages(passages: Iterable[Entry]) -> tuple[Chunk, ...]:
-    """Chunks of `{title, text}`: a title is the first line and the source."""
+    """Chunks of `{title, text}`: the title is the first line and the source."""
     return some(
         tuple(
             chunk_of(_titled(str(one.get("title") or ""), one["text"]), str(one.get("title") or ""), place)

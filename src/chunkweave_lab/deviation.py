@@ -1,4 +1,4 @@
-"""How far reuse takes KV and attention from full prefill's, by layer (CacheBlend §4.1), and its Figures 6 to 8."""
+"""Deviation of KV and attention under reuse from full prefill, by layer (CacheBlend §4.1, Figures 6 to 8)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,29 +27,29 @@ RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.3)
 """Shares of the reused tokens that are recomputed for Figure 6."""
 
 QUANTILES = tuple(step / 20 for step in range(21))
-"""At which shares of the tokens their KV deviation is kept for Figure 7."""
+"""Quantiles of the tokens' KV deviation for Figure 7."""
 
 TOP = 0.15
-"""How many tokens are asked for their share of all deviation: the upper end of the paper's 10 to 15 %."""
+"""Share of the tokens whose part of the total deviation is reported: the upper end of the paper's 10 to 15 %."""
 
 
 class Choice(StrEnum):
     """Which tokens are recomputed."""
 
     HIGHEST = "highest"
-    """On each layer those whose stored KV deviates most from full prefill's there: the paper's HKVD tokens (§4.3)."""
+    """On each layer the tokens whose stored KV deviates most from full prefill's: HKVD tokens (CacheBlend §4.3)."""
     RANDOM = "random"
-    """Drawn once, the same on all layers."""
+    """Random tokens, the same on all layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
     """One contender against full prefill on one prompt; every list has one entry a layer.
 
-    `kv` is the mean over the prompt's tokens of the L2 norm of the difference of (K, V); `attention` the L2 norm of
-    the difference of the attention that the question's tokens pay to all tokens, over heads, queries and keys, by the
-    square root of heads x queries (at most sqrt 2). `rank_correlation` has Spearman's correlation between the reused
-    tokens' KV deviations of each layer and the next (from layer 1 on: layer 0 has none), None where nothing deviates.
+    `kv` is the mean over the prompt's tokens of the L2 norm of the difference of (K, V). `attention` is the L2 norm of
+    the difference of the question's attention to all tokens, over heads, queries and keys, divided by the square root
+    of heads x queries (at most sqrt 2). `rank_correlation` is Spearman's correlation between the reused tokens' KV
+    deviations of each layer and the next (from layer 1, since layer 0 has none); None without deviation.
     """
 
     kv: tuple[float, ...]
@@ -59,12 +59,12 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class ReuseDeviation:
-    """Full KV reuse of one prompt, before and while tokens of its chunks are recomputed; one entry a layer.
+    """Full KV reuse of one prompt, without and with recomputed tokens; one entry per layer.
 
-    `attention` is as in `Deviation`, by which tokens are recomputed and their share of the reused ones. `quantiles` are
-    those of the reused tokens' KV deviations, at `QUANTILES`; `top_share` is what the `TOP` share of the tokens has of
-    their sum. `rank_with_first` is Spearman's correlation between layer 1, where CacheBlend checks first, and each
-    layer from 2 on.
+    `attention` is as in `Deviation`, by choice of recomputed tokens and their share of the reused ones. `quantiles` are
+    those of the reused tokens' KV deviations at `QUANTILES`; `top_share` is the part of their sum that the top `TOP`
+    share of the tokens has. `rank_with_first` is Spearman's correlation between layer 1, where CacheBlend checks first,
+    and each layer from 2.
     """
 
     attention: Mapping[tuple[Choice, float], tuple[float, ...]]
@@ -75,7 +75,7 @@ class ReuseDeviation:
 
 @dataclass(frozen=True, slots=True)
 class PromptDeviation:
-    """One prompt: all contenders by the names of their rows, and full KV reuse with tokens recomputed, if asked for."""
+    """One prompt: all contenders by name of their rows, and full KV reuse with recomputed tokens, if requested."""
 
     contenders: Mapping[str, Deviation]
     reuse: ReuseDeviation | None = None
@@ -92,10 +92,10 @@ def measure_deviations(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Iterator[PromptDeviation]:
-    """Compare every contender with full prefill on the first `count` prompts; nothing is stored but what `warm` says.
+    """Compare every contender with full prefill on the first `count` prompts. Only `warm` stores anything.
 
-    `contenders` has `full` and `full-reuse`. With `recomputing` tokens are also recomputed that full prefill's KV
-    points to, as no method can; random ones are drawn with `seed`.
+    `contenders` has `full` and `full-reuse`. With `recomputing`, tokens chosen by full prefill's KV are also
+    recomputed, which no real method can do; random ones are drawn with `seed`.
     """
     model, count = engine.loaded.model, min(count, len(prompts))
     for index, prompt in enumerate(prompts[:count]):
@@ -120,7 +120,7 @@ def deviation_from(full: Prefilled, woven: Prefilled, model: LayerwiseModel) -> 
         UsageError: the prompts differ, or have no question.
     """
     if full.prompt.token_ids != woven.prompt.token_ids or full.prompt.parts[-1].id is not None:
-        raise UsageError("a deviation is measured between two caches of one prompt that ends in a question")
+        raise UsageError("a deviation needs two caches of the same prompt, which must end in a question")
     by_token = kv_deviation(full, woven, model)
     reused = by_token[:, reused_positions(woven)]
     return Deviation(
@@ -133,7 +133,7 @@ def deviation_from(full: Prefilled, woven: Prefilled, model: LayerwiseModel) -> 
 def reuse_deviation(
     full: Prefilled, reused: Prefilled, model: LayerwiseModel, *, ratios: Sequence[float] = RATIOS, seed: int = 0
 ) -> ReuseDeviation | None:
-    """What `ReuseDeviation` says, of full prefill and full KV reuse of one prompt; None if nothing is reused in it."""
+    """`ReuseDeviation` from full prefill and full KV reuse of one prompt; None if the prompt reuses nothing."""
     deviation = kv_deviation(full, reused, model)[:, reused_positions(reused)]
     if not deviation.shape[1]:
         return None
@@ -155,7 +155,7 @@ def reuse_deviation(
 
 
 def kv_deviation(full: Prefilled, woven: Prefilled, model: LayerwiseModel) -> torch.Tensor:
-    """L2 norm by layer and token, `[layers, tokens]` in host memory; taken after RoPE, which turns both keys alike."""
+    """L2 norm by layer and token, `[layers, tokens]` in host memory; after RoPE, which rotates both keys equally."""
     tokens, rows = len(full.prompt), []
     for layer in range(model.geometry.num_layers):
         pairs = zip(full.cache.view(layer, tokens), woven.cache.view(layer, tokens), strict=True)
@@ -169,9 +169,9 @@ def reused_positions(prefilled: Prefilled) -> torch.Tensor:
 
 
 def chosen_tokens(deviation: torch.Tensor, choice: Choice, ratio: float, *, seed: int = 0) -> torch.Tensor:
-    """Which `ceil(ratio * tokens)` tokens of `deviation` `[layers, tokens]` to recompute on each layer, a mask of it.
+    """The `ceil(ratio * tokens)` tokens to recompute on each layer, as a mask of `deviation` `[layers, tokens]`.
 
-    With the same seed the random tokens of a smaller ratio are among those of a greater one.
+    With the same seed, the random tokens of a smaller ratio are a subset of those of a larger one.
     """
     layers, tokens = deviation.shape
     if choice is Choice.RANDOM:
@@ -186,12 +186,12 @@ def chosen_tokens(deviation: torch.Tensor, choice: Choice, ratio: float, *, seed
 def question_attention(
     prefilled: Prefilled, model: LayerwiseModel, chosen: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Attention weights of the question's tokens over a finished cache, `[heads, queries, keys]` a layer, float32.
+    """Attention weights of the question's tokens over a finished cache, `[heads, queries, keys]` per layer, float32.
 
-    With `chosen`, a mask `[layers, reused tokens]`, KV is recomputed there as in CacheBlend §4.2: on each layer K and V
-    of the chosen tokens, and of all that are not stored, take the place of what the cache has, and they attend to that
-    mixture. A token is carried from layer 0 to the last layer it is chosen on; in between its KV stays as it was where
-    it is not chosen. The cache is not changed.
+    With `chosen`, a mask `[layers, reused tokens]`, KV is recomputed there as in CacheBlend §4.2: on each layer the new
+    K and V of the chosen tokens, and of all tokens that are not stored, replace the cached ones, and these tokens
+    attend to the mixture. A token is computed from layer 0 to the last layer on which it is chosen; on layers where it
+    is not chosen its cached KV is used. The cache is not changed.
     """
     tokens, device = len(prefilled.prompt), prefilled.logits.device
     question = prefilled.prompt.spans()[-1]
@@ -227,8 +227,8 @@ def summarize_deviations(samples: Sequence[PromptDeviation]) -> dict[str, Any]:
     """Means over prompts, JSON-able: `deviation` by contender, and the `figures` if they were measured.
 
     In `figures`, `attention` has for each choice and ratio the attention deviation by layer (Figure 6), its mean over
-    layers with the bootstrap interval over prompts, and that mean over full KV reuse's (`left`). `kv` (Figure 7) and
-    `rank_correlation` (Figure 8; `next`: of each layer from 1 on and the next) are by layer.
+    layers with the bootstrap interval over prompts, and that mean divided by full KV reuse's (`left`). `kv` (Figure 7)
+    and `rank_correlation` (Figure 8; `next`: of each layer from 1 on and the next) are by layer.
     """
     labels = samples[0].contenders if samples else ()
     deviation = {label: mean_deviation([one.contenders[label] for one in samples]) for label in labels}
@@ -281,13 +281,13 @@ def mean_deviation(several: Sequence[Deviation]) -> dict[str, Any]:
 
 
 def _means(columns: Iterator[tuple[float | None, ...]]) -> list[float | None]:
-    """The mean of each column, of what there is; None where there is nothing."""
+    """The mean of the known values of each column; None if there are none."""
     there = [[value for value in column if value is not None] for column in columns]
     return [fmean(column) if column else None for column in there]
 
 
 def _apart(full: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> tuple[float, ...]:
-    """Attention deviation by layer, as `Deviation` says."""
+    """Attention deviation by layer, as in `Deviation`."""
     pairs = zip(full, other, strict=True)
     return tuple((a - b).pow(2).sum().sqrt().item() / (a.shape[0] * a.shape[1]) ** 0.5 for a, b in pairs)
 
@@ -306,6 +306,6 @@ def _spearman(one: torch.Tensor, two: torch.Tensor) -> float | None:
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:
-    """Places in ascending order; equal values share the mean of theirs."""
+    """Ranks in ascending order; equal values share their mean rank."""
     less, same = (compare(values, values[:, None]).sum(1) for compare in (torch.lt, torch.eq))
     return (less + (same + 1) / 2).double()

@@ -1,8 +1,8 @@
-"""How close reuse methods come to full prefill, at equal recomputation, over chunks warmed in several ways.
+"""Measures how close reuse methods come to full prefill, at equal recomputation, over chunks warmed in several ways.
 
-The measurement is that of `chunkweave.calibration`. Here methods also run at the values of their parameter by which
-they recompute a wanted share, beside baselines that change the prompt, and a model with an adapter can be held against
-the one without.
+The measurement is that of `chunkweave.calibration`. In addition, methods run at the parameter values for a given
+recompute fraction, baselines that change the prompt run too, and a model with an adapter can be compared with the model
+without.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,16 +37,16 @@ from chunkweave_lab.baselines import BENCH_METHODS, bench_contenders
 from chunkweave_lab.prompt_baselines import PromptBaseline, split_baselines
 
 OF_BASE = " of base"
-"""How rows of the model without its adapter end, where the one with it is held against that."""
+"""Suffix of rows of the model without its adapter, if that is the reference."""
 
 
 @dataclass(frozen=True, slots=True)
 class FidelityConfig(Comparison):
-    """What is measured, beside what `Comparison` says.
+    """The settings of a measurement, in addition to `Comparison`.
 
-    With `fractions` a method has those values of its parameter that make its mean recompute fraction that, instead of
-    `ratios` and `alphas`; they are found on `fit_questions` prompts. Baselines that change the prompt may be among the
-    methods. The reuse methods come once more over chunks that were computed in each of the ways of `also_warm`.
+    With `fractions`, a method runs at the parameter values that give these mean recompute fractions, instead of
+    `ratios` and `alphas`; the values are fitted on `fit_questions` prompts. Methods may include baselines that change
+    the prompt. The reuse methods run again over chunks computed in each way of `also_warm`.
     """
 
     fractions: tuple[float, ...] = ()
@@ -55,27 +55,27 @@ class FidelityConfig(Comparison):
 
     def __post_init__(self) -> None:
         if not all(0.0 < fraction <= 1.0 for fraction in self.fractions):
-            raise UsageError("a recompute fraction is above 0 and at most 1")
+            raise UsageError("a recompute fraction must be above 0 and at most 1")
         if self.fit_questions < 1:
             raise UsageError(f"fit_questions must be at least 1, not {self.fit_questions}")
         if self.also_warm and any(parameter_of_spec(spec) == ALPHA for spec in self.fitted):
-            raise UsageError("alpha is fitted over one way to compute chunks: name one --warm, or give alphas")
+            raise UsageError("alpha can be fitted over only one way to compute chunks: name one --warm, or give alphas")
         if self.also_warm and any(warm.queries for warm in (self.warm, *self.also_warm)):
-            raise UsageError("earlier questions warm one store: --warm queries:N cannot be had with another way")
+            raise UsageError("--warm queries:N warms only one store: it cannot be combined with another way")
         Comparison.__post_init__(self)
 
     @property
     def fitted(self) -> tuple[str, ...]:
-        """The methods, with their settings, whose values are found by `fitted_values`."""
+        """The methods, with their settings, whose values `fitted_values` finds."""
         return tuple(
             spec for spec in self._reuse_methods if self.fractions and "@" not in spec and parameter_of_spec(spec)
         )
 
     @property
     def baselines(self) -> dict[str, PromptBaseline]:
-        """Contenders that are asked from another prompt, by the names of their rows.
+        """Contenders with another prompt, by name of their rows.
 
-        Compression comes at the fractions, if there are any: as many tokens of the chunks as a method recomputes.
+        Compression runs at the fractions, if any: it keeps as many tokens of the chunks as a method recomputes.
         """
         return split_baselines(self.methods, self.fractions or self.ratios)[1]
 
@@ -84,7 +84,7 @@ class FidelityConfig(Comparison):
         return split_baselines(self.methods)[0]
 
     def contenders(self, values: Mapping[str, float | None] | None = None) -> dict[str, ReuseMethod]:
-        """As `Comparison.contenders`; `values` are those of the fitted methods."""
+        """`Comparison.contenders`, with the `values` of the fitted methods."""
         fixed = [spec for spec in (REFERENCE, FULL_REUSE, *self._reuse_methods) if spec not in self.fitted]
         made = bench_contenders(tuple(dict.fromkeys(fixed)), self.ratios, self.alphas, self.reuse)
         found = {label: self.at(label.rpartition("@")[0], x) for label, x in (values or {}).items() if x is not None}
@@ -101,17 +101,14 @@ def parameter_of_spec(spec: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Base:
-    """The model without the adapter of the one that is measured, and the same questions as that one asks them.
-
-    Its full prefill is what everything is compared with.
-    """
+    """The model without the measured model's adapter, and the same questions. Its full prefill is the reference."""
 
     engine: Engine
     tasks: Sequence[Task]
 
 
 def judges_of(base: bool) -> dict[str, str]:
-    """The rows that `summarize_fidelity` compares with, with or without a base."""
+    """The reference rows for `summarize_fidelity`, with or without a base."""
     ending = OF_BASE if base else ""
     return {"reference": REFERENCE + ending, "reused": FULL_REUSE + ending}
 
@@ -130,9 +127,9 @@ def measure_fidelity(
 ) -> Iterator[dict[str, FidelitySample]]:
     """`compare` the methods and the config's baselines, in every way of warming.
 
-    Each of `also_warm` has a store of its own in memory, with the codec and budget of `store`. With a `base` all are
-    compared with its full prefill. Of the base there are rows of their own: full prefill, in slices too, and full reuse
-    in each way of warming. Baselines that ask from another prompt come after the `methods`.
+    Each of `also_warm` has its own store in memory, with the codec and budget of `store`. With a `base`, all are
+    compared with its full prefill. The base has its own rows: full prefill, also in slices, and full reuse in each way
+    of warming. Baselines with another prompt come after the `methods`.
     """
     assert base is None or all(a.prompt.token_ids == b.prompt.token_ids for a, b in zip(tasks, base.tasks, strict=True))
     with ExitStack() as stack:
@@ -162,7 +159,7 @@ def _ways(
 ) -> list[Way]:
     """All methods, then the reuse methods in each further way of warming.
 
-    If full prefill is also to run in slices, that is how far another arithmetic takes it.
+    With `sliced`, full prefill also runs in slices, as the noise floor.
     """
     ways = [way_of(engine, tasks, methods, config, sliced=sliced)]
     for warm in config.also_warm:
@@ -173,7 +170,7 @@ def _ways(
 
 
 def _named_by_way(methods: Mapping[str, ReuseMethod], warm: Warming) -> dict[str, ReuseMethod]:
-    """The reuse methods under the names of their rows over chunks that were computed so: `query neutral@5%`."""
+    """The reuse methods by name of their rows over chunks warmed this way: `query neutral@5%`."""
     named = {}
     for label, method in methods.items():
         if label not in (REFERENCE, *EXACT):
@@ -183,7 +180,7 @@ def _named_by_way(methods: Mapping[str, ReuseMethod], warm: Warming) -> dict[str
 
 
 def _answered(engine: Engine, baseline: PromptBaseline, config: FidelityConfig, prompt: Prompt) -> Ran:
-    """What a baseline answers, and the prefill of the prompt that it answers from."""
+    """A baseline's answer, and the prefill of the prompt that it answers from."""
     baseline.warm(engine, prompt)
     answer = baseline.answer(engine, prompt, config.new_tokens)
     room = config.new_tokens + 1
@@ -192,17 +189,17 @@ def _answered(engine: Engine, baseline: PromptBaseline, config: FidelityConfig, 
 
 
 MOST_ALPHA = 64.0
-"""Where the search for an alpha ends: far beyond the 3 of Cache-Craft's Figure 20."""
+"""Upper end of the search for an alpha: far above the 3 of Cache-Craft's Figure 20."""
 
 
 def fitted_values(
     engine: Engine, tasks: Sequence[Task], config: FidelityConfig, progress: Progress | None = None
 ) -> dict[str, float | None]:
-    """For each method and each of the config's fractions the value of its parameter, by its row's name.
+    """The parameter value of each method for each of the config's fractions, by row's name.
 
-    None where a method cannot recompute so little (CacheBlend's first layers are dense), or so much. Measured to within
-    3 % of the fraction, or as near as eight trials come, on the first `fit_questions` prompts; on half of these where
-    the parameter is a ratio, which does not depend on what the prompts say.
+    None if a method cannot recompute so little (CacheBlend's first layers are dense) or so much. Fitted to within 3 %
+    of the fraction, or as close as eight trials come, on the first `fit_questions` prompts. If the parameter is a
+    ratio, which does not depend on the prompts' content, half of them are enough.
     """
     specs = config.fitted
     values: dict[str, float | None] = {}
@@ -231,7 +228,7 @@ def _fraction(engine: Engine, prompt: Prompt, method: ReuseMethod) -> float:
 
 
 def solved(rising: Callable[[float], float], wanted: float, *, most: float, tolerance: float = 0.03) -> float | None:
-    """The x in [0, most] where a rising function is `wanted`, or nearly; None if it never comes within a quarter of it.
+    """The x in [0, most] where a rising function is about `wanted`; None if it is never within a quarter of it.
 
     Regula falsi (Illinois), at most eight steps.
     """

@@ -1,7 +1,7 @@
-"""How well loading hides behind computing: one weave over links of chosen speed, in every order of loading.
+"""Measures how well loading hides behind computing: one weave over links of chosen speed, in every order of loading.
 
-Beside each time stands what the cost model expects, which knows nothing of these runs: it was measured before, of other
-prefills and other segments, as `chunkweave profile` does it.
+Each time is compared with the cost model's prediction. The cost model is independent of these runs: it was measured
+before, with other prefills and segments, as by `chunkweave profile`.
 """
 
 import time
@@ -43,8 +43,8 @@ Progress = Callable[[int, int], None]
 class LoadingRow:
     """One way of loading at one quotient of T_load / T_recompute, from a `link` of chosen speed or a real `disk`.
 
-    `ratio_to_memory` is the median over repeats of TTFT over that of the same weave with everything in memory, in the
-    same repeat; `predicted_s` what follows from the cost model (`weave_layers_s`, `CostModel.load`, `predict`).
+    `ratio_to_memory` is the median over repeats of TTFT divided by that of the same weave with everything in memory, in
+    the same repeat; `predicted_s` is the cost model's prediction (`weave_layers_s`, `CostModel.load`, `predict`).
     """
 
     source: str
@@ -66,7 +66,7 @@ class LoadingRow:
 
 @dataclass(frozen=True, slots=True)
 class LoadingConfig:
-    """What is woven and how often. `wait_s` is how long a prefetched request waits before its turn."""
+    """The settings of a measurement. `wait_s` is the time that a prefetched request waits before its turn."""
 
     recompute_ratio: float = 0.15
     quotients: tuple[float, ...] = QUOTIENTS
@@ -77,10 +77,10 @@ class LoadingConfig:
 def measure_loading(
     model: HuggingFaceModel, prompt: Prompt, config: LoadingConfig, cost: CostModel, progress: Progress | None = None
 ) -> Iterator[LoadingRow]:
-    """Rows of all modes, quotient by quotient; every repeat runs all modes, so that they share the machine's mood.
+    """Rows of all modes by quotient. Every repeat runs all modes, so that they share the machine's state.
 
-    The link's speed follows from a quotient and the time of the weave in memory, measured just before; what the cost
-    model knows of the link is its throughput, measured as that of any tier.
+    The link's speed is computed from the quotient and the time of the weave in memory, measured just before. The cost
+    model gets the link's throughput, measured as for any tier.
     """
     link = Link(1e15)
     bench = _Bench(model, prompt, config, _memory_store(ThrottledTier(link)))
@@ -102,10 +102,10 @@ def measure_loading(
 def measure_disk_loading(
     model: HuggingFaceModel, prompt: Prompt, config: LoadingConfig, folder: Path, cost: CostModel
 ) -> Iterator[LoadingRow]:
-    """The same from a real disk: segments are written under `folder`, and the page cache forgets them before each run.
+    """Rows for a real disk: segments are written under `folder`, and dropped from the page cache before each run.
 
-    The quotient is measured: a layer-wise read of the segments alone, over the weave with everything in memory. The
-    disk's throughput is measured too, before and with other segments, unless the cost model has it.
+    The quotient is measured: a layer-wise read of the segments alone, divided by the weave with everything in memory.
+    The disk's throughput is measured before with other segments, unless the cost model has it.
     """
     disk = DiskTier(folder, "loading-benchmark")
     slow: Level[SegmentSource] = Level("disk", SegmentStore(disk, budget_bytes=1 << 50, shared=True), background=True)
@@ -127,18 +127,18 @@ def measure_disk_loading(
 
 
 def weave_layers_s(cost: CostModel, work: Sequence[LayerWork], prompt_tokens: int) -> list[float]:
-    """Seconds that a cost model expects of each layer of a weave: its share of a prefill of as many tokens.
+    """A cost model's prediction for each layer of a weave, in seconds: its share of a prefill of as many tokens.
 
-    The tokens are those that a layer's rule keeps, behind all others of the prompt.
+    These are the tokens that the layer's rule keeps, behind all others of the prompt.
     """
     return [cost.prefill(one.kept_tokens, prompt_tokens - one.kept_tokens) / len(work) for one in work]
 
 
 def predict(mode: str, load_s: float, layer_compute_s: Sequence[float], wait_s: float) -> float:
-    """TTFT of one mode, if loading all layers takes `load_s` and each is computed in `layer_compute_s`."""
+    """TTFT of one mode if loading all layers takes `load_s` and computing each layer `layer_compute_s`."""
     if mode == MEMORY:
         return sum(layer_compute_s)
-    if mode in (LoadOrder.SYNC, LoadOrder.SEGMENTS):  # the last segment's first layer comes close to the end
+    if mode in (LoadOrder.SYNC, LoadOrder.SEGMENTS):  # the last segment's first layer is read close to the end
         return load_s + sum(layer_compute_s)
     layers = [load_s / len(layer_compute_s)] * len(layer_compute_s)
     return pipelined_s(layers, layer_compute_s, wait_s if mode == PREFETCH else 0.0)
@@ -177,7 +177,7 @@ class _Bench:
         return self._timed(self.weave)
 
     def time_reading(self) -> float:
-        """Seconds that a loader takes for all segments when nothing computes."""
+        """Seconds to load all segments while nothing computes."""
         self._before()
         sources = [(segment, source) for segment in self._segments if (source := self._slow.store.get(segment))]
         started = time.perf_counter()
@@ -199,7 +199,7 @@ class _Bench:
             return self._timed(lambda: self._slow.prefill(self._prompt, self._method, capture=False, prefetched=ahead))
 
     def knowing(self, cost: CostModel, name: str, tier: Tier[SegmentSource]) -> CostModel:
-        """`cost` with a tier's throughput, measured with two segments of other tokens, as long as the longest here."""
+        """`cost` with a tier's throughput, measured with two other segments of the maximum length here."""
         model = self._slow.model
 
         def forget(_segment: SegmentId) -> None:
@@ -211,7 +211,7 @@ class _Bench:
         return replace(cost, tier_bytes_per_s={**cost.tier_bytes_per_s, name: speed})
 
     def rows(self, tier: str, quotient: float, times: dict[str, list[float]], cost: CostModel) -> Iterator[LoadingRow]:
-        """One row a mode, from its times and from what the cost model expects."""
+        """One row per mode, from its times and the cost model's predictions."""
         load_s = cost.load(sum(self._tokens), tier)
         compute_s = weave_layers_s(cost, self._work, len(self._prompt))
         for mode in MODES:

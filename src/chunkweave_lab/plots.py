@@ -1,4 +1,4 @@
-"""Pictures of benchmarks' rows. Imports no torch, and matplotlib when the first is drawn."""
+"""Pictures of benchmark rows. Imports no torch; imports matplotlib for the first picture."""
 
 from base64 import b64encode
 from collections import defaultdict
@@ -16,7 +16,7 @@ from chunkweave_lab.summaries import QualityRow, TtftRow
 
 
 def require_matplotlib() -> None:
-    """Find out before a long run whether its pictures can be drawn.
+    """Check before a long run that pictures can be drawn.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -27,27 +27,27 @@ def require_matplotlib() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A drawn figure, what it shows in a line, and the PNG that is to be made of it, if one is."""
+    """A drawn figure, its one-line description, and the path of its PNG, if any."""
 
     figure: Any
     caption: str
     png: Path | None = None
 
     def save(self) -> None:
-        """Write the PNG, if there is to be one."""
+        """Write the PNG, if a path is given."""
         if self.png is not None:
             self.figure.savefig(self.png, format="png")
 
     @property
     def data_url(self) -> str:
-        """The picture as an SVG within a URL, for a page that needs no other file."""
+        """The picture as an SVG data URL, for a self-contained page."""
         drawn = BytesIO()
         self.figure.savefig(drawn, format="svg", metadata={"Date": None})
         return f"data:image/svg+xml;base64,{b64encode(drawn.getvalue()).decode()}"
 
 
 def ttft_figure(rows: Sequence[TtftRow], title: str) -> Any:
-    """Time to first token by method, median with 10th and 90th percentile; and where the prompt's tokens came from."""
+    """Time to first token by method (median, 10th and 90th percentile), and the prompt's tokens by KV source."""
     figure, (times, tokens) = _figure(panels=2)
     names = [row.method for row in rows]
     medians = [row.ttft_median_s * 1e3 for row in rows]
@@ -74,11 +74,11 @@ def ttft_figure(rows: Sequence[TtftRow], title: str) -> Any:
 
 
 _TOKEN_COLOURS = {"prefix-exact": "#1b7f5c", "reused": "#58b38f", "recomputed": "#d97706", "computed": "#9aa4b2"}
-"""Where tokens come from, in the colours of the page."""
+"""Colours of KV sources, as on the page."""
 
 
 def fidelity_figure(rows: Sequence[FidelityRow], title: str) -> Any:
-    """Mean divergence against speed-up, a line a method from least to most recomputation."""
+    """Mean divergence against speed-up, one line per method from least to most recomputation."""
     figure, axes = _figure()
     by_name = {row.method: row for row in rows if row.kl is not None and row.speedup is not None}
     lines: dict[str, list[FidelityRow]] = defaultdict(list)
@@ -93,7 +93,7 @@ def fidelity_figure(rows: Sequence[FidelityRow], title: str) -> Any:
     if floor is not None:
         axes.axhline(floor.kl, color="black", linewidth=1, label="noise floor: full in slices")
     axes.set_yscale("log")
-    axes.set_xlabel("first token, times sooner than full prefill (median over questions)")
+    axes.set_xlabel("speed-up of the first token over full prefill (median over questions)")
     axes.set_ylabel("mean KL(full prefill || method), nats")
     axes.set_title(title)
     axes.grid(alpha=0.3)
@@ -102,11 +102,11 @@ def fidelity_figure(rows: Sequence[FidelityRow], title: str) -> Any:
 
 
 def deviations_figure(found: Mapping[str, Any], rows: Sequence[FidelityRow], title: str) -> Any:
-    """CacheBlend's Figures 6 to 8 of what `summarize_deviations` found.
+    """CacheBlend's Figures 6 to 8 from the output of `summarize_deviations`.
 
-    Left: attention deviation as more tokens are recomputed, with the methods of `rows` at their recompute fractions.
-    Middle: how the tokens' KV deviation is distributed on some layers. Right: how far one layer's ranking of the tokens
-    holds on another.
+    Left: attention deviation by share of recomputed tokens, with the methods of `rows` at their recompute fractions.
+    Middle: distribution of the tokens' KV deviation on some layers. Right: rank correlation of KV deviation between
+    layers.
     """
     figures, deviation = found["figures"], found["deviation"]
     figure, (left, middle, right) = _figure(panels=3)
@@ -141,7 +141,7 @@ def deviations_figure(found: Mapping[str, Any], rows: Sequence[FidelityRow], tit
 
 
 def _line(axes: Any, across: Sequence[float | None], up: Sequence[tuple[float, float, float]], label: str) -> None:
-    """Points with their intervals, joined; each of `up` is (value, low, high)."""
+    """Joined points with intervals; each of `up` is (value, low, high)."""
     spread = [[value - low for value, low, _ in up], [high - value for value, _, high in up]]
     axes.errorbar(across, [value for value, _, _ in up], yerr=spread, marker="o", capsize=2, linewidth=1.5, label=label)
 
@@ -157,9 +157,9 @@ def _figure(panels: int = 1) -> tuple[Any, Any]:
 
 
 def quality_figure(rows: Sequence[QualityRow], title: str) -> Any:
-    """F1 against recompute fraction, one line a method over its ratios, with bootstrap intervals.
+    """F1 against recompute fraction, one line per method over its ratios, with bootstrap intervals.
 
-    Full prefill and prompt baselines, which have no such fraction, are horizontal.
+    Full prefill and prompt baselines have no such fraction and are horizontal lines.
     """
     figure, axes = _figure()
     lines: dict[str, list[QualityRow]] = defaultdict(list)
@@ -177,7 +177,7 @@ def quality_figure(rows: Sequence[QualityRow], title: str) -> Any:
         _line(axes, [row.recompute_fraction or 0.0 for row in points], found, name)
     for number, row in enumerate(baselines):
         axes.axhline(row.f1, color=f"C{9 - number % 10}", linewidth=1, linestyle=":", label=row.method)
-    axes.set_xlabel("recompute fraction (share of reused-chunk tokens x layers computed again)")
+    axes.set_xlabel("recompute fraction (share of reused-chunk tokens x layers recomputed)")
     axes.set_ylabel("F1")
     axes.set_title(title)
     axes.grid(alpha=0.3)

@@ -1,14 +1,12 @@
 """Baselines that change the prompt instead of reusing KV: MapReduce, MapRerank (CacheBlend §7.1) and compression.
 
-They are no reuse methods: the model is asked another prompt than full prefill's, so that they are compared by their
-answers, by how likely the right answer is, and by time. Each is given the prompt that all contenders are given, as
-token ids.
+They are not reuse methods: the model gets another prompt than full prefill, so they are compared by answers, likelihood
+of the right answer, and time. Each gets the same prompt as all contenders, as token ids.
 
-What recurs with the chunks is done ahead, by `warm`: MapReduce and MapRerank have the KV of each chunk behind their
-instruction (where each chunk is a prefix "prefix caching works well", CacheBlend §2), compression knows which tokens
-of a chunk it keeps. Whatever `warm` has not done counts in the time to first token, as does all that must come before
-it: every map call, to its end. Their segments are in the engine's store under salts of their own, so that no reuse
-method finds them.
+Work that recurs with chunks is done ahead, by `warm`: MapReduce and MapRerank compute the KV of each chunk behind their
+instruction (where each chunk is a prefix, "prefix caching works well", CacheBlend §2), compression finds the tokens of
+a chunk that it keeps. All other work before the first token counts in its time, including every map call to its end.
+Their segments are in the engine's store under separate salts, so no reuse method finds them.
 """
 
 import time
@@ -44,20 +42,20 @@ MAP_INSTRUCTION = (
     "Write down what the passage below says that helps to answer the question. Be short and exact. "
     "If the passage does not hold the answer, say that it is not stated."
 )
-"""What MapReduce's map calls are told; its reduce call and MapRerank have the prompt's own instruction."""
+"""The instruction of MapReduce's map calls; its reduce call and MapRerank use the prompt's own instruction."""
 
 MAP_TOKENS = 64
-"""Most tokens that a map call of MapReduce writes, unless another number is given (`map-reduce@32`)."""
+"""Default maximum of tokens that a map call of MapReduce generates (`map-reduce@32` sets another)."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaselineAnswer:
     """One baseline's answer to one question.
 
-    `token_ids` are those of the answer, a stop token last if one came. `final_prompt` is what the answer was decoded
-    from, and behind which the likelihood of another answer can be read. In `report` tokens and FLOPs are those of all
-    calls up to the answer's first token, what map calls wrote included, `ttft_s` is the time of all of them, and
-    `full_prefill_flops` are those of the prompt as it was given. Its `recompute_fraction` says nothing.
+    `token_ids` are the answer's, with a stop token last if there is one. `final_prompt` is the prefill that the answer
+    was decoded from; the likelihood of other answers can be computed from it. In `report`, tokens and FLOPs are those
+    of all calls up to the answer's first token, including output of map calls; `ttft_s` is the time of all of them, and
+    `full_prefill_flops` are those of the given prompt. Its `recompute_fraction` is meaningless.
     """
 
     text: str
@@ -67,34 +65,34 @@ class BaselineAnswer:
 
 
 class PromptBaseline(Protocol):
-    """A way to answer a question over chunks from another prompt than the one that is given."""
+    """A way to answer a question over chunks from another prompt than the given one."""
 
     @property
     def follows_full(self) -> bool:
-        """Whether the final prompt asks the same about the same passages.
+        """Whether the final prompt asks the same question about the same passages.
 
-        Then full prefill's continuation can be fed to it, and next-token distributions be compared; else divergence
-        and agreement are not defined.
+        If so, full prefill's continuation can be fed to it and next-token distributions compared; otherwise divergence
+        and agreement are undefined.
         """
 
     def warm(self, engine: Engine, prompt: Prompt) -> None:
-        """Do ahead what recurs with the prompt's chunks."""
+        """Do the work that recurs with the prompt's chunks."""
 
     def answer(self, engine: Engine, prompt: Prompt, max_new_tokens: int) -> BaselineAnswer:
-        """Answer greedily. What is computed for it is not kept.
+        """Answer greedily. Nothing is stored.
 
         Raises:
             UsageError: the prompt has no chunk or no question, or turns of a conversation.
-            PromptTooLongError: a prompt that is made of it does not fit the model's context.
+            PromptTooLongError: a derived prompt does not fit into the model's context.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class MapReduce:
-    """Every chunk is summarised for the question, all in one batch, and the summaries are answered from.
+    """Summarizes every chunk for the question, in one batch, and answers from the summaries.
 
-    CacheBlend §7.1, which has it from LangChain. The summaries take the places of the chunks; one without text is left
-    out. `map_tokens` bounds each.
+    From CacheBlend §7.1, which takes it from LangChain. Summaries replace the chunks; empty ones are omitted.
+    `map_tokens` limits each.
     """
 
     map_tokens: int = MAP_TOKENS
@@ -102,7 +100,7 @@ class MapReduce:
 
     def __post_init__(self) -> None:
         if self.map_tokens < 1:
-            raise UsageError(f"a map call must be allowed to write 1 token at least, not {self.map_tokens}")
+            raise UsageError(f"map_tokens must be at least 1, not {self.map_tokens}")
 
     def warm(self, engine: Engine, prompt: Prompt) -> None:
         """Store every chunk behind the map instruction, and the prompt's own instruction."""
@@ -138,12 +136,12 @@ class MapReduce:
 
 @dataclass(frozen=True, slots=True)
 class MapRerank:
-    """Every chunk answers alone, all in one batch, and the answer that the model is surest of is given.
+    """Answers from each chunk separately, in one batch, and returns the answer with the highest score.
 
-    CacheBlend §7.1, which has it from LangChain. There the model writes a score behind its answer, which asks much of a
-    small model; here the score is the mean log-probability of the answer's tokens, the one that ends it included.
-    Answers that say that it is not stated come after all others, as those that LangChain's prompt has scored 0. The
-    first token cannot be given before every answer has ended: only then is it known whose it is.
+    From CacheBlend §7.1, which takes it from LangChain. There the model generates a score after its answer, which is
+    hard for a small model; here the score is the mean log-probability of the answer's tokens, including its end.
+    Answers that say that the answer is not stated rank last, like those that LangChain's prompt scores 0. The first
+    token is available only after every answer has ended.
     """
 
     follows_full = False
@@ -153,7 +151,7 @@ class MapRerank:
         _store(engine, self._map_prompts(_parts(engine, prompt, "map-rerank")))
 
     def answer(self, engine: Engine, prompt: Prompt, max_new_tokens: int) -> BaselineAnswer:
-        """Answer from each chunk, and choose."""
+        """Answer from each chunk and choose."""
         prompts = self._map_prompts(_parts(engine, prompt, "map-rerank"))
         room = _room(engine, prompts, max_new_tokens)
         started = time.perf_counter()
@@ -174,31 +172,31 @@ class MapRerank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LikelyTokensDropped:
-    """Of every chunk the tokens that the model expected least are left, and that prompt is prefilled in full.
+    """Keeps the least expected tokens of every chunk, and prefills that prompt in full.
 
-    The idea of LLMLingua (Jiang et al., 2023), not LLMLingua: no second model, no budget over demonstrations, no
-    iteration over segments that are compressed already. The same model reads the chunk once behind the instruction;
-    `share` of its tokens stay (rounded up), the last one, which parts it from the next chunk, among them. What stays
-    does not depend on the question, so that it can be found ahead.
+    It uses the idea of LLMLingua (Jiang et al., 2023) without a second model, a budget over demonstrations, or
+    iteration over compressed segments. The same model reads the chunk once behind the instruction; `share` of its
+    tokens (rounded up) are kept, including the last one, which separates it from the next chunk. The choice does not
+    depend on the question, so it can be made ahead.
     """
 
     share: float
     scores: dict[SegmentId, list[float]] = field(default_factory=dict, repr=False)
-    """How likely each token of a chunk was; the same for all shares, which may have it in common."""
+    """Likelihood of each token by chunk. Independent of the share, so instances can share it."""
     follows_full = True
 
     def __post_init__(self) -> None:
         if not 0.0 < self.share <= 1.0:
-            raise UsageError(f"the share of a chunk's tokens that stay is above 0 and at most 1, not {self.share}")
+            raise UsageError(f"the kept share of a chunk's tokens must be above 0 and at most 1, not {self.share}")
 
     def warm(self, engine: Engine, prompt: Prompt) -> None:
-        """Find which tokens of every chunk stay."""
+        """Find the kept tokens of every chunk."""
         parts = _parts(engine, prompt, "compress")
         for chunk in parts.chunks:
             self._places(engine, parts, chunk)
 
     def answer(self, engine: Engine, prompt: Prompt, max_new_tokens: int) -> BaselineAnswer:
-        """Prefill what is left in full, and decode."""
+        """Prefill the kept tokens in full, and decode."""
         parts = _parts(engine, prompt, "compress")
         started = time.perf_counter()
         chunks = []
@@ -218,7 +216,7 @@ class LikelyTokensDropped:
         return BaselineAnswer(answer_text(engine, decoded.token_ids), decoded.token_ids, final, report)
 
     def _places(self, engine: Engine, parts: "_Parts", chunk: PromptPart) -> tuple[int, ...]:
-        """Which tokens of a chunk stay, ascending."""
+        """Indices of the kept tokens of a chunk, ascending."""
         behind = Prompt((*parts.opening, chunk))
         key = _segment_of(behind)
         if key not in self.scores:
@@ -232,12 +230,12 @@ class LikelyTokensDropped:
 def split_baselines(
     specs: Sequence[str], shares: Sequence[float] = (DEFAULT_RECOMPUTE_RATIO,)
 ) -> tuple[tuple[str, ...], dict[str, PromptBaseline]]:
-    """The specifications of reuse methods, and the baselines that the others name, by the names of their rows.
+    """Split specifications into those of reuse methods and prompt baselines by name of their rows.
 
-    `compress` comes at every one of `shares`, unless it has a value.
+    `compress` runs at all `shares`, unless it has a value.
 
     Raises:
-        UsageError: a value is out of range or no number, or one is given to a baseline that has none.
+        UsageError: a value is out of range or not a number, or given to a baseline without a parameter.
 
     >>> split_baselines(("query@0.05", "map-rerank", "compress"), shares=(0.05, 0.5))[0]
     ('query@0.05',)
@@ -255,7 +253,7 @@ def split_baselines(
         elif name == "map-reduce":
             baselines[spec] = MapReduce(_whole(spec)) if at else MapReduce()
         elif at:
-            raise UsageError(f"{name} has no value that could be set: write {name} instead of {spec}")
+            raise UsageError(f"{name} takes no value: write {name} instead of {spec}")
         else:
             baselines[spec] = MapRerank()
     return tuple(methods), baselines
@@ -263,9 +261,9 @@ def split_baselines(
 
 @torch.inference_mode()
 def log_probs_of_last_part(engine: Engine, prompt: Prompt) -> list[float]:
-    """How likely the model found each token of the last part, in nats, by its own forward.
+    """Log-likelihood of each token of the last part, in nats, by the model's own forward.
 
-    The first token of a prompt follows nothing: it counts as not expected at all.
+    The first token of a prompt follows nothing and counts as unexpected.
     """
     model, own = engine.loaded.model, prompt.spans()[-1]
     ids = torch.tensor([prompt.token_ids], device=model.device)
@@ -277,7 +275,7 @@ def log_probs_of_last_part(engine: Engine, prompt: Prompt) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What prompts are made of here; stored parts have ids of this `salt`."""
+    """The parts of prompts; stored parts have ids of this `salt`."""
 
     salt: str
     opening: tuple[PromptPart, ...]
@@ -288,7 +286,7 @@ class _Parts:
 def _parts(engine: Engine, prompt: Prompt, salt: str) -> _Parts:
     kinds = [part.kind for part in prompt.parts]
     if PartKind.CHUNK not in kinds or PartKind.TURN in kinds or kinds[-1] is not PartKind.QUESTION:
-        raise UsageError("MapReduce, MapRerank and compression take one question over chunks, and no earlier turns")
+        raise UsageError("MapReduce, MapRerank and compression support one question over chunks without earlier turns")
     own = [
         part if part.id is None else _stored(engine, part.kind, part.token_ids, salt, part.source)
         for part in prompt.parts
@@ -302,14 +300,14 @@ def _stored(engine: Engine, kind: PartKind, token_ids: Sequence[int], salt: str,
 
 
 def _segment_of(prompt: Prompt) -> SegmentId:
-    """The segment of the prompt's last part, in its place."""
+    """The segment of the prompt's last part in its context."""
     last = prompt.parts[-1].id
     assert last is not None, "a question has no segment"
     return segment_id(last, prompt.contexts()[-1])
 
 
 def _store(engine: Engine, prompts: Sequence[Prompt]) -> None:
-    """Compute and store what the prompts have before their questions, unless it is there."""
+    """Compute and store the missing parts of the prompts before their questions."""
     for prompt in prompts:
         before = Prompt(prompt.parts[:-1])
         if before.parts and before.parts[-1].id is not None and _segment_of(before) not in engine.store:
@@ -322,7 +320,7 @@ def _room(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int) -> int
 
 @torch.inference_mode()
 def _prefill_together(engine: Engine, prompts: Sequence[Prompt], new_tokens: int) -> list[Prefilled]:
-    """Prefill with exact prefixes from the store, in one flat batch but for those whose segments are not in memory."""
+    """Prefill with exact prefixes from the store, in one flat batch except prompts whose segments are not in memory."""
     runner, method, options = engine.runner, make_method("prefix"), PrefillOptions(new_tokens, capture=False)
     with ExitStack() as opened:
         jobs = [opened.enter_context(runner.start(prompt, method, options)) for prompt in prompts]
@@ -335,7 +333,7 @@ def _prefill_together(engine: Engine, prompts: Sequence[Prompt], new_tokens: int
                 try:
                     runner.step([], [(job, None)])
                 except SegmentLost as lost:
-                    job.go_on_without(lost)
+                    job.plan_without(lost)
             done.append(job.prefilled)
         return done
 
@@ -352,7 +350,7 @@ def _whole(spec: str) -> int:
 
 
 class _Tally:
-    """Adds up what the calls of one answer computed up to its first token."""
+    """Sums the work of an answer's calls up to its first token."""
 
     def __init__(self, engine: Engine) -> None:
         self._geometry = engine.loaded.model.geometry
@@ -360,7 +358,7 @@ class _Tally:
         self._flops = self._lookup_s = self._load_s = self._weave_s = 0.0
 
     def add(self, call: Prefilled, written: Decoded | None = None) -> None:
-        """One call, with what it wrote before the answer's first token."""
+        """Add one call, with its output before the answer's first token."""
         self._exact += call.plan.tokens(KVSource.EXACT)
         self._computed += call.plan.tokens(KVSource.COMPUTED)
         self._flops += prefill_flops(self._geometry, list(call.work))
@@ -373,7 +371,7 @@ class _Tally:
             self._flops += full_prefill_flops(self._geometry, 1, len(call.prompt) + behind)
 
     def report(self, name: str, given: Prompt, ttft_s: float, decode_s: float, decoded: Decoded) -> ReuseReport:
-        """What is reported of an answer to the prompt that was `given`."""
+        """The report of an answer to the `given` prompt."""
         return ReuseReport(
             method=name,
             prompt_tokens=self._exact + self._computed,

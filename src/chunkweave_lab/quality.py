@@ -1,4 +1,4 @@
-"""Answer quality by reuse method: every contender answers the same questions over the same warm store."""
+"""Measures answer quality by reuse method: all contenders answer the same questions over the same warm store."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,15 +17,14 @@ from chunkweave_lab.prompt_baselines import PromptBaseline, split_baselines
 from chunkweave_lab.summaries import QualitySample, best_scores
 
 TOGETHER = 16
-"""Most contenders whose caches of one question are held, and decoded, at the same time."""
+"""Maximum number of contenders whose caches of one question are held and decoded at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class QualityConfig:
-    """Contenders are every method at every value of its parameter: ratios, alphas or none.
+    """The contenders: every method at every value of its parameter (ratios, alphas or none).
 
-    A method may carry settings after colons and a value of its own: see `calibration.contenders`. Prompt baselines may
-    be among the methods.
+    Methods are specifications with settings and values (see `calibration.contenders`), and may be prompt baselines.
     """
 
     methods: tuple[str, ...] = ("full", "prefix", "full-reuse", "cacheblend", "epic", "random")
@@ -37,21 +36,22 @@ class QualityConfig:
     seed: int = 0
 
     def contenders(self) -> dict[str, ReuseMethod]:
-        """Methods by the name of their row, `full` and `full-reuse` first: the ends of what is compared.
+        """Methods by name of their row; `full` and `full-reuse` are first.
 
         Raises:
             UnknownMethodError: a method does not exist.
-            UsageError: a ratio is outside [0, 1], an alpha below 0, a setting unknown, or a value for a method without.
+            UsageError: a ratio is outside [0, 1], an alpha below 0, a setting unknown, or a value given to a method
+                without a parameter.
         """
         reuse = ReuseConfig(check_layers=self.check_layers, seed=self.seed)
         methods, _ = split_baselines(self.methods, self.ratios)
         return bench_contenders(("full", "full-reuse", *methods), self.ratios, self.alphas, reuse)
 
     def baselines(self) -> dict[str, PromptBaseline]:
-        """The prompt baselines among the methods, by the name of their row.
+        """The prompt baselines among the methods, by name of their row.
 
         Raises:
-            UsageError: a value is out of range, or given to a baseline without.
+            UsageError: a value is out of range, or given to a baseline without a parameter.
         """
         return split_baselines(self.methods, self.ratios)[1]
 
@@ -64,15 +64,15 @@ def measure_quality(
     *,
     skip: Callable[[int], bool] = lambda _: False,
 ) -> Iterator[QualitySample]:
-    """Answer every example with every contender, greedily, and score it; samples of a question come together.
+    """Answer every example greedily with every contender, and score the answers; yields a question's samples together.
 
     With warm `queries:N` the first N examples fill the store (prefilled in full, stored in their contexts) and the rest
-    are measured; with `alone` each question's chunks are computed context-free before it. What is measured stores
-    nothing, so that every contender finds the same. Measured questions that `skip` names, by their place, are left out.
+    are measured; with `alone` each question's chunks are computed context-free before it. Measured runs store nothing,
+    so every contender finds the same store. Questions for which `skip` is true, by index, are not measured.
 
     Raises:
         UnknownMethodError: a method does not exist.
-        PromptTooLongError: a question's prompt does not fit the model's context.
+        PromptTooLongError: a question's prompt does not fit into the model's context.
     """
     contenders, baselines = config.contenders(), config.baselines()
     earlier, measured = examples[: config.warm.queries], examples[config.warm.queries :]
@@ -103,7 +103,7 @@ def _answers(
     baselines: Mapping[str, PromptBaseline],
     config: QualityConfig,
 ) -> Iterator[tuple[str, str, ReuseReport]]:
-    """Each contender's row, answer and report, `TOGETHER` decoded at a time, then each baseline's."""
+    """Each contender's row, answer and report, decoded in groups of `TOGETHER`, then each baseline's."""
     labels = list(contenders)
     room = min(config.max_new_tokens, engine.runner.room_for_new_tokens(prompt))
     for first in range(0, len(labels), TOGETHER):

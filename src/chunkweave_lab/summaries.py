@@ -1,4 +1,4 @@
-"""How right answers are, and what the samples of benchmarks say: one row a contender. Imports no torch."""
+"""Scores of answers, and summaries of benchmark samples: one row per contender. Imports no torch."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -10,17 +10,17 @@ from chunkweave.calibration.summaries import f1, mean_interval, normalize, perce
 from chunkweave.metrics import ReuseReport
 
 PROMPT_BASELINES = ("map-reduce", "map-rerank", "compress")
-"""Contenders that change the prompt and reuse no KV of chunks: `prompt_baselines` makes them."""
+"""Contenders that change the prompt and reuse no KV of chunks (`prompt_baselines`)."""
 
 CROSSING_KINDS = ("common", "which-two", "bridge", "comparison", "alias", "correction")
-"""Kinds of question whose answer takes more than one passage."""
+"""Kinds of question whose answer needs more than one passage."""
 
 NOT_WORSE = -0.02
-"""A contender is "not worse" if the paired interval of its F1 minus full's ends above this."""
+"""A contender is "not worse" if the lower end of the paired interval of its F1 minus full's is above this."""
 
 
 def exact_match(prediction: str, answer: str) -> float:
-    """1 if both are the same after normalization, else 0."""
+    """1 if both are equal after normalization, else 0."""
     return float(normalize(prediction) == normalize(answer))
 
 
@@ -43,7 +43,7 @@ SCORES: dict[str, Callable[[str, str], float]] = {
 
 
 def best_scores(prediction: str, answers: Sequence[str]) -> dict[str, float]:
-    """Every score of `prediction` against the answer that it is best for; `answers` is not empty."""
+    """Each score of `prediction`, maximized over `answers`, which must not be empty."""
     return {name: max(score(prediction, answer) for answer in answers) for name, score in SCORES.items()}
 
 
@@ -59,12 +59,12 @@ class QualitySample:
     report: ReuseReport
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able, without what became of each chunk."""
+        """JSON-able, without the reports of chunks."""
         return {**asdict(self), "report": {**asdict(self.report), "chunks": ()}}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "QualitySample":
-        """What `as_dict` gave."""
+        """The inverse of `as_dict`."""
         return cls(**{**data, "report": ReuseReport(**{**data["report"], "chunks": ()})})
 
 
@@ -73,10 +73,10 @@ class QualityRow:
     """One contender over all questions.
 
     `f1_low`/`f1_high` and the ends of `f1_minus_full` (paired by question) are bootstrap percentiles. `gap_closed` is
-    the share of the crossing kinds' F1 between `full-reuse` (0) and `full` (1), None where full has no lead or no
-    question crosses. `rouge_l_of_full` is the mean ROUGE-L of its answers against full prefill's, right or wrong
-    (Cache-Craft §5). `f1_by_kind` are means. `recompute_fraction` is a mean (None for a prompt baseline: there
-    is none), `ttft_s` a median.
+    the F1 of the crossing kinds on a scale from `full-reuse` (0) to `full` (1); None if full has no lead or no question
+    crosses passages. `rouge_l_of_full` is the mean ROUGE-L of its answers against full prefill's, right or wrong
+    (Cache-Craft §5). `f1_by_kind` are means. `recompute_fraction` is a mean (None for prompt baselines), `ttft_s` a
+    median.
     """
 
     method: str
@@ -105,7 +105,7 @@ class QualityRow:
 
 
 def summarize_quality(samples: Sequence[QualitySample]) -> list[QualityRow]:
-    """One row a contender, in the order in which they first come; needs `full` and `full-reuse` among them."""
+    """One row per contender, in order of first occurrence; `full` and `full-reuse` must be among them."""
     by_contender: dict[str, dict[int, QualitySample]] = defaultdict(dict)
     for sample in samples:
         by_contender[sample.contender][sample.question] = sample
@@ -189,9 +189,9 @@ _TOKENS = (
 class TtftRow:
     """One method over all questions.
 
-    `speedup` is the median over questions of the reference's time by this method's, on the same question in the same
-    run; `flops_limit` what it would be if time were FLOPs, `limit_share` the share of that reached. Tokens are means
-    over questions. `lookup_s`, `load_s` and `weave_s` are medians.
+    `speedup` is the median over questions of the reference's time divided by this method's, on the same question in the
+    same run; `flops_limit` is the same for FLOPs instead of time, `limit_share` the part of it that is reached. Tokens
+    are means over questions. `lookup_s`, `load_s` and `weave_s` are medians.
     """
 
     method: str
@@ -221,9 +221,9 @@ class TtftRow:
 
 
 def summarize(samples: Sequence[TtftSample], *, reference: str = "full") -> list[TtftRow]:
-    """One row a method, the reference first, then in the order in which the methods first come.
+    """One row per method: the reference, then methods in order of first occurrence.
 
-    Samples of a question without a reference are left out: it was interrupted.
+    Samples of a question without a reference are skipped: it was interrupted.
     """
     full = {sample.question: sample for sample in samples if sample.method == reference}
     methods = sorted(dict.fromkeys(sample.method for sample in samples), key=lambda method: method != reference)
@@ -239,7 +239,7 @@ def _ttft_row(method: str, samples: Sequence[TtftSample], full: dict[int, TtftSa
     times = [sample.ttft_s for sample in samples]
     ratios = [full[sample.question].ttft_s / sample.ttft_s for sample in samples]
     own = [sample.report for sample in samples if sample.report is not None]
-    # A contender without reports is a plain forward: it computes what the reference computes.
+    # A contender without reports is a plain forward: it computes the same as the reference.
     reports = own or [report for sample in samples if (report := full[sample.question].report) is not None]
     speedup = median(ratios)
     limit = median(report.flops_limit for report in reports) if reports else 1.0

@@ -1,4 +1,4 @@
-"""Time to first token by reuse method, measured in one run with alternating contenders over one warm store."""
+"""Measures time to first token by reuse method, in one run with alternating contenders over one warm store."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +22,14 @@ from chunkweave_lab.baselines import bench_contenders
 from chunkweave_lab.summaries import TtftSample
 
 HF_REFERENCE = "hf-forward"
-"""The row of the Hugging Face forward on the same ids: shows that `full` is no straw man."""
+"""The row of the Hugging Face forward on the same ids: shows that `full` is a fair reference."""
 
 
 @dataclass(frozen=True, slots=True)
 class TtftConfig:
-    """What is measured: contenders, the size of the prompts, how the store is warmed, how many questions.
+    """The settings of a measurement: contenders, size of prompts, way of warming, number of questions.
 
-    `methods` are written as `calibration.contenders` says, at every value of their parameter unless they name one.
+    `methods` are specifications (`calibration.contenders`), at every value of their parameter unless they name one.
     """
 
     methods: tuple[str, ...] = ("prefix", "full-reuse", "cacheblend")
@@ -48,11 +48,11 @@ class TtftConfig:
             raise UsageError(f"questions must be at least 1, not {self.questions}")
 
     def contenders(self) -> dict[str, ReuseMethod | None]:
-        """The methods by the names of their rows, the references first; the Hugging Face forward is None.
+        """The methods by name of their rows, references first; the Hugging Face forward is None.
 
         Raises:
             UnknownMethodError: a method does not exist.
-            UsageError: a value or a setting of one that it cannot have.
+            UsageError: a value or setting that a method does not have.
         """
         reuse = ReuseConfig(check_layers=self.check_layers, seed=self.seed)
         methods = bench_contenders((REFERENCE, *self.methods), self.ratios, self.alphas, reuse)
@@ -69,11 +69,11 @@ class Workload:
 
 
 Contender = Callable[[Prompt], Prefilled | None]
-"""Brings a prompt to its first token and waits for it; returns what a report can be made of, if anything."""
+"""Prefills a prompt up to its first token and waits for it; returns the prefill for a report, if any."""
 
 
 def hugging_face_forward(model: HuggingFaceModel) -> Contender:
-    """The model's own forward on the whole prompt, as `generate` begins with."""
+    """The model's own forward on the whole prompt, as in `generate`."""
 
     @torch.inference_mode()
     def first_token(prompt: Prompt) -> None:
@@ -115,14 +115,13 @@ def measure(
 ) -> Iterator[TtftSample]:
     """Warm the store, run every contender once uncounted, then yield samples question by question.
 
-    Contenders alternate within each question and take turns in going first. A question's samples come together, so
-    that leaving early keeps whole questions. Unless earlier requests warm the store, a question's chunks are warmed
-    right before it is measured: so a budget that holds one prompt is enough, and no contender finds chunks evicted that
-    another found.
+    Contenders alternate within each question and take turns in running first. A question's samples are yielded
+    together, so stopping early keeps whole questions. Unless earlier requests warm the store, a question's chunks are
+    warmed just before it is measured: a budget for one prompt is then enough, and all contenders find the same chunks.
 
     Raises:
         UnknownMethodError: a method of the config does not exist.
-        UsageError: a value or a setting of one that it cannot have.
+        UsageError: a value or setting that a method does not have.
     """
     contenders = first_tokens(engine, config)
     names = list(contenders)
@@ -150,7 +149,7 @@ def measure(
 
 
 def first_tokens(engine: Engine, config: TtftConfig) -> dict[str, Contender]:
-    """Everything that is to be measured, by its row's name."""
+    """All contenders by name of their rows."""
     return {
         name: hugging_face_forward(engine.loaded.model) if method is None else woven_prefill(engine.runner, method)
         for name, method in config.contenders().items()

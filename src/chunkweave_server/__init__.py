@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server around the engine, and what its operators see of it."""
+"""The OpenAI-compatible server with its two backends."""

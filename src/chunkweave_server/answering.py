@@ -1,6 +1,7 @@
-"""From a checked body to an answer that comes: retrieval, the backend, and what is recorded when it ends."""
+"""From a checked body to a running answer: retrieval, submission to the backend, and the record at its end."""
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,9 +12,11 @@ from typing import Any, Self
 from chunkweave.config import SamplingParams
 from chunkweave.conversation.answer import AnswerEnd, Choice, PendingAnswer, WholeChoices
 from chunkweave.errors import ChunkweaveError, NotRemovedError
+from chunkweave.models.gguf import READER_CANNOT_READ, READER_TOKENS_A_WORD
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.prompt.builder import PromptLimit
 from chunkweave.prompt.request import Request
+from chunkweave.prompt.tokenizer import tokens_a_word
 from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.retrieval.speculation import Found, NotStarted, Retriever, SpeculativeAnswer
@@ -27,17 +30,19 @@ from chunkweave_server.requests import CompletionBody, check_limits, chunks_of, 
 from chunkweave_server.tenants import Tenant, TenantCounts, TenantLimits
 from chunkweave_server.threads import TenantThreads
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True, eq=False)
 class _Retrieval:
-    """What a corpus had for a question, and what was computed beside the search."""
+    """The result of a corpus search, and the speculation during the search."""
 
     found: Found
     speculation: SpeculativeAnswer[Event]
     conversation: bool = False
 
     def shown(self, prefilled_s: float | None) -> dict[str, Any]:
-        """Its part of the report: what was retrieved, without the texts, and how long that took."""
+        """The fields of the report about retrieval: chunks without their texts, and durations."""
         found, speculation = self.found, self.speculation
         shown = {
             "retrieved": [
@@ -55,7 +60,7 @@ class _Retrieval:
         return {**shown, "not_speculated": why}
 
     def ranked(self, end: AnswerEnd) -> AnswerEnd:
-        """The end with chunks ranked as the search ended, where a speculation had them in another sequence."""
+        """The answer's end with chunks ranked as in the search result, if the speculation had another sequence."""
         report = self.speculation.ranked(end.report, self.found.chunks)
         if report is end.report:
             return end
@@ -65,7 +70,7 @@ class _Retrieval:
 
 
 class RunningAnswer:
-    """An answer as it comes, with all that has to be given back when it ends. Leave it by `aclose`."""
+    """A running answer with the resources that it holds; `aclose` releases them."""
 
     def __init__(
         self, answering: "Answering", meta: RequestMeta, slot: ExitStack, salt: str, chunks: Iterable[Chunk]
@@ -85,7 +90,7 @@ class RunningAnswer:
         return self
 
     async def __anext__(self) -> Sequence[Choice]:
-        """The next pieces; raises what the backend raises."""
+        """The next pieces. Raises the errors of the backend."""
         assert self.answer is not None, "it has started"
         try:
             while True:
@@ -100,7 +105,7 @@ class RunningAnswer:
             raise
 
     async def whole(self) -> list[Choice]:
-        """All choices, once they have come to their ends; raises what the backend raises."""
+        """All choices, when they are complete. Raises the errors of the backend."""
         whole = WholeChoices()
         async for pieces in self:
             whole.add(pieces)
@@ -108,20 +113,20 @@ class RunningAnswer:
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """Name of the tenant that sent the request."""
         return self._meta.tenant
 
     def uses(self, salt: str, texts: frozenset[str]) -> bool:
-        """Whether it may store KV of one of `texts` under `salt`. Equal texts of another tenant are none of these."""
+        """Whether it may store KV of one of `texts` under `salt`. Equal texts under another salt do not count."""
         return self._salt == salt and not self._texts.isdisjoint(texts)
 
     def abort(self) -> None:
-        """Have the backend end the request; whoever reads the answer gets an error."""
+        """Abort the request in the backend; the reader of the answer gets an error."""
         if self.answer is not None:
             self.answer.abort()
 
     async def aclose(self) -> None:
-        """End the request if it runs, and free the tenant's place; a second time is harmless."""
+        """End the request if it runs, and free the tenant's slot. Idempotent."""
         if not self._observed:
             self._observed = True
             self._answering.observer.given_up(self._meta)
@@ -139,14 +144,15 @@ class RunningAnswer:
             end = replace(end, shown={**end.shown, **self.retrieval.shown(end.prefilled_s)})
         self.end = end
         self._observed = True
-        self._answering.counts[self._meta.tenant].add(end.report)
+        for counts in (self._answering.counts[self._meta.tenant], self._answering.counts_of_all):
+            counts.add(end.report)
         if self._answering.improving.on:
             self._answering.improving.served(self._meta.tenant, self._salt, end)
         self._answering.observer.answered(self._meta, end.report, finish_reason=end.finish_reason)
 
 
 class Answering:
-    """Starts answers and knows which are under way. Belongs to the event loop's thread."""
+    """Starts answers and tracks the running ones. Not thread-safe: used in the event loop's thread only."""
 
     def __init__(
         self,
@@ -158,6 +164,7 @@ class Answering:
         observer: Observer,
     ) -> None:
         self.counts: dict[str, TenantCounts] = defaultdict(TenantCounts)
+        self.counts_of_all = TenantCounts()
         self.running: dict[RunningAnswer, None] = {}
         self.observer = observer
         self.retriever = Retriever(self._pending, speculate=parts.speculate, max_prefill_batch=parts.max_prefill_batch)
@@ -169,17 +176,18 @@ class Answering:
         self._starting: dict[RunningAnswer, None] = {}
         self._submitted: dict[PendingAnswer[Event], None] = {}
         self._sweeps: set[asyncio.Task[None]] = set()
+        self._may_be_unreadable = parts.reads_worlds_only
 
     async def start(self, tenant: Tenant, body: CompletionBody, meta: RequestMeta) -> RunningAnswer:
-        """Retrieve if need be, and let the request wait for its turn.
+        """Search the corpus if the request names one, and submit the request to the backend.
 
         Raises:
-            HttpError: too many requests, too many documents, a corpus or conversation that is not there.
-            ChunkweaveError: what the backend's `submit` raises.
+            HttpError: too many requests or documents, or an unknown corpus or conversation.
+            ChunkweaveError: the backend's `submit` raised it.
         """
         try:
             slot = self._limits.occupy(tenant.name)
-            try:
+            try:  # the running answer owns the slot once it is returned
                 return await self._started(tenant, body, meta, slot)
             except BaseException:
                 slot.close()
@@ -193,21 +201,21 @@ class Answering:
 
     @property
     def improving(self) -> Improver:
-        """What computes chunks anew in idle time."""
+        """Computes means of chunks in idle time."""
         return self._backend.cache.improving
 
     async def forget(self, tenant: Tenant, texts: Iterable[str], cache_salt: str = "") -> Forgotten:
         """Remove the KV of a tenant's chunks from every tier.
 
-        A request that is computing one of them now will store it once more; it is removed again when that has ended.
+        A running request that computes one of them stores it again; it is removed again when that request has ended.
 
         Raises:
-            NotRemovedError: copies are still there. What could be removed is.
+            NotRemovedError: some copies could not be removed; all others are removed.
         """
         gone, salt = frozenset(texts), tenant.salt(cache_salt)
         if not gone:
             return Forgotten()
-        before = self._using(salt, gone)  # one that ends meanwhile may have stored it after it was removed
+        before = self._using(salt, gone)  # a request that ends during the removal may store its chunk after it
         try:
             return await self._backend.cache.forget(tenant.name, sorted(gone), salt)
         finally:
@@ -216,32 +224,36 @@ class Answering:
                 self._sweeps.add(sweep)
                 sweep.add_done_callback(self._sweeps.discard)
 
-    def under_way(self, tenant: Tenant) -> tuple[int, int]:
-        """How many requests have begun to be answered, and how many wait: a tenant's own, an admin's all."""
+    def active(self, tenant: Tenant) -> tuple[int, int]:
+        """Numbers of running and of pending requests: the tenant's own; for an admin those of all tenants."""
         seen = [one for one in self.running if tenant.admin or one.tenant == tenant.name]
         begun = sum(one.answer is not None and one.answer.begun for one in seen)
         return begun, len(seen) - begun
 
+    def counted(self, tenant: Tenant) -> TenantCounts:
+        """Totals of the tenant's answers; for an admin those of all tenants."""
+        return self.counts_of_all if tenant.admin else self.counts[tenant.name]
+
     async def check_length(self, tenant: Tenant, text: str, what: str = "the question") -> None:
-        """Refuse a text that no prompt has room for by far, before something is done with it.
+        """Refuse a text that fits no prompt, before expensive work.
 
         Raises:
-            PromptTooLongError: it is too long.
+            PromptTooLongError: the text is too long.
         """
         parts, limit = self._parts, PromptLimit(self._parts.most_tokens)
         if limit.doubts(text):
             await self._threads.run(tenant.name, lambda: limit.check(parts.tokenizer, text, what))
 
     async def swept(self) -> None:
-        """Wait until what is to be removed is removed."""
+        """Wait until all pending removals have ended."""
         while self._sweeps:
             await asyncio.wait(self._sweeps)
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Abort all running answers and wait for pending removals."""
         for running in list(self.running):
             running.abort()
-        await asyncio.sleep(0)  # so that readers learn why
+        await asyncio.sleep(0)  # readers get the error first
         for running in list(self.running):
             await running.aclose()
         await self.swept()
@@ -256,6 +268,7 @@ class Answering:
         sampling = SamplingParams(most_tokens, body.temperature, body.top_p, body.seed, body.stops)
 
         async def submit(chunks: Sequence[Chunk], *, speculative: bool) -> PendingAnswer[Event]:
+            self._warn_of_unreadable(chunks)
             request = Request(
                 question.text,
                 chunks,
@@ -303,7 +316,7 @@ class Answering:
 
     @contextmanager
     def _starts(self, running: RunningAnswer) -> Iterator[None]:
-        """While an answer is being started; what is forgotten meanwhile is forgotten again at its end."""
+        """Mark an answer as starting: chunks that are forgotten meanwhile are forgotten again when it ends."""
         self._starting[running] = None
         try:
             yield
@@ -317,11 +330,11 @@ class Answering:
     async def _retrieve(
         self, tenant: Tenant, name: str, question: str, body: CompletionBody, speculation: SpeculativeAnswer[Event]
     ) -> Found:
-        """The best chunks of a corpus; what is found on the way is computed ahead."""
+        """The best chunks of a corpus; preliminary results start speculative prefills."""
         reuse = body.chunkweave
 
         async def on_stage(chunks: tuple[RetrievedChunk, ...]) -> None:
-            if len(chunks) == k:  # a search does not end with fewer
+            if len(chunks) == k:  # the result never has fewer
                 await speculation.on_stage(chunks)
 
         served = self._corpora.get(tenant, name)
@@ -334,8 +347,16 @@ class Answering:
             staged = None if reuse.conversation_id is not None else on_stage
             return await self.retriever.search(served.corpus, question, k, on_stage=staged, wait_for_thread=True)
 
+    def _warn_of_unreadable(self, chunks: Sequence[Chunk]) -> None:
+        """Log once that the model is the bundled reader and cannot read these chunks."""
+        if not self._may_be_unreadable:
+            return
+        if tokens_a_word(self._parts.tokenizer, (chunk.text for chunk in chunks)) > READER_TOKENS_A_WORD:
+            self._may_be_unreadable = False
+            logger.warning("%s (logged once)", READER_CANNOT_READ)
+
     def _pending(self) -> int:
-        """Requests, speculative ones included, whose first piece has not come."""
+        """Number of requests, including speculative ones, without a first piece yet."""
         return sum(not answer.begun for answer in list(self._submitted))
 
     def _note(self, answer: PendingAnswer[Event]) -> None:
@@ -351,5 +372,5 @@ class Answering:
     ) -> None:
         for running in using:
             await running.ended.wait()
-        with suppress(NotRemovedError):  # logged, and tried again by the store
+        with suppress(NotRemovedError):  # logged; the store retries it
             await self._backend.cache.forget(tenant.name, texts, salt)

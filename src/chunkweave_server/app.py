@@ -1,4 +1,4 @@
-"""The app around a service, and uvicorn around the app until a signal stops it."""
+"""The ASGI app of a service, and the uvicorn server that runs it until a signal stops it."""
 
 import asyncio
 import gc
@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 import chunkweave
 from chunkweave.errors import UsageError
 from chunkweave_server import page, routes
+from chunkweave_server.activity import activity
 from chunkweave_server.backend import Stage
 from chunkweave_server.errors import install_error_handlers
 from chunkweave_server.gate import Gate
@@ -29,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(service: Service) -> FastAPI:
-    """The HTTP interface of a service, which starts and stops with the app's lifespan.
+    """The HTTP interface of a service. The app's lifespan starts and stops the service.
 
-    The app answers from the first moment on; until the service is ready it says how far that is. Over vLLM, known
-    endpoints of vLLM that are not ours are vLLM's to answer, its schema too.
+    The app accepts requests at once; until the service is ready, the error names its stage. With the vLLM backend,
+    other known endpoints of vLLM, including its schema, are forwarded to vLLM.
     """
     passthrough = service.backend.passthrough
 
@@ -40,7 +41,7 @@ def create_app(service: Service) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         starting = asyncio.create_task(service.start())
         yield
-        if passthrough is not None:  # loading a model cannot be interrupted
+        if passthrough is not None:  # starting vLLM can be cancelled; loading a model cannot
             starting.cancel()
         await asyncio.wait([starting])
         await service.stop()
@@ -50,15 +51,15 @@ def create_app(service: Service) -> FastAPI:
         version=chunkweave.__version__,
         description="OpenAI-compatible answers over documents, whose KV cache is kept and reused chunk by chunk.",
         lifespan=lifespan,
-        docs_url=None,  # the page loads scripts from elsewhere
+        docs_url=None,  # FastAPI's page loads scripts from another site
         redoc_url=None,
         openapi_url="/openapi.json" if passthrough is None else None,
     )
     app.state.service, app.state.limits, app.state.threads = service, service.limits, service.threads
     for router in (routes.completions, routes.corpora, routes.cache, routes.operation, routes.open_to_all):
         app.include_router(router)
+    app.include_router(activity)
     app.include_router(page.shell)
-    app.include_router(page.pieces)
     install_error_handlers(app)
     if passthrough is None:
         app.include_router(routes.models)
@@ -77,36 +78,36 @@ def create_app(service: Service) -> FastAPI:
 
 
 _AFTER_CANCEL_S = 5.0
-"""What streams get to send their last event after they were ended."""
+"""Time for streams to send their last event after they were aborted."""
 
 
 def listening_socket(settings: ListenSettings) -> socket.socket:
-    """A socket on that address, before anything heavy is loaded. Its connections send every piece at once.
+    """A listening socket, made before anything large is loaded. Its connections send every piece at once.
 
     Raises:
-        UsageError: the address is taken, or none.
+        UsageError: the address is invalid or in use.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         listening = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
         raise UsageError(f"cannot listen on {settings.host}, port {settings.port}: {error}") from error
-    # asyncio does so only for sockets that were made for TCP by number. Without, a stream's first token waits until the
-    # client has acknowledged the head, which on a connection that is kept takes 40 ms.
+    # asyncio sets TCP_NODELAY only on sockets that were made with IPPROTO_TCP. Without it a stream's first token waits
+    # until the client has acknowledged the headers: 40 ms on a connection that is kept alive.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 
 _SWEEP_TICKS = 5
-"""Between two looks at the connections; a tick is a tenth of a second."""
+"""Ticks between two checks of the connections; a tick is 0.1 s."""
 
 
 class StalledConnections:
-    """Ends connections whose client keeps the server waiting. For each of these uvicorn waits for ever.
+    """Closes connections whose client stalls; uvicorn has no limit for them.
 
-    That is: a request's head is not there `stalled_s` after its first byte, or after the connection; a body that nobody
-    reads has not ended by then; of an answer nothing was taken in for so long; a closed connection still has something
-    to send. A body that somebody reads is timed where it is read.
+    It closes a connection if one of these lasts `stalled_s` seconds: a request's headers are incomplete; a body that no
+    handler reads is incomplete; the client reads nothing of an answer; a closing connection still has bytes to send.
+    The gate times bodies that a handler reads.
     """
 
     def __init__(self, stalled_s: float) -> None:
@@ -114,7 +115,7 @@ class StalledConnections:
         self._waiting: dict[H11Protocol, tuple[object, float]] = {}
 
     def sweep(self, connections: Iterable[H11Protocol], now_s: float) -> None:
-        """Look at all connections, at a time of some clock in seconds; descriptors of those that end are free."""
+        """Check all connections and abort the stalled ones. `now_s` is the time of any monotonic clock."""
         waiting: dict[H11Protocol, tuple[object, float]] = {}
         for one in tuple(connections):
             if (state := _waits_for(one)) is None:
@@ -122,14 +123,14 @@ class StalledConnections:
             before, since_s = self._waiting.get(one, (None, now_s))
             since_s = since_s if before == state else now_s
             if now_s - since_s >= self._stalled_s:
-                one.transport.abort()  # closing it would wait until the client takes in the rest
+                one.transport.abort()  # `close` would wait until the client reads the rest
             else:
                 waiting[one] = (state, since_s)
         self._waiting = waiting
 
 
 def _waits_for(connection: H11Protocol) -> object:
-    """What of its client a connection waits for, None for nothing. Another answer means that something came."""
+    """What a connection waits for from its client; None if it waits for nothing. A changed value means progress."""
     if connection.transport.is_closing():
         return "closing"
     if connection.flow.write_paused:
@@ -139,9 +140,9 @@ def _waits_for(connection: H11Protocol) -> object:
 
 
 class Server(uvicorn.Server):
-    """uvicorn that ends gently: it accepts nothing new, lets answers end for a while, then ends them in good form.
+    """uvicorn with a graceful stop: refuse new requests, wait for running answers, then abort the rest with an error.
 
-    A second signal ends it at once.
+    A second signal stops it at once.
     """
 
     def __init__(self, service: Service, *, log_level: str = "warning") -> None:
@@ -153,7 +154,7 @@ class Server(uvicorn.Server):
             log_config=None,
             timeout_graceful_shutdown=int(service.settings.listen.graceful_s + _AFTER_CANCEL_S),
             timeout_keep_alive=30,
-            http=H11Protocol,  # uvicorn's other parser takes a head of any length
+            http=H11Protocol,  # uvicorn's other parser does not limit the size of headers
             ws="none",
         )
         super().__init__(config)
@@ -162,12 +163,12 @@ class Server(uvicorn.Server):
         self._graceful_s = service.settings.listen.graceful_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - all signals mean the same
-        """What a signal does; unlike uvicorn's own it is not raised again afterwards, so that the exit code is 0."""
+        """Handle a signal. Unlike uvicorn's handler it does not raise the signal again, so the exit code is 0."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; a service that could not start ends the server."""
+        """Check connections and the service; called every 0.1 s. Stops the server if the service could not start."""
         if self._service.stage is Stage.FAILED:
             self.should_exit = True
         if counter % _SWEEP_TICKS == 0:
@@ -175,7 +176,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting, let answers end for `graceful_s`, end the others, then close everything."""
+        """Refuse new requests, wait up to `graceful_s` for answers, abort the others, then close everything."""
         self._service.refuse_new()
         ending = asyncio.create_task(self._end_answers())
         try:
@@ -185,22 +186,22 @@ class Server(uvicorn.Server):
 
     async def _end_answers(self) -> None:
         await asyncio.sleep(self._graceful_s)
-        logger.warning("answers that have not ended are ended now")
+        logger.warning("aborting the answers that are still running")
         self._service.end_answers()
 
 
 _SWITCH_INTERVAL_S = 0.0005
-"""How long a thread keeps the interpreter's lock while others want it; Python's own 5 ms are for few, long threads."""
+"""How long a thread keeps the interpreter's lock while others wait for it; Python's default is 5 ms."""
 
 
 def run(service: Service, sock: socket.socket) -> None:
-    """Serve until a signal comes, in a process that does nothing else.
+    """Serve until a signal arrives. Changes the switch interval and the garbage collector of the whole process.
 
     Raises:
         ChunkweaveError: the service could not start.
     """
-    # A thread that computes in Python makes the others wait that long for each of their calls into PyTorch: a generated
-    # token makes a hundred of them.
+    # A thread that computes in Python delays others by up to this interval at each of their calls into PyTorch, about
+    # a hundred for each generated token.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     service.on_stage = partial(_freeze_when_ready, service.on_stage)
     Server(service).run(sockets=[sock])
@@ -209,9 +210,9 @@ def run(service: Service, sock: socket.socket) -> None:
 
 
 def _freeze_when_ready(on_stage: OnStage | None, stage: Stage, after_s: float) -> None:
-    """Have the garbage collector leave alone what the start has made, modules and model: it is kept to the end.
+    """Exclude all objects made at startup (modules, model) from garbage collection: they live as long as the process.
 
-    Looking through it takes a quarter of a second, in which every thread waits.
+    Scanning them takes a quarter of a second, during which all threads wait.
     """
     if stage is Stage.READY:
         gc.collect()

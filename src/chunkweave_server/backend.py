@@ -1,4 +1,4 @@
-"""What computes answers, as the server sees it: our own engine (`engine_backend`) or vLLM (`vllm_backend`)."""
+"""Protocols of a backend and its cache: our own engine (`engine_backend`) or vLLM (`vllm_backend`)."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -29,7 +29,7 @@ from chunkweave_server.threads import TenantThreads
 
 
 class Stage(StrEnum):
-    """How far a server is."""
+    """Stages of a server's lifecycle."""
 
     LOADING_MODEL = "loading the model"
     STARTING_VLLM = "starting vLLM"
@@ -40,7 +40,7 @@ class Stage(StrEnum):
 
 
 class Event(Protocol):
-    """Pieces of the choices of one answer, which may be none; the last event has its end."""
+    """Pieces of the choices of one answer, possibly none; the last event has the answer's end."""
 
     @property
     def choices(self) -> Sequence[Choice]:
@@ -48,12 +48,12 @@ class Event(Protocol):
 
     @property
     def end(self) -> AnswerEnd | None:
-        """What is known at the end."""
+        """The answer's end; None before the last event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request that has passed all checks. `body` holds what only vLLM reads; the salt is the tenant's own."""
+    """A checked request. Only the vLLM backend reads `body`. The request's salt is already the tenant's own."""
 
     request: EngineRequest
     method_request: MethodRequest
@@ -64,184 +64,186 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class BackendParts:
-    """What is known of a backend once it has started."""
+    """Properties of a started backend."""
 
     tokenizer: TextTokenizer
     calibrated: bool
     """Whether a request may name a quality."""
     most_tokens: int
-    """No prompt, and so no question, with more tokens is answered."""
+    """Most tokens of a prompt."""
     max_prefill_batch: int = 1
-    """A prefill for a search that has not ended starts if fewer requests wait for, or are in, prefill."""
+    """A speculative prefill starts only while fewer requests wait for or run prefill."""
     speculate: bool = False
-    """Whether to prefill for what a search has found so far."""
+    """Whether to prefill the preliminary result of a search."""
     order: ChunkOrder = ChunkOrder.FIXED
-    """For requests that say nothing."""
+    """Order of chunks for requests that give none."""
+    reads_worlds_only: bool = False
+    """Whether the model is the bundled `reader`, which can read only text of its own kind."""
     reorders: bool = False
-    """Whether a request of free order is the same with its chunks in another sequence."""
+    """Whether requests of free order with the same chunks in different sequences get the same prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """How many copies of segments were removed, and how many chunks that had read them are queued to be computed anew.
+    """Numbers of removed segment copies, and of chunks computed from them that are `queued` for recomputation.
 
-    None are where nothing is computed anew.
+    `queued` is None if nothing is computed in idle time.
     """
 
     segments: int = 0
     queued: int | None = None
 
     def as_dict(self) -> dict[str, int]:
-        """As answers have it."""
+        """Fields of the response."""
         queued = {} if self.queued is None else {"chunks_queued": self.queued}
         return {"segments_removed": self.segments, **queued}
 
 
 class CacheCommands(Protocol):
-    """What `/v1/cache` does to the chunks that a backend has stored. A tenant's salt keeps its chunks apart."""
+    """The commands of `/v1/cache` on a backend's stored chunks. Chunks of different salts are separate."""
 
     @property
     def pins(self) -> bool:
         """Whether chunks can be pinned."""
 
     async def warm(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
-        """Compute chunks before a request needs them, behind all requests; returns how many were computed.
+        """Compute chunks ahead of requests, with lower priority than all requests; returns how many were computed.
 
         Raises:
-            ChunkweaveError, HttpError: one is too long, or was not computed; those before it are computed.
+            ChunkweaveError, HttpError: a chunk is too long or was not computed; chunks before it are computed.
         """
 
     async def pin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
-        """Pin what is stored of chunks; returns how many segments are.
+        """Pin the stored segments of chunks; returns the number of pinned segments.
 
         Raises:
-            HttpError: 403, that and what the tenant has pinned is more than it may; 501, this backend pins nothing.
+            HttpError: 403, the tenant's pins would exceed its budget; 501, the backend has no pins.
         """
 
     async def unpin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
-        """Take pins back; returns how many chunks were pinned.
+        """Remove pins; returns how many of the chunks were pinned.
 
         Raises:
-            HttpError: 501, this backend pins nothing.
+            HttpError: 501, the backend has no pins.
         """
 
     @property
     def improving(self) -> Improver:
-        """What computes chunks anew in idle time."""
+        """Computes means of chunks in idle time."""
 
     async def forget(self, tenant: str, texts: Sequence[str], salt: str) -> Forgotten:
         """Remove the KV of chunks from every tier.
 
-        It costs `tenant` one of its turns, and no running answer a step.
+        It takes one turn of `tenant` in the threads, and delays no running answer.
 
         Raises:
-            NotRemovedError: copies are still there. What could be removed is.
+            NotRemovedError: some copies could not be removed; all others are removed.
         """
 
     async def clear(self) -> int:
-        """Remove everything of all tenants; returns how many segments there were.
+        """Remove everything of all tenants; returns the number of removed segments.
 
         Raises:
-            NotRemovedError: copies are still there.
+            NotRemovedError: some copies could not be removed.
         """
 
     def stats(self) -> Mapping[str, Any]:
-        """What `/v1/cache` shows admins; called in a thread."""
+        """The statistics that `/v1/cache` shows to admins. Called in a thread."""
 
 
 class Passthrough(Protocol):
-    """Hands requests to the servers behind a backend as they are."""
+    """Forwards requests unchanged to the servers behind a backend."""
 
     @property
     def router(self) -> APIRouter:
-        """The paths of these servers that are handed on."""
+        """Routes of the forwarded paths."""
 
     async def plain(self, request: Request) -> Response | None:
-        """The answer to a completion request that says nothing of documents; None if it does.
+        """Answer a completion request without documents; None if the request has documents.
 
         Raises:
-            HttpError: 400, the body has more values than vLLM is handed.
+            HttpError: 400, the body has too many values.
         """
 
 
 class Backend(Protocol):
-    """Computes answers. Belongs to the event loop's thread; nothing but `start` and `stop` before and after these."""
+    """Computes answers. Used in the event loop's thread only; requests and metrics only while it is started."""
 
     @property
     def name(self) -> str:
-        """What clients call the model; never a path."""
+        """The model's name for clients; never a path."""
 
     @property
     def first_stage(self) -> Stage:
-        """What `start` does."""
+        """The stage during `start`."""
 
     @property
     def passthrough(self) -> Passthrough | None:
-        """What takes requests without documents and unknown paths; None if the server itself does."""
+        """Forwards requests without documents and other paths to the backend's servers; None if it has none."""
 
     @property
     def unavailable(self) -> str | None:
-        """Why no request can be answered now; None if they can."""
+        """Why no request can be answered now; None if requests are answered."""
 
     @property
     def shadow(self) -> ShadowMonitor | None:
-        """What checks woven answers against full prefill, if anything does."""
+        """The shadow check of woven answers against full prefill, if it is on."""
 
     @property
     def cache(self) -> CacheCommands:
-        """The chunks that are stored; there once it has started."""
+        """Commands on the stored chunks; available after `start`."""
 
     async def start(self, threads: TenantThreads) -> BackendParts:
         """Load or start everything. Requests are tokenized in `threads`.
 
         Raises:
-            ChunkweaveError: it cannot start; what had been started is stopped again.
+            ChunkweaveError: the backend cannot start; the caller calls `stop`.
         """
 
     async def stop(self) -> None:
-        """End what runs, write what is still to be written, and close everything; a no-op if it was not started."""
+        """Abort what runs, finish pending writes, and close everything. Does nothing if the backend was not started."""
 
     def check(self, body: CompletionBody) -> None:
-        """Hold a request against what this backend does.
+        """Refuse a request that this backend does not support.
 
         Raises:
-            HttpError: a field or a model that the backend does not know, or it is not ready.
+            HttpError: an unsupported field, an unknown model, or the backend is not ready.
         """
 
     async def submit(self, submission: Submission, *, speculative: bool = False) -> PendingAnswer[Event]:
-        """Tokenize a request and let it wait for its turn. A `speculative` one delays no other until it is confirmed.
+        """Tokenize a request and queue it. A `speculative` request delays no other until it is confirmed.
 
         Raises:
-            ChunkweaveError: the request is wrong, or too many wait.
+            ChunkweaveError: the request is invalid, or the queue is full.
         """
 
     def samples(self) -> Iterator[MetricSample]:
-        """What its metrics are now; called in a thread."""
+        """Current values of its metrics. Called in a thread."""
 
     async def metrics(self) -> bytes:
-        """Metrics of other processes, in Prometheus's text format; empty where there are none."""
+        """Metrics of the backend's other processes in Prometheus's text format; empty if there are none."""
 
 
 _AT_A_TIME = 16
-"""Chunks that are tokenized in one of a tenant's turns."""
+"""Chunks that are tokenized in one turn of a tenant."""
 
 
 class Warmings:
-    """The calls that compute chunks now, and what was removed since each began: it is no context any more.
+    """The running calls that compute chunks, and for each the chunks removed since it began.
 
-    Belongs to the event loop's thread.
+    A removed chunk must not be a context of others any more. Used in the event loop's thread only.
     """
 
     def __init__(self) -> None:
         self._gone: list[set[ChunkId]] = []
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether a call is running."""
         return bool(self._gone)
 
     @contextmanager
     def begun(self) -> Iterator[AbstractSet[ChunkId]]:
-        """What leaves while the call lasts."""
+        """Register a call; yields the set of chunks removed during the call, which `removed` extends."""
         gone: set[ChunkId] = set()
         self._gone.append(gone)
         try:
@@ -250,21 +252,21 @@ class Warmings:
             self._gone = [one for one in self._gone if one is not gone]
 
     def removed(self, chunks: Iterable[ChunkId]) -> None:
-        """Chunks are removed now."""
+        """Add chunks to the sets of all running calls."""
         chunks = tuple(chunks)
         for gone in self._gone:
             gone.update(chunks)
 
 
 def reads(prompt: Prompt, gone: AbstractSet[ChunkId]) -> bool:
-    """Whether a prompt has a chunk that is gone."""
+    """Whether a prompt contains a removed chunk."""
     return not gone.isdisjoint(part.id for part in prompt.parts if part.id is not None)
 
 
 async def context_pool(
     preparer: RequestPreparer, threads: TenantThreads, tenant: str, chunks: Sequence[Chunk], salt: str
 ) -> ContextPool | None:
-    """Chunks that are computed beforehand together, behind each other; None if neutral passages are wanted."""
+    """A pool of chunks that serve as contexts of each other; None if contexts are neutral passages (`bundled`)."""
     if preparer.rule is None:
         return None
     parts = await storable_parts(preparer, threads, tenant, chunks, salt)
@@ -274,7 +276,7 @@ async def context_pool(
 async def storable_parts(
     preparer: RequestPreparer, threads: TenantThreads, tenant: str, chunks: Sequence[Chunk], salt: str
 ) -> list[PromptPart]:
-    """Chunks as they are in every prompt, without those that no context can hold, tokenized in a tenant's turns."""
+    """The prompt parts of chunks, tokenized in turns of the tenant, without chunks that fit no context."""
     parts: list[PromptPart] = []
     for start in range(0, len(chunks), _AT_A_TIME):
         some = chunks[start : start + _AT_A_TIME]

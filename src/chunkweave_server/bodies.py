@@ -1,7 +1,7 @@
-"""JSON bodies: bounded before they are parsed, and where they are large, parsed and validated beside the event loop.
+"""JSON bodies: bounded before they are parsed; large ones are parsed and validated in a thread.
 
-`json.loads` and Pydantic hold the interpreter's lock in one call, so that a thread alone would not help other requests:
-what such a call costs is bounded first, by the number of values.
+`json.loads` and Pydantic hold the interpreter's lock for a whole call, so a thread alone does not help other requests.
+Therefore the number of values, and with it the duration of a call, is bounded first.
 """
 
 import json
@@ -29,36 +29,36 @@ logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 NOTHING_NAMED = ("x-chunkweave", "no documents named: nothing woven")
-"""The header of an answer over nothing."""
+"""Header of an answer to a request without documents."""
 
 
 @cache
 def say_that_nothing_was_named() -> None:
-    """Log, once in a process, that a request named no documents: a client that expects weaving would wonder."""
-    logger.info("a request named no documents: nothing is woven; send `documents` or `chunkweave.corpus` (said once)")
+    """Log once in a process that a request named no documents, so nothing was woven."""
+    logger.info("a request named no documents: nothing is woven; send `documents` or `chunkweave.corpus` (logged once)")
 
 
 _LARGE_BYTES = 1 << 16
-"""A smaller body is read where the request is: a thread would cost more."""
+"""Smaller bodies are parsed in the event loop: a thread would cost more."""
 
 _WINDOW_BYTES = 1 << 20
 _BLOCK_BYTES = 2048
 
 
 def refuse_costly(raw: bytes, most_values: int) -> None:
-    """Refuse a body that would cost much to parse, whatever its size; parses nothing.
+    """Refuse a body that is expensive to parse, independent of its size. Parses nothing.
 
-    Counted are lists, objects, and values behind commas.
+    Counts lists, objects, and values after commas.
 
     Raises:
-        HttpError: 400, it has more than `most_values`, or a number of thousands of digits.
+        HttpError: 400, more than `most_values` values, or a number with thousands of digits.
     """
     begun, digits = 0, False
     for window in _windows(raw):
         begun += int(np.count_nonzero(_begins_value(window)))
         digits = digits or _has_long_number(_is_digit(window))
     if begun <= most_values and not digits:
-        return  # even if all of these characters are outside of texts
+        return  # below the limits even if all counted characters are outside strings
     found, quoted, escaped = 0, False, False
     for window in _windows(raw):
         quotes = window == ord('"')
@@ -68,12 +68,12 @@ def refuse_costly(raw: bytes, most_values: int) -> None:
         if found > most_values:
             raise HttpError(400, f"the body may have {most_values} values in lists and objects", code="too_many_values")
         if _has_long_number(_is_digit(window) & outside):
-            raise HttpError(400, "the body is no JSON: a number has too many digits", code="invalid_json")
+            raise HttpError(400, "the body is not JSON: a number has too many digits", code="invalid_json")
         quoted = not outside[-1]
 
 
 def _windows(raw: bytes) -> Iterator[Any]:
-    """The bytes in arrays of at most a MiB: NumPy lets other threads run while it works on one."""
+    """The bytes in arrays of at most 1 MiB. NumPy releases the interpreter's lock while it works on an array."""
     for start in range(0, len(raw), _WINDOW_BYTES):
         yield np.frombuffer(raw, np.uint8, min(_WINDOW_BYTES, len(raw) - start), start)
 
@@ -87,15 +87,16 @@ def _is_digit(window: Any) -> Any:
 
 
 def _has_long_number(digits: Any) -> bool:
-    """Whether there are twice `_BLOCK_BYTES` digits in a row, and maybe if there are fewer."""
+    """Whether a run of digits is too long: true for 2 * `_BLOCK_BYTES` digits, false below `_BLOCK_BYTES`."""
     whole = len(digits) // _BLOCK_BYTES * _BLOCK_BYTES
     return bool(digits[:whole].reshape(-1, _BLOCK_BYTES).all(axis=1).any())
 
 
 def _drop_escaped(window: Any, quotes: Any, escaped: bool) -> bool:
-    """Clear the `quotes` that a backslash escapes; `escaped` says of the window's first byte, the result of the next.
+    """Clear the `quotes` that a backslash escapes, in place.
 
-    Of a run of backslashes the first, third and so on escape what follows them.
+    `escaped` is whether the window's first byte is escaped; returns whether the next window's first byte is. In a run
+    of backslashes the first, third and so on escape the byte after them.
     """
     backslashes = np.flatnonzero(window == ord("\\"))
     if escaped:
@@ -112,14 +113,15 @@ def _drop_escaped(window: Any, quotes: Any, escaped: bool) -> bool:
 
 
 def parsed_json(raw: bytes) -> Any:
-    """What a body says.
+    """The value of a JSON body.
 
     Raises:
-        HttpError: 400, it is no JSON, or holds a number that is not finite or half of a surrogate pair; the latter
-            names the field.
+        HttpError: 400, the body is not JSON, or it has a number that is not finite or half of a surrogate pair; in the
+            latter cases `param` names the field.
     """
     try:
-        body = json.loads(raw.decode())  # bytes may also be UTF-16 to it, in which nothing was counted
+        # Decoded here: `json.loads` also accepts UTF-16 bytes, whose values were not counted.
+        body = json.loads(raw.decode())
         for place, why in _unsendable(body):
             where = place_of(place)
             raise HttpError(400, f"{where or 'the body'} {why}", param=where or None)
@@ -132,11 +134,11 @@ def parsed_json(raw: bytes) -> Any:
         why = "a number has too many digits"
     except RecursionError:
         why = "it is nested too deeply"
-    raise HttpError(400, f"the body is no JSON: {why}", code="invalid_json")
+    raise HttpError(400, f"the body is not JSON: {why}", code="invalid_json")
 
 
 def _unsendable(value: Any, place: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple[int | str, ...], str]]:
-    """Values that a parser takes and no JSON can be written from: where, and what is wrong. Names of fields count."""
+    """Values, field names included, that the parser accepts but that cannot be written as JSON: place and reason."""
     if isinstance(value, dict):
         for name, one in value.items():
             if not _encodable(name):
@@ -159,20 +161,20 @@ def _encodable(text: str) -> bool:
 
 
 def place_of_tenant(request: Request) -> ExitStack:
-    """One of its tenant's places for a request.
+    """Take one of the request slots of its tenant.
 
     Raises:
-        HttpError: 429, all places are taken.
+        HttpError: 429, all slots are taken.
     """
     limits: TenantLimits = request.app.state.limits
     return limits.occupy(request.state.tenant.name)
 
 
 def place_if_large(request: Request) -> AbstractContextManager[Any]:
-    """One of a tenant's places while a large body comes and is read, or nothing.
+    """Take a slot of the tenant while a large body is received and parsed; nothing for small bodies.
 
     Raises:
-        HttpError: 429, all places are taken.
+        HttpError: 429, all slots are taken.
     """
     length = request.headers.get("content-length", "")
     large = not length.isdecimal() or int(length) > _LARGE_BYTES
@@ -180,26 +182,26 @@ def place_if_large(request: Request) -> AbstractContextManager[Any]:
 
 
 async def beside(request: Request, raw: bytes, work: Callable[[bytes], ResultT]) -> ResultT:
-    """Do something with a body that was read: at once, or in one of its tenant's turns if it is large."""
+    """Run `work` on a body: at once if it is small, else in a thread, in the tenant's turn."""
     threads: TenantThreads = request.app.state.threads
     return work(raw) if len(raw) <= _LARGE_BYTES else await threads.run(request.state.tenant.name, partial(work, raw))
 
 
 class BodyRoute(APIRoute):
-    """A route whose JSON body is read here. A large one takes one of its tenant's places while it comes and is read.
+    """A route that bounds and validates its JSON body.
 
-    A form takes one until it is answered.
+    A large body takes one of its tenant's slots while it is received and parsed; a form takes one until it is answered.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """A handler that gives the usual one a body that is valid."""
+        """Wrap the usual handler: it gets requests with a validated body."""
         handler = super().get_route_handler()
         kind = None if self.body_field is None else self.body_field.field_info.annotation
         if kind is None:
             return handler
 
         async def handle(request: Request) -> Response:
-            if not (isinstance(kind, type) and issubclass(kind, Body)):  # a form, which its handler reads on
+            if not (isinstance(kind, type) and issubclass(kind, Body)):  # a form: its handler reads the body
                 with place_of_tenant(request):
                     return await handler(request)
             if not _is_json(request):
@@ -213,18 +215,18 @@ class BodyRoute(APIRoute):
         return handle
 
     async def read(self, request: Request, kind: type[Body]) -> "Request | Response":
-        """The request with a valid body; or an answer, if it is not ours to give.
+        """The request with a validated body; or a response, if another server answers the request.
 
         Raises:
-            HttpError: 400, the body is no JSON, or has too many values.
-            RequestValidationError: a field is wrong.
+            HttpError: 400, the body is not JSON, or has too many values.
+            RequestValidationError: a field is invalid.
         """
         raw = await request.body()
         return ReadRequest(request, raw, await beside(request, raw, partial(_read, kind)))
 
 
 class ReadRequest(Request):
-    """A request whose body was read and is valid."""
+    """A request with its body read and validated."""
 
     def __init__(self, request: Request, raw: bytes, body: Body) -> None:
         super().__init__(request.scope, request.receive)
@@ -232,20 +234,20 @@ class ReadRequest(Request):
         self._read = body
 
     async def body(self) -> bytes:
-        """As it came."""
+        """The raw bytes."""
         return self._raw
 
     async def json(self) -> Body:
-        """What it says. Pydantic takes what is valid as it is."""
+        """The validated body; Pydantic accepts it without another validation."""
         return self._read
 
 
 def _read(kind: type[Body], raw: bytes) -> Body:
-    """A valid body of that kind.
+    """Parse and validate a body.
 
     Raises:
-        HttpError: 400, it is no JSON, or has too many values.
-        RequestValidationError: a field is wrong; it has the first errors, as FastAPI's handlers know them.
+        HttpError: 400, the body is not JSON, or has too many values.
+        RequestValidationError: a field is invalid; the errors have the form that FastAPI's handlers expect.
     """
     refuse_costly(raw, kind.most_values)
     fields = parsed_json(raw)

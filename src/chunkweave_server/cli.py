@@ -3,16 +3,16 @@
 import inspect
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from chunkweave.cli.console import Json, Out, Output, stderr
+from chunkweave.cli.console import Json, Out, Output, ProgressLines, counted, stderr, table_of
 from chunkweave.cli.options import as_command, given_options, heading, option_parameters, warn, with_blocks
 from chunkweave.config import Backend
 from chunkweave.errors import UsageError, install_extra, unknown_names
@@ -29,6 +29,9 @@ from chunkweave_server.settings import (
     unused_variables,
 )
 
+if TYPE_CHECKING:
+    from chunkweave_server.service import OnStage
+
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", envvar=FILE_VARIABLE, help="TOML or YAML file of settings.", dir_okay=False),
@@ -38,10 +41,10 @@ ConfigFile = Annotated[
 def with_settings(
     command: Callable[..., None], backend: Backend | None = None, *, without: Collection[str] = ()
 ) -> Callable[..., None]:
-    """`command` as Typer is to see it: `--config` and an option for each setting; it is called with `resolved`.
+    """`command` for Typer, with `--config` and an option for each setting; it is called with `resolved` settings.
 
-    Its own parameters come after these, and must be keyword-only. `backend` is given where a command has one only;
-    settings `without` an option are the command's own.
+    The command's own parameters follow and must be keyword-only. `backend` is the only backend of the command, if it
+    has just one. Settings in `without` get no option: the command has its own parameters for them.
     """
     own = [one for name, one in inspect.signature(command).parameters.items() if name != "resolved"]
     file_option = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
@@ -57,7 +60,7 @@ def with_settings(
         file, flags = values.pop("config"), given_options(known, values)
         resolved = resolve(flags, os.environ, file, backend=backend)
         for variable in unused_variables(os.environ, resolved.settings.model.backend):
-            warn(f"{variable} is no setting here: it is not used.")
+            warn(f"{variable} is not a setting here and is ignored.")
         command(**values, resolved=resolved)
 
     return as_command(call, command, [*options.values(), *own])
@@ -70,18 +73,18 @@ _NEEDED = {
 
 
 def _serve(*, resolved: Resolved, ctx: typer.Context) -> None:
-    """Serve answers over documents and corpora, as OpenAI's clients ask for them.
+    """Serve answers over documents and corpora with an OpenAI-compatible API.
 
-    Settings come from flags, else the environment (CHUNKWEAVE_<NAME>), else the file, else their defaults;
-    `chunkweave config show` says which. With --backend vllm, every flag that is not listed here goes to vLLM as it is.
-    Stop it with Ctrl-C or SIGTERM: answers that run get to end.
+    Settings come from flags, then the environment (CHUNKWEAVE_<NAME>), then the file, then defaults; `chunkweave config
+    show` prints the sources. With --backend vllm, flags not listed here are passed to vLLM. Stop it with Ctrl-C or
+    SIGTERM; running answers may finish.
     """
     model = resolved.settings.model
     if model.backend is Backend.ENGINE and ctx.args:
         options = [one.flag for one in server_settings(Backend.ENGINE).values()]
         raise UsageError(f"no such option: {unknown_names([ctx.args[0].partition('=')[0]], options)}")
     if model.model is None and (model.shape is None or model.backend is Backend.VLLM):
-        raise UsageError("which model? give --model FOLDER, FILE.gguf, a hub name, or reader, the bundled one")
+        raise UsageError("no model: give --model smollm2, FOLDER, FILE.gguf or a hub name")
     _run(resolved.settings, model.model or "", ctx.args)
 
 
@@ -89,11 +92,14 @@ def _vllm_serve(
     *,
     resolved: Resolved,
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, hub name, `smollm2`, or `reader`.")],
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint folder, GGUF file, hub name, `smollm2`, or `reader`, bundled for tests.")
+    ],
 ) -> None:
-    """Serve MODEL with vLLM, and documents, orders, conversations and routes before it: `serve --backend vllm`.
+    """Serve MODEL with vLLM behind a front for documents, chunk order, conversations and routing.
 
-    Every flag that is not listed here goes to vLLM as it is: chunkweave vllm-serve MODEL --max-model-len 8192.
+    The same as `serve --backend vllm`. Flags not listed here are passed to vLLM: chunkweave vllm-serve MODEL
+    --max-model-len 8192.
     """
     _run(resolved.settings, model, ctx.args)
 
@@ -108,7 +114,6 @@ def _run(settings: Settings, model: str, vllm_flags: Sequence[str]) -> None:
     if vllm and not settings.fleet.upstream and find_spec("vllm") is None:
         raise UsageError(f"vLLM is not installed here: {install_extra('vllm')}, or give --upstream URL")
     from chunkweave_server.app import listening_socket, run
-    from chunkweave_server.backend import Stage
     from chunkweave_server.observability import configure_logging
     from chunkweave_server.service import Service, make_backend
     from chunkweave_server.tenants import read_keys
@@ -122,18 +127,34 @@ def _run(settings: Settings, model: str, vllm_flags: Sequence[str]) -> None:
     host, port = sock.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
-    access = f"{len(keys)} API keys" if len(keys) else "no API keys: everybody who reaches it may use it"
-
-    def show(stage: Stage, seconds: float) -> None:
-        if stage is Stage.OPENING_CORPORA:  # the model is loaded
-            console.print(f"chunkweave serves {name} on {where}, {access}", soft_wrap=True)
-        console.print(f"{seconds:7.2f} s  {stage}" + (f": {where}/v1" if stage is Stage.READY else ""), soft_wrap=True)
-
-    service.on_stage = show
+    access = counted(len(keys), "API key") if len(keys) else "without API keys: anyone who can reach it can use it"
+    starting = "" if settings.fleet.upstream else ": this takes a minute or more; its own log lines follow"
+    service.on_stage = _stage_lines(f"chunkweave serves {name} on {where}, {access}", where, starting)
     configure_logging(settings.watch.log_form, settings.watch.log_level)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     run(service, sock)
     console.print("stopped")
+
+
+def _stage_lines(serves: str, where: str, starting_vllm: str) -> "OnStage":
+    """A callback that prints a line for each stage, and the elapsed time of stages that take long without output.
+
+    It prints `serves` when the model is loaded, and appends `starting_vllm` to the stage in which vLLM's servers start.
+    """
+    from chunkweave_server.backend import Stage
+
+    console, waiting = stderr(), ExitStack()
+    more = {Stage.STARTING_VLLM: starting_vllm, Stage.READY: f": {where}/v1 for clients, {where}/ for a browser"}
+
+    def show(stage: Stage, seconds: float) -> None:
+        waiting.close()
+        if stage is Stage.OPENING_CORPORA:
+            console.print(serves, soft_wrap=True)
+        console.print(f"{seconds:7.2f} s  {stage}{more.get(stage, '')}", soft_wrap=True)
+        if stage in (Stage.LOADING_MODEL, Stage.OPENING_CORPORA):
+            waiting.enter_context(ProgressLines(str(stage)))
+
+    return show
 
 
 serve = with_settings(_serve)
@@ -145,13 +166,13 @@ serve_app.command("serve", context_settings=_FOR_VLLM)(serve)
 vllm_serve_app.command("vllm-serve", context_settings=_FOR_VLLM)(vllm_serve)
 
 
-config_app = typer.Typer(no_args_is_help=True, help="Show the settings of `chunkweave serve` and where they come from.")
+config_app = typer.Typer(no_args_is_help=True, help="Show the settings of `chunkweave serve` and their sources.")
 
 
 @config_app.command("show")
 @with_settings
 def show(*, resolved: Resolved, json: Json = False, out: Out = None) -> None:
-    """Show every setting, its value and where that comes from; secrets are masked."""
+    """Show every setting with its value and the value's source; secrets are masked."""
     output = Output(json, out)
     rows = resolved.rows()
     keys = os.environ.get(KEYS_VARIABLE)
@@ -160,26 +181,26 @@ def show(*, resolved: Resolved, json: Json = False, out: Out = None) -> None:
             "name": "api_keys",
             "value": "***" if keys else None,
             "origin": KEYS_VARIABLE if keys else "default",
-            "meaning": "API keys as they are, TENANT=KEY separated by commas; only from the environment.",
+            "meaning": "API keys in plain text, TENANT=KEY separated by commas; only from the environment.",
         }
     )
-    table = Table(title_justify="left")
-    for column in ("setting", "value", "from"):
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        value = row["value"]
-        summary = "" if value in (None, []) else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        origin = str(row["origin"])
-        table.add_row(
-            str(row["name"]), escape(summary), origin if origin == "default" else f"[bold]{escape(origin)}[/bold]"
-        )
-    output.show(table)
+    output.show(table_of(rows, ("setting", "name"), ("value", _shown_value), ("from", _shown_origin), left=3))
     output.finish({"settings": rows})
+
+
+def _shown_value(row: Mapping[str, Any]) -> str:
+    value = row["value"]
+    return escape("" if value in (None, []) else ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+
+
+def _shown_origin(row: Mapping[str, Any]) -> str:
+    origin = str(row["origin"])
+    return origin if origin == "default" else f"[bold]{escape(origin)}[/bold]"
 
 
 @config_app.callback()
 def _config_group() -> None:
-    """A group, though it has one command."""
+    """Make this a command group, although it has only one command."""
 
 
 keys_app = typer.Typer(no_args_is_help=True, help="Make API keys for `chunkweave serve`.")
@@ -188,15 +209,15 @@ keys_app = typer.Typer(no_args_is_help=True, help="Make API keys for `chunkweave
 @keys_app.command()
 @with_blocks
 def new(
-    tenant: Annotated[str, typer.Argument(help="Whose key it is: letters, digits, - and _.")],
+    tenant: Annotated[str, typer.Argument(help="Tenant of the key: letters, digits, - and _.")],
     file: Annotated[
-        Path | None, typer.Option("--file", help="Add the hash to this keys file; printed if left out.", dir_okay=False)
+        Path | None, typer.Option("--file", help="Append the hash to this keys file; else print it.", dir_okay=False)
     ] = None,
-    admin: Annotated[bool, typer.Option("--admin", help="May look at and empty what all tenants share.")] = False,
+    admin: Annotated[bool, typer.Option("--admin", help="The tenant may see and clear data of all tenants.")] = False,
     *,
     output: Output,
 ) -> None:
-    """Make a key. It is shown once: the keys file has its hash only."""
+    """Make a key. It is shown once; the keys file has only its hash."""
     from chunkweave_server.tenants import StoredKey, Tenant, add_to_file, new_key
 
     key = new_key()
@@ -211,4 +232,4 @@ def new(
 
 @keys_app.callback()
 def _keys_group() -> None:
-    """A group, though it has one command."""
+    """Make this a command group, although it has only one command."""

@@ -1,4 +1,4 @@
-"""The corpora of all tenants: those that the operator shares, and those that a tenant made for itself."""
+"""The corpora of all tenants: those that the operator shares, and those that tenants create over HTTP."""
 
 import asyncio
 import logging
@@ -17,10 +17,12 @@ from typing import Any
 from chunkweave.errors import CorpusError, RequestAbortedError, UsageError
 from chunkweave.prompt.documents import SplitConfig
 from chunkweave.prompt.tokenizer import TextTokenizer
+from chunkweave.retrieval.conversion import ConversionLimits
 from chunkweave.retrieval.corpus import Corpus, CorpusChange, GrowthLimits
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.faiss_indexes import search_in_one_thread
 from chunkweave.retrieval.indexes import IndexConfig, IndexKind
+from chunkweave.retrieval.reading import FileRead, read_bytes
 from chunkweave.retrieval.searcher import MadeIndex
 from chunkweave.scheduling.queue import TenantWeights
 from chunkweave_server.errors import HttpError
@@ -33,50 +35,50 @@ logger = logging.getLogger(__name__)
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _AT_A_TIME = 16
 _CHARACTERS_AT_A_TIME = 1 << 20
-"""Documents, and their characters, that are embedded before a search may come in between."""
+"""Documents, and their characters, that are embedded between two releases of the corpus's lock."""
 
-_CHANGING_THREADS = _INDEXING_THREADS = 2
+_READING_THREADS = _CHANGING_THREADS = _INDEXING_THREADS = 2
 _SEARCHING_THREADS = 4
 
 
 class SharedLock:
-    """Held by one who changes something, or by any number who look. Belongs to one event loop.
+    """A readers-writer lock for one event loop.
 
-    Who wants to change is next: those who look and come later wait for it, so that it is not kept out for ever.
+    A waiting writer blocks later readers, so it cannot starve.
     """
 
     def __init__(self) -> None:
         self._changing = asyncio.Lock()
         self._looking = 0
-        self._nobody_looks = asyncio.Event()
-        self._nobody_looks.set()
+        self._no_readers = asyncio.Event()
+        self._no_readers.set()
 
     @asynccontextmanager
     async def to_look(self) -> AsyncIterator[None]:
-        """Beside others who look."""
+        """Hold the lock as one of several readers."""
         async with self._changing:
             self._looking += 1
-            self._nobody_looks.clear()
+            self._no_readers.clear()
         try:
             yield
         finally:
             self._looking -= 1
             if not self._looking:
-                self._nobody_looks.set()
+                self._no_readers.set()
 
     @asynccontextmanager
     async def to_change(self) -> AsyncIterator[None]:
-        """Alone."""
+        """Hold the lock as the only writer."""
         async with self._changing:
-            await self._nobody_looks.wait()
+            await self._no_readers.wait()
             yield
 
 
 @dataclass(slots=True, eq=False)
 class ServedCorpus:
-    """A corpus under its name. `lock` is held by whoever searches or changes it, in whichever thread.
+    """A corpus with its name. Searches and changes hold `lock`, in any thread.
 
-    A `shared` one is the operator's: every tenant may search it, nobody changes it over HTTP.
+    A `shared` corpus is the operator's: every tenant may search it, and it cannot be changed over HTTP.
     """
 
     name: str
@@ -88,7 +90,7 @@ class ServedCorpus:
     indexing: asyncio.Task[None] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Fields of the response, as JSON values."""
         split = self.corpus.split
         return {
             "name": self.name,
@@ -105,10 +107,10 @@ class ServedCorpus:
 
 
 class Corpora:
-    """Finds corpora by tenant and name; belongs to the event loop's thread.
+    """Finds corpora by tenant and name. Used in the event loop's thread only.
 
-    A tenant's folder is named by a hash and a corpus's by its name, which has no character that means anything in a
-    path: nothing of a request is ever read as a path.
+    A tenant's folder is named by a hash, a corpus's folder by its name. Names have no character with a meaning in
+    paths, so no text of a request is interpreted as a path.
     """
 
     def __init__(
@@ -117,9 +119,10 @@ class Corpora:
         settings: CorpusSettings,
         limits: LimitSettings,
         *,
+        conversion: ConversionLimits | None = None,
         weights: TenantWeights | None = None,
     ) -> None:
-        """No corpora yet. `weights` are those of tenants whose corpora change at once.
+        """Without corpora at first. `weights` share the threads between tenants; `conversion` limits uploads.
 
         Raises:
             UsageError: the index of new corpora needs an extra that is not installed.
@@ -129,9 +132,11 @@ class Corpora:
         self._settings = settings
         self._data_dir = settings.data_dir
         self._limits = limits
+        self._conversion = ConversionLimits() if conversion is None else conversion
+        self._reading = TenantThreads(_READING_THREADS, weights=weights, behind=True)
         self.changing = TenantThreads(_CHANGING_THREADS, weights=weights, behind=True)
         self.searching = TenantThreads(_SEARCHING_THREADS, weights=weights)
-        """Corpora are changed and searched apart: a change takes long, and neither delays what tokenizes requests."""
+        """Separate threads for changes and searches: changes take long. Neither delays the tokenization of requests."""
         self._indexing = TenantThreads(_INDEXING_THREADS, weights=weights, behind=True)
         self._shared: dict[str, ServedCorpus] = {}
         self._own: dict[str, dict[str, ServedCorpus]] = {}
@@ -141,19 +146,19 @@ class Corpora:
         """Open a corpus for all tenants: `FOLDER`, under the folder's name, or `NAME=FOLDER`.
 
         Raises:
-            UsageError: not a name, or there are two of that name.
-            CorpusError: there is no corpus in the folder, or it is damaged.
+            UsageError: the name is invalid or already used.
+            CorpusError: the folder has no corpus, or a damaged one.
         """
         given, found, folder = entry.rpartition("=")
         name = given if found else Path(folder).resolve().name.lower()
         if NAME.fullmatch(name) is None:
-            raise UsageError(f"{name!r} is no name of a corpus (a-z, 0-9, - and _): give NAME={folder}")
+            raise UsageError(f"{name!r} is not a valid corpus name (a-z, 0-9, - and _): give NAME={folder}")
         if name in self._shared:
-            raise UsageError(f"two shared corpora are called {name}: give one of them another NAME=FOLDER")
+            raise UsageError(f"two shared corpora have the name {name}: give one of them another NAME=FOLDER")
         self._shared[name] = ServedCorpus(name, Corpus.open(folder, tokenizer=self._tokenizer), shared=True)
 
     def load(self, tenants: Iterable[Tenant]) -> None:
-        """Open what tenants created in earlier runs; one that cannot be opened is logged and not served."""
+        """Open corpora that tenants created in earlier runs. One that cannot be opened is logged and not served."""
         for tenant in tenants:
             home = None if self._data_dir is None else self._data_dir / tenant.folder
             own = self._own.setdefault(tenant.folder, {})
@@ -163,11 +168,11 @@ class Corpora:
                 try:
                     corpus = Corpus.open(folder, tokenizer=self._tokenizer)
                     own[folder.name] = ServedCorpus(folder.name, corpus, folder=folder)
-                except Exception:  # one damaged corpus must not keep the others from being served
+                except Exception:  # a damaged corpus must not prevent serving the others
                     logger.exception("the corpus in %s is not served", folder)
 
     def all(self, tenant: Tenant) -> list[ServedCorpus]:
-        """What a tenant may search, by name; its own before a shared one of that name."""
+        """The corpora that a tenant may search, by name. Its own corpus hides a shared one of the same name."""
         seen = {**self._shared, **self._own.get(tenant.folder, {})}
         return [seen[name] for name in sorted(seen)]
 
@@ -175,7 +180,7 @@ class Corpora:
         """A corpus by its name.
 
         Raises:
-            HttpError: 404, this tenant has none of that name; 403, it is shared and `to_change`.
+            HttpError: 404, the tenant has no corpus of that name; 403, the corpus is shared and `to_change` is set.
         """
         found = self._own.get(tenant.folder, {}).get(name) or self._shared.get(name)
         if found is None:
@@ -187,28 +192,28 @@ class Corpora:
     async def create(
         self, tenant: Tenant, name: str, split: SplitConfig, kind: IndexKind | None = None
     ) -> ServedCorpus:
-        """A new, empty corpus of a tenant, with an index of a `kind` once it is large; None: of the usual one.
+        """Create an empty corpus of a tenant. Once large, it gets an index of this `kind`, or of the configured one.
 
         Raises:
-            HttpError: 400, not a name; 409, there is one of that name; 403, there are as many as may be.
+            HttpError: 400, the name is invalid; 409, it is used; 403, the tenant has as many corpora as allowed.
             UsageError: the index needs an extra that is not installed.
         """
         index = self._settings.index(kind)
         if NAME.fullmatch(name) is None:
-            message = f"{name!r} is no name of a corpus: use up to 63 of a-z, 0-9, - and _, a letter or digit first"
+            message = f"{name!r} is not a valid corpus name: use up to 63 of a-z, 0-9, - and _, a letter or digit first"
             raise HttpError(400, message, param="name")
         async with self._creating:
             own = self._own.setdefault(tenant.folder, {})
             if name in own or name in self._shared:
-                raise HttpError(409, f"there is a corpus {name!r} already", param="name", code="corpus_exists")
+                raise HttpError(409, f"the corpus {name!r} exists already", param="name", code="corpus_exists")
             if len(own) >= self._limits.max_corpora:
-                raise HttpError(403, f"you have {len(own)} corpora, and no more may be", code="too_many_corpora")
+                raise HttpError(403, f"you have {len(own)} corpora already, the maximum", code="too_many_corpora")
             folder = None if self._data_dir is None else self._data_dir / tenant.folder / name
             own[name] = ServedCorpus(name, await in_thread(lambda: self._new(folder, split, index)), folder=folder)
             return own[name]
 
     async def delete(self, tenant: Tenant, name: str) -> tuple[str, ...]:
-        """Remove a tenant's corpus, from the disk too; returns the texts of its chunks."""
+        """Delete a tenant's corpus, also from disk; returns the texts of its chunks."""
         async with self.locked(self.get(tenant, name, to_change=True), to_change=True) as served:
             texts = await in_thread(lambda: tuple(chunk.text for chunk in served.corpus.chunks()))
             if served.folder is not None:
@@ -216,6 +221,12 @@ class Corpora:
             served.gone = True
             del self._own[tenant.folder][name]
             return texts
+
+    async def read(self, tenant: Tenant, name: str, data: bytes) -> FileRead:
+        """Read an uploaded file. A converter runs with low priority and is stopped if the caller is cancelled."""
+        stopped = threading.Event()
+        work = partial(read_bytes, name, data, self._conversion, from_elsewhere=True, stopped=stopped.is_set)
+        return await self._reading.run(tenant.name, work, stop=stopped.set)
 
     async def ingest(
         self,
@@ -226,13 +237,13 @@ class Corpora:
         *,
         update: bool,
     ) -> None:
-        """Add documents, or replace those that changed. What was done before an error, or a cancellation, stays done.
+        """Add documents in batches; with `update` replace changed ones. Appends each batch's change to `changes`.
 
-        It is in `changes`, however this ends.
+        Batches before an error or a cancellation stay in the corpus and in `changes`.
 
         Raises:
-            HttpError: 409, an id is there already and not to be updated; 413, the corpus would be too large.
-            DocumentError: a document is none.
+            HttpError: 409, an id exists with other content, without `update`; 413, the corpus would be too large.
+            DocumentError: a document is invalid.
         """
         batches = await self.changing.run(tenant.name, lambda: _batches(checked_documents(documents)))
         stopped = threading.Event()
@@ -249,7 +260,7 @@ class Corpora:
                 raise self._full(served, documents, changes)
 
     def make_indexes(self) -> None:
-        """Make what indexes searches would be faster with, beside these. The event loop runs."""
+        """Build outdated or missing indexes in the background. Needs a running event loop."""
         for served in self._shared.values():
             self._make_index("", served)
         for own in self._own.values():
@@ -257,12 +268,12 @@ class Corpora:
                 self._make_index("", served)
 
     def _make_index(self, tenant: str, served: ServedCorpus) -> None:
-        """See to it that a corpus has the index that it is large enough for."""
+        """Start building the index that a corpus needs for its size, unless it has it or it is being built."""
         if served.indexing is None and not served.gone and served.corpus.index_outdated:
             served.indexing = asyncio.create_task(self._indexed(tenant, served), name="make an index")
 
     async def _indexed(self, tenant: str, served: ServedCorpus) -> None:
-        """Make indexes until the corpus has the one that it needs. Only to use one keeps changes waiting."""
+        """Build indexes until the corpus has a current one. Only installing an index blocks changes."""
         try:
             while not served.gone and served.corpus.index_outdated:
                 if made := await self._indexing.run(tenant, partial(_make_index, served.corpus)):
@@ -270,9 +281,9 @@ class Corpora:
                         take = partial(served.corpus.take_index, made, keep=not served.shared)
                         await self._indexing.run(tenant, take)
         except (HttpError, RequestAbortedError):
-            logger.debug("the corpus %s is gone, or the server stops: it gets no index", served.name)
-        except Exception:  # its searches compare every vector
-            logger.exception("the corpus %s gets no index", served.name)
+            logger.debug("no index for the corpus %s: it was deleted, or the server stops", served.name)
+        except Exception:  # searches compare every vector instead
+            logger.exception("no index for the corpus %s", served.name)
         finally:
             served.indexing = None
 
@@ -284,20 +295,20 @@ class Corpora:
             413,
             f"the corpus {served.name!r} may have {self._limits.max_corpus_chunks} chunks and "
             f"{self._limits.max_corpus_bytes} bytes, and has {len(served.corpus)} and {served.corpus.nbytes}: "
-            f"{done} of the {len(documents)} documents are in it, and document {changes[-1].left[0]!r} has no room",
+            f"{done} of the {len(documents)} documents were added, and document {changes[-1].left[0]!r} does not fit",
             code="corpus_full",
         )
 
     def close(self) -> None:
-        """Begin no further change and no search; what has begun is done to its end."""
-        for threads in (self.changing, self.searching, self._indexing):
+        """Accept no further changes and searches. Running ones finish."""
+        for threads in (self._reading, self.changing, self.searching, self._indexing):
             threads.close()
 
     async def remove(self, served: ServedCorpus, document: str) -> CorpusChange:
         """Remove a document.
 
         Raises:
-            UnknownDocumentError: there is none of that id.
+            UnknownDocumentError: the corpus has no document with that id.
         """
         async with self.locked(served, to_change=True):
             change = await in_thread(lambda: served.corpus.remove([document]))
@@ -306,10 +317,10 @@ class Corpora:
 
     @asynccontextmanager
     async def locked(self, served: ServedCorpus, *, to_change: bool = False) -> AsyncIterator[ServedCorpus]:
-        """A corpus that nobody changes meanwhile; searches go on side by side. `to_change` it, nobody else uses it.
+        """Hold a corpus's lock: shared by searches, exclusive with `to_change`.
 
         Raises:
-            HttpError: 404, it was deleted while this waited.
+            HttpError: 404, the corpus was deleted while this waited.
         """
         async with served.lock.to_change() if to_change else served.lock.to_look():
             if served.gone:
@@ -322,17 +333,17 @@ class Corpora:
         try:
             folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise CorpusError(f"{folder.parent} cannot be made: {error.strerror or error}") from error
+            raise CorpusError(f"{folder.parent} cannot be created: {error.strerror or error}") from error
         return Corpus.create(folder, split=split, index=index, tokenizer=self._tokenizer)
 
 
 def _make_index(corpus: Corpus) -> MadeIndex | None:
-    search_in_one_thread()  # helpers of faiss would take the cores of answers
+    search_in_one_thread()  # more threads of faiss would take cores from answers
     return corpus.make_index()
 
 
 def _batches(documents: Sequence[CorpusDocument]) -> list[list[CorpusDocument]]:
-    """The documents in order, so many at a time as may be embedded before others get their turn."""
+    """The documents in order, in batches of at most `_AT_A_TIME` documents and `_CHARACTERS_AT_A_TIME` characters."""
     batches: list[list[CorpusDocument]] = []
     characters = 0
     for document in documents:
@@ -351,19 +362,22 @@ def _change(
     limits: GrowthLimits,
     changes: list[CorpusChange],
 ) -> None:
-    """Change a corpus, unless it has other documents with ids of `new` ones.
+    """Update a corpus, unless it has different documents with the ids of `new` ones.
 
-    What was done is noted here, in the thread: a caller that was cancelled meanwhile gets no result.
+    Appends the change to `changes` in the thread, because a cancelled caller gets no result.
+
+    Raises:
+        HttpError: 409, the corpus has a different document with the same id.
     """
     for document in new:
         if document.id in corpus and not corpus.holds(document):
-            message = f"there is another document {document.id!r}: give `update`, or another id"
+            message = f"the document {document.id!r} exists with other content: give `update`, or another id"
             raise HttpError(409, message, param="documents", code="document_exists")
     changes.append(corpus.update(documents, limits=limits))
 
 
 def joined(changes: Sequence[CorpusChange]) -> CorpusChange:
-    """What several changes did together."""
+    """The combined effect of several changes."""
     parts = (
         tuple(chain.from_iterable(getattr(change, one.name) for change in changes)) for one in fields(CorpusChange)
     )
@@ -371,10 +385,10 @@ def joined(changes: Sequence[CorpusChange]) -> CorpusChange:
 
 
 def _remove_folder(folder: Path | None) -> None:
-    """Remove a corpus's folder: out of sight in one step, then for good.
+    """Remove a corpus's folder: rename it first, so that a partial removal leaves no damaged corpus.
 
     Raises:
-        CorpusError: it cannot be removed.
+        CorpusError: the folder cannot be removed.
     """
     assert folder is not None, "only a corpus on disk has one"
     doomed = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.removed")

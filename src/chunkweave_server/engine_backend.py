@@ -17,7 +17,8 @@ from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine, EngineOptions
 from chunkweave.errors import RequestAbortedError, UsageError
 from chunkweave.kv.request_cache import keep_freed_memory
-from chunkweave.models.threads import keep_within_cpus
+from chunkweave.models.gguf import is_bundled_reader
+from chunkweave.models.threads import use_threads
 from chunkweave.ordering.arrangement import COUNTS_FILE
 from chunkweave.prompt.contexts import ContextPool
 from chunkweave.prompt.parts import Prompt, PromptPart
@@ -38,7 +39,7 @@ from chunkweave_server.backend import (
 )
 from chunkweave_server.errors import NOT_READY_AGAIN_S, HttpError
 from chunkweave_server.improving import Improver
-from chunkweave_server.metrics import MetricSample, batching_samples, store_samples
+from chunkweave_server.metrics import MetricSample, batching_samples, kernel_samples, store_samples
 from chunkweave_server.requests import CompletionBody, refuse_for_engine
 from chunkweave_server.settings import Settings
 from chunkweave_server.threads import TenantThreads, in_thread
@@ -51,11 +52,11 @@ _FLUSH_S = 30.0
 class EngineBackend:
     """One engine in this process, with its batching thread.
 
-    `engine`, `batching` and `cache` are there once it has started.
+    `engine`, `batching` and `cache` are set by `start`.
     """
 
     def __init__(self, settings: Settings, load: Callable[[Settings], Engine] | None = None) -> None:
-        """`load` makes the engine that settings ask for; None is `load_engine`."""
+        """`load` makes the engine for the settings; None: `load_engine`."""
         self.name = settings.model.name
         self.first_stage = Stage.LOADING_MODEL
         self.passthrough = None
@@ -68,7 +69,7 @@ class EngineBackend:
 
     @property
     def unavailable(self) -> str | None:
-        """An engine that a bug ended answers no more."""
+        """Set after the engine's thread ended because of a bug."""
         return "the engine has stopped" if self.batching.closed else None
 
     @property
@@ -91,11 +92,12 @@ class EngineBackend:
             max_prefill_batch=self._settings.fleet.max_prefill_batch or 1,
             speculate=self._settings.fleet.speculate,
             order=engine.preparer.order,
+            reads_worlds_only=is_bundled_reader(self._settings.model.model),
             reorders=self.batching.reorders,
         )
 
     async def stop(self) -> None:
-        """Close the thread, write what is still to be written, and close the engine."""
+        """Stop the batching thread, finish pending writes, and close the engine."""
         threads, self._threads = self._threads, None
         if threads is None:
             return
@@ -106,17 +108,21 @@ class EngineBackend:
         await in_thread(self._close)
 
     def check(self, body: CompletionBody) -> None:
-        """Refuse fields that only vLLM has, and other models."""
+        """Refuse unknown models and fields that only vLLM supports.
+
+        Raises:
+            HttpError: 400, such a field; 404, another model; 503, the engine has stopped.
+        """
         if self.unavailable:
             message = f"the server is not ready: {self.unavailable}"
             raise HttpError(503, message, code="not_ready", retry_after_s=NOT_READY_AGAIN_S)
         if body.model not in (None, self.name):
-            message = f"no model {body.model!r}: this server has {self.name!r}"
+            message = f"no model {body.model!r}: this server serves {self.name!r}"
             raise HttpError(404, message, param="model", code="model_not_found")
         refuse_for_engine(body)
 
     async def submit(self, submission: Submission, *, speculative: bool = False) -> AnswerStream:
-        """Tokenize and submit in a thread: a long prompt must not keep others from their next token."""
+        """Tokenize and submit in a thread: a long prompt must not delay the next tokens of other requests."""
         work = partial(
             self.batching.submit,
             submission.request,
@@ -129,13 +135,14 @@ class EngineBackend:
         return await self._threads.run(submission.tenant, work, undo=AnswerStream.aclose)
 
     def samples(self) -> Iterator[MetricSample]:
-        """What the engine does and what is stored."""
+        """Metrics of the engine, the store and idle-time work."""
         yield from batching_samples(self.batching.stats)
+        yield from kernel_samples()
         yield from store_samples(self.engine.store)
         yield from self.cache.improving.samples()
 
     async def metrics(self) -> bytes:
-        """There are no other processes."""
+        """Empty: there are no other processes."""
         return b""
 
     @property
@@ -150,10 +157,10 @@ class EngineBackend:
 
 
 class EngineCache:
-    """What `/v1/cache` does to the engine's chunks. Pins last as long as the server.
+    """The commands of `/v1/cache` on the engine's chunks. Pins last until the server stops.
 
-    One lease for each pinned chunk of each tenant, on its segments at the time of pinning. Belongs to the event loop's
-    thread, but for what it hands to the tenants' threads.
+    There is one lease for each pinned chunk of each tenant, on the segments at the time of pinning. Used in the event
+    loop's thread only, except for work that it runs in the tenants' threads.
     """
 
     pins = True
@@ -170,10 +177,10 @@ class EngineCache:
         self._leases: dict[str, dict[ChunkId, TieredLease]] = {}
 
     async def warm(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
-        """Compute what is not stored of chunks, one after the other and behind all requests; returns how many were.
+        """Compute missing chunks one by one, with lower priority than requests; returns how many were computed.
 
         Raises:
-            ChunkweaveError: what `AsyncEngine.precompute` raises; those before it are computed.
+            ChunkweaveError: a chunk was not computed; chunks before it are computed.
         """
         computed = 0
         pool = await context_pool(self._engine.preparer, self._threads, tenant, chunks, salt)
@@ -189,10 +196,10 @@ class EngineCache:
     async def _warm_one(
         self, tenant: str, chunk: Chunk, pool: ContextPool | None, salt: str, gone: AbstractSet[ChunkId]
     ) -> bool:
-        """Compute a chunk; returns whether there was something to do.
+        """Compute a chunk; returns whether anything was computed.
 
-        It is begun anew, without what is `gone`, if something was removed meanwhile: that may have taken with it what
-        a context was woven from, and without that context there is no mean.
+        It starts again without the removed chunks (`gone`) if chunks were removed meanwhile: the removal may have
+        deleted KV that a context was woven from, and the mean needs all its contexts.
         """
         found, before = False, -1
         while before != len(gone):
@@ -215,7 +222,7 @@ class EngineCache:
 
     @property
     def idle(self) -> bool:
-        """Whether no request runs or waits, and nothing is computed beforehand."""
+        """Whether no request runs or waits, and no call warms chunks."""
         return self._batching.idle and not self._warmings
 
     @property
@@ -224,20 +231,22 @@ class EngineCache:
         return min(self._batching.most_tokens, self._engine.preparer.context_tokens)
 
     def stored(self, part: PromptPart) -> Sequence[Context] | None:
-        """The contexts of the mean that is stored of a chunk."""
+        """The contexts of a chunk's stored mean; empty if it has none."""
         assert part.id is not None, "a chunk has an id"
         return next((record.contexts for record in self._engine.store.means(part.id)), ())
 
     def keeps(self, part: PromptPart) -> bool:
-        """Whether a chunk is pinned: its pin holds the segments that there were."""
+        """Whether a chunk is pinned; a pin protects the segments at the time of pinning."""
         with self._pinning:
             return any(part.id in own for own in self._leases.values())
 
     async def compute(self, prepared: PreparedRequest, tenant: str, place: str = "") -> tuple[str, float]:
-        """Compute and store it behind all requests; returns the seconds without those in which it waited.
+        """Compute and store a prompt with lower priority than requests.
+
+        Returns `place`, and the seconds without the time of waiting.
 
         Raises:
-            RequestAbortedError: something that it reads is being removed, or the engine is closed.
+            RequestAbortedError: a chunk that it reads is being removed, or the engine is closed.
         """
         begin = partial(self._batching.compute, prepared, loop=asyncio.get_running_loop(), tenant=tenant)
         with self._warmings.begun() as gone:
@@ -252,31 +261,31 @@ class EngineCache:
         return place, report.lookup_s + report.load_s + report.weave_s
 
     async def settle(self, salt: str, parts: Sequence[PromptPart]) -> None:  # noqa: ARG002
-        """Drop what contexts were woven from."""
+        """Remove the first passes of chunks that have a mean."""
         chunks = {part.id for part in parts if part.id is not None}
         alone = not self._engine.preparer.neutral_tokens
         await in_thread(partial(self._engine.store.drop_first_passes, chunks, alone=alone))
 
     async def pin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
-        """Pin what is stored of chunks; returns how many segments are."""
+        """Pin the stored segments of chunks; returns the number of pinned segments."""
         ids = await self._ids(chunks, salt, tenant)
         return await self._threads.run(tenant, lambda: self._pin(tenant, ids))
 
     async def unpin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
-        """Take pins back; returns how many chunks were pinned."""
+        """Remove pins; returns how many of the chunks were pinned."""
         ids = await self._ids(chunks, salt, tenant)
         return await self._threads.run(tenant, lambda: self._unpin(tenant, ids))
 
     async def forget(self, tenant: str, texts: Sequence[str], salt: str) -> Forgotten:
-        """Remove chunks beside the steps: the store is made for several threads."""
+        """Remove the KV of chunks in a thread, while the engine steps: the store is thread-safe."""
         ids = await self._ids([Chunk(text) for text in texts], salt, tenant)
         self._warmings.removed(ids)
         await self.improving.removed(ids)
         for stream, prompt in self._computing.items():
-            if reads(prompt, frozenset(ids)):  # it would be stored once more
+            if reads(prompt, frozenset(ids)):  # it would store the removed KV again
                 stream.abort()
         with suppress(RequestAbortedError):  # the engine has stopped
-            # What has ended is stored by then, and removed below.
+            # Prefills that have ended are stored by then, and removed below.
             forget = partial(self._engine.runner.means.forget, frozenset(ids))
             await asyncio.wrap_future(self._batching.between_steps(forget))
         readers: list[SegmentRecord] = []
@@ -289,7 +298,7 @@ class EngineCache:
         return Forgotten(removed, queued)
 
     async def clear(self) -> int:
-        """Remove everything of all tenants; returns how many segments there were."""
+        """Remove everything of all tenants; returns the number of removed segments."""
         before = len(self._engine.store)
         await self.improving.cleared()
         self._engine.runner.means.forget(None)
@@ -297,13 +306,13 @@ class EngineCache:
         return before
 
     def stats(self) -> Mapping[str, Any]:
-        """What all tiers hold, what they evict first, and what the engine does."""
+        """Statistics of store and engine, the order of eviction, and idle-time work."""
         store = self._engine.store
         counts = {"store": asdict(store.stats), "engine": asdict(self._batching.stats)}
         return {**counts, "eviction": {"engine": eviction_order(store)}, **self.improving.stats()}
 
     def release_all(self) -> None:
-        """Take all pins back."""
+        """Remove all pins."""
         with self._pinning:
             for leases in self._leases.values():
                 for lease in leases.values():
@@ -311,7 +320,7 @@ class EngineCache:
             self._leases.clear()
 
     def _forget(self, ids: Sequence[ChunkId], readers: list[SegmentRecord]) -> int:
-        """Remove chunks and what has read them; notes the latter in `readers`."""
+        """Remove chunks and the segments computed from them. Appends the records of the latter to `readers`."""
         store, gone = self._engine.store, frozenset(ids)
         if self.improving.on:
             others = (one for one in store.records() if one.chunk_id not in gone)
@@ -319,7 +328,7 @@ class EngineCache:
         return store.forget_chunks(ids)
 
     async def _ids(self, chunks: Sequence[Chunk], salt: str, tenant: str) -> list[ChunkId]:
-        """The ids of chunks, each once, without those that no context can hold: nothing can be stored of these."""
+        """The ids of chunks, each once, without chunks that fit no context: they are never stored."""
         parts = await storable_parts(self._engine.preparer, self._threads, tenant, chunks, salt)
         return list(dict.fromkeys(part.id for part in parts if part.id is not None))
 
@@ -357,7 +366,7 @@ async def _end(stream: AnswerStream | None) -> None:
 
 
 def engine_options(settings: Settings) -> EngineOptions:
-    """What settings say of an engine, whatever its model is."""
+    """The options of an engine that do not depend on its model."""
     return {
         "store": settings.store,
         "method": settings.requests.method,
@@ -372,18 +381,18 @@ def engine_options(settings: Settings) -> EngineOptions:
 
 
 def load_engine(settings: Settings) -> Engine:
-    """The engine that settings ask for.
+    """Load the engine for the settings. Sets this process's threads and memory allocation.
 
     Raises:
-        ModelError: the model cannot be loaded or driven.
-        UsageError: no model, or a device, method or quality that does not exist.
+        ModelError: the model cannot be loaded or is not supported.
+        UsageError: no model, or an unknown device, method or quality.
     """
     model, options = settings.model, engine_options(settings)
     keep_freed_memory()
-    keep_within_cpus()
+    use_threads(model.threads)
     if model.shape is not None:
         return Engine.load_shape(model.shape, device=model.device, dtype=model.dtype, weights=model.weights, **options)
     if model.model is None:
-        raise UsageError("which model? give model: a checkpoint folder, a GGUF file, or `reader`")
+        raise UsageError("no model: give a checkpoint folder, a GGUF file, or `smollm2`")
     where = {"device": model.device, "dtype": model.dtype, "weights": model.weights}
     return Engine.load(model.model, adapter=model.adapter, **where, **options)

@@ -1,4 +1,4 @@
-"""The answer to a request that fails: a status, a body in OpenAI's form, and what the schema says of it."""
+"""Responses to failed requests: status, body in OpenAI's form, and their description in the schema."""
 
 import errno
 import logging
@@ -47,40 +47,40 @@ _CLIENTS: Mapping[type[ChunkweaveError], tuple[int, str | None]] = {
     UsageError: (400, None),
     DocumentError: (400, None),
 }
-"""Status and code of errors that a client can mend, subclasses first. It gets their message."""
+"""Status and code of errors that the client can fix, subclasses first. The client gets their message."""
 
 _CONVERSATIONS = (ConversationBusyError, ConversationTurnError, ConversationEndedError)
 
 _SERVERS: Mapping[type[ChunkweaveError], tuple[int, str, str, float | None]] = {
-    QueueFullError: (503, "the server has too much to do; try again", "overloaded", 1),
+    QueueFullError: (503, "the server is overloaded; try again", "overloaded", 1),
     DeadlineError: (504, "the request was not answered in time", "timeout", None),
     RequestAbortedError: (503, "the server is stopping", "stopping", 5),
 }
-"""Status, message, code and `retry-after` in seconds of errors that it cannot."""
+"""Status, message, code and `retry-after` in seconds of errors that the client cannot fix."""
 
 
+_FAILED = "the request failed; see the server's log"
 _REMOVED_AGAIN_S = 30.0
 NOT_READY_AGAIN_S = 2.0
 
 _DISK_FULL = (
     "disk_full",
-    "the server's disk is full, so that this could not be stored: remove a corpus, or have somebody free some space "
-    "there; then send the same again",
+    "the server's disk is full, so this was not stored: remove a corpus, or ask the operator to free space, and retry",
 )
 _DISK_READ_ONLY = (
     "disk_read_only",
-    "the server may not write to its disk, so that nothing can be changed: whoever runs it has to make its data folder "
-    "writable; the log names the file",
+    "the server cannot write to its disk, so nothing was changed: the operator must make its data folder writable; "
+    "the log names the file",
 )
 _DISKS: Mapping[int | None, tuple[str, str]] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _DISK_FULL),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), _DISK_READ_ONLY),
 }
-"""Code and message of a change that cannot be stored, by the error's number."""
+"""Code and message of a change that cannot be stored, by errno."""
 
 
 class HttpError(HTTPException):
-    """A request that is not answered, with all that its client is to know about it."""
+    """An error response: status, message, code, field, headers."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class HttpError(HTTPException):
         headers: Mapping[str, str] | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> None:
-        """An error; `param` names the field that is wrong, `retry_after_s` becomes a header, `more` goes beside it."""
+        """`param` names the invalid field, `retry_after_s` becomes a header, `more` adds fields next to `error`."""
         after = {} if retry_after_s is None else {"retry-after": str(max(1, ceil(retry_after_s)))}
         super().__init__(status, message, {**after, **(headers or {})})
         self.message = _sendable(message)
@@ -103,29 +103,29 @@ class HttpError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
-        """`{"error": {"message", "type", "param", "code"}}`, and what else there is to say."""
+        """`{"error": {"message", "type", "param", "code"}}`, and the fields of `more`."""
         usual = "server_error" if self.status_code >= 500 else "invalid_request_error"
         kind = _TYPES.get(self.status_code, usual)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}, **self.more}
 
     @property
     def response(self) -> JSONResponse:
-        """The whole answer."""
+        """The whole response."""
         return JSONResponse(self.body, self.status_code, dict(self.headers or {}))
 
 
 _MOST_CHARACTERS = 1000
-"""Of a message: what is quoted of a request may be longer."""
+"""Most characters of a message; it may quote the request."""
 
 
 def _sendable(text: str) -> str:
-    """Text as valid Unicode, and not too long."""
+    """The text as valid Unicode, truncated."""
     text = text[:_MOST_CHARACTERS] + "..." if len(text) > _MOST_CHARACTERS else text
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def http_error_of(error: Exception) -> HttpError:
-    """The answer to an error. What is not the client's doing is logged, and answered without its message."""
+    """The response to an error. Errors that the client did not cause are logged, and their message is not sent."""
     if isinstance(error, HttpError):
         return error
     for kind, (status, code) in _CLIENTS.items():
@@ -141,12 +141,22 @@ def http_error_of(error: Exception) -> HttpError:
     if isinstance(error, CorpusError) and (refused := _not_stored(error)) is not None:
         return refused
     logger.error("a request failed", exc_info=error)
-    what = "the corpus cannot be used now" if isinstance(error, CorpusError) else "the request failed"
-    return HttpError(500, f"{what}; the server's log says why", code="internal_error")
+    message = "the corpus cannot be used now; see the server's log" if isinstance(error, CorpusError) else _FAILED
+    return HttpError(500, message, code="internal_error")
+
+
+def message_of(error: BaseException) -> str:
+    """The message that the client gets for an error. Unlike `http_error_of` it logs nothing."""
+    if isinstance(error, HttpError):
+        return error.message
+    if isinstance(error, tuple(_CLIENTS)):
+        return _sendable(str(error))
+    known = (message for kind, (_, message, *_) in _SERVERS.items() if isinstance(error, kind))
+    return next(known, _FAILED)
 
 
 def _not_stored(error: Exception) -> HttpError | None:
-    """A 507 for an error whose cause is that the disk took no more; None for others."""
+    """A 507 for an error caused by a full or read-only disk; None for other errors."""
     cause = error.__cause__
     if not isinstance(cause, OSError) or cause.errno not in _DISKS:
         return None
@@ -156,18 +166,18 @@ def _not_stored(error: Exception) -> HttpError | None:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Have an app answer every error in this form."""
+    """Make an app answer every error in this form."""
     for kind in (HTTPException, RequestValidationError, ChunkweaveError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _answer)
 
 
 async def _answer(_: Request, error: Exception) -> JSONResponse:
     if isinstance(error, ClientDisconnect):
-        return HttpError(400, "the rest of the body did not come").response
+        return HttpError(400, "the client closed the connection before the end of the body").response
     if isinstance(error, RequestValidationError):
         return invalid_request(error.errors(), error.body).response
     if isinstance(error, HTTPException) and not isinstance(error, HttpError):
-        if (refused := _not_stored(error)) is not None:  # an upload is kept on disk while it is read
+        if (refused := _not_stored(error)) is not None:  # FastAPI keeps an upload on disk while it is read
             return refused.response
         return HttpError(error.status_code, str(error.detail), headers=error.headers).response
     return http_error_of(error).response
@@ -182,15 +192,17 @@ _KINDS = {
     **dict.fromkeys(("float_type", "float_parsing"), "a number"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
 }
-"""What a field must be, by Pydantic's names of errors; its own words are meant for programmers."""
+"""The required type of a field, by Pydantic's error types. Pydantic's own messages are for programmers."""
 
 _MUST_BE = "Input should be "
+_TEXT_HAS = "String should have "
 
 
 def invalid_request(errors: Sequence[Mapping[str, Any]], body: Any = None) -> HttpError:
-    """A 400 for the first thing that is wrong with a request's fields; unsupported ones are all named.
+    """A 400 for the first invalid field of a request, or for all unsupported fields.
 
-    Where a field may be of several kinds, it is for what the nearest of them lacks.
+    For a field with several accepted types, the error is of the type that the value matches best: for a value of an
+    accepted type it is why this value is refused, not that its type is wrong.
     """
     places = [_steps(one, body) for one in errors]
     unsupported = [
@@ -200,19 +212,22 @@ def invalid_request(errors: Sequence[Mapping[str, Any]], body: Any = None) -> Ht
         message = f"not supported: {', '.join(unsupported)}"
         return HttpError(400, message, param=unsupported[0], code="unsupported_field")
     if errors[0]["type"] == "json_invalid":
-        return HttpError(400, f"the body is no JSON: {errors[0].get('ctx', {}).get('error', '')}", code="invalid_json")
+        return HttpError(400, f"the body is not JSON: {errors[0].get('ctx', {}).get('error', '')}", code="invalid_json")
     steps = max((one for one in places if one[: len(places[0])] == places[0]), key=len)
     meant = [one for one, at in zip(errors, places, strict=True) if at == steps]
-    place, kinds = place_of(steps), [kind for one in meant if (kind := _kind(one)) is not None]
-    if kinds:
-        return HttpError(400, f"{place or 'the body'} must be {' or '.join(dict.fromkeys(kinds))}", param=place or None)
-    message = _message(meant[0])
+    place, refused = place_of(steps), [one for one in meant if _kind(one) is None]
+    if not refused:
+        kinds = dict.fromkeys(str(_kind(one)) for one in meant)
+        return HttpError(400, f"{place or 'the body'} must be {' or '.join(kinds)}", param=place or None)
+    message = _message(refused[0])
+    if message.startswith(_TEXT_HAS):
+        message = f"{place or 'the body'} must have {message.removeprefix(_TEXT_HAS)}"
     named = not place or re.search(rf"\b{re.escape(str(steps[-1]))}\b", message)
     return HttpError(400, message if named else f"{place}: {message}", param=place or None)
 
 
 def _kind(error: Mapping[str, Any]) -> str | None:
-    """What a field must be, if an error says that."""
+    """The required type of a field, if the error is about its type."""
     message = _message(error)
     if message.startswith(_MUST_BE):
         return _KINDS.get(error["type"], message.removeprefix(_MUST_BE))
@@ -224,7 +239,7 @@ def _message(error: Mapping[str, Any]) -> str:
 
 
 def _steps(error: Mapping[str, Any], body: Any) -> list[int | str]:
-    """The way to an error in a body, query or path, without the steps that name a kind that a field may be of."""
+    """The path to an error in a body, query or path, without Pydantic's steps for the type of a union."""
     loc = error["loc"]
     if loc[0] != "body":
         return list(loc[1:])
@@ -242,7 +257,7 @@ def _steps(error: Mapping[str, Any], body: Any) -> list[int | str]:
 
 
 def place_of(steps: Sequence[int | str]) -> str:
-    """`messages[0].content`."""
+    """A path as text, such as `messages[0].content`."""
     text = ""
     for step in steps:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
@@ -250,7 +265,7 @@ def place_of(steps: Sequence[int | str]) -> str:
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     type: str
@@ -259,7 +274,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every error, as OpenAI's."""
+    """The body of every error, as in OpenAI's API."""
 
     error: ErrorDetail
 
@@ -267,20 +282,21 @@ class ErrorBody(BaseModel):
 Responses = dict[int | str, dict[str, Any]]
 
 _MEANINGS = {
-    401: "no such API key",
-    400: "the request is wrong; the message names the field",
+    401: "missing or unknown API key",
+    400: "invalid request; the message names the field",
     403: "not allowed",
     404: "not found",
-    408: "the body did not come in time",
-    409: "it is there already; or a conversation is busy, or another turn of it comes next",
+    408: "the body was not received in time",
+    409: "it exists already; or the conversation is busy, or expects another turn",
     413: "too large",
-    421: "the server does not answer to this Host",
+    415: "unsupported kind of file; `files` has the reason for each file",
+    421: "the server does not accept this Host",
     429: "too many requests; see Retry-After",
-    501: "this backend does not do that",
-    502: "vLLM went away, or failed at the request",
+    501: "not supported by this backend",
+    502: "vLLM is gone, or failed at the request",
     503: "not ready, too busy, stopping, or KV that cannot be removed now; see Retry-After",
     504: "not answered in time",
-    507: "it cannot be stored: the disk is full, or read-only",
+    507: "not stored: the disk is full or read-only",
 }
 
 _ALWAYS = (401, 403, 408, 413, 421, 429)
@@ -294,5 +310,5 @@ STREAMED: Responses = {
 
 
 def error_responses(*statuses: int) -> Responses:
-    """The errors that an endpoint may answer with; those of every endpoint are added."""
+    """The error responses of an endpoint in the schema, including those of every endpoint."""
     return {status: {"description": _MEANINGS[status], "model": ErrorBody} for status in sorted({*statuses, *_ALWAYS})}

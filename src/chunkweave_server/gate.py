@@ -1,7 +1,7 @@
-"""ASGI middleware that every HTTP request passes first: under which name it came, who calls, how much and how fast.
+"""ASGI middleware that every HTTP request passes first: checks host, origin, key, rate and body size.
 
-A page of evil.example in a browser on this machine reaches what listens on loopback: under a name of its own that
-resolves to 127.0.0.1 (DNS rebinding), which only `Host` shows, or from its own origin, which `Origin` and
+A page of evil.example in a browser on this machine can send requests to servers on loopback. It does so under its own
+name that resolves to 127.0.0.1 (DNS rebinding), which only `Host` shows, or from its own origin, which `Origin` and
 `Sec-Fetch-Site` show. Keys protect from both, since no page has them.
 """
 
@@ -22,27 +22,27 @@ from chunkweave_server.settings import ANY_HOST, ListenSettings, Settings
 from chunkweave_server.tenants import KeyRing, Tenant, TenantLimits, bearer
 
 _PROBES = frozenset({("GET", "/health"), ("GET", "/ready")})
-"""Answered under every name: probes use the addresses of pods, and nothing of a tenant is in the answer."""
+"""Accepted under every host: probes use the addresses of pods, and the response has no data of tenants."""
 
 _PAGE = ("GET", "/")
-"""A link of another site may open it: it has no data, and no other page may frame it."""
+"""Links of other sites may open the page: it has no data, and other pages cannot frame it."""
 
 _HOST = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(?::\d{1,5})?")
 
 
 def _check_host(headers: Headers, listen: ListenSettings, *, opens_page: bool) -> None:
-    """Hold a request's names against what the server answers to.
+    """Check a request's `Host` and origin.
 
     Raises:
-        HttpError: 421, its `Host` is none of the server's names; 403, a page of another origin sent it.
+        HttpError: 421, the server does not accept this `Host`; 403, a page of another origin sent the request.
     """
     given = headers.getlist("host")
     host = _name(given[0]) if len(given) == 1 else None
     if host is None or not _is_ours(host, listen):
-        message = f"this server does not answer as {', '.join(given) or 'no host'}: see allowed_hosts"
+        message = f"this server does not accept the host {', '.join(given) or '(none)'}: see allowed_hosts"
         raise HttpError(421, message, code="host_not_allowed")
     for origin in headers.getlist("origin"):
-        # An address is no proof here: a page may come from one, too.
+        # An IP address is not trusted here, since pages can be served from one, too.
         page = _name(origin.lower().partition("://")[2])
         if page is None or not (page == host or _is_named(page, listen)):
             message = f"pages of {origin} may not use this server: see allowed_hosts"
@@ -55,7 +55,7 @@ def _check_host(headers: Headers, listen: ListenSettings, *, opens_page: bool) -
 
 
 def _name(host: str) -> str | None:
-    """The name or address of a `Host` header without its port; None if it is none."""
+    """The name or address in a `Host` header, without the port; None if the header is invalid."""
     found = _HOST.fullmatch(host.strip().lower())
     return None if found is None else found["v6"] or found["name"].removesuffix(".")
 
@@ -65,7 +65,7 @@ def _is_ours(host: str, listen: ListenSettings) -> bool:
 
 
 def _is_named(host: str, listen: ListenSettings) -> bool:
-    """Whether a host is a loopback one, or named by the settings."""
+    """Whether a host is loopback, the address listened on, or in `allowed_hosts`."""
     if host == "localhost" or (_is_address(host) and ip_address(host).is_loopback) or host == listen.host.lower():
         return True
     return any(_matches(host, pattern) for pattern in listen.allowed_hosts)
@@ -86,20 +86,19 @@ def _is_address(host: str) -> bool:
 
 _INGESTING = re.compile(r"/v1/corpora/[^/]+/documents(/files)?")
 
-_UNCOUNTED = ("/v1/page/live", "/metrics")
-"""What a program asks for every few seconds: it does not count towards the rate."""
+_UNCOUNTED = ("/v1/requests", "/metrics")
+"""Paths that programs poll every few seconds: they do not count towards the rate."""
 
 
 class Gate:
-    """ASGI middleware around the whole app; a request that it refuses costs neither a parsed nor a read body.
+    """ASGI middleware around the whole app. It refuses requests before their body is read.
 
-    Names and pages which are not the server's own are refused before anything else is done. Without keys a request has
-    to name a loopback address, the name or address that the server listens on, or one of `allowed_hosts`; where other
-    machines reach the server, any IP address, since rebinding needs a name. With keys names are checked only if
-    `allowed_hosts` is given.
+    Host and origin are checked first. Without keys, `Host` must be a loopback address, the name or address that the
+    server listens on, or one of `allowed_hosts`. If the server listens on another address than loopback, any IP address
+    is accepted too, since rebinding needs a name. With keys, hosts are checked only if `allowed_hosts` is given.
 
-    If the server has keys, everything needs one but the methods and paths of `without_key`. The tenant goes into
-    `request.state.tenant`.
+    If the server has keys, every request needs one, except the methods and paths of `without_key`. Sets
+    `request.state.tenant` and `request.state.request_id`.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Gate:
         require_ready: Callable[[], object],
         without_key: Collection[tuple[str, str]],
     ) -> None:
-        """`require_ready` raises `HttpError` while no request can be answered."""
+        """`require_ready` raises `HttpError` while requests cannot be answered."""
         self._app = app
         self._keys = keys
         self._limits = limits
@@ -125,7 +124,7 @@ class Gate:
         self._checks_hosts = ANY_HOST not in allowed and (bool(allowed) or not len(keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it."""
+        """Pass a request to the app, or answer it with an error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -162,15 +161,15 @@ class Gate:
 
 
 _LEAST_BYTES_PER_S = 500
-"""A slower body is not waited for; the usual rate of Apache's `RequestReadTimeout`."""
+"""Minimum rate of a body, as in Apache's `RequestReadTimeout`."""
 
 
 def _limited(receive: Receive, headers: Headers, limit_bytes: int, stalled_s: float) -> Receive:
-    """`receive` that gives at most `limit_bytes` of body, which has `stalled_s` to come and more for what did come.
+    """Wrap `receive` with limits on a body's size and time: `stalled_s`, plus time for the bytes received so far.
 
     Raises:
-        HttpError: 413, the request says that it has more; the returned function raises it when more comes, and 408 when
-            the rest does not come in time.
+        HttpError: 413, `content-length` is above the limit. The returned function raises 413 when more bytes arrive,
+            and 408 when the rest does not arrive in time.
     """
     too_large = HttpError(413, f"the body may have {limit_bytes} bytes", code="body_too_large")
     length = headers.get("content-length", "")
@@ -180,7 +179,7 @@ def _limited(receive: Receive, headers: Headers, limit_bytes: int, stalled_s: fl
 
     async def limited() -> Message:
         nonlocal taken, whole, begun_s
-        if whole:  # what comes now is that the client has gone
+        if whole:  # the only further message is the client's disconnect
             return await receive()
         now_s = asyncio.get_running_loop().time()
         begun_s = now_s if begun_s is None else begun_s
@@ -189,7 +188,7 @@ def _limited(receive: Receive, headers: Headers, limit_bytes: int, stalled_s: fl
                 message = await receive()
         except TimeoutError:
             raise HttpError(
-                408, "the rest of the body did not come", code="body_too_slow", headers={"connection": "close"}
+                408, "the body was not received in time", code="body_too_slow", headers={"connection": "close"}
             ) from None
         taken += len(message.get("body", b""))
         whole = not message.get("more_body", False)
@@ -201,10 +200,10 @@ def _limited(receive: Receive, headers: Headers, limit_bytes: int, stalled_s: fl
 
 
 async def tenant_of(request: Request) -> Tenant:
-    """Whose request it is, as the gate has found out.
+    """The tenant of a request, as set by the gate.
 
     Raises:
-        HttpError: 401, the gate let it through without a key: a missing tenant may nothing.
+        HttpError: 401, the gate passed the request without a key, so it has no tenant.
     """
     tenant: Tenant | None = getattr(request.state, "tenant", None)
     if tenant is None:
@@ -213,5 +212,5 @@ async def tenant_of(request: Request) -> Tenant:
 
 
 OfTenant = Annotated[Tenant, Depends(tenant_of)]
-NEEDS_KEY = [Security(HTTPBearer(auto_error=False, description="An API key, if the server was given any."))]
-"""For routers whose endpoints need a key; declares it in the schema, the gate enforces it."""
+NEEDS_KEY = [Security(HTTPBearer(auto_error=False, description="An API key, if the server has keys."))]
+"""For routers whose endpoints need a key: declares it in the schema. The gate enforces it."""

@@ -1,8 +1,8 @@
-"""Chunks computed anew in idle time, behind others of their cache salt: those that have no mean, and outdated means.
+"""Idle-time work: computes means of chunks that have none or an outdated one.
 
-A chunk that came with a request was computed behind whatever that request had before it. The mean over contexts of its
-nearest chunks is closer to what it will be in other prompts (docs/methods.md). Which chunks there are, this server
-knows from the prompts that it has answered, and from what it was to warm.
+A chunk of a request was computed in the context of that request. The mean over contexts of its nearest chunks, all of
+the same cache salt, is closer to its KV in other prompts (docs/methods.md). The server knows chunks from answered
+prompts and from calls that warm them.
 """
 
 import asyncio
@@ -32,62 +32,64 @@ from chunkweave_server.threads import TenantThreads
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 1 << 20
-"""Tokens of all chunks that are known; some 40 bytes each. Of more, those asked for longest ago are forgotten."""
+"""Most tokens of all known chunks; about 40 bytes each. Above it, the least recently requested are forgotten."""
 
 LEAST_SHARED = 0.5
-"""A mean is outdated if it shares a smaller part of the chunks in its contexts with what they would be now."""
+"""A mean is outdated if its contexts share less than this with the contexts that it would get now."""
 
 _POOL_GROWTH = 0.1
-"""New chunks, by those of a pool, from which on it is made again for the sake of a chunk that it has."""
+"""A pool is rebuilt when the chunks changed since are more than this share of it."""
 
 _COMPARED_AT_A_TIME = 16
-"""Means whose contexts are looked up in one piece of work."""
+"""Means whose contexts are compared in one piece of work."""
 
 _LOOK_S = 0.1
-"""How often a busy backend is asked whether it is idle."""
+"""Seconds between two checks whether a busy backend is idle."""
 
 _MOST_TRIES = 3
-"""Means of a chunk that are computed and found by no request: the store has no room for them."""
+"""A chunk is given up after this many computed means that no request found: the store has no room for them."""
 
 _THREADS = 2
 
 
 class MeanComputer(Protocol):
-    """What improving needs of a backend. Belongs to the event loop's thread."""
+    """What `Improver` needs from a backend. Used in the event loop's thread only."""
 
     @property
     def idle(self) -> bool:
-        """Whether no request runs or waits, and nothing is computed beforehand."""
+        """Whether no request runs or waits, and no call warms chunks."""
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of a prompt; None: as many as the model's context."""
+        """Most tokens of a prompt; None: the model's context length."""
 
     def stored(self, part: PromptPart) -> Sequence[Context] | None:
-        """The contexts of the mean that is stored of a chunk, none if there is no mean; None if that is not known."""
+        """The contexts of a chunk's stored mean, empty if it has none; None if this is not known."""
 
     def keeps(self, part: PromptPart) -> bool:
-        """Whether what is stored of a chunk is to stay as it is."""
+        """Whether a chunk's stored segments must not be replaced: it is pinned."""
 
     async def compute(self, prepared: PreparedRequest, tenant: str, place: str) -> tuple[str, float]:
-        """Compute and store it behind all requests; returns where, which is `place` if that can be, and the seconds.
+        """Compute and store a prompt with lower priority than requests, at `place` if possible.
+
+        Returns the actual place and the seconds.
 
         Raises:
             ChunkweaveError, HttpError: it was not computed.
         """
 
     async def settle(self, salt: str, parts: Sequence[PromptPart]) -> None:
-        """Nothing of a salt is left to compute now: drop what contexts were woven from, of chunks that have a mean."""
+        """Remove the first passes of `parts`, which have a mean. Called when no chunk of the salt is queued."""
 
 
 @dataclass(slots=True, eq=False)
 class KnownChunk:
-    """A chunk at one `place` (a replica; there may be only one), and how often it was asked for there.
+    """A chunk at one `place` (a replica, or empty), with the number of requests for it there (`asked`).
 
-    `mean` are the chunks in the contexts of its mean: None if it has none, empty if they are not known. An `outdated`
-    one is to be computed anew. One that `failed` is left alone until it is asked for again; after some `tries` whose
-    mean no request has found, for good. `compared` says at which number of changes its contexts were compared;
-    `first_pass` that it was sent to be computed behind neutral passages.
+    `mean`: the chunks in the contexts of its mean; None without a mean, empty if they are unknown. `outdated`: the mean
+    is to be computed again. `failed`: skipped until the next request for it; permanently after several `tries` whose
+    mean no request found. `compared`: the salt's number of changes when its contexts were last compared. `first_pass`:
+    it was computed behind neutral passages.
     """
 
     part: PromptPart
@@ -104,15 +106,15 @@ class KnownChunk:
 
     @property
     def id(self) -> ChunkId:
-        """Of the chunk."""
+        """The chunk's id."""
         assert self.part.id is not None, "a chunk has an id"
         return self.part.id
 
 
 class KnownChunks:
-    """The chunks that may be computed anew, by cache salt: each is a context of others of its own salt alone.
+    """The known chunks, by cache salt: chunks are contexts only of chunks of the same salt.
 
-    Belongs to the event loop's thread; counts may be read from others.
+    Used in the event loop's thread; other threads may read the counts.
     """
 
     def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
@@ -127,24 +129,24 @@ class KnownChunks:
 
     @property
     def queued(self) -> int:
-        """How many are to be computed anew."""
+        """Number of chunks whose mean is to be computed."""
         return sum(map(self.is_queued, tuple(self._chunks.values())))
 
     def is_queued(self, chunk: KnownChunk) -> bool:
-        """Whether a chunk is to be computed anew: it has no mean, or an outdated one, and there are others."""
+        """Whether a chunk's mean is to be computed: it has none or an outdated one, and the salt has other chunks."""
         company = len(self._salts.get(chunk.salt, ())) > 1
         return company and not chunk.failed and (chunk.mean is None or chunk.outdated)
 
     def get(self, place: str, chunk: ChunkId | None) -> KnownChunk | None:
-        """A chunk at a place, if it is known there."""
+        """A chunk at a place; None if it is not known there."""
         return None if chunk is None else self._chunks.get((place, chunk))
 
     def at_all_places(self, chunks: Collection[ChunkId]) -> list[KnownChunk]:
-        """Those of `chunks` that are known, wherever."""
+        """The entries of `chunks` at all places; unknown chunks are skipped."""
         return [one for one in self._chunks.values() if one.id in chunks]
 
     def means(self, salt: str) -> dict[str, list[PromptPart]]:
-        """The chunks of a salt that have a mean, by place."""
+        """The chunks of a salt with a mean, by place."""
         found: dict[str, list[PromptPart]] = {}
         for one in self._chunks.values():
             if one.salt == salt and one.mean is not None:
@@ -152,7 +154,7 @@ class KnownChunks:
         return found
 
     def add(self, part: PromptPart, salt: str, tenant: str, place: str) -> KnownChunk:
-        """A chunk is there, asked for now; forgets others where there are too many."""
+        """Add a chunk and mark it as the most recently requested. Forgets the oldest above `most_tokens`."""
         assert part.id is not None, "a chunk has an id"
         key = place, part.id
         if key not in self._chunks:
@@ -168,17 +170,17 @@ class KnownChunks:
         return found
 
     def remove(self, chunks: Collection[ChunkId]) -> None:
-        """Chunks are there no longer."""
+        """Forget chunks, at all places."""
         for one in self.at_all_places(chunks):
             self._forget(one)
 
     def clear(self) -> None:
-        """No chunk is there."""
+        """Forget all chunks."""
         for one in list(self._chunks.values()):
             self._forget(one)
 
     def forget_first_passes(self, salt: str) -> None:
-        """What contexts of a salt are woven from is removed."""
+        """Note that the first passes of a salt are removed."""
         for one in self._chunks.values():
             if one.salt == salt:
                 one.first_pass = False
@@ -192,19 +194,19 @@ class KnownChunks:
         return chunk in self._salts.get(salt, ())
 
     def changes(self, salt: str) -> int:
-        """How often a chunk has come to a salt, or left it."""
+        """How many chunks were added to a salt or removed from it."""
         return self._changes[salt]
 
     def hottest(self) -> KnownChunk | None:
-        """The chunk to compute next: without a mean before those with an outdated one, then the most asked for.
+        """The chunk to compute next: chunks without a mean come first, then the most requested.
 
-        Of equally hot ones that which was asked for longest ago. None if there is nothing to do.
+        Among equals, the least recently requested. None if no chunk is queued.
         """
         queued = (one for one in self._chunks.values() if self.is_queued(one))
         return max(queued, key=lambda one: (one.mean is None, one.asked), default=None)
 
     def to_compare(self) -> list[KnownChunk]:
-        """The hottest means of one salt whose contexts may have changed since they were compared."""
+        """The most requested means of one salt whose contexts may have changed since the last comparison."""
         changed = [one for one in self._chunks.values() if one.mean and one.compared != self._changes[one.salt]]
         changed.sort(key=lambda one: -one.asked)
         return [one for one in changed if one.salt == changed[0].salt][:_COMPARED_AT_A_TIME]
@@ -224,9 +226,9 @@ class KnownChunks:
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """A chunk that is computed now, and the chunks in its contexts; `requests` are what is left to compute.
+    """The chunk whose mean is being computed, the chunks in its contexts, and the remaining `requests`.
 
-    `shares` of its mean are computed.
+    `shares` counts the contexts of the mean computed so far.
     """
 
     chunk: KnownChunk
@@ -240,10 +242,10 @@ class _Work:
 
 
 class Improver:
-    """Computes chunks anew while its backend is idle, the hottest first. Belongs to the event loop's thread.
+    """Computes means of chunks while its backend is idle, the most requested first. Event loop's thread only.
 
-    One request at a time; after work of t seconds it pauses for t (1 - share) / share. Without a share it does nothing
-    and knows nothing.
+    It computes one request at a time, and pauses for t (1 - share) / share after t seconds of work. With a share of 0
+    it does nothing and tracks nothing.
     """
 
     def __init__(
@@ -257,12 +259,12 @@ class Improver:
         known: KnownChunks | None = None,
     ) -> None:
         self.improved = 0
-        """Means that were computed."""
+        """Number of computed means."""
         self.spent_s = 0.0
-        """What all of this took."""
+        """Seconds of work so far."""
         self._share = 0.0 if preparer.rule is None else settings.improve_share
         self.on = self._share > 0
-        """Whether it does anything."""
+        """Whether the share is above 0 and contexts come from other chunks."""
         self._preparer = preparer
         self._computer = computer
         self._clock = clock
@@ -277,13 +279,13 @@ class Improver:
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin, if there is a share."""
+        """Start the background task, if it is on."""
         if self.on:
             self._threads = TenantThreads(_THREADS, behind=True)
-            self._running = asyncio.create_task(self._run(), name="compute chunks anew")
+            self._running = asyncio.create_task(self._run(), name="compute means")
 
     async def close(self) -> None:
-        """End what runs; idempotent."""
+        """Stop the background task and its running request. Idempotent."""
         running, self._running = self._running, None
         if running is not None:
             running.cancel()
@@ -293,9 +295,9 @@ class Improver:
             self._threads.close()
 
     def served(self, tenant: str, salt: str, end: AnswerEnd) -> None:
-        """A request was answered: its chunks were asked for, and its report says which of them have a mean.
+        """Count the chunks of an answered request, and note which have a mean, as its report says.
 
-        Exact methods reuse no means.
+        Requests with exact methods are ignored: they reuse no means.
         """
         if not self.on or end.prompt is None or end.report.method in EXACT_METHODS:
             return
@@ -310,7 +312,7 @@ class Improver:
             if chunk.contexts:
                 one.mean = one.mean or frozenset()
             elif chunk.kv_source == KVSource.COMPUTED or (chunk.kv_source == KVSource.REUSED and not chunk.reasons):
-                one.mean = None  # by its scores a method may have taken another variant
+                one.mean = None  # with `reasons` the method chose by score: it may have preferred a variant to the mean
         self._changed.set()
 
     def warmed(
@@ -320,7 +322,7 @@ class Improver:
         parts: Iterable[PromptPart],
         means: Mapping[ChunkId, tuple[str, Iterable[Context]]],
     ) -> None:
-        """Chunks were computed beforehand: of those in `means` a mean is stored, at a place, over these contexts."""
+        """Add chunks that a call has warmed. `means`: by chunk, the place of its stored mean and the contexts."""
         if not self.on:
             return
         for part in parts:
@@ -331,30 +333,30 @@ class Improver:
         self._changed.set()
 
     async def removed(self, chunks: Collection[ChunkId]) -> None:
-        """Chunks are removed next: they are no context any more, and nothing that reads one is computed now."""
+        """Forget chunks that will be removed; returns when no running work reads one of them."""
         self._known.remove(chunks)
         if self._work is not None and not self._work.reads.isdisjoint(chunks):
             await self._end_work()
 
     async def cleared(self) -> None:
-        """Everything is removed next."""
+        """Forget all chunks, before everything is removed; returns when no work is running."""
         self._known.clear()
         await self._end_work()
 
     def has_mean(self, tenant: str, salt: str, place: str, record: SegmentRecord) -> None:
-        """A mean is stored, maybe since an earlier process: its chunk is known from now on."""
+        """Add the chunk of a stored mean, which may be from an earlier process."""
         if self.on and self._known.get(place, record.chunk_id) is None:
             part = PromptPart(PartKind.CHUNK, record.token_ids, record.chunk_id, record.source)
             self._known.add(part, salt, tenant, place).mean = self._read(salt, record.contexts)
 
     def means(self, salt: str) -> Mapping[str, Sequence[PromptPart]]:
-        """The chunks of a salt that have a mean, by place."""
+        """The chunks of a salt with a mean, by place."""
         return self._known.means(salt)
 
     def queue(self, lost: Iterable[tuple[str, ChunkId]]) -> int | None:
-        """What was stored of chunks at places is removed, since it had read others: they are computed anew.
+        """Queue chunks, by place, whose means were removed because they had read removed chunks.
 
-        Returns how many chunks are queued; None if nothing is computed anew.
+        Returns the number of queued chunks; None if idle-time work is off.
         """
         if not self.on:
             return None
@@ -368,13 +370,19 @@ class Improver:
         return len(queued)
 
     def samples(self) -> Iterator[MetricSample]:
-        """What was computed anew; called in a thread."""
-        yield MetricSample("improved_chunks", "Chunks computed anew in idle time.", {"": self.improved}, counter=True)
-        yield MetricSample("improving_seconds", "Seconds spent on that.", {"": self.spent_s}, counter=True)
-        yield MetricSample("chunks_to_improve", "Chunks that are to be computed anew.", {"": self._known.queued})
+        """Metrics of idle-time work. Called in a thread."""
+        yield MetricSample(
+            "improved_chunks", "Chunks whose mean was computed in idle time.", {"": self.improved}, counter=True
+        )
+        yield MetricSample(
+            "improving_seconds", "Seconds of computing means in idle time.", {"": self.spent_s}, counter=True
+        )
+        yield MetricSample(
+            "chunks_to_improve", "Chunks whose mean is to be computed in idle time.", {"": self._known.queued}
+        )
 
     def stats(self) -> dict[str, Any]:
-        """What admins see of it; nothing if it is off. Called in a thread."""
+        """Statistics for admins; empty if it is off. Called in a thread."""
         if not self.on:
             return {}
         shown = {"queued": self._known.queued, "known": len(self._known), "improved": self.improved}
@@ -402,18 +410,18 @@ class Improver:
         try:
             if self._work is None:
                 return await self._begin_work() or await self._compare()
-            await self._go_on(self._work)
+            await self._continue_work(self._work)
         except RequestAbortedError:
             raise
         except (ChunkweaveError, HttpError) as error:
             self._fail(error)
-        except Exception as error:  # no answer is concerned
-            logger.exception("a chunk could not be computed anew")
+        except Exception as error:  # answers are not affected
+            logger.exception("the mean of a chunk could not be computed")
             self._fail(error)
         return True
 
     async def _begin_work(self) -> bool:
-        """Choose a chunk and its contexts; returns whether there is one."""
+        """Choose a chunk and its contexts; returns whether there was one."""
         while (chunk := self._known.hottest()) is not None:
             stored = self._computer.stored(chunk.part)
             if stored and chunk.mean is None:
@@ -427,7 +435,7 @@ class Improver:
                 chunk.failed = True
                 raise
             if not self._known.is_queued(chunk) or self._known.get(chunk.place, chunk.id) is not chunk:
-                continue  # it was removed meanwhile
+                continue  # removed during the await
             behind = _ids(contexts)
             if not all(self._known.has(chunk.salt, one) for one in behind):
                 continue
@@ -447,8 +455,8 @@ class Improver:
                 await self._computer.settle(salt, list(with_mean.values()))
         return False
 
-    async def _go_on(self, work: _Work) -> None:
-        """Compute the next request of a chunk, or be done with it."""
+    async def _continue_work(self, work: _Work) -> None:
+        """Compute the next request of a chunk, or finish the chunk."""
         chunk, threads = work.chunk, self._threads
         assert threads is not None, "it has started"
         one = await threads.run(chunk.tenant, partial(next, work.requests, None))
@@ -474,13 +482,13 @@ class Improver:
         self._waited_s = self._clock() - since_s - seconds
         if one.mean is not None:
             work.shares += 1
-            if computed_at != place:  # there is no mean of parts at two places
+            if computed_at != place:  # contexts computed at two places make no mean
                 chunk.failed, self._work = True, None
         elif first is not None:
             first.first_pass = True
 
     def _serves(self, chunk: KnownChunk) -> bool:
-        """Whether contexts can be woven from what a chunk has; where the backend says what is stored, it was asked."""
+        """Whether a chunk needs no first pass. Only for backends that do not know what is stored."""
         return self._computer.stored(chunk.part) is None and (chunk.first_pass or chunk.mean is not None)
 
     def _done(self, work: _Work) -> None:
@@ -488,7 +496,7 @@ class Improver:
         chunk.outdated = False
         chunk.tries += 1
         if stored is not None and not stored:
-            chunk.mean, chunk.failed = None, True  # the store had no room for it
+            chunk.mean, chunk.failed = None, True  # the store had no room for the mean
             return
         chunk.mean = work.behind if stored is None else self._read(chunk.salt, stored)
         chunk.compared = self._known.changes(chunk.salt)
@@ -498,17 +506,17 @@ class Improver:
         work, self._work = self._work, None
         if work is not None:
             work.chunk.failed, work.chunk.outdated = True, False
-            logger.warning("a chunk could not be computed anew: %s", error)
+            logger.warning("the mean of a chunk could not be computed: %s", error)
 
     async def _end_work(self) -> None:
-        """Give up the chunk that is computed; its running request has ended then."""
+        """Give up the chunk that is being computed; returns when its running request has ended."""
         computing, self._work = self._computing, None
         if computing is not None and not computing.done():
             computing.cancel()
             await asyncio.wait([computing])
 
     async def _compare(self) -> bool:
-        """See which means are outdated, of a few; returns whether there were any to look at."""
+        """Check a few means for outdated contexts; returns whether there were any to check."""
         chunks = self._known.to_compare()
         if not chunks:
             return False
@@ -521,7 +529,7 @@ class Improver:
         return True
 
     async def _contexts(self, chunks: Sequence[KnownChunk]) -> list[list[tuple[PromptPart, ...]]]:
-        """What chunks of one salt would be computed behind now."""
+        """The contexts that chunks of one salt would get now."""
         salt, tenant, threads, rule = chunks[0].salt, chunks[0].tenant, self._threads, self._preparer.rule
         assert threads is not None, "it has started"
         assert rule is not None, "it is on"
@@ -544,7 +552,7 @@ class Improver:
         return await threads.run(tenant, contexts)
 
     def _read(self, salt: str, contexts: Iterable[Context]) -> frozenset[ChunkId]:
-        """The chunks in contexts, without the instruction."""
+        """The chunks in contexts, without START and instruction."""
         opening = {part.id for part in self._preparer.builder.opening(cache_salt=salt)}
         return frozenset(chain.from_iterable(contexts)) - opening
 

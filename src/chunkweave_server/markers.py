@@ -1,4 +1,4 @@
-"""Documents that stand between tags inside a message, for clients that know no `documents`."""
+"""Documents between tags inside a message, for clients that cannot send `documents`."""
 
 import html
 import re
@@ -11,22 +11,22 @@ from chunkweave_server.settings import LimitSettings
 
 _ATTRIBUTE = re.compile(r"""([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)')""")
 _NAMES = {"title": "title", "id": "id", "source": "id"}
-"""Attributes of a tag that mean something, and which field of a document they are."""
+"""Attributes of a tag, and the document's field that each sets."""
 
 
 def marks_documents(texts: Iterable[str], tag: str) -> bool:
-    """Whether one of `texts` has the tag, opening or closing."""
+    """Whether one of `texts` contains the tag, opening or closing."""
     return any(_tags(tag).search(text) for text in texts)
 
 
 def cut_out(text: str, tag: str) -> tuple[str, list[Document]]:
-    r"""What is left of a message without its documents, and these in order; empty lines stand where they were.
+    r"""Split a message into its text without documents, and the documents in order. Empty lines replace the documents.
 
     >>> cut_out('Look: <doc title="Ferry">It leaves at nine.</doc> When does it leave?', "doc")
     ('Look:\n\nWhen does it leave?', [Document(text='It leaves at nine.', title='Ferry', id='')])
 
     Raises:
-        ValueError: tags that do not open and close in turn.
+        ValueError: the tags do not open and close alternately.
     """
     left, documents, done = [], [], 0
     opened: re.Match[str] | None = None
@@ -48,18 +48,18 @@ def cut_out(text: str, tag: str) -> tuple[str, list[Document]]:
 
 
 def with_marked_documents(body: CompletionBody, tag: str, limits: LimitSettings) -> CompletionBody:
-    """The same request with the texts between tags as its `documents`; `body` itself if there is none.
+    """The same request with the texts between tags as its `documents`; `body` itself if it has no tag.
 
-    The system message and the last one are read (of a plain completion the prompt). Earlier turns stay as they are:
-    they are parts of the prompt as they were sent.
+    Only the system message and the last user message are read (of a plain completion, the prompt). Earlier turns are
+    not changed.
 
     Raises:
-        HttpError: 400, tags that do not match, other documents beside them, or more than a request may have.
+        HttpError: 400, tags do not match, the request also has `documents` or a corpus, or has too many documents.
     """
     if not marks_documents(body.texts_with_documents, tag):
         return body
     if body.documents or body.chunkweave.corpus is not None:
-        message = f"documents are marked by <{tag}>: give no documents and no chunkweave.corpus beside them"
+        message = f"documents are marked by <{tag}>: do not also give documents or chunkweave.corpus"
         raise HttpError(400, message, param="documents")
     tags = (one for text in body.texts_with_documents for one in _tags(tag).finditer(text))
     check_documents(sum(1 for _ in islice(tags, 2 * limits.max_documents + 2)) // 2, limits)
@@ -67,7 +67,7 @@ def with_marked_documents(body: CompletionBody, tag: str, limits: LimitSettings)
         cut = [cut_out(text, tag) for text in body.texts_with_documents]
     except ValueError as error:
         where = "messages" if isinstance(body, ChatBody) else "prompt"
-        raise HttpError(400, f"{error}: documents stand between <{tag}> and </{tag}>", param=where) from error
+        raise HttpError(400, f"{error}: put documents between <{tag}> and </{tag}>", param=where) from error
     documents = [document for _, found in cut for document in found]
     return body.with_texts([text for text, _ in cut]).model_copy(update={"documents": documents})
 

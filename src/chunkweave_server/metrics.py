@@ -1,4 +1,4 @@
-"""Prometheus metrics of one server, named as vLLM names its own, with `chunkweave:` before them."""
+"""Prometheus metrics of one server, with vLLM's names after the prefix `chunkweave:`."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,11 @@ from prometheus_client.registry import Collector
 
 from chunkweave.errors import DeadlineError, QueueFullError, RequestAbortedError, UsageError
 from chunkweave.metrics import ReuseReport
+from chunkweave.models.kernels.compiles import KERNEL_COMPILES
 from chunkweave.retrieval.speculation import SpeculationCounts
 from chunkweave.scheduling.shadow import ShadowMonitor
 
-if TYPE_CHECKING:  # the vLLM backend counts without torch
+if TYPE_CHECKING:  # the vLLM backend must not import torch
     from chunkweave.engine.scheduler import BatchingStats
     from chunkweave.kv.segment import SegmentSource
     from chunkweave.store.store import TieredStore
@@ -24,7 +25,7 @@ PREFIX = "chunkweave:"
 
 @dataclass(frozen=True, slots=True)
 class MetricSample:
-    """One metric now: its name without prefix, what it means, and its values by that of `label` ("" = it has none)."""
+    """Current values of one metric: its name without prefix, and values by the value of `label` ("": no label)."""
 
     name: str
     meaning: str
@@ -34,11 +35,11 @@ class MetricSample:
 
 
 SampleSource = Callable[[], Iterable[MetricSample]]
-"""Reads samples; called at every scrape, from whatever thread scrapes."""
+"""Reads samples; called at every scrape, in the scraping thread."""
 
 
 class SampleCollector(Collector):
-    """Shows the samples of its sources as metrics of one model."""
+    """Exports the samples of its sources as metrics of one model."""
 
     def __init__(self, model: str, sources: Iterable[SampleSource]) -> None:
         """`model` is the value of every metric's `model_name`."""
@@ -46,11 +47,11 @@ class SampleCollector(Collector):
         self._sources = tuple(sources)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: so that registering does not read the sources."""
+        """Empty, so that registering does not read the sources."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Every sample of every source, as it is now."""
+        """The current samples of all sources."""
         for source in self._sources:
             for sample in source():
                 yield self._metric(sample)
@@ -65,30 +66,35 @@ class SampleCollector(Collector):
 
 
 def batching_samples(stats: "BatchingStats") -> Iterator[MetricSample]:
-    """What the batching engine does now, and what it had to do over again."""
-    yield _gauge("num_requests_running", "Requests that are prefilled or decode now.", stats.running)
-    yield _gauge("num_requests_waiting", "Requests that wait to be begun.", stats.waiting)
+    """Requests, memory and work of the batching engine."""
+    yield _gauge("num_requests_running", "Requests in prefill or decoding.", stats.running)
+    yield _gauge("num_requests_waiting", "Requests in the queue.", stats.waiting)
     used = stats.blocks_reserved / stats.blocks if stats.blocks else 0.0
     yield _gauge("kv_cache_usage_perc", "Share of the running requests' KV memory in use, 0 to 1.", used)
-    yield _counter("num_preemptions", "Requests that gave their KV memory up for older ones.", stats.preempted)
-    yield _counter("request_retries", "Requests that failed and were tried once more.", stats.tried_again)
-    yield _counter(
-        "shared_prefills", "Requests that waited for parts that another one's prefill computed.", stats.shared
-    )
+    yield _counter("num_preemptions", "Requests that gave up their KV memory to older ones.", stats.preempted)
+    yield _counter("request_retries", "Requests that failed and were retried.", stats.tried_again)
+    yield _counter("shared_prefills", "Requests that waited for parts in another request's prefill.", stats.shared)
     yield _counter("engine_steps", "Runs through the layers.", stats.steps)
     yield _counter("engine_prefilled_tokens", "Tokens computed by prefills, retries included.", stats.prefilled_tokens)
     yield _counter("engine_decoded_tokens", "Tokens computed one at a time.", stats.decoded_tokens)
 
 
+def kernel_samples() -> Iterator[MetricSample]:
+    """Stalls of this process, in which requests waited for a compiler."""
+    stalls, seconds = KERNEL_COMPILES.stalls, KERNEL_COMPILES.stall_s
+    yield _counter("kernel_compiles", "Attention kernels compiled after start-up.", stalls)
+    yield _counter("kernel_compile_seconds", "Seconds that requests waited for these.", seconds)
+
+
 def store_samples(store: "TieredStore[SegmentSource]") -> Iterator[MetricSample]:
-    """What is stored by tier, what came and went, and which faults were survived."""
+    """Contents of the store by tier, inserts, evictions and faults."""
     from chunkweave.weaving.stores import store_counts
 
     yield from counted_samples(store_counts(store))
 
 
 def counted_samples(counts: Mapping[str, Any]) -> Iterator[MetricSample]:
-    """The same from what `weaving.stores.store_counts` says of a store, here or in another process."""
+    """The same from `weaving.stores.store_counts`, of a store in this or another process."""
     levels, tiers, remotes = (counts.get(name) or {} for name in ("levels", "tiers", "remotes"))
 
     def by_tier(
@@ -100,16 +106,16 @@ def counted_samples(counts: Mapping[str, Any]) -> Iterator[MetricSample]:
     yield by_tier("store_bytes", "bytes", "Bytes of KV stored.", levels, counter=False)
     yield by_tier("store_segments", "segments", "Segments stored.", levels, counter=False)
     for name, field, meaning in (
-        ("inserts", "inserts", "Segments that came into the tier."),
-        ("evictions", "evictions", "Segments that had to leave the tier to make room."),
+        ("inserts", "inserts", "Segments inserted into the tier."),
+        ("evictions", "evictions", "Segments evicted from the tier."),
         ("rejections", "rejected", "Segments that did not fit the tier's budget."),
-        ("lost_segments", "lost", "Segments that the tier no longer had or that were broken."),
+        ("lost_segments", "lost", "Segments that were missing or damaged in the tier."),
     ):
         yield by_tier(f"store_{name}", field, meaning, levels)
     for name, field, meaning in (
         ("promotions", "promotions", "Segments copied to a faster tier."),
-        ("demotions", "demotions", "Segments that left memory for a slower tier."),
-        ("expirations", "expired", "Segments that outlived their time."),
+        ("demotions", "demotions", "Segments moved from memory to a slower tier."),
+        ("expirations", "expired", "Segments that reached their ttl."),
     ):
         yield _counter(f"store_{name}", meaning, counts.get(field, 0))
     lookups = {"hit": counts.get("hits", 0), "miss": counts.get("misses", 0)}
@@ -118,30 +124,30 @@ def counted_samples(counts: Mapping[str, Any]) -> Iterator[MetricSample]:
     )
     writes = {result: counts.get(f"writes_{result}", 0) for result in ("done", "skipped", "rejected", "failed")}
     yield MetricSample("store_writes", "Writes to slow tiers in the background.", writes, "result", True)
-    yield by_tier("tier_failures", "failures", "Reads and writes that the tier failed with an error.", tiers)
-    meaning = "1, or 0 while the tier is left alone after failures."
+    yield by_tier("tier_failures", "failures", "Reads and writes of the tier that failed with an error.", tiers)
+    meaning = "1; 0 while the tier is not used after failures."
     yield by_tier("tier_available", "available", meaning, tiers, counter=False)
     if not remotes:
         return
-    yield by_tier("breaker_opens", "opens", "How often requests to a remote stopped because it failed.", remotes)
+    yield by_tier("breaker_opens", "opens", "How often calls to a remote were suspended after failures.", remotes)
     for field, meaning in (
         ("unavailable", "Reads that the remote did not answer."),
-        ("garbage", "Reads that the remote answered with something broken."),
-        ("failed_puts", "Segments that the remote did not take."),
+        ("garbage", "Reads that the remote answered with damaged data."),
+        ("failed_puts", "Segments that the remote did not store."),
     ):
         yield by_tier(f"remote_{field}", field, meaning, remotes)
 
 
 def shadow_samples(monitor: ShadowMonitor) -> Iterator[MetricSample]:
-    """How far woven answers stray from full prefill, as far as it was checked."""
+    """Divergence of woven answers from full prefill, as checked so far."""
     stats = monitor.stats
     results = {"checked": stats.checked, "dropped": stats.dropped, "failed": stats.failed}
-    yield _gauge("weaving_enabled", "1, or 0 once shadow checks switched approximate reuse off.", stats.weaving)
-    yield _counter("weaving_switch_offs", "How often it was switched off.", stats.switched_off)
+    yield _gauge("weaving_enabled", "1; 0 after shadow checks have switched approximate reuse off.", stats.weaving)
+    yield _counter("weaving_switch_offs", "How often shadow checks switched approximate reuse off.", stats.switched_off)
     yield _counter("woven_answers", "Answers with chunks reused approximately.", stats.woven)
-    yield MetricSample("shadow_checks", "Woven answers sampled, by what came of their check.", results, "result", True)
-    yield _counter("shadow_agreements", "Checks in which the first token was that of full prefill.", stats.agreed)
-    yield _counter("shadow_compared_tokens", "Answer tokens held against full prefill's.", stats.compared_tokens)
+    yield MetricSample("shadow_checks", "Woven answers sampled, by result of their check.", results, "result", True)
+    yield _counter("shadow_agreements", "Checks whose first token equals that of full prefill.", stats.agreed)
+    yield _counter("shadow_compared_tokens", "Answer tokens compared with full prefill's.", stats.compared_tokens)
     yield _counter("shadow_same_tokens", "Of these, tokens before the first that differs.", stats.same_tokens)
     divergence = {"mean": stats.mean_kl, "p99": stats.p99_kl, "window": stats.window_kl}
     meaning = "KL divergence of the first token from full prefill, nats: over 1000 checks, and the guard's window."
@@ -150,10 +156,10 @@ def shadow_samples(monitor: ShadowMonitor) -> Iterator[MetricSample]:
 
 
 def speculation_samples(counts: SpeculationCounts) -> Iterator[MetricSample]:
-    """What became of prefills that were begun before the search had ended."""
+    """Outcomes of prefills that were started before the search had ended."""
     names = ("started", "terminated", "deferred", "matched", "regenerated", "late")
     events = {name: getattr(counts, name) for name in names}
-    yield MetricSample("speculations", "Speculative prefills and requests by what happened.", events, "event", True)
+    yield MetricSample("speculations", "Speculative prefills and requests, by event.", events, "event", True)
 
 
 def _gauge(name: str, meaning: str, value: float) -> MetricSample:
@@ -165,10 +171,10 @@ def _counter(name: str, meaning: str, value: float) -> MetricSample:
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""The classic format. prometheus_client's OpenMetrics turns the colon of every name into an underscore."""
+"""The classic format: prometheus_client's OpenMetrics replaces the colon in names by an underscore."""
 
 OTHER_TENANT = "other"
-"""What a tenant is called that no label is kept for."""
+"""Label of tenants that have no label of their own."""
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
@@ -182,26 +188,26 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float], Sequence[str]]] = {
     "time_to_first_token_seconds": ("Seconds from arrival to the first token.", _TTFT_S, ("tenant", "method")),
     "request_time_per_output_token_seconds": ("A request's mean seconds a token after its first.", _TPOT_S, ()),
     "e2e_request_latency_seconds": ("Seconds from arrival to the last token.", _REQUEST_S, ("method",)),
-    "request_queue_time_seconds": ("Seconds from a request's arrival to the beginning of its prefill.", _PHASE_S, ()),
+    "request_queue_time_seconds": ("Seconds from a request's arrival to the start of its prefill.", _PHASE_S, ()),
     "request_lookup_time_seconds": ("Seconds to look up and plan.", _PHASE_S, ()),
-    "request_load_time_seconds": ("Seconds that prefill waited for stored KV (load delay).", _PHASE_S, ()),
-    "request_prefill_time_seconds": ("Seconds of prefill or weaving, without those.", _PHASE_S, ()),
+    "request_load_time_seconds": ("Seconds that prefill waited for stored KV.", _PHASE_S, ()),
+    "request_prefill_time_seconds": ("Seconds of prefill or weaving, without waiting for stored KV.", _PHASE_S, ()),
     "request_decode_time_seconds": ("Seconds from the first token to the last.", _PHASE_S, ()),
     "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS, ()),
     "request_generation_tokens": ("Tokens of an answer.", _TOKENS, ()),
-    "request_recompute_fraction": ("Share of a prompt's reused work that was done again.", _SHARE, ("method",)),
+    "request_recompute_fraction": ("Share of a prompt's reused work that was recomputed.", _SHARE, ("method",)),
 }
-"""Meaning, buckets and labels by name; the label `tenant` is left out unless tenants may be named."""
+"""Meaning, buckets and labels by name. The label `tenant` is used only if tenants may be named."""
 
 _COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
-    "requests": ("Requests by how they ended.", ("tenant", "outcome")),
-    "request_success": ("Answers by why they ended.", ("finished_reason",)),
+    "requests": ("Requests by outcome.", ("tenant", "outcome")),
+    "request_success": ("Answers by finish reason.", ("finished_reason",)),
     "prompt_tokens": ("Prompt tokens of answered requests.", ("tenant",)),
-    "prompt_tokens_by_source": ("Prompt tokens by what happened to them.", ("tenant", "method", "kv_source")),
+    "prompt_tokens_by_source": ("Prompt tokens by source of their KV.", ("tenant", "method", "kv_source")),
     "generation_tokens": ("Tokens of answers.", ("tenant",)),
-    "cache_queries": ("Tokens of instructions and chunks that were looked up.", ()),
+    "cache_queries": ("Tokens of instructions and chunks looked up in the store.", ()),
     "cache_hits": ("Of these, tokens taken from the store.", ("tier",)),
-    "request_lost_segments": ("Segments that were lost or late when a request was to read them.", ()),
+    "request_lost_segments": ("Segments that were lost or late when a request read them.", ()),
 }
 
 
@@ -213,11 +219,11 @@ class Outcome(StrEnum):
     FAILED = "failed"
     TIMED_OUT = "timed_out"
     REJECTED = "rejected"
-    """It was never begun: a wrong request, a full queue, no leave."""
+    """Never started: an invalid request, a full queue, or not permitted."""
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """How a request ended that `error` ended.
+    """The outcome of a request that ended with `error`.
 
     >>> outcome_of(DeadlineError())
     <Outcome.TIMED_OUT: 'timed_out'>
@@ -230,34 +236,34 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 class _WithoutCreated(Collector):
-    """A registry's metrics without `_created`: prometheus_client can leave it out for all of a process only."""
+    """A registry's metrics without `_created` samples: prometheus_client can omit them only for the whole process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
     def collect(self) -> Iterator[Metric]:
-        """Each metric as it is now."""
+        """The current metrics."""
         for metric in self._registry.collect():
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
             yield metric
 
 
 class ServerMetrics:
-    """The metrics of one server, in a registry of its own. Thread-safe.
+    """The metrics of one server, in its own registry. Thread-safe.
 
-    `observe` and `ended` count requests, one call for each; the samples are read at every scrape. No label names a
-    tenant, unless `tenants` says which ones may be named.
+    Each request is counted by one call of `observe` or `ended`. Samples are read at every scrape. Labels name only
+    tenants in `tenants`.
     """
 
     def __init__(
         self, model: str, samples: Iterable[SampleSource] = (), *, tenants: Collection[str] | None = None
     ) -> None:
-        """Nothing has happened yet.
+        """All counts are 0.
 
         Args:
             model: `model_name` of every metric.
-            samples: read what engine, store and others count themselves (`lambda: store_samples(engine.store)`).
-            tenants: names that a `tenant` label may have, all others being `other`; None = there is no such label.
+            samples: sources of counts kept elsewhere (`lambda: store_samples(engine.store)`).
+            tenants: values of the label `tenant`; other tenants are `other`. None: no such label.
         """
         self.registry = CollectorRegistry()
         self._model = model
@@ -274,7 +280,7 @@ class ServerMetrics:
         self.registry.register(SampleCollector(model, samples))
 
     def observe(self, report: ReuseReport, *, finish_reason: str, tenant: str = "") -> None:
-        """A request was answered in full."""
+        """Count a request with a complete answer."""
         method, answer_tokens = report.method, report.new_tokens
         self._observe("time_to_first_token_seconds", report.ttft_s, tenant=tenant, method=method)
         self._observe("e2e_request_latency_seconds", report.ttft_s + report.decode_s, method=method)
@@ -299,11 +305,11 @@ class ServerMetrics:
         self.ended(Outcome.FINISHED, tenant=tenant)
 
     def ended(self, outcome: Outcome, *, tenant: str = "") -> None:
-        """A request ended without its answer; `observe` calls this itself for those that have one."""
+        """Count a request without a complete answer; `observe` calls this itself."""
         self._count("requests", 1, tenant=tenant, outcome=outcome.value)
 
     def exposition(self) -> bytes:
-        """All metrics as `CONTENT_TYPE`. Looks at every stored segment: call it in a thread, not in the event loop."""
+        """All metrics as `CONTENT_TYPE`. Reads every stored segment: call it in a thread, not in the event loop."""
         return generate_latest(_WithoutCreated(self.registry))
 
     def _observe(self, name: str, value: float, **labels: str) -> None:

@@ -1,4 +1,4 @@
-"""Logs, traces and the last requests, and the observer that passes each request's outcome to them and the metrics."""
+"""Logs, traces and the last requests, and the observer that reports each request's outcome to them and to metrics."""
 
 import json
 import logging
@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TextIO
 
 from chunkweave.errors import install_extra
 from chunkweave.metrics import ReuseReport
-from chunkweave_server.errors import HttpError
+from chunkweave_server.errors import HttpError, message_of
 from chunkweave_server.metrics import Outcome, ServerMetrics, outcome_of
 from chunkweave_server.settings import LogForm
 from chunkweave_server.tenants import Tenant
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 request_logger = logging.getLogger("chunkweave.requests")
-"""One line for every request that has ended."""
+"""Logs one line for each ended request."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _current: ContextVar[str] = ContextVar("chunkweave_request_id", default="")
@@ -38,7 +39,7 @@ _QUIET = ("httpx", "httpcore", "uvicorn.access")
 
 
 def request_id_of(given: str | None) -> str:
-    """The id of a request: what its client gave as `x-request-id`, or a new one if that is none or no plain word.
+    """The client's `x-request-id` if it is valid (letters, digits, `.`, `_`, `-`, up to 128), else a new id.
 
     >>> request_id_of("a-1")
     'a-1'
@@ -48,7 +49,7 @@ def request_id_of(given: str | None) -> str:
 
 @contextmanager
 def serving(request_id: str) -> Iterator[None]:
-    """Whatever is logged inside, by this task and what it starts, carries the id."""
+    """Add the id to everything logged inside, by this task and the tasks that it starts."""
     token = _current.set(request_id)
     try:
         yield
@@ -59,9 +60,9 @@ def serving(request_id: str) -> Iterator[None]:
 def log_request(
     outcome: str, report: ReuseReport | None = None, *, finish_reason: str = "", error: BaseException | None = None
 ) -> None:
-    """The one line of a request that has ended: how, and what the report says of tokens and times.
+    """Log an ended request: outcome, and tokens and times of its report.
 
-    Of an error its class is logged: messages may quote the request.
+    Only the class of an error is logged, since its message may quote the request.
     """
     fields: dict[str, Any] = {"event": "request", "outcome": str(outcome)}
     if finish_reason:
@@ -75,10 +76,10 @@ def log_request(
 
 
 class JsonFormatter(logging.Formatter):
-    """A line is a JSON object: time, level, logger, message, the request's id, the fields of `extra`, a traceback."""
+    """Lines as JSON objects: time, level, logger, message, request id, fields of `extra`, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, without its end."""
+        """One line, without a newline at its end."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -96,10 +97,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class PlainFormatter(logging.Formatter):
-    """A line for a terminal: time, level, the beginning of the request's id, message."""
+    """Lines for a terminal: time, level, first characters of the request id, message."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and a traceback on more if there is one."""
+        """One line, followed by the traceback if there is one."""
         time = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
         request_id = getattr(record, "request_id", "")
         whose = f"[{request_id[:8]}] " if request_id else ""
@@ -108,10 +109,9 @@ class PlainFormatter(logging.Formatter):
 
 
 def configure_logging(form: LogForm, level: str = "INFO", stream: TextIO | None = None) -> logging.Handler:
-    """Have everything that this process logs written to `stream` (stderr if None); returns the handler.
+    """Write all logs of this process to `stream` (None: stderr); returns the handler.
 
-    For a process that is a server: it takes the place of the root logger's handlers. `level` is ours and uvicorn's;
-    of other packages warnings are shown.
+    Replaces the handlers of the root logger. `level` applies to chunkweave and uvicorn; other packages log warnings.
     """
     handler: logging.Handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter() if form is LogForm.JSON else PlainFormatter())
@@ -127,7 +127,7 @@ def configure_logging(form: LogForm, level: str = "INFO", stream: TextIO | None 
 
 
 def _add_request_id(record: logging.LogRecord) -> bool:
-    """Note whose record it is, in the thread and task that made it."""
+    """Set the record's request id; called in the thread and task that logs."""
     record.request_id = _current.get()
     return True
 
@@ -161,14 +161,14 @@ _TRACED = ("method", *_TOKENS, "lost_segments", "ttft_s")
 
 
 class OtelTraces:
-    """A span for each request, with one for each of its phases in it.
+    """A span for each request, with child spans for its phases.
 
-    A report has how long each phase took, not when. Queue and decoding stand where they were; lookup, loading and
-    weaving are laid one behind the other between them, though loading and weaving took turns layer by layer.
+    A report has the duration of each phase, not its start. Queue and decoding have their true times. Lookup, loading
+    and weaving are placed one after the other between them, although loading and weaving alternate layer by layer.
     """
 
     def __init__(self, provider: "TracerProvider") -> None:
-        """Spans go to `provider`, which is shut down by `close`."""
+        """Spans are sent to `provider`; `close` shuts it down."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider
@@ -178,9 +178,9 @@ class OtelTraces:
     def record(
         self, report: ReuseReport, *, request_id: str, finish_reason: str, traceparent: str | None = None
     ) -> None:
-        """The spans of a request whose last token has just come.
+        """Record the spans of a request that has just ended.
 
-        `traceparent` is its header of that name: the span that it belongs to.
+        `traceparent` is the request's header of that name: the client's span.
         """
         from opentelemetry.trace import SpanKind, set_span_in_context
 
@@ -202,14 +202,14 @@ class OtelTraces:
         span.end(ended)
 
     def close(self) -> None:
-        """Send what is still to be sent."""
+        """Send pending spans."""
         self._provider.shutdown()
 
 
 def open_traces(endpoint: str | None = None, *, service: str = "chunkweave") -> OtelTraces | None:
-    """Traces sent by OTLP over HTTP to `endpoint` (None: what OpenTelemetry's environment variables name).
+    """Traces by OTLP over HTTP to `endpoint` (None: the endpoint in OpenTelemetry's environment variables).
 
-    Without an endpoint, or without the packages of the extra `otel`, nothing is traced; the latter is warned of.
+    Returns None without an endpoint; also, with a warning, if the packages of the extra `otel` are missing.
     """
     if endpoint is None and not any(os.environ.get(name) for name in _ENDPOINT_VARIABLES):
         return None
@@ -227,7 +227,7 @@ def open_traces(endpoint: str | None = None, *, service: str = "chunkweave") -> 
 
 
 def _attributes(report: ReuseReport, request_id: str, finish_reason: str) -> dict[str, str | int | float | list[str]]:
-    """Names of OpenTelemetry's conventions for generative models where they have one."""
+    """Attributes, named by OpenTelemetry's conventions for generative models where they exist."""
     return {
         "gen_ai.response.id": request_id,
         "gen_ai.response.finish_reasons": [finish_reason],
@@ -238,20 +238,22 @@ def _attributes(report: ReuseReport, request_id: str, finish_reason: str) -> dic
 
 
 MOST = 200
+MOST_UNANSWERED = 50
 MOST_BYTES = 16 << 20
-"""Of all reports that are kept, as `_bytes_of` counts them: long prompts leave fewer of them."""
+"""Limits of the requests that are kept. Bytes are of all reports, by `_bytes_of`: fewer are kept of long prompts."""
 
 _BYTES_OF_A_CHUNK = 500
 _BYTES_OF_A_SPAN = 120
-"""About what these objects take in memory."""
+"""Approximate memory of these objects."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecentRequest:
-    """A request that has ended, without its texts; only its parts' names are kept. Without an answer it has no report.
+    """An ended request, without its texts: only the names of its parts are kept. `report` is None without an answer.
 
-    `key` names it on the page: a number would tell how many others there were. `ended_s` is a Unix time, `error` says
-    what ended it: status and code of a refusal, else the class.
+    `key` identifies it on the page; it is random, since a number would reveal the number of other requests. `ended_s`
+    is a Unix time. `error` is the status and code of a refusal, else the error's class. `message` is the error message
+    that the client got; it may quote the request, so only its tenant may see it.
     """
 
     id: str
@@ -260,46 +262,54 @@ class RecentRequest:
     report: ReuseReport | None = None
     finish_reason: str = ""
     error: str = ""
+    message: str = ""
     ended_s: float = field(default_factory=time.time)
     key: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 class RecentRequests:
-    """The last `MOST` requests of all tenants, or as many as `MOST_BYTES` hold. Belongs to the event loop's thread."""
+    """The last requests of all tenants: up to `MOST` answered ones within `MOST_BYTES`, and `MOST_UNANSWERED` others.
+
+    Both are kept apart, so that refusals do not displace answers. Used in the event loop's thread only.
+    """
 
     def __init__(self) -> None:
-        self._kept: deque[RecentRequest] = deque()
+        self._answered: deque[RecentRequest] = deque()
+        self._unanswered: deque[RecentRequest] = deque(maxlen=MOST_UNANSWERED)
         self._nbytes = 0
 
     @property
     def nbytes(self) -> int:
-        """About what the reports take."""
+        """Approximate memory of the reports."""
         return self._nbytes
 
-    def add(
-        self,
-        request_id: str,
-        tenant: str,
-        outcome: str,
-        report: ReuseReport | None = None,
-        *,
-        finish_reason: str = "",
-        error: BaseException | None = None,
-    ) -> None:
-        """A request has ended."""
-        name = _short(error)
-        self._kept.append(RecentRequest(request_id, tenant, outcome, report, finish_reason, name))
+    def answered(self, request_id: str, tenant: str, report: ReuseReport, *, finish_reason: str = "") -> None:
+        """Keep a request with a complete answer."""
+        self._answered.append(RecentRequest(request_id, tenant, Outcome.FINISHED, report, finish_reason))
         self._nbytes += _bytes_of(report)
-        while len(self._kept) > MOST or (self._nbytes > MOST_BYTES and len(self._kept) > 1):
-            self._nbytes -= _bytes_of(self._kept.popleft().report)
+        while len(self._answered) > MOST or (self._nbytes > MOST_BYTES and len(self._answered) > 1):
+            self._nbytes -= _bytes_of(self._answered.popleft().report)
 
-    def seen_by(self, tenant: "Tenant") -> Iterator[RecentRequest]:
-        """What a tenant may see, the last first: its own; an admin all."""
-        return (one for one in reversed(self._kept) if tenant.admin or one.tenant == tenant.name)
+    def unanswered(self, request_id: str, tenant: str, outcome: str, error: BaseException | None) -> None:
+        """Keep a request without a complete answer. `error` is None if the client closed the connection."""
+        message = _CLIENT_GONE if error is None else message_of(error)
+        self._unanswered.append(
+            RecentRequest(request_id, tenant, outcome, error=_short(error), message=message[:MOST_MESSAGE_CHARACTERS])
+        )
+
+    def seen_by(self, tenant: "Tenant", *, answered: bool = True) -> Iterator[RecentRequest]:
+        """The answered or unanswered requests that a tenant may see, newest first: its own; an admin sees all."""
+        kept = self._answered if answered else self._unanswered
+        return (one for one in reversed(kept) if tenant.admin or one.tenant == tenant.name)
 
     def find(self, tenant: "Tenant", key: str) -> RecentRequest | None:
-        """A request by its key or its id, if the tenant may see it and it is still kept; of one id the last."""
-        return next((one for one in self.seen_by(tenant) if key in (one.key, one.id)), None)
+        """A request by key or id, or None if it is not kept or the tenant may not see it. Answered ones come first."""
+        seen = chain(self.seen_by(tenant), self.seen_by(tenant, answered=False))
+        return next((one for one in seen if key in (one.key, one.id)), None)
+
+
+_CLIENT_GONE = "the client closed the connection before the end of its answer"
+MOST_MESSAGE_CHARACTERS = 500
 
 
 def _bytes_of(report: ReuseReport | None) -> int:
@@ -308,7 +318,7 @@ def _bytes_of(report: ReuseReport | None) -> int:
 
 
 def _short(error: BaseException | None) -> str:
-    """An error without its text, which may quote the request."""
+    """An error without its message, which may quote the request."""
     if isinstance(error, HttpError):
         return f"{error.status_code} {error.code or ''}".strip()
     return "" if error is None else type(error).__name__
@@ -316,7 +326,7 @@ def _short(error: BaseException | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RequestMeta:
-    """What names a request in logs, metrics and traces: its id, its tenant, and its client's span, if there is one."""
+    """Identifies a request in logs, metrics and traces: its id, its tenant, and its client's span, if any."""
 
     request_id: str
     tenant: str
@@ -324,7 +334,7 @@ class RequestMeta:
 
 
 class Observer:
-    """One call for each request, when it has ended."""
+    """Reports ended requests to metrics, traces, log and the last requests: one call for each request."""
 
     def __init__(self, metrics: ServerMetrics, traces: OtelTraces | None) -> None:
         self.metrics = metrics
@@ -332,30 +342,30 @@ class Observer:
         self._traces = traces
 
     def answered(self, meta: RequestMeta, report: ReuseReport, *, finish_reason: str) -> None:
-        """It has its whole answer."""
+        """The request has its complete answer."""
         self.metrics.observe(report, finish_reason=finish_reason, tenant=meta.tenant)
         if self._traces is not None:
             self._traces.record(
                 report, request_id=meta.request_id, finish_reason=finish_reason, traceparent=meta.traceparent
             )
-        self.recent.add(meta.request_id, meta.tenant, Outcome.FINISHED, report, finish_reason=finish_reason)
+        self.recent.answered(meta.request_id, meta.tenant, report, finish_reason=finish_reason)
         log_request(Outcome.FINISHED, report, finish_reason=finish_reason)
 
     def failed(self, meta: RequestMeta, error: BaseException) -> None:
-        """It ended with an error."""
+        """The request ended with an error."""
         refused = isinstance(error, HttpError) and error.status_code < 500
         self._ended(meta, Outcome.REJECTED if refused else outcome_of(error), error)
 
     def given_up(self, meta: RequestMeta) -> None:
-        """Its client went before the answer's end."""
+        """The client closed the connection before the answer's end."""
         self._ended(meta, Outcome.ABORTED, None)
 
     def close(self) -> None:
-        """Send what is still to be sent."""
+        """Send pending traces."""
         if self._traces is not None:
             self._traces.close()
 
     def _ended(self, meta: RequestMeta, outcome: Outcome, error: BaseException | None) -> None:
         self.metrics.ended(outcome, tenant=meta.tenant)
-        self.recent.add(meta.request_id, meta.tenant, outcome, error=error)
+        self.recent.unanswered(meta.request_id, meta.tenant, outcome, error)
         log_request(outcome, error=error)

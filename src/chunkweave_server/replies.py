@@ -1,4 +1,4 @@
-"""The bodies of answers, as OpenAI's clients read them, and their streams, which end when the client goes."""
+"""Bodies of answers in OpenAI's form, and their streams, which end when the client disconnects."""
 
 import asyncio
 import json
@@ -22,10 +22,10 @@ from chunkweave_server.threads import ClientGoneError, unless_gone
 
 @dataclass(frozen=True, slots=True)
 class ReplyForm:
-    """How the answer to one request is written down: `chat` or as a plain completion.
+    """The form of one request's answer: `chat`, or a plain completion.
 
-    A stream `with_usage` ends with an event that counts tokens; it has no choice, and the others have `usage: null`.
-    `alternatives` of each token are wanted, None for no log-probabilities at all.
+    A stream `with_usage` ends with an event that has token counts and no choice; the other events have `usage: null`.
+    `alternatives` is the number of alternatives of each token; None: no log-probabilities.
     """
 
     chat: bool
@@ -37,7 +37,7 @@ class ReplyForm:
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def whole(self, choices: Sequence[Choice], end: AnswerEnd) -> dict[str, Any]:
-        """The body of an answer that is not streamed, of `choices` as `WholeChoices` has them."""
+        """The body of an answer that is not streamed; `choices` are those of `WholeChoices`."""
         kind = "chat.completion" if self.chat else "text_completion"
         body = self._frame(kind, [self._choice(one) for one in choices])
         return {**body, "usage": _usage(end), FIELD: dict(end.shown)}
@@ -45,10 +45,11 @@ class ReplyForm:
     async def events(
         self, running: RunningAnswer, first: Sequence[Choice], choices: int
     ) -> AsyncIterator[dict[str, Any]]:
-        """An answer of so many `choices` as the events of a stream; its `first` pieces have been read.
+        """The events of a streamed answer with this number of `choices`; its `first` pieces are already read.
 
-        What ends a choice waits for the next event, since the last one with a choice carries the report. That has no
-        event of its own: much code reads `choices[0]` of each, unless it wants usage.
+        An event that ends a choice is held back until the next one, since the last event with a choice carries the
+        report. The report has no event of its own, because much client code reads `choices[0]` of every event, unless
+        it asks for usage.
         """
         for index in range(choices if self.chat else 0):
             delta = {"role": "assistant", "content": ""}
@@ -62,7 +63,7 @@ class ReplyForm:
             held = self._event(list(map(self._piece, pieces)))
             if not _ends(held):
                 yield held
-        assert running.end is not None, "it came to its end"
+        assert running.end is not None, "the answer has ended"
         report = {FIELD: dict(running.end.shown)}
         if self.with_usage:
             yield held
@@ -114,12 +115,12 @@ def _ends(event: dict[str, Any]) -> bool:
 
 
 def _parsed(choice: Choice) -> dict[str, Any]:
-    """What parsers found in a choice, or a piece of one."""
+    """Results of vLLM's parsers in a choice, or in a piece of one."""
     return {name: choice[name] for name in ("tool_calls", "reasoning") if choice.get(name)}
 
 
 def _usage(end: AnswerEnd) -> dict[str, Any]:
-    """Token counts. What was computed again is not cached, though its chunk was found."""
+    """Token counts. Recomputed tokens do not count as cached, although their chunk was found."""
     report = end.report
     return {
         "prompt_tokens": report.prompt_tokens,
@@ -130,7 +131,7 @@ def _usage(end: AnswerEnd) -> dict[str, Any]:
 
 
 def chat_logprobs(logprobs: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Log-probabilities of a completion as a chat has them, with at most that many alternatives."""
+    """Log-probabilities of a completion in the form of a chat, with at most `most` alternatives."""
     tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
     return {
         "content": [
@@ -144,7 +145,7 @@ def chat_logprobs(logprobs: Mapping[str, Any], most: int) -> dict[str, Any]:
 
 
 def completion_logprobs(logprobs: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Log-probabilities with no more alternatives than were asked for, beside the token itself."""
+    """Log-probabilities with at most `most` alternatives in addition to the token itself."""
     tops = [
         top and {**{token: top[token] for token in (chosen,) if token in top}, **dict(_likeliest(top, most))}
         for chosen, top in zip(logprobs["tokens"], logprobs.get("top_logprobs") or [], strict=False)
@@ -153,7 +154,7 @@ def completion_logprobs(logprobs: Mapping[str, Any], most: int) -> dict[str, Any
 
 
 def _likeliest(top: Mapping[str, float], most: int) -> list[tuple[str, float]]:
-    """The likeliest: where vLLM names more, it begins with the chosen token, however unlikely that was."""
+    """The `most` likeliest tokens. Sorted, because vLLM puts the chosen token first, even if it is unlikely."""
     return sorted(top.items(), key=lambda one: -one[1])[:most]
 
 
@@ -165,16 +166,17 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """Server-sent events, as OpenAI's clients read them.
+    """Server-sent events in OpenAI's form.
 
-    What the client does not take in waits in the connection's buffer, a few pieces long, and where the events come
-    from, which an answer's length bounds. A client that takes in nothing for `stalled_s` seconds is given up.
+    Pieces that the client has not read yet wait in the connection's buffer, which holds a few, and at the source of the
+    events, where the answer's length bounds them. The connection of a client that reads nothing for `stalled_s` seconds
+    is closed.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, running: RunningAnswer, events: AsyncIterator[dict[str, Any]], *, stalled_s: float) -> None:
-        """A stream of `events`; `running` is closed at its end, however that comes."""
+        """A stream of `events`. It closes `running` at the end, also after an error or a disconnect."""
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._running = running
@@ -182,7 +184,7 @@ class EventStream(Response):
         self._stalled_s = stalled_s
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
-        """Send events until they end or the client goes; either way the request is over afterwards."""
+        """Send events until they end or the client disconnects. Closes the request."""
         try:
             with suppress(ClientGoneError, TimeoutError):
                 await unless_gone(receive, self._send_all(send))
@@ -200,7 +202,7 @@ class EventStream(Response):
         try:
             async for one in self._read:
                 yield _event(one)
-        except (ChunkweaveError, HttpError) as error:  # the status is sent: what is left is to say so in the stream
+        except (ChunkweaveError, HttpError) as error:  # the status is already sent: report the error in the stream
             yield _event(http_error_of(error).body)
         yield _DONE
 

@@ -1,4 +1,4 @@
-"""The bodies of requests, the same for both backends: what is read, what is refused, and in which words."""
+"""Request bodies and their checks, the same for both backends."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from chunkweave_server.errors import HttpError
 from chunkweave_server.settings import LimitSettings
 
 _PASSED_ON = ("temperature", "top_p", "seed", "stop", "frequency_penalty", "presence_penalty", "best_of", "user")
-"""Fields that are read here and go to vLLM as they are."""
+"""Fields that are validated here and passed to vLLM unchanged."""
 
 _VLLM_ONLY = (
     "n",
@@ -41,7 +41,7 @@ _VLLM_ONLY = (
     "parallel_tool_calls",
     "chat_template_kwargs",
 )
-"""Fields that the engine backend takes only with the values that they have when left out."""
+"""Fields that the engine backend accepts only with their default values."""
 
 _VLLM_USUAL: Mapping[str, Any] = {
     "add_generation_prompt": True,
@@ -62,51 +62,52 @@ _VLLM_USUAL: Mapping[str, Any] = {
     "stream_reasoning": True,
     "use_beam_search": False,
 }
-"""Further fields of vLLM's, SGLang's and OpenAI's with what they are when left out. vLLM's router writes many of them
-into every request; so said they change nothing here.
+"""Further fields of vLLM, SGLang and OpenAI with their default values. The engine backend accepts only these values.
+
+vLLM's router writes many of these fields into every request.
 """
 
 _MOST_STOPS = 4
 
 
 _MOST_FIELDS = 256
-"""Of an object with named fields; further ones are vLLM's."""
+"""Most fields of an object, including further fields for vLLM."""
 
 
 def _given(data: Any) -> Any:
-    """The fields of an object; those that are null count as left out, as with OpenAI."""
+    """The fields of an object without null ones, which count as left out, as in OpenAI's API."""
     if not isinstance(data, dict):
         return data
     if len(data) > _MOST_FIELDS:
-        raise ValueError(f"an object may have {_MOST_FIELDS} fields, not {len(data)}")
+        raise ValueError(f"an object may have at most {_MOST_FIELDS} fields, not {len(data)}")
     return {key: value for key, value in data.items() if value is not None}
 
 
 Text = str
 Name = Annotated[Text, Field(min_length=1, max_length=512)]
 Label = Annotated[Text, Field(max_length=512)]
-"""A text that is kept longer than its request, or only names something."""
+"""A short text: a name, or a text that is kept longer than its request."""
 Title = Annotated[Text, Field(max_length=1024)]
 
 
 class Body(BaseModel):
-    """What every body has in common: no coercion, no field that is not named here.
+    """Base of all bodies: no coercion, no unknown fields.
 
-    Every list has a largest length and is refused at its first wrong element.
+    Every list has a maximum length and is refused at its first invalid element.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     most_values: ClassVar[int] = 100_000
-    """In all its lists and objects; more are refused before they are parsed."""
+    """Most values in all its lists and objects; bodies with more are refused before they are parsed."""
 
     _only_given = model_validator(mode="before")(_given)
 
 
 class Document(Body):
-    """A chunk of the prompt. A title becomes a line before the text; the id is for reports.
+    """A chunk of the prompt. A title becomes a line before the text; the id is used in reports.
 
-    LangChain's documents are taken as they are: `page_content`, and `metadata` that may have a title and a source.
+    LangChain's documents are accepted too: `page_content`, and `metadata` with optional `title` and `source`.
     """
 
     text: Text
@@ -120,48 +121,48 @@ class Document(Body):
             return data
         metadata = data.get("metadata") or {}
         if not isinstance(metadata, dict):
-            raise ValueError("metadata has to be an object")
+            raise ValueError("metadata must be an object")
         named = {"title": metadata.get("title"), "id": metadata.get("source")}
         own = {key: value for key, value in data.items() if key not in ("page_content", "metadata", "type")}
-        told = {key: value for key, value in named.items() if isinstance(value, str) and own.get(key) is None}
-        return {**own, **told, "text": data["page_content"]}
+        from_metadata = {key: value for key, value in named.items() if isinstance(value, str) and own.get(key) is None}
+        return {**own, **from_metadata, "text": data["page_content"]}
 
 
 Documents = Annotated[list[Text | Document], Field(max_length=10_000, fail_fast=True)]
 
 
 class TextPart(Body):
-    """A piece of a message's content."""
+    """A text part of a message's content."""
 
     type: Literal["text"]
     text: Text
 
 
 class CalledFunction(Body):
-    """The function of a tool's call; `arguments` are JSON, an object."""
+    """The function of a tool call; `arguments` is a JSON object as text."""
 
     name: Name
     arguments: Text
 
     @property
     def parsed(self) -> dict[str, Any]:
-        """The arguments as chat templates read them.
+        """The arguments as an object, for chat templates.
 
         Raises:
-            HttpError: they are no object.
+            HttpError: 400, they are not a JSON object.
         """
         try:
             found = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict) or nested_too_deeply(found):
-            message = f"the arguments of a call of {self.name} are no JSON object"
+            message = f"the arguments of a call of {self.name} are not a JSON object"
             raise HttpError(400, message, param="messages")
         return found
 
 
 class ToolCall(Body):
-    """One call of a tool, as the assistant made it."""
+    """One tool call of the assistant."""
 
     id: Label = ""
     type: Literal["function"] = "function"
@@ -187,15 +188,15 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """The content as one text; parts are lines of their own."""
+        """The content as one text; each part becomes a line."""
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
     @property
     def rendered(self) -> dict[str, Any]:
-        """As chat templates read it.
+        """The message in the form that chat templates read.
 
         Raises:
-            HttpError: arguments of a tool's call are no object.
+            HttpError: 400, the arguments of a tool call are not a JSON object.
         """
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.tool_calls:
@@ -209,7 +210,7 @@ class Message(Body):
 
 
 class StreamOptions(Body):
-    """What a stream ends with."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
@@ -219,7 +220,7 @@ def _quality(value: Any) -> str:
 
 
 def _with_methods(schema: dict[str, Any]) -> None:
-    """A method's name, or one with settings after colons."""
+    """Add the pattern of methods to the schema: a name, optionally with settings after colons."""
     schema["pattern"] = f"^({'|'.join(METHODS.names)})(:[a-z0-9=-]+)*$"
     schema["examples"] = list(METHODS.names)
 
@@ -229,7 +230,7 @@ def _focus(value: Any) -> bool:
 
 
 class ReuseField(Body):
-    """How chunks are reused, and where they come from."""
+    """`chunkweave` in a request: reuse, conversation and corpus."""
 
     method: Annotated[str, BeforeValidator(checked_method), Field(json_schema_extra=_with_methods)] | None = None
     recompute_ratio: Annotated[float, BeforeValidator(checked_ratio), Field(ge=0, le=1)] | None = None
@@ -258,21 +259,21 @@ class ReuseField(Body):
 
     @property
     def method_request(self) -> MethodRequest:
-        """What it says about the method."""
+        """The fields about the method."""
         given = (self.recompute_ratio, self.check_layers, self.alpha, self.focus)
         return MethodRequest.of(self.method, self.quality, *given)
 
 
-assert set(ChunkOrder) == {"free", "fixed"}, "the schema names the orders there are"
+assert set(ChunkOrder) == {"free", "fixed"}, "the schema must list all orders"
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The question: the last message, and the instruction if one was given.
+    """The question: the user's last message, and the instruction if one is given.
 
-    `earlier` questions of the same conversation were sent along with it. If no server keeps that, they are in `history`
-    with their answers. Where tools were called, `exchanges` are all messages behind each of these questions, and behind
-    this one.
+    `earlier` counts the questions sent before it in a conversation that the server keeps. In other requests they are in
+    `history`, with their answers. If tools were called, `exchanges` has all messages after each of these questions and
+    after this one.
     """
 
     text: str
@@ -286,7 +287,7 @@ Stop = Annotated[Text, Field(min_length=1, max_length=1024)]
 
 
 class _CompletionBody(Body):
-    """What chat and plain completions have in common. Fields that are not named here are the backend's to check."""
+    """Fields of both chat and plain completions. The backend checks fields that are not named here."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -317,33 +318,33 @@ class _CompletionBody(Body):
         if self.chunkweave.corpus is None and self.chunkweave.top_k is not None:
             raise ValueError("chunkweave.top_k can only be given with chunkweave.corpus")
         if self.chunkweave.conversation_id is not None and self.n > 1:
-            raise ValueError("a conversation goes on from one answer: n must be 1")
+            raise ValueError("a conversation continues from one answer: n must be 1")
         return self
 
     @property
     def answer_tokens(self) -> int | None:
-        """Most tokens of the answer, if the request says."""
+        """Most tokens of the answer; None if the request sets no limit."""
         return self.max_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The texts that end the answer."""
+        """The stop texts."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with an event that counts tokens."""
+        """Whether a stream ends with an event of token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def passed_on(self) -> dict[str, Any]:
-        """Fields that go to vLLM as they are."""
+        """Fields that are passed to vLLM unchanged."""
         given = {name: getattr(self, name) for name in _PASSED_ON if name in self.model_fields_set}
         return {**given, **(self.model_extra or {})}
 
     @property
     def only_for_vllm(self) -> list[str]:
-        """Fields, given with a value that means something, that our own engine does not take."""
+        """Given fields that our own engine does not support, except those with their default value."""
         typed = [name for name in _VLLM_ONLY if name in type(self).model_fields]
         return [
             *(name for name, value in (self.model_extra or {}).items() if not _as_left_out(name, value)),
@@ -352,7 +353,7 @@ class _CompletionBody(Body):
 
 
 def _as_left_out(name: str, value: Any) -> bool:
-    """Whether a field of vLLM's is given with the value that it has when left out."""
+    """Whether a field of vLLM has its default value."""
     return name in _VLLM_USUAL and value == _VLLM_USUAL[name]
 
 
@@ -372,11 +373,11 @@ class ChatBody(_CompletionBody):
     def _shallow_for_templates(self) -> "ChatBody":
         for name in ("tools", "tool_choice", "chat_template_kwargs"):
             if name in self.model_fields_set and nested_too_deeply({name: getattr(self, name)}):
-                raise ValueError(f"{name} may have {MOST_LEVELS} levels inside each other, and no more")
+                raise ValueError(f"{name} may be nested at most {MOST_LEVELS} levels deep")
         if "tools" in self.chat_template_kwargs:
-            raise ValueError("chat_template_kwargs cannot have tools: they have a field of their own")
+            raise ValueError("chat_template_kwargs cannot contain tools: use the field tools")
         if self.chunkweave.conversation_id is not None and (self.tools or self.chat_template_kwargs):
-            raise ValueError("in a conversation that the server keeps there are no tools and no chat_template_kwargs")
+            raise ValueError("with chunkweave.conversation_id, tools and chat_template_kwargs are not supported")
         return self
 
     @model_validator(mode="after")
@@ -392,16 +393,16 @@ class ChatBody(_CompletionBody):
 
     @property
     def alternatives(self) -> int | None:
-        """How many alternatives of each token are wanted; 0 is the token alone, None no log-probabilities."""
+        """Number of alternatives of each token; 0: only the token; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
     @property
     def texts_with_documents(self) -> list[str]:
-        """The texts in which documents may be marked."""
+        """The texts that may contain marked documents."""
         return [self.messages[place].text for place in self._places]
 
     def with_texts(self, texts: Sequence[str]) -> Self:
-        """The same request with others in the place of `texts_with_documents`."""
+        """The same request with `texts` instead of `texts_with_documents`."""
         messages = list(self.messages)
         for place, text in zip(self._places, texts, strict=True):
             messages[place] = messages[place].model_copy(update={"content": text})
@@ -409,26 +410,26 @@ class ChatBody(_CompletionBody):
 
     @property
     def _places(self) -> list[int]:
-        """Of the instruction and of the question."""
+        """Positions of the instruction and of the question in `messages`."""
         last = self._asked_at
         return sorted({last, *([0] if self.messages[0].role in ("system", "developer") else [])})
 
     @property
     def _asked_at(self) -> int:
-        """The place of the user's last message; of the last one if none is the user's."""
+        """Position of the user's last message; of the last message if none is the user's."""
         places = [place for place, message in enumerate(self.messages) if message.role == "user"]
         return places[-1] if places else len(self.messages) - 1
 
     @property
     def question(self) -> Question:
-        """The system message, if there is one, is the instruction; the user's last message is the question.
+        """The question in the messages: the user's last message. A system message at the start is the instruction.
 
-        Earlier turns may stand between them. In a conversation that this server keeps they only say which turn this is.
-        Else they are turns of the prompt, and have to alternate: folded into the question they would make another
-        prompt than the one that was meant. Behind each question the assistant may have called tools, and been answered.
+        Earlier turns may come between them. In a conversation that this server keeps they only give the turn's number.
+        In other requests they become turns of the prompt, and user and assistant must alternate. After each question
+        there may be tool calls of the assistant with their results.
 
         Raises:
-            HttpError: nothing is asked, or messages mean nothing here.
+            HttpError: 400, the question is missing or empty, or the messages have an unsupported sequence.
         """
         messages = list(self.messages)
         system = messages.pop(0).text if messages[0].role in ("system", "developer") else None
@@ -443,11 +444,11 @@ class ChatBody(_CompletionBody):
         turns = _turns(messages)
         if self.chunkweave.conversation_id is not None:
             if with_tools:
-                message = "in a conversation that the server keeps there are no messages of tools"
+                message = "with chunkweave.conversation_id, messages of tools are not supported"
                 raise HttpError(400, message, param="messages")
             return Question(asked, system, sum(message.role == "user" for message in messages[:-1]))
         if turns is None:
-            message = "earlier turns are questions with their answers: user's and assistant's messages alternate"
+            message = "earlier turns must be questions with their answers: messages of user and assistant alternate"
             raise HttpError(400, message, param="messages", code="unsupported_conversation")
         history = tuple((question.text, behind[-1].text) for question, behind in turns[:-1])
         exchanges = tuple(behind for _, behind in turns) if with_tools else ()
@@ -458,10 +459,10 @@ _Turns = Sequence[tuple[Message, tuple[Message, ...]]]
 
 
 def _turns(messages: Sequence[Message]) -> _Turns | None:
-    """Each question with the messages behind it; None if they are no turns.
+    """Each question with the messages after it; None if the messages are not turns.
 
-    Behind a question stands its answer. Before that, and behind the last one, there may be calls of tools, each with
-    what those said.
+    A question is followed by its answer. Before the answer, and after the last question, there may be tool calls, each
+    followed by the tools' results.
     """
     turns: list[tuple[Message, tuple[Message, ...]]] = []
     for message in messages:
@@ -497,21 +498,25 @@ class PromptBody(_CompletionBody):
 
     @property
     def alternatives(self) -> int | None:
-        """How many alternatives of each token are wanted; 0 is the token alone, None no log-probabilities."""
+        """Number of alternatives of each token; 0: only the token; None: no log-probabilities."""
         return self.logprobs
 
     @property
     def texts_with_documents(self) -> list[str]:
-        """The text in which documents may be marked."""
+        """The text that may contain marked documents."""
         return [self._text]
 
     def with_texts(self, texts: Sequence[str]) -> Self:
-        """The same request with another text."""
+        """The same request with another prompt."""
         return self.model_copy(update={"prompt": texts[0]})
 
     @property
     def question(self) -> Question:
-        """The one prompt."""
+        """The prompt as a question.
+
+        Raises:
+            HttpError: 400, the prompt is empty.
+        """
         if not self._text.strip():
             raise HttpError(400, "the prompt is empty", param="prompt")
         return Question(self._text)
@@ -522,7 +527,7 @@ class PromptBody(_CompletionBody):
 
 
 CompletionBody = ChatBody | PromptBody
-"""What both backends answer."""
+"""The requests that both backends answer."""
 
 
 class CorpusBody(Body):
@@ -539,9 +544,9 @@ _MOST_METADATA_BYTES = 16 << 10
 
 def _small(metadata: dict[str, Any]) -> dict[str, Any]:
     if nested_too_deeply(metadata):
-        raise ValueError(f"metadata may have {MOST_LEVELS} levels inside each other, and no more")
+        raise ValueError(f"metadata may be nested at most {MOST_LEVELS} levels deep")
     if (size := len(json.dumps(metadata))) > _MOST_METADATA_BYTES:
-        raise ValueError(f"metadata may have {_MOST_METADATA_BYTES} bytes as JSON, not {size}")
+        raise ValueError(f"metadata may have at most {_MOST_METADATA_BYTES} bytes as JSON, not {size}")
     return metadata
 
 
@@ -571,7 +576,7 @@ class SearchBody(Body):
 
 
 class ChunksBody(Body):
-    """Which chunks a cache command is about."""
+    """The chunks of a cache command."""
 
     documents: Documents = []
     corpus: Name | None = None
@@ -591,10 +596,10 @@ class ClearBody(ChunksBody):
 
 
 def refuse_for_engine(body: CompletionBody) -> None:
-    """Refuse what our own engine does not take.
+    """Refuse what our own engine does not support.
 
     Raises:
-        HttpError: 400; fields that only vLLM knows are all named.
+        HttpError: 400; the message names all unsupported fields.
     """
     if unsupported := body.only_for_vllm:
         message = f"not supported by the engine backend: {', '.join(unsupported)}; vLLM's fields need --backend vllm"
@@ -609,23 +614,23 @@ def refuse_for_engine(body: CompletionBody) -> None:
 
 
 def check_limits(body: CompletionBody, limits: LimitSettings, *, calibrated: bool) -> int:
-    """Hold a request against what it may ask for; returns the most tokens of its answer.
+    """Check a request against the limits; returns the most tokens of its answer.
 
     Raises:
-        HttpError: 400, more documents, chunks or tokens than a request may have, a salt of the client's own for what a
-            corpus has, or a quality that this model was not `calibrated` for.
+        HttpError: 400, too many documents, chunks or tokens, `cache_salt` together with a corpus, or a quality although
+            the model was not `calibrated`.
     """
     check_documents(len(body.documents), limits)
     reuse = body.chunkweave
     if reuse.corpus is not None and body.cache_salt:
-        message = "cache_salt cannot be given with chunkweave.corpus: its removal has to find all KV"
+        message = "cache_salt cannot be given with chunkweave.corpus: removing a document must find all its KV"
         raise HttpError(400, message, param="cache_salt")
     if reuse.top_k is not None and reuse.top_k > limits.max_documents:
         message = f"chunkweave.top_k must be at most {limits.max_documents}"
         raise HttpError(400, message, param="chunkweave.top_k")
-    # The engine's own words name the model's folder.
+    # Checked here, because the engine's message has the model's folder.
     if reuse.quality not in (None, "exact") and reuse.method is None and not calibrated:
-        message = "this model was not calibrated: quality can only be 'exact'; or name a method"
+        message = "this model was not calibrated: give quality 'exact' or a method"
         raise HttpError(400, message, param="chunkweave.quality", code="not_calibrated")
     most, given = limits.max_answer_tokens, body.answer_tokens
     if given is not None and given > most:
@@ -637,22 +642,22 @@ def check_documents(count: int, limits: LimitSettings) -> None:
     """Refuse more documents than a request may have.
 
     Raises:
-        HttpError: 400.
+        HttpError: 400, too many documents.
     """
     if count > limits.max_documents:
-        message = f"a request may have {limits.max_documents} documents, not {count}"
+        message = f"a request may have at most {limits.max_documents} documents, not {count}"
         raise HttpError(400, message, param="documents", code="too_many_documents")
 
 
 def turn_of(body: CompletionBody, question: Question) -> int | None:
-    """The number of the conversation's turn, from 1, if the request says it or sends the earlier questions.
+    """The number of the conversation's turn, from 1, if the request gives it or sends the earlier questions.
 
     Raises:
-        HttpError: 400, it says two different ones.
+        HttpError: 400, `turn` differs from the number of questions sent.
     """
     said, sent = body.chunkweave.turn, question.earlier + 1 if question.earlier else None
     if None not in (said, sent) and said != sent:
-        message = f"chunkweave.turn is {said}, but the messages hold {question.earlier} earlier questions"
+        message = f"chunkweave.turn is {said}, but the messages contain {question.earlier} earlier questions"
         raise HttpError(400, message, param="chunkweave.turn")
     return sent if said is None else said
 
@@ -661,7 +666,7 @@ def chunks_of(documents: Sequence[str | Document]) -> tuple[Chunk, ...]:
     """Documents of a request as chunks of the prompt.
 
     Raises:
-        HttpError: one has no text.
+        HttpError: 400, a document is empty.
     """
     chunks = []
     for place, one in enumerate(documents):

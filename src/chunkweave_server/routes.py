@@ -3,27 +3,28 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from math import ceil, isfinite
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
 from fastapi import APIRouter, File, Query, Request, UploadFile
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 
 import chunkweave
-from chunkweave.errors import NotRemovedError
+from chunkweave.errors import DocumentError, NotRemovedError
 from chunkweave.prompt.documents import SplitConfig
 from chunkweave.retrieval.corpus import CorpusChange
-from chunkweave.retrieval.documents import MOST_DOCUMENTS, CorpusDocument, check_text_bytes, parse_corpus_documents
+from chunkweave.retrieval.documents import MOST_DOCUMENTS, CorpusDocument, check_text_bytes
 from chunkweave.retrieval.indexes import IndexKind, usual_top_k
+from chunkweave.retrieval.reading import FileRead, documents_of, rows_of, without_repeated
 from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.types import Chunk
 from chunkweave_server.backend import Forgotten
 from chunkweave_server.bodies import NOTHING_NAMED, BodyRoute, say_that_nothing_was_named
 from chunkweave_server.corpora import joined
-from chunkweave_server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses
+from chunkweave_server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses, invalid_request
 from chunkweave_server.gate import NEEDS_KEY, OfTenant
 from chunkweave_server.markers import with_marked_documents
 from chunkweave_server.metrics import CONTENT_TYPE
@@ -48,17 +49,25 @@ from chunkweave_server.tenants import Tenant
 from chunkweave_server.threads import in_thread, to_its_end, unless_gone
 
 WITHOUT_KEY = (("GET", "/health"), ("GET", "/ready"), ("GET", "/version"))
-"""Methods and paths that need no key: probes ask for them."""
+"""Methods and paths that need no key: probes use them."""
 
 
 class AnswerRoute(BodyRoute):
-    """A route whose requests without documents go to vLLM untouched, if there is a vLLM."""
+    """A route that forwards requests without documents to vLLM unchanged, if the backend is vLLM."""
 
     async def read(self, request: Request, kind: type[Body]) -> Request | Response:
-        """The request with a valid body, or vLLM's answer to it."""
+        """The request with a validated body, or vLLM's response."""
         service: Service = request.app.state.service
         passed = None if service.backend.passthrough is None else await service.backend.passthrough.plain(request)
-        return await super().read(request, kind) if passed is None else passed
+        if passed is not None:
+            return passed
+        try:
+            return await super().read(request, kind)
+        except (HttpError, RequestValidationError) as error:
+            refused = error if isinstance(error, HttpError) else invalid_request(error.errors(), error.body)
+            if service.parts is not None:
+                service.parts.observer.failed(_meta(request), refused)
+            raise refused from error
 
 
 completions = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY, route_class=AnswerRoute)
@@ -66,7 +75,7 @@ completions = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY, 
 
 @completions.post("/chat/completions", responses={**STREAMED, **error_responses(400, 404, 409, 429, 503, 504)})
 async def chat(body: ChatBody, request: Request, service: AnyService, parts: ReadyParts, tenant: OfTenant) -> Response:
-    """Answer the user's message over `documents`, over what a corpus has about it, or over nothing."""
+    """Answer the user's message with `documents`, with chunks of a corpus, or without documents."""
     return await _answered(body, request, service, parts, tenant)
 
 
@@ -74,7 +83,7 @@ async def chat(body: ChatBody, request: Request, service: AnyService, parts: Rea
 async def complete(
     body: PromptBody, request: Request, service: AnyService, parts: ReadyParts, tenant: OfTenant
 ) -> Response:
-    """The same for one prompt: it is the question of a chat without a system message."""
+    """Answer one prompt: the same as a chat with this question and no system message."""
     return await _answered(body, request, service, parts, tenant)
 
 
@@ -83,12 +92,12 @@ async def _answered(body: CompletionBody, request: Request, service: Service, pa
     if tag := service.settings.requests.document_tag:
         body = with_marked_documents(body, tag, service.settings.limits)
     form = ReplyForm(isinstance(body, ChatBody), model, body.with_usage, body.return_token_ids, body.alternatives)
-    meta = RequestMeta(request.state.request_id, tenant.name, request.headers.get("traceparent"))
+    meta = _meta(request)
     running = await unless_gone(request.receive, parts.answering.start(tenant, body, meta))
     response: Response
     if body.stream:
         try:
-            # Before the first piece there is still a status that can say what went wrong.
+            # Until the first piece has arrived, an error can still set the status.
             first = await unless_gone(request.receive, anext(running))
         except BaseException:
             await running.aclose()
@@ -100,13 +109,17 @@ async def _answered(body: CompletionBody, request: Request, service: Service, pa
             choices = await unless_gone(request.receive, running.whole())
         finally:
             await running.aclose()
-        assert running.end is not None, "it came to its end"
+        assert running.end is not None, "the answer has ended"
         response = JSONResponse(form.whole(choices, running.end))
     reuse = body.chunkweave
     if not (body.documents or reuse.corpus or reuse.conversation_id or body.question.history):
         say_that_nothing_was_named()
         response.headers.append(*NOTHING_NAMED)
     return response
+
+
+def _meta(request: Request) -> RequestMeta:
+    return RequestMeta(request.state.request_id, request.state.tenant.name, request.headers.get("traceparent"))
 
 
 models = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY)
@@ -120,9 +133,9 @@ async def list_models(service: AnyService) -> dict[str, Any]:
 
 @models.get("/models/{name}", responses=error_responses(404, 503))
 async def get_model(name: str, service: AnyService) -> dict[str, Any]:
-    """The model, if it is called so."""
+    """The model of this name."""
     if name != service.backend.name:
-        message = f"no model {name!r}: this server has {service.backend.name!r}"
+        message = f"no model {name!r}: this server serves {service.backend.name!r}"
         raise HttpError(404, message, param="model", code="model_not_found")
     return _model(service)
 
@@ -145,7 +158,7 @@ async def list_corpora(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
 
 @corpora.post("", status_code=201, responses=error_responses(400, 403, 409, 503, 507))
 async def create_corpus(body: CorpusBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
-    """Make an empty corpus."""
+    """Create an empty corpus."""
     split = SplitConfig(body.chunk_tokens, body.overlap_tokens)
     kind = None if body.index is None else IndexKind(body.index)
     return (await to_its_end(parts.corpora.create(tenant, body.name, split, kind))).as_dict()
@@ -159,7 +172,7 @@ async def get_corpus(name: str, parts: ReadyParts, tenant: OfTenant) -> dict[str
 
 @corpora.delete("/{name}", responses=error_responses(403, 404, 503, 507))
 async def delete_corpus(name: str, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
-    """Remove a corpus, and the KV of its chunks from every tier."""
+    """Delete a corpus, and remove the KV of its chunks from every tier."""
 
     async def work() -> Forgotten:
         return await parts.answering.forget(tenant, await parts.corpora.delete(tenant, name))
@@ -187,7 +200,7 @@ async def list_documents(
 async def add_documents(
     name: str, body: IngestBody, request: Request, parts: ReadyParts, tenant: OfTenant
 ) -> dict[str, Any]:
-    """Add texts; with `update` replace documents that have changed. An id that is not given is a hash of the text."""
+    """Add texts; with `update`, replace changed documents. The default id is a hash of the text."""
 
     async def work() -> dict[str, Any]:
         documents = await parts.corpora.changing.run(tenant.name, lambda: [_document(one) for one in body.documents])
@@ -197,7 +210,7 @@ async def add_documents(
         return await unless_gone(request.receive, work())
 
 
-@corpora.post("/{name}/documents/files", responses=error_responses(400, 403, 404, 409, 503, 507))
+@corpora.post("/{name}/documents/files", responses=error_responses(400, 403, 404, 409, 415, 503, 507))
 async def add_files(
     name: str,
     files: Annotated[list[UploadFile], File()],
@@ -205,26 +218,51 @@ async def add_files(
     parts: ReadyParts,
     tenant: OfTenant,
     update: bool = False,
+    strict: bool = False,
 ) -> dict[str, Any]:
-    """Add files: `.txt`, `.md` and the like, a document each, called as the file; `.jsonl`, a document a line."""
+    """Add files to a corpus.
+
+    A text, Markdown, CSV, HTML, PDF or DOCX file becomes one document with the file's name; a JSON lines file, one
+    document for each line. Unreadable files are left out, and `files` has the reason; with `strict` nothing is added
+    then.
+    """
 
     async def work() -> dict[str, Any]:
-        documents: list[CorpusDocument] = []
+        parts.corpora.get(tenant, name, to_change=True)
+        reads: list[FileRead] = []
         for file in files:
             data, called = await file.read(), PurePosixPath((file.filename or "").replace("\\", "/")).name
             if not called:
                 raise HttpError(400, "an uploaded file has no name", param="files")
-            documents += await parts.corpora.changing.run(tenant.name, partial(parse_corpus_documents, called, data))
-            if len(documents) > MOST_DOCUMENTS:
-                raise HttpError(400, f"an upload may have {MOST_DOCUMENTS} documents", param="files")
-        return await _ingested(name, documents, update, parts, tenant)
+            reads.append(await parts.corpora.read(tenant, called, data))
+            if sum(len(read.documents) for read in reads) > MOST_DOCUMENTS:
+                raise HttpError(400, f"an upload may have at most {MOST_DOCUMENTS} documents", param="files")
+        reads = without_repeated(reads)
+        done = await _ingested(name, _readable(reads, strict), update, parts, tenant)
+        changes = {what: done[what] for what in ("added", "replaced", "unchanged")}
+        return {**done, "files": rows_of(reads, changes)}
 
     return await unless_gone(request.receive, work())
 
 
+def _readable(reads: Sequence[FileRead], strict: bool) -> list[CorpusDocument]:
+    """The documents of uploaded files.
+
+    Raises:
+        HttpError: no file could be read, or with `strict` not all: 415 if a file's kind is unsupported, else 400.
+    """
+    try:
+        return documents_of(reads, strict=strict)
+    except DocumentError as error:
+        unreadable = any(read.unreadable for read in reads)
+        status, code = (415, "unreadable_file") if unreadable else (400, "bad_file")
+        more = {"files": rows_of(reads, {})}
+        raise HttpError(status, str(error), param="files", code=code, more=more) from error
+
+
 @corpora.delete("/{name}/documents/{document:path}", responses=error_responses(403, 404, 503, 507))
 async def delete_document(name: str, document: str, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
-    """Remove a document, and the KV of what no other document has from every tier."""
+    """Delete a document, and remove the KV of chunks that no other document has from every tier."""
     served = parts.corpora.get(tenant, name, to_change=True)
 
     async def work() -> Forgotten:
@@ -238,7 +276,7 @@ async def delete_document(name: str, document: str, parts: ReadyParts, tenant: O
 
 @corpora.post("/{name}/search", responses=error_responses(400, 404, 503))
 async def search(name: str, body: SearchBody, request: Request, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
-    """The chunks that are nearest to a question, the best first; six, or all there are, where `top_k` is left out."""
+    """The chunks nearest to a question, best first. Default of `top_k`: 6, or all if there are fewer."""
 
     async def work() -> Sequence[RetrievedChunk]:
         await parts.answering.check_length(tenant, body.query)
@@ -263,19 +301,19 @@ def _document(one: str | IngestedDocument) -> CorpusDocument:
 async def _ingested(
     name: str, documents: Sequence[CorpusDocument], update: bool, parts: Parts, tenant: Tenant
 ) -> dict[str, Any]:
-    """Add documents to a corpus; what is replaced is forgotten too, however this ends."""
+    """Add documents to a corpus. Removes the KV of replaced documents, also after an error or a cancellation."""
     served = parts.corpora.get(tenant, name, to_change=True)
     changes: list[CorpusChange] = []
     try:
         await parts.corpora.ingest(tenant, served, documents, changes, update=update)
     except BaseException:
-        with suppress(NotRemovedError):  # logged, and tried again by the store
+        with suppress(NotRemovedError):  # logged; the store retries it
             await to_its_end(_forget_gone(joined(changes), parts, tenant))
         raise
     change, left = joined(changes), 0
     try:
         removed = await to_its_end(_forget_gone(change, parts, tenant))
-    except NotRemovedError as error:  # the documents are in place all the same
+    except NotRemovedError as error:  # the documents were added nevertheless
         removed, left = Forgotten(error.removed), error.left
     changed = {"added": change.added, "replaced": change.replaced, "unchanged": change.unchanged}
     return {
@@ -295,14 +333,17 @@ cache = APIRouter(prefix="/v1/cache", tags=["cache"], dependencies=NEEDS_KEY, ro
 
 @cache.get("", responses=error_responses(503))
 async def stats(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
-    """What your answers reused so far; for admins also what the backend holds and does."""
-    shown: dict[str, Any] = {"tenant": asdict(parts.answering.counts[tenant.name])}
-    return {**shown, **await in_thread(parts.backend.cache.stats)} if tenant.admin else shown
+    """Totals of your answers; for admins also those of all tenants, and statistics of the backend."""
+    shown: dict[str, Any] = {"tenant": parts.answering.counts[tenant.name].as_dict()}
+    if not tenant.admin:
+        return shown
+    all_tenants = {"all_tenants": parts.answering.counted(tenant).as_dict()}
+    return {**shown, **all_tenants, **await in_thread(parts.backend.cache.stats)}
 
 
 @cache.post("/warm", responses=error_responses(400, 404, 502, 503))
 async def warm(body: ChunksBody, request: Request, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
-    """Compute what is not stored of documents, or of a whole corpus, before somebody asks."""
+    """Compute missing chunks of documents or of a corpus ahead of requests."""
     begin = parts.backend.cache.warm
     with parts.limits.occupy(tenant.name):
         chunks = await _chunks(body, parts, tenant)
@@ -312,7 +353,7 @@ async def warm(body: ChunksBody, request: Request, parts: ReadyParts, tenant: Of
 
 @cache.post("/pin", responses=error_responses(400, 403, 404, 501, 503))
 async def pin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
-    """Keep what is stored of documents or of a corpus from eviction, until it is unpinned or the server ends."""
+    """Protect the stored KV of documents or of a corpus from eviction, until it is unpinned or the server stops."""
     commands = parts.backend.cache
     with parts.limits.occupy(tenant.name):
         chunks = await _chunks(body, parts, tenant)
@@ -322,7 +363,7 @@ async def pin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str
 
 @cache.post("/unpin", responses=error_responses(400, 404, 501, 503))
 async def unpin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
-    """Take pins back."""
+    """Remove pins."""
     commands = parts.backend.cache
     with parts.limits.occupy(tenant.name):
         chunks = await _chunks(body, parts, tenant)
@@ -332,7 +373,7 @@ async def unpin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[s
 
 @cache.post("/clear", responses=error_responses(400, 403, 404, 503))
 async def clear(body: ClearBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
-    """Remove what is stored of documents or of a corpus from every tier; `everything` of all tenants is for admins."""
+    """Remove the KV of documents or of a corpus from every tier; for admins, `everything` of all tenants."""
     if body.everything and not tenant.admin:
         raise HttpError(403, "only an admin may clear everything: name documents or a corpus", code="not_admin")
     commands = parts.backend.cache
@@ -344,11 +385,11 @@ async def clear(body: ClearBody, parts: ReadyParts, tenant: OfTenant) -> dict[st
 
 
 async def _chunks(body: ChunksBody, parts: Parts, tenant: Tenant) -> Sequence[Chunk]:
-    """The chunks that a command is about.
+    """The chunks of a command.
 
     Raises:
-        HttpError: none are named, too many, or a corpus that is not there.
-        PromptTooLongError: a document is longer than any prompt may be.
+        HttpError: no documents or too many, or an unknown corpus.
+        PromptTooLongError: a document is longer than any prompt.
     """
     if body.corpus is not None:
         async with parts.corpora.locked(parts.corpora.get(tenant, body.corpus)) as served:
@@ -367,27 +408,27 @@ operation = APIRouter(tags=["operation"], dependencies=NEEDS_KEY)
 
 @operation.get("/metrics", response_class=Response, responses=error_responses(401, 403, 503))
 async def metrics(parts: ReadyParts, tenant: OfTenant) -> Response:
-    """Prometheus metrics, in its text format. If there are API keys, an admin's is needed."""
+    """Metrics in Prometheus's text format. If the server has API keys, an admin's key is needed."""
     _require_admin(tenant)
     return Response(await parts.metrics(), media_type=CONTENT_TYPE)
 
 
 @operation.get("/v1/shadow", responses=error_responses(403, 404, 503))
 async def shadow(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
-    """What holding woven answers against full prefill has shown. For admins."""
+    """Results of the shadow checks of woven answers against full prefill. For admins."""
     return _shown(_monitor(parts, tenant).stats)
 
 
 @operation.post("/v1/shadow/switch-on", responses=error_responses(403, 404, 503))
 async def switch_on(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
-    """Weave again after the shadow check has switched weaving off. For admins."""
+    """Switch weaving on again after shadow checks have switched it off. For admins."""
     monitor = _monitor(parts, tenant)
     monitor.switch_on()
     return _shown(monitor.stats)
 
 
 def _shown(stats: ShadowStats) -> dict[str, Any]:
-    """JSON-able: an infinite divergence is null."""
+    """As JSON values; an infinite divergence is null."""
     fields = asdict(stats).items()
     return {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in fields}
 
@@ -395,13 +436,13 @@ def _shown(stats: ShadowStats) -> dict[str, Any]:
 def _monitor(parts: Parts, tenant: Tenant) -> ShadowMonitor:
     _require_admin(tenant)
     if parts.backend.shadow is None:
-        raise HttpError(404, "no answers are checked here: the server was started without shadow_every")
+        raise HttpError(404, "answers are not checked: the server was started without shadow_every")
     return parts.backend.shadow
 
 
 def _require_admin(tenant: Tenant) -> None:
     if not tenant.admin:
-        raise HttpError(403, "only an admin may see what all tenants do together", code="not_admin")
+        raise HttpError(403, "only an admin may see data of all tenants", code="not_admin")
 
 
 open_to_all = APIRouter(tags=["operation"])
@@ -409,11 +450,11 @@ open_to_all = APIRouter(tags=["operation"])
 
 @open_to_all.get("/health")
 async def health() -> dict[str, str]:
-    """200 as long as the process answers at all."""
+    """200 while the process responds."""
     return {"status": "ok"}
 
 
-@open_to_all.get("/ready", responses={503: {"description": "not yet, or not any more; `stage` says how far it is"}})
+@open_to_all.get("/ready", responses={503: {"description": "not ready, or stopping; see `stage`"}})
 async def ready(service: AnyService) -> JSONResponse:
     """200 if requests are answered, else 503."""
     is_ready = service.ready

@@ -1,4 +1,4 @@
-"""A running server over one backend, from its start in stages to its end."""
+"""A server over one backend: its start in stages, its parts, and its stop."""
 
 import logging
 import time
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Parts:
-    """What a server has once it is ready."""
+    """The parts of a ready server."""
 
     backend: Backend
     answering: Answering
@@ -38,16 +38,16 @@ class Parts:
     started: BackendParts
 
     async def metrics(self) -> bytes:
-        """Ours, and those of the backend's own processes."""
+        """Prometheus metrics of this server and of the backend's other processes."""
         return await in_thread(self.observer.metrics.exposition) + await self.backend.metrics()
 
 
 def make_backend(settings: Settings, model: str = "", vllm_flags: Sequence[str] = ()) -> Backend:
-    """The backend that settings name. `model` and `vllm_flags` are what vLLM is given on its command line.
+    """The backend that settings name. `model` and `vllm_flags` are passed to vLLM on its command line.
 
     Raises:
-        ModelError: an adapter that is not there, or cannot be used.
-        UsageError: a flag that vLLM cannot be given here.
+        ModelError: the adapter does not exist or cannot be used.
+        UsageError: a flag of vLLM that is not allowed here.
     """
     if settings.model.backend is BackendName.VLLM:
         from chunkweave_server.vllm_backend.backend import VllmBackend
@@ -61,17 +61,17 @@ def make_backend(settings: Settings, model: str = "", vllm_flags: Sequence[str] 
 
 
 OnStage = Callable[[Stage, float], None]
-"""Called with each stage as it begins, and the seconds since the start."""
+"""Called at the beginning of each stage, with the stage and the seconds since the start."""
 
 
 @dataclass(slots=True, eq=False)
 class Service:
-    """A server's state. Belongs to the event loop's thread; `parts` is there from `READY` on.
+    """A server's state. Used in the event loop's thread only; `parts` is set from `READY` on.
 
     Requests are tokenized in `threads`.
 
     Raises:
-        UsageError: there are no keys, other machines reach the address, and nothing says that they may.
+        UsageError: other machines can reach the address, without keys and without `allow_anonymous`.
     """
 
     settings: Settings
@@ -94,17 +94,17 @@ class Service:
         if not len(self.keys) and not listen.loopback and not listen.allow_anonymous:
             raise UsageError(
                 f"{listen.host} can be reached from other machines: give API keys (keys_file, CHUNKWEAVE_API_KEYS), "
-                f"or allow_anonymous if everybody there may use the server"
+                f"or allow_anonymous if anyone there may use the server"
             )
 
     async def start(self) -> None:
-        """Start everything, stage by stage, while the server already says how far it is.
+        """Start everything, stage by stage. The server already answers with its stage meanwhile.
 
-        What goes wrong is kept in `failure`.
+        An error is kept in `failure`, and the stage becomes `FAILED`.
         """
         try:
             await self._start()
-        except Exception as error:  # the server ends, and whoever runs it learns why
+        except Exception as error:  # `run` raises it after the server has stopped
             if not isinstance(error, ChunkweaveError):
                 logger.exception("the server cannot start")
             self.failure = error
@@ -112,7 +112,7 @@ class Service:
             self._enter(Stage.FAILED)
 
     async def stop(self) -> None:
-        """End what is under way, write what is still to be written, and close everything."""
+        """Abort running answers, finish pending writes, and close everything."""
         self._enter(Stage.STOPPING)
         parts, self.parts = self.parts, None
         if parts is not None:
@@ -122,15 +122,15 @@ class Service:
         await self._stop_backend()
 
     def end_answers(self) -> None:
-        """End all running answers now; their clients get an error that says that the server stops."""
+        """Abort all running answers; their clients get an error that the server is stopping."""
         for running in list(self.parts.answering.running if self.parts is not None else ()):
             running.abort()
 
     def require_ready(self) -> Parts:
-        """The parts.
+        """The parts of a ready server.
 
         Raises:
-            HttpError: 503, they are not there yet, or any more.
+            HttpError: 503, the server is not ready or is stopping.
         """
         if self.parts is None or self.stage is not Stage.READY:
             raise HttpError(
@@ -145,12 +145,12 @@ class Service:
 
     @property
     def state(self) -> str:
-        """The stage, or why a server that has started answers nothing now."""
+        """The stage; of a ready server without an available backend, the reason."""
         unavailable = self.backend.unavailable if self.stage is Stage.READY else None
         return unavailable or str(self.stage)
 
     def refuse_new(self) -> None:
-        """From now on answer nothing new; what is under way goes on."""
+        """Refuse new requests from now on. Running answers continue."""
         self._enter(Stage.STOPPING)
 
     async def _start(self) -> None:
@@ -184,7 +184,7 @@ class Service:
     def _corpora(self, started: BackendParts) -> Corpora:
         limits, given = self.settings.limits, self.settings.corpora
         weights = TenantWeights.parse(self.settings.batching.tenant_weight)
-        corpora = Corpora(started.tokenizer, given, limits, weights=weights)
+        corpora = Corpora(started.tokenizer, given, limits, conversion=self.settings.conversion, weights=weights)
         for entry in given.corpus:
             corpora.share(entry)
         corpora.load(self.keys.tenants if len(self.keys) else [ANONYMOUS])
@@ -210,6 +210,6 @@ async def _parts_of(request: Request) -> Parts:
 
 
 AnyService = Annotated[Service, Depends(_service_of)]
-"""For handlers: the service that the app was made for."""
+"""For handlers: the app's service."""
 ReadyParts = Annotated[Parts, Depends(_parts_of)]
 """For handlers: the parts of a server that is ready."""

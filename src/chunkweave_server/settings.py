@@ -1,6 +1,6 @@
-"""All settings of the server, for both backends, and where their values come from.
+"""All settings of the server, for both backends, and the sources of their values.
 
-What an engine takes is declared where the engine declares it; here is what only servers have.
+Settings of the engine are declared with the engine; settings that only servers have are declared here.
 """
 
 import re
@@ -30,6 +30,7 @@ from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.planning.calibration import Quality
 from chunkweave.planning.cost import given_cost_model
 from chunkweave.planning.method_choice import EXACT_METHOD, checked_method
+from chunkweave.retrieval.conversion import ConversionLimits
 from chunkweave.retrieval.faiss_indexes import available, check_available
 from chunkweave.retrieval.indexes import IndexConfig, IndexKind
 from chunkweave.scheduling.budget import BatchingConfig
@@ -60,11 +61,11 @@ _OTHER_VARIABLES = (KEYS_VARIABLE, FILE_VARIABLE, "CHUNKWEAVE_REPORT_SOCKET")
 _MIB = 1 << 20
 _VLLM = frozenset({Place.VLLM})
 _OF_METHODS = ("method", *settings_at(ReuseConfig, Place.VLLM))
-"""What each request is sent with, as the server's own settings say it."""
+"""Settings of the server that set fields of requests; `connector` must not set them."""
 
 
 class LogForm(StrEnum):
-    """How log lines look."""
+    """Format of log lines."""
 
     JSON = "json"
     PLAIN = "plain"
@@ -73,21 +74,21 @@ class LogForm(StrEnum):
 @configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
 class ListenSettings:
-    """Where the server listens, to whom, and how it stops."""
+    """Address, access and shutdown of the server."""
 
-    host: str = setting("127.0.0.1", "Address to listen on. Any but loopback needs keys, or allow_anonymous.")
-    port: int = setting(8000, "Port to listen on; 0 takes a free one.", least=0, most=65535)
-    keys_file: Path | None = setting(None, "File of API keys, as `chunkweave keys new` writes them.")
-    allow_anonymous: bool = setting(False, "Answer everybody who can reach the address, without keys.")
+    host: str = setting("127.0.0.1", "Address to listen on; other than loopback needs keys or allow_anonymous.")
+    port: int = setting(8000, "Port; 0: a free one.", least=0, most=65535)
+    keys_file: Path | None = setting(None, "API keys, as `chunkweave keys new` writes them.")
+    allow_anonymous: bool = setting(False, "Accept requests without keys on any address.")
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "Host that requests without keys may name, and whose web pages may send them, beside loopback and `host`: a "
-        "name, *.NAME for all below it, an address, or * for any; repeatable. If given, it holds with keys too.",
+        "Accepted Host and Origin, besides loopback and `host`: a name, *.NAME (names below it), an address, or "
+        "* (any); repeatable. With keys, checked only if given.",
     )
-    graceful_s: float = setting(30.0, "How long running answers get to end when the server stops.", above=0)
+    graceful_s: float = setting(30.0, "Time for running answers to finish at shutdown.", above=0)
     stalled_s: float = setting(
         60.0,
-        "How long a client may keep the server waiting for the rest of its request, or stop reading its answer.",
+        "Close a connection after this long without the rest of a request, or without reading the answer.",
         above=0,
     )
 
@@ -107,30 +108,28 @@ class ListenSettings:
 @configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
 class LimitSettings:
-    """What one request and one tenant may take."""
+    """Limits of one request and one tenant."""
 
-    max_body_bytes: int = setting(4 * _MIB, "Largest body of a request, but for documents that are ingested.")
-    max_upload_bytes: int = setting(64 * _MIB, "Largest body of a request that ingests documents.")
-    max_documents: int = setting(
-        64, "Documents of one request; documents of one call that warms, pins or clears.", least=1
-    )
-    max_answer_tokens: int = setting(1024, "Tokens of an answer that a request may ask for.", least=1)
-    default_answer_tokens: int = setting(256, "Tokens of an answer where a request does not say.", least=1)
-    max_concurrent: int = setting(64, "Requests of one tenant at once; further ones get 429.", least=1)
+    max_body_bytes: int = setting(4 * _MIB, "Most bytes of a request body, except uploads.")
+    max_upload_bytes: int = setting(64 * _MIB, "Most bytes of a request that ingests documents.")
+    max_documents: int = setting(64, "Most documents of a request, also to warm, pin or clear.", least=1)
+    max_answer_tokens: int = setting(1024, "Most tokens of an answer.", least=1)
+    default_answer_tokens: int = setting(256, "Tokens of an answer if the request sets no limit.", least=1)
+    max_concurrent: int = setting(64, "Most concurrent requests of a tenant; more get 429.", least=1)
     requests_per_minute: float | None = setting(
-        None, "Requests of one tenant, on average; further ones get 429; none: no limit.", above=0
+        None, "Mean request rate of a tenant; more get 429; none: no limit.", above=0
     )
-    burst: int = setting(20, "Requests that a tenant may make at once before requests_per_minute counts.", least=1)
-    max_corpora: int = setting(32, "Corpora that one tenant may create.", least=1)
-    max_corpus_chunks: int = setting(200_000, "Chunks of one corpus that was created over HTTP.", least=1)
+    burst: int = setting(20, "Requests that a tenant may send at once under requests_per_minute.", least=1)
+    max_corpora: int = setting(32, "Most corpora that a tenant creates.", least=1)
+    max_corpus_chunks: int = setting(200_000, "Most chunks of a corpus created over HTTP.", least=1)
     max_corpus_bytes: int = setting(
-        2 << 30, "Texts, metadata and vectors of one corpus that was created over HTTP; they are in memory.", least=1
+        2 << 30, "Most memory of a corpus created over HTTP: texts, metadata, vectors.", least=1
     )
-    pin_budget_bytes: int = setting(256 * _MIB, "Segments that one tenant may pin.")
+    pin_budget_bytes: int = setting(256 * _MIB, "Most bytes of segments that a tenant pins.")
 
 
 class CorpusIndex(StrEnum):
-    """How large corpora are searched that are created over HTTP."""
+    """Index of large corpora that are created over HTTP."""
 
     AUTO = "auto"
     FLAT = "flat"
@@ -141,24 +140,23 @@ class CorpusIndex(StrEnum):
 @configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
 class CorpusSettings:
-    """Which corpora there are."""
+    """Corpora: shared ones, and those created over HTTP."""
 
-    corpus: tuple[str, ...] = setting((), "Corpus for all tenants to read: its folder, or NAME=FOLDER; repeatable.")
-    data_dir: Path | None = setting(None, "Folder for corpora that are created over HTTP; in memory if left out.")
+    corpus: tuple[str, ...] = setting((), "Corpus that all tenants may read: FOLDER or NAME=FOLDER; repeatable.")
+    data_dir: Path | None = setting(None, "Folder for corpora created over HTTP; none: in memory.")
     corpus_index: CorpusIndex = setting(
         CorpusIndex.AUTO,
-        "Index of corpora that are created over HTTP, above corpus_flat_chunks: flat, ivf, hnsw, or auto: ivf if faiss "
-        "is installed, else flat. A corpus keeps the index that it was created with.",
+        "Index of new corpora over HTTP above corpus_flat_chunks: flat, ivf, hnsw or auto (ivf with faiss, else flat).",
     )
     corpus_flat_chunks: int = setting(
-        100_000, "Most chunks of a corpus created over HTTP that are all compared with a question (flat).", least=1
+        100_000, "Most chunks of a corpus created over HTTP that are searched flat.", least=1
     )
 
     def index(self, kind: IndexKind | None = None) -> IndexConfig:
-        """The index of a new corpus: of a `kind`, or the usual one.
+        """The index of a new corpus: of this `kind`, or the configured one.
 
         Raises:
-            UsageError: it needs an extra that is not installed.
+            UsageError: the index needs an extra that is not installed.
         """
         if kind is None:
             usual = IndexKind.IVF if available(IndexKind.IVF) else IndexKind.FLAT
@@ -170,12 +168,11 @@ class CorpusSettings:
 @configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
 class ImprovingSettings:
-    """What a server computes while it is idle."""
+    """Work in idle time."""
 
     improve_share: float = setting(
         0.0,
-        "Part of idle time, 0 to 1, that is spent on computing chunks anew behind others of their cache salt: those "
-        "that came with requests, and those whose nearest chunks have changed; 0: none.",
+        "Share of idle time, 0 to 1, to compute means of chunks that have none or an outdated one; 0: off.",
         least=0,
         most=1,
     )
@@ -186,12 +183,10 @@ class ImprovingSettings:
 class WatchSettings:
     """Logs, traces and metrics of the server."""
 
-    log_form: LogForm = setting(LogForm.PLAIN, "How log lines look: plain or json.")
-    log_level: str = setting("INFO", "Least level that is logged: DEBUG, INFO, WARNING or ERROR.")
-    otlp_endpoint: str | None = setting(
-        None, "Where traces are sent, by OTLP over HTTP; nowhere if left out.", secret=True
-    )
-    tenant_metrics: bool = setting(False, "Have metrics name tenants.")
+    log_form: LogForm = setting(LogForm.PLAIN, "Format of log lines: plain or json.")
+    log_level: str = setting("INFO", "Lowest level that is logged: DEBUG, INFO, WARNING or ERROR.")
+    otlp_endpoint: str | None = setting(None, "URL for traces (OTLP over HTTP); none: no traces.", secret=True)
+    tenant_metrics: bool = setting(False, "Label metrics with tenants.")
 
     def __post_init__(self) -> None:
         if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
@@ -201,51 +196,47 @@ class WatchSettings:
 @configuration(_VLLM)
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """Which vLLM servers there are, and who gets what."""
+    """The vLLM servers, and routing between them."""
 
-    replicas: int = setting(1, "vLLM servers to start, one process each, all alike.", least=1)
+    replicas: int = setting(1, "vLLM servers to start, one process each.", least=1)
     upstream: tuple[str, ...] = setting(
-        (), "URL of a vLLM server that runs already, with the connector; repeatable, in the place of `replicas`."
+        (), "URL of a running vLLM server with the connector, instead of `replicas`; repeatable."
     )
     report_socket: Path | None = setting(
-        None, "With upstream, where servers on this machine send reports (their CHUNKWEAVE_REPORT_SOCKET)."
+        None, "With upstream, socket for the reports of vLLM servers on this machine: their CHUNKWEAVE_REPORT_SOCKET."
     )
     connector: tuple[str, ...] = setting(
-        (), "KEY=VALUE of the connector's extra config, for keys that have no setting here; repeatable."
+        (), "KEY=VALUE of the connector's extra config, for keys without a setting here; repeatable."
     )
     replica_env: tuple[str, ...] = setting(
-        (), "NUMBER:NAME=VALUE, a variable of one replica's environment (0:CUDA_VISIBLE_DEVICES=0,1); repeatable."
+        (), "NUMBER:NAME=VALUE, environment variable of one replica (0:CUDA_VISIBLE_DEVICES=0,1); repeatable."
     )
-    routing: str = setting(USUAL_ROUTING, f"Which replica gets a request: {', '.join(ROUTING)}.")
+    routing: str = setting(USUAL_ROUTING, f"Choice of a request's replica: {', '.join(ROUTING)}.")
     imbalance: float = setting(
-        USUAL_IMBALANCE, "With affinity, most outstanding tokens of a replica, over the mean of all."
+        USUAL_IMBALANCE, "With affinity, most outstanding tokens of a replica, relative to the mean."
     )
     replica_requests: int = setting(
-        32, "Requests with documents that one replica is given at once; others wait here.", least=1
+        32, "Most concurrent requests with documents on a replica; more wait in the front.", least=1
     )
     mirror_tokens: int = setting(
         2_000_000,
-        "Most tokens that a replica's segment store is assumed to hold, for routing and order; fewer once it reports "
-        "that it has room for fewer.",
+        "Assumed tokens of a replica's segment store, for routing and order; lowered by its reports.",
         least=1,
     )
-    speculate: bool = setting(
-        True, "Prefill for what a search of a corpus has found so far, while nothing else waits.", places=SERVERS
-    )
+    speculate: bool = setting(True, "Start prefill before a search has ended, if no request waits.", places=SERVERS)
     first_token_timeout_s: float | None = setting(
         None,
-        "Longest time for a vLLM server to begin an answer; a request is then sent once more, to another one if there "
-        "is one; none: any.",
+        "Longest wait for a first token from vLLM, then the request is retried once; none: no limit.",
         above=0,
     )
     max_prefill_batch: int | None = setting(
         None,
-        "Requests that wait for, or are in, prefill below which a search may have one begun ahead (RAGCache's "
-        "max_prefill_bs); none: 1 for each engine or replica, since one prefill fills a processor.",
+        "Speculate only while fewer requests wait for or run prefill (RAGCache's max_prefill_bs); none: 1 for each "
+        "engine or replica.",
         places=SERVERS,
         least=1,
     )
-    start_timeout_s: float = setting(1800.0, "How long a vLLM server may take to start.", above=0)
+    start_timeout_s: float = setting(1800.0, "Longest start of a vLLM server.", above=0)
 
     def __post_init__(self) -> None:
         make_routing(self.routing, self.imbalance)
@@ -255,7 +246,7 @@ class FleetSettings:
         self.environments()
 
     def connector_config(self) -> dict[str, Any]:
-        """`connector` as the object that vLLM hands to it; values are read as JSON where they are any."""
+        """`connector` as the object that vLLM passes to it; a value is parsed as JSON if it is valid JSON."""
         config: dict[str, Any] = {}
         for entry in self.connector:
             key, found, value = entry.partition("=")
@@ -269,7 +260,7 @@ class FleetSettings:
         return config
 
     def environments(self) -> Mapping[int, dict[str, str]]:
-        """`replica_env` by the number of the replica."""
+        """`replica_env` by replica number."""
         found: dict[int, dict[str, str]] = {}
         for entry in self.replica_env:
             number, colon, variable = entry.partition(":")
@@ -284,10 +275,10 @@ class FleetSettings:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All settings, in groups; a name occurs in one group only. `resolve` makes them, also of nothing.
+    """All settings, in groups; each name occurs in one group only. `resolve` makes them.
 
-    `shadow` is None where no answers are checked. `vllm_flags` are settings that vLLM has under the same name and that
-    were given for its backend: they go to vLLM as they are.
+    `shadow` is None if no answers are checked. `vllm_flags` are settings that were given for the vLLM backend and that
+    vLLM has under the same name: they are passed to vLLM unchanged.
     """
 
     model: ModelConfig
@@ -306,6 +297,7 @@ class Settings:
     listen: ListenSettings
     limits: LimitSettings
     corpora: CorpusSettings
+    conversion: ConversionLimits
     improving: ImprovingSettings
     watch: WatchSettings
     vllm_flags: tuple[str, ...] = ()
@@ -319,18 +311,18 @@ class Settings:
         if self.requests.quality is not None:
             Quality.parse(self.requests.quality)
         if self.improving.improve_share and self.capture.contexts is ContextSource.BUNDLED:
-            raise UsageError("improve_share computes chunks behind others: it needs contexts corpus, not bundled")
+            raise UsageError("improve_share computes chunks behind other chunks: it needs contexts corpus, not bundled")
         if self.model.adapter is not None and self.fleet.upstream:
             raise UsageError("adapter is for vLLM servers that are started here: give those of upstream --lora-modules")
 
     def connector_config(self) -> dict[str, Any]:
-        """The connector's extra config: what is not as it is there by default. Secrets are in its environment."""
+        """The connector's extra config: values that differ from its defaults. Secrets are passed in its environment."""
         config = {}
         for group in (self.plugins, self.requests, self.reuse, self.capture, self.store, self.weave):
             for one in settings_of(type(group)).values():
                 value = getattr(group, one.attribute)
-                told = {Place.VLLM, Place.CONNECTOR} <= one.places and not one.secret
-                if told and value != one.default_at(Place.CONNECTOR):
+                passed = {Place.VLLM, Place.CONNECTOR} <= one.places and not one.secret
+                if passed and value != one.default_at(Place.CONNECTOR):
                     config[one.name] = plain(one, value)
         more = self.fleet.connector_config()
         if twice := sorted(config.keys() & more.keys()):
@@ -338,13 +330,13 @@ class Settings:
         return config | more
 
     def connector_environment(self) -> dict[str, str]:
-        """Variables that a vLLM server gets beside its own: secrets of the connector, which stand in no log there."""
+        """Additional environment variables of a vLLM server: secrets of the connector, so that no log shows them."""
         url = self.store.remote_url
         return {} if url is None else {f"{PREFIX}REMOTE_URL": url}
 
 
 GROUPS: Mapping[str, Any] = {
-    name: next(kind for kind in (hint, *get_args(hint)) if is_dataclass(kind))  # one may be None instead
+    name: next(kind for kind in (hint, *get_args(hint)) if is_dataclass(kind))  # a group may be optional
     for name, hint in get_type_hints(Settings).items()
     if name != "vllm_flags"
 }
@@ -352,26 +344,27 @@ GROUPS: Mapping[str, Any] = {
 _VLLM_FLAGS = ("dtype", "served_model_name", "max_num_seqs", "max_num_batched_tokens", "block_size")
 """Settings of our engine that vLLM has under the same name."""
 _IN_VLLM = {
-    "step_time": "vLLM has no limit in seconds: lower --max-num-batched-tokens, and for weaves weave_step_tokens",
+    "threads": "set OMP_NUM_THREADS or VLLM_CPU_OMP_THREADS_BIND in the environment of the vLLM server",
+    "step_time": "vLLM has no limit in seconds: lower --max-num-batched-tokens, and weave_step_tokens for weaves",
 }
-"""What to do over vLLM in the place of a setting that only our engine has."""
+"""What to use with vLLM instead of a setting that only our engine has."""
 
 
 def server_settings(backend: Backend | None = None) -> dict[str, Setting]:
-    """Every setting of the server, or of the server with one backend, by name and group by group."""
+    """Settings of the server by name, in the order of their groups; only those of `backend`, if it is given."""
     found = {name: one for kind in GROUPS.values() for name, one in settings_of(kind).items() if one.places & SERVERS}
     return {name: one for name, one in found.items() if backend is None or backend.place in one.places}
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Settings, and for each by name where its value came from: `default`, the file, a variable or a flag."""
+    """Settings, and the origin of each value by name: `default`, the file, a variable or a flag."""
 
     settings: Settings
     origins: Mapping[str, str]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row a setting: `name`, `value` (secrets masked), `origin`, `meaning`."""
+        """One row for each setting: `name`, `value` (secrets masked), `origin`, `meaning`."""
         rows = []
         for group, kind in GROUPS.items():
             for name, one in settings_of(kind).items():
@@ -383,14 +376,14 @@ class Resolved:
 
 
 def shown(one: Setting, value: Any) -> Any:
-    """A value as it may be printed: of a secret URL only what names no user, password or option."""
+    """A value for printing: of a secret URL without user, password and options."""
     if value is None:
         return None
     return without_secrets(value) if one.secret else plain(one, value)
 
 
 def plain(one: Setting, value: Any) -> Any:
-    """A value as JSON has it, sizes and durations as text."""
+    """A value for JSON; sizes and durations become text."""
     if one.unit is not None and value is not None:
         return one.unit.shown(value)
     if isinstance(value, Path | StrEnum):
@@ -405,17 +398,17 @@ def resolve(
     *,
     backend: Backend | None = None,
 ) -> Resolved:
-    """The server's settings from all sources: flags before environment before file before defaults.
+    """The server's settings from all sources. Precedence: flags, environment, file, defaults.
 
     Args:
-        flags: values by name, of those that are given; None is the value of one that is none.
+        flags: values by name, only of given flags; None is a value, too.
         environment: `CHUNKWEAVE_<NAME>` for each setting.
-        file: TOML, or YAML if it is called so; None = what `CHUNKWEAVE_CONFIG` names, if it is set.
-        backend: where it is known already; None = what the sources say.
+        file: TOML, or YAML by its suffix; None: the file that `CHUNKWEAVE_CONFIG` names, if it is set.
+        backend: the backend, if it is fixed; None: the one that the sources name.
 
     Raises:
-        UsageError: a file that cannot be read, a setting that does not exist or is of the other backend, or a value
-            that is none; the message says which and where.
+        UsageError: the file cannot be read, a setting is unknown or belongs to the other backend, or a value is
+            invalid; the message names the setting and its source.
     """
     if file is None and environment.get(FILE_VARIABLE):
         file = Path(environment[FILE_VARIABLE])
@@ -442,7 +435,7 @@ def _resolved(given: Mapping[str, tuple[Any, str]], backend: Backend) -> Resolve
         if name not in _VLLM_FLAGS:
             instead = _IN_VLLM.get(name) if backend is Backend.VLLM else None
             hint = "" if instead is None else f"; {instead}"
-            raise UsageError(f"{origin}: {name} is a setting of the other backend, this one is {backend}{hint}")
+            raise UsageError(f"{origin}: {name} is a setting of the other backend; this backend is {backend}{hint}")
         vllm_flags += [known[name].flag, known[name].text(value)]
     values = {name: given[name][0] if name in given else one.default_at(backend.place) for name, one in here.items()}
     groups: dict[str, Any] = {}
@@ -454,13 +447,13 @@ def _resolved(given: Mapping[str, tuple[Any, str]], backend: Backend) -> Resolve
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment's values by the name of a setting; an empty one is as good as none."""
+    """Values from the environment by setting; empty variables are ignored."""
     own = {name: text for name, text in environment.items() if name.startswith(PREFIX) and text}
     return {name.removeprefix(PREFIX).lower(): text for name, text in own.items() if name not in _OTHER_VARIABLES}
 
 
 def unused_variables(environment: Mapping[str, str], backend: Backend | None = None) -> list[str]:
-    """Variables that look like settings and are none of this backend, each with the setting that it is close to."""
+    """Variables that look like settings but are not settings of this backend, each with the closest setting's name."""
     settings = server_settings(backend)
     known = [name.upper() for name in settings]
     names = sorted(name.upper() for name in by_name(_variables(environment), settings))
@@ -468,10 +461,10 @@ def unused_variables(environment: Mapping[str, str], backend: Backend | None = N
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """The table that a TOML or YAML file holds.
+    """The table in a TOML or YAML file.
 
     Raises:
-        UsageError: it cannot be read, or is no table.
+        UsageError: the file cannot be read or does not contain a table.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -482,7 +475,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{path} is not {'YAML' if path.suffix.lower() != '.toml' else 'TOML'}: {error}") from error
     if not isinstance(data, dict):
-        raise UsageError(f"{path} holds no table of settings")
+        raise UsageError(f"{path} does not contain a table of settings")
     return {str(name).replace("-", "_"): value for name, value in data.items()}
 
 

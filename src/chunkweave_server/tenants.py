@@ -1,4 +1,4 @@
-"""Who may use the server, as keys say, and how much of it each tenant may have at once and in a while."""
+"""Tenants, their API keys, and the limits of rate and concurrency for each tenant."""
 
 import hashlib
 import hmac
@@ -9,12 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from chunkweave.errors import UsageError
-from chunkweave.metrics import ReuseReport
+from chunkweave.metrics import FullEstimate, ReuseReport
 from chunkweave_server.errors import HttpError
 from chunkweave_server.settings import LimitSettings
 
@@ -22,25 +23,26 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _HEX = re.compile(r"[0-9a-f]{32,64}")
 _ROLES = ("tenant", "admin")
 _LEAST_CHARACTERS = 24
-"""A keyed hash is no slow one: it protects keys that nobody can guess, so short ones are refused."""
+"""Shorter keys are refused: the hash is fast, so it protects only keys that cannot be guessed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose request it is. An `admin` may look at, and empty, what all tenants share. The anonymous one has no name."""
+    """A client with its own keys and limits. An `admin` may see and clear data of all tenants. Anonymous: no name."""
 
     name: str = ""
     admin: bool = False
 
     @property
     def anonymous(self) -> bool:
-        """Whether the server asks for no keys, so that there are no other tenants."""
+        """Whether the server has no keys, so there are no other tenants."""
         return not self.name
 
     def salt(self, given: str) -> str:
-        """The cache salt of a request that gives `given` as its own: no other tenant's is ever equal.
+        """The cache salt of a request with the salt `given`: never equal to a salt of another tenant.
 
-        What nobody names and salts has none, so that `chunkweave cache warm` works for it.
+        The anonymous tenant's requests without a salt have none, so that they reuse what `chunkweave cache warm`
+        stored.
         """
         if self.anonymous and not given:
             return ""
@@ -48,7 +50,7 @@ class Tenant:
 
     @property
     def folder(self) -> str:
-        """The name of a folder that is this tenant's alone."""
+        """Name of this tenant's folder; unique for each tenant."""
         return self._digest("folder", "")
 
     def _digest(self, purpose: str, given: str) -> str:
@@ -64,7 +66,7 @@ ANONYMOUS = Tenant(admin=True)
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """A key as it is kept: the BLAKE2b-256 of it, keyed by a salt of its own."""
+    """A stored key: its BLAKE2b-256 hash, keyed by a random salt."""
 
     tenant: Tenant
     salt: str
@@ -75,23 +77,23 @@ class StoredKey:
         """Hash a key.
 
         Raises:
-            UsageError: it is so short that it could be guessed, or the tenant's name is none.
+            UsageError: the key is too short, or the tenant's name is invalid.
         """
         if len(key) < _LEAST_CHARACTERS:
             raise UsageError(f"an API key must have at least {_LEAST_CHARACTERS} characters: use `chunkweave keys new`")
         if _NAME.fullmatch(tenant.name) is None:
-            raise UsageError(f"not a tenant's name: {tenant.name!r}; use up to 64 letters, digits, - and _")
+            raise UsageError(f"{tenant.name!r} is not a valid tenant name: use up to 64 letters, digits, - and _")
         salt = secrets.token_hex(16)
         return cls(tenant, salt, _hash(salt, key))
 
     @property
     def line(self) -> str:
-        """The line of a keys file."""
+        """Its line in a keys file."""
         return f"{self.tenant.name} {_ROLES[self.tenant.admin]} {self.salt} {self.hash}"
 
 
 class KeyRing:
-    """The keys that a server knows, hashed. Several keys may be one tenant's, so that keys can be replaced."""
+    """The hashed keys of a server. A tenant may have several keys, so that keys can be replaced."""
 
     def __init__(self, keys: Iterable[StoredKey] = ()) -> None:
         self._keys = tuple(keys)
@@ -101,7 +103,7 @@ class KeyRing:
 
     @property
     def tenants(self) -> tuple[Tenant, ...]:
-        """Whose keys they are, each once."""
+        """The tenants of the keys, each once."""
         return tuple({key.tenant.name: key.tenant for key in self._keys}.values())
 
     def find(self, presented: str) -> Tenant | None:
@@ -113,10 +115,10 @@ class KeyRing:
         return found
 
     def tenant_of(self, key: str | None) -> Tenant:
-        """Whose request it is that presents `key`.
+        """The tenant of a request that presents `key`.
 
         Raises:
-            HttpError: 401, a key is needed, and this is none.
+            HttpError: 401, a key is needed and is missing or unknown.
         """
         if not self._keys:
             return ANONYMOUS
@@ -135,11 +137,11 @@ def new_key() -> str:
 def read_keys(file: Path | None, variable: str) -> KeyRing:
     """The keys of a file and of an environment variable's value.
 
-    A line of the file is `TENANT tenant|admin SALT HASH`; empty ones and those that begin with # do not count. The
-    value is a list such as `acme=KEY, ops:admin=KEY`, of keys as they are.
+    A line of the file is `TENANT tenant|admin SALT HASH`; empty lines and lines that begin with # are ignored. The
+    value is a list of plain keys, such as `acme=KEY, ops:admin=KEY`.
 
     Raises:
-        UsageError: the file cannot be read, or a line or an entry is none; no message holds a key.
+        UsageError: the file cannot be read, or a line or an entry is invalid; messages never contain a key.
     """
     keys = [] if file is None else _from_file(file)
     for number, entry in enumerate(filter(None, (part.strip() for part in variable.split(","))), start=1):
@@ -152,10 +154,10 @@ def read_keys(file: Path | None, variable: str) -> KeyRing:
 
 
 def add_to_file(file: Path, key: StoredKey) -> None:
-    """Add a line to a keys file, which is made for its owner only if it is not there.
+    """Append a line to a keys file. A new file is readable only by its owner.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the file cannot be written.
     """
     try:
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a", encoding="utf-8") as lines:
@@ -175,7 +177,7 @@ def _from_file(file: Path) -> list[StoredKey]:
         if not words or words[0].startswith("#"):
             continue
         if len(words) != 4 or words[1] not in _ROLES or not _NAME.fullmatch(words[0]) or not _are_hex(words[2:]):
-            raise UsageError(f"{file}, line {number}: not a line that `chunkweave keys new` prints")
+            raise UsageError(f"{file}, line {number}: not in the form that `chunkweave keys new` prints")
         keys.append(StoredKey(Tenant(words[0], admin=words[1] == "admin"), words[2], words[3]))
     return keys
 
@@ -198,7 +200,7 @@ Clock = Callable[[], float]
 
 
 class TokenBucket:
-    """Holds up to `burst` tokens and gains `per_s` of them a second; a request takes one. Not thread-safe."""
+    """Holds up to `burst` tokens and gains `per_s` tokens a second; a request takes one. Not thread-safe."""
 
     def __init__(self, per_s: float, burst: int, *, clock: Clock = time.monotonic) -> None:
         self._per_s = per_s
@@ -208,7 +210,7 @@ class TokenBucket:
         self._at_s = clock()
 
     def take(self) -> float:
-        """Take a token; returns 0, or the seconds until there is one."""
+        """Take a token; returns 0, or the seconds until one is available."""
         now = self._clock()
         self._tokens = min(self._burst, self._tokens + (now - self._at_s) * self._per_s)
         self._at_s = now
@@ -219,9 +221,9 @@ class TokenBucket:
 
 
 class TenantLimits:
-    """Rate and concurrency of every tenant. Belongs to the event loop's thread.
+    """Rate and concurrency of every tenant. Used in the event loop's thread only.
 
-    Tenants come from the operator's keys, so the counts that are kept are as many as these.
+    Tenants come from the operator's keys, so the number of counts is bounded.
     """
 
     def __init__(self, settings: LimitSettings, *, clock: Clock = time.monotonic) -> None:
@@ -234,7 +236,7 @@ class TenantLimits:
         """Count one request of a tenant.
 
         Raises:
-            HttpError: 429, there were too many of late.
+            HttpError: 429, the tenant is above its rate.
         """
         per_minute = self.settings.requests_per_minute
         if per_minute is None:
@@ -251,15 +253,15 @@ class TenantLimits:
             )
 
     def occupy(self, tenant: str) -> ExitStack:
-        """A place among the tenant's requests at once; it is given back when the stack is closed.
+        """Take one of the tenant's slots for concurrent requests; closing the stack frees it.
 
         Raises:
-            HttpError: 429, all are taken.
+            HttpError: 429, all slots are taken.
         """
         if self._running[tenant] >= self.settings.max_concurrent:
             raise HttpError(
                 429,
-                f"{self.settings.max_concurrent} requests of yours are under way already, and no more may",
+                f"{self.settings.max_concurrent} requests of yours are running already, the maximum",
                 code="too_many_requests_at_once",
                 retry_after_s=1,
             )
@@ -269,7 +271,7 @@ class TenantLimits:
         return place
 
     def running(self, tenant: str) -> int:
-        """How many requests of the tenant are under way."""
+        """Number of the tenant's running requests."""
         return self._running[tenant]
 
     def _leave(self, tenant: str) -> None:
@@ -280,7 +282,7 @@ class TenantLimits:
 
 @dataclass(slots=True)
 class TenantCounts:
-    """What one tenant's answers reused so far, in tokens."""
+    """Totals of one tenant's answers since the server started, in tokens, and an estimate of full prefill's times."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -289,11 +291,20 @@ class TenantCounts:
     recomputed_tokens: int = 0
     computed_tokens: int = 0
     answer_tokens: int = 0
+    tokens_not_computed: int = 0
+    full: FullEstimate = field(default_factory=FullEstimate)
 
     def add(self, report: ReuseReport) -> None:
         """Count one answer."""
         self.requests += 1
         self.answer_tokens += report.new_tokens
+        self.tokens_not_computed += report.tokens_not_computed
         for name in ("prompt", "prefix_exact", "reused", "recomputed", "computed"):
-            field = f"{name}_tokens"
-            setattr(self, field, getattr(self, field) + getattr(report, field))
+            tokens = f"{name}_tokens"
+            setattr(self, tokens, getattr(self, tokens) + getattr(report, tokens))
+        self.full.add(report)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values. `time_saved_s` is a lower bound; null while it cannot be estimated."""
+        counts = {name: value for name, value in asdict(self).items() if name != "full"}
+        return {**counts, "time_saved_s": self.full.saved_s}

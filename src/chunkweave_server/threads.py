@@ -1,4 +1,4 @@
-"""Work that a handler waits for, whatever happens to the handler or its client; and whose turn it is in threads."""
+"""Work in threads for handlers: with cancellation that waits for its end, and with turns between tenants."""
 
 import asyncio
 import os
@@ -20,39 +20,39 @@ ResultT = TypeVar("ResultT")
 
 
 async def in_thread(work: Callable[[], ResultT]) -> ResultT:
-    """Run `work` in a thread and return what it returns.
+    """Run `work` in a thread and return its result.
 
-    A cancelled caller gets its cancellation only when the work is done: what the work uses stays locked until then.
+    A cancellation of the caller is delayed until the work has ended: locks that the caller holds stay held until then.
     """
     return await to_its_end(asyncio.to_thread(work))
 
 
 async def to_its_end(work: Awaitable[ResultT]) -> ResultT:
-    """Wait for something that must not be left half done; a cancellation is passed on after it."""
+    """Wait for work that must not be interrupted; a cancellation is raised after its end."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         if not task.cancelled():
-            task.exception()  # looked at, so that nobody complains that it was not
+            task.exception()  # retrieved, so that asyncio does not log it as never retrieved
         raise
 
 
 class ClientGoneError(HttpError):
-    """The client closed the connection; the answer to this is not read."""
+    """The client closed the connection, so this error's response is not read."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client closed the connection")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """What `work` returns, unless the client goes first: then it is cancelled.
+    """The result of `work`; it is cancelled if the client disconnects first.
 
-    The request's body has been read by now, so that all there is to receive is that its client has gone.
+    The request's body must already be read, so that the only message left to receive is the disconnect.
 
     Raises:
-        ClientGoneError: it has.
+        ClientGoneError: the client has disconnected.
     """
     tasks = working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
@@ -74,40 +74,40 @@ async def _gone(receive: Receive) -> None:
 
 _MOST_THREADS = 8
 _NICENESS = 10
-"""A thread `behind` answers gets about a tenth of a core that a thread which computes answers wants too."""
+"""Niceness of threads `behind` answers: they get a tenth of a core that a thread for answers also uses."""
 
 
 def go_behind_answers() -> None:
-    """Lower the priority of the thread that calls this, for good; only Linux has one for each thread.
+    """Lower the priority of the calling thread permanently. Only on Linux, where threads have priorities.
 
-    The engine computes an answer in many short pieces. A thread that is always ready to run takes a turn between any
-    two of them, and the answer takes several times as long.
+    The engine computes an answer in many short pieces. A thread of equal priority that is always ready to run gets a
+    turn between any two pieces, so the answer takes several times as long.
     """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 class TenantThreads:
-    """Threads for what a request costs before it waits for the model: above all for tokenizing it.
+    """Threads for work on requests before they are queued, mostly tokenization.
 
-    Tenants take turns, as many pieces of work each as their weight says, and none of them has more than all threads but
-    one: however much one sends, a thread is soon free for the others. Belongs to the event loop's thread.
+    Tenants take turns; in each turn a tenant runs as many pieces of work as its weight. No tenant uses all threads: one
+    thread is left for others. Used in the event loop's thread only.
     """
 
     def __init__(
         self, threads: int | None = None, *, weights: TenantWeights | None = None, behind: bool = False
     ) -> None:
-        """So many threads, at least two; None: as many as there are cores, up to eight.
+        """`threads` is at least 2; None: the number of cores, up to 8.
 
-        Threads `behind` answers have a core only as far as these leave it: for work that no answer waits for.
+        Threads `behind` answers have low priority: for work that no answer waits for.
         """
         self._weights = weights or TenantWeights()
-        self._pieces: dict[str, float] = {}  # that a waiting tenant still has in its turn
+        self._pieces: dict[str, float] = {}  # pieces that a waiting tenant may still run in its turn
         self._threads = max(2, threads or min(_MOST_THREADS, os.cpu_count() or 1))
         first = go_behind_answers if behind else None
         self._pool = ThreadPoolExecutor(self._threads, "chunkweave-prepare", initializer=first)
         self._working: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # first the tenant whose turn is next
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the tenant whose turn is next comes first
         self._closed = False
 
     async def run(
@@ -118,11 +118,11 @@ class TenantThreads:
         undo: Callable[[ResultT], Awaitable[None]] | None = None,
         stop: Callable[[], None] | None = None,
     ) -> ResultT:
-        """Run `work` in a thread, when it is the tenant's turn, and return what it returns.
+        """Run `work` in a thread when it is the tenant's turn, and return its result.
 
-        A caller that is cancelled while it waits has nothing done. One whose work has begun gets its cancellation when
-        that is done, and when `undo` has been called with what it returned. `stop` is called at once, so that the work
-        can end early.
+        If the caller is cancelled before the work has begun, the work is not run. After that, `stop` is called at once,
+        so that the work can end early; the cancellation is raised after the work has ended and `undo` has been called
+        with its result.
 
         Raises:
             RequestAbortedError: the server stops.
@@ -144,7 +144,7 @@ class TenantThreads:
             self._give_thread(tenant)
 
     def close(self) -> None:
-        """Begin nothing more; what has begun goes on."""
+        """Start no more work. Running work continues."""
         self._closed = True
         for turn in (one for turns in self._waiting.values() for one in turns):
             if not turn.done():
@@ -161,7 +161,7 @@ class TenantThreads:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled() and turn.exception() is None:  # its turn had just come
+            if not turn.cancelled() and turn.exception() is None:  # it had just got its turn
                 self._give_thread(tenant)
             raise
 
@@ -170,22 +170,22 @@ class TenantThreads:
         self._next_turns()
 
     def _next_turns(self) -> None:
-        """Let those begin whose turn it is, as long as a thread is free for them."""
+        """Start waiting work in order of turns, while threads are free."""
         while self._working.total() < self._threads:
             tenant = next((one for one in self._waiting if self._working[one] < self._threads - 1), None)
             if tenant is None:
                 return
             turns = self._waiting.pop(tenant)
             left = self._pieces.pop(tenant, max(1.0, self._weights[tenant]))
-            if left < 1:  # a weight below 1 saves up over several turns
+            if left < 1:  # a weight below 1 accumulates over several turns
                 self._waiting[tenant], self._pieces[tenant] = turns, left + self._weights[tenant]
                 continue
             turn = turns.popleft()
             if turns and left >= 2:
                 self._waiting, self._pieces[tenant] = {tenant: turns, **self._waiting}, left - 1
-            elif turns:  # behind the others
+            elif turns:  # to the end of the order
                 self._waiting[tenant], self._pieces[tenant] = turns, left - 1 + self._weights[tenant]
-            if not turn.done():  # whoever waited may have gone
+            if not turn.done():  # the waiting caller may be cancelled
                 turn.set_result(None)
                 self._working[tenant] += 1
 

@@ -6,6 +6,7 @@ import torch
 from chunkweave.config import AttentionKernel
 from chunkweave.models.attention import KeyParts, OwnQueries, ScatteredQueries
 from chunkweave.models.kernels.choice import make_attention
+from chunkweave.models.kernels.compiles import KERNEL_COMPILES
 from chunkweave.types import Geometry
 from tests.triton.oracle import make_case, written_out
 
@@ -52,6 +53,21 @@ def test_scattered_queries_of_several_requests(dtype, dim, heads, share):
         assert (measured.by_part.cpu().double() - expected.by_part).abs().max() < 5e-3
         assert (measured.own.cpu().double() - expected.own).abs().max() < 5e-3
         assert (measured.log_sum_exp.cpu().double() - expected.log_sum_exp).abs().max() < 2e-2
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (14, 2)])
+def test_nothing_compiles_while_serving(heads):
+    attention, stalls = attention_for(torch.bfloat16, *heads, 128), KERNEL_COMPILES.stalls
+    for count, stop, parts in ((1, 90, 0), (1, 5000, 0), (7, 900, 40), (300, 4000, 0), (2000, 4000, 200)):
+        shapes = (count, heads[0]), (stop, heads[1]), (stop, heads[1])
+        q, k, v = (torch.zeros(*shape, 128, dtype=torch.bfloat16, device=CUDA) for shape in shapes)
+        for window, first in ((None, 0), (300, 1)):
+            positions = torch.arange(stop - count - first, stop, device=CUDA)[first:]
+            where = list(range(0, 2 * count, 2))
+            table = KeyParts(torch.zeros(stop, dtype=torch.int32, device=CUDA), parts) if parts else None
+            scattered = ScatteredQueries(positions, q.dtype, where=where, window=window)
+            attention.attend(q, [OwnQueries(scattered, k, v, table)])
+    assert KERNEL_COMPILES.stalls == stalls
 
 
 def test_it_is_what_a_gpu_gets_by_itself():

@@ -20,7 +20,7 @@ from chunkweave_lab.adapt.prompts import Group, PromptSizes, PromptSource, Train
 from chunkweave_lab.adapt.reading import Passages, Reading
 from tests.integration.command_line import invoke
 
-pytest.importorskip("peft", reason="adapters are made with PEFT")
+pytest.importorskip("peft", reason="training adapters needs PEFT")
 
 SIZES = PromptSizes(least_chunks=2, most_chunks=3, most_tokens=90, questions=2)
 GROUPS = [
@@ -117,7 +117,7 @@ def test_training_can_begin_with_other_adapters(tmp_path: Path) -> None:
         torch.testing.assert_close(weight.bfloat16(), first[name.replace(".default", "")])
     with pytest.raises(UsageError, match="another rank"):
         _training(tmp_path / "third", _config(rank=4), start=tmp_path / "first")
-    with pytest.raises(UsageError, match="no adapters to begin with"):
+    with pytest.raises(UsageError, match="cannot load initial adapters"):
         _training(tmp_path / "third", _config(), start=tmp_path)
 
 
@@ -182,9 +182,9 @@ def test_the_command_makes_an_adapter_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "what should the model learn from"),
+        ((), "nothing to train on"),
         (("--questions-file", "q.txt", "--dataset", "worlds"), "needs --docs"),
-        (("--dataset", "worlds", "--readings", "backwards"), "no such reading"),
+        (("--dataset", "worlds", "--readings", "backwards"), "unknown reading"),
         (("--dataset", "worlds", "--minutes", "0"), "above 0"),
     ],
 )

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from chunkweave.calibration.measurement import CalibrationConfig, Origin, make_r
 from chunkweave.calibration.prompts import Warmth
 from chunkweave.calibration.questions import Example, dataset_examples
 from chunkweave.calibration.summaries import FidelitySample
+from chunkweave.cli import calibrate as calibrate_module
 from chunkweave.errors import DocumentError, UnknownMethodError, UsageError
 from chunkweave.planning.calibration import (
     BOUNDS,
@@ -182,15 +184,15 @@ def test_targets_follow_from_the_curves_and_from_how_sure_they_are(model):
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"methods": ()}, UsageError, "no method"),
-        ({"warm": ()}, UsageError, "no way to warm"),
+        ({"methods": ()}, UsageError, "at least one method"),
+        ({"warm": ()}, UsageError, "one way to warm"),
         ({"methods": ("prefix",)}, UsageError, "prefix has no parameter"),
         ({"methods": ("magic",)}, UnknownMethodError, "magic"),
         ({"methods": ("epic:magic",)}, UsageError, "unknown setting 'magic'"),
         ({"ratios": (1.5,)}, UsageError, "between 0 and 1"),
-        ({"bounds": {**BOUNDS, Quality.FAST: Bounds(0.99, 0.1)}}, UsageError, "fast must not demand more"),
-        ({"bounds": {**BOUNDS, Quality.FAST: Bounds(0.5, 0.01)}}, UsageError, "fast must not demand more"),
-        ({"bounds": {**BOUNDS, Quality.BALANCED: Bounds(None, 0.05)}}, UsageError, "fast must not demand more"),
+        ({"bounds": {**BOUNDS, Quality.FAST: Bounds(0.99, 0.1)}}, UsageError, "fast must not require more"),
+        ({"bounds": {**BOUNDS, Quality.FAST: Bounds(0.5, 0.01)}}, UsageError, "fast must not require more"),
+        ({"bounds": {**BOUNDS, Quality.BALANCED: Bounds(None, 0.05)}}, UsageError, "fast must not require more"),
     ],
 )
 def test_bad_configurations_are_refused_before_anything_runs(changes, error, said):
@@ -286,7 +288,7 @@ def test_a_target_that_nothing_reaches_is_said_aloud_and_answered_exactly(checkp
     with caplog.at_level(logging.WARNING), Engine.load(folder, dtype="float32") as engine:
         report = engine.generate("Why?", TEXTS, max_new_tokens=1).report
         assert (report.method, report.why) == ("prefix", "target not reached")
-        assert "no method came within what balanced promises" in caplog.text
+        assert "no method met the bounds of balanced" in caplog.text
         assert engine.generate("Why?", TEXTS, max_new_tokens=1, quality="exact").report.why == "exact"
     easier = invoke(*calibrate_arguments(folder, data, "--recompute-ratio", "0.01", "--samples", kept, "--json"))
     assert easier.exit_code == 0, easier.output
@@ -303,7 +305,7 @@ def test_a_dry_run_checks_everything_and_writes_nothing(checkpoint, tmp_path):
     assert shown["groups"] == {"corpus": ["full-in-slices", "full", "full-reuse", "epic@0.5", "epic@1"]}
     assert [(point["method"], point["value"]) for point in shown["points"]] == [("epic", 0.5), ("epic", 1.0)]
     text = invoke(*calibrate_arguments(folder, data, "--dry-run", "--cache-dir", tmp_path / "cache")).stdout
-    assert "3 questions, 15 prefills, of which 0 questions are there" in text
+    assert "3 questions, 15 prefills; already measured: 0 questions" in text
     assert sorted(folder.iterdir()) == before
     assert not (tmp_path / "cache").exists()
 
@@ -321,7 +323,7 @@ def test_calibrate_interrupted_goes_on_when_called_again(checkpoint, monkeypatch
     monkeypatch.setattr(measurement, "measure", interrupted)
     first = invoke(*calibrate_arguments(folder, data))
     assert first.exit_code == 130
-    assert "goes on from here" in first.stderr
+    assert "continues from here" in first.stderr
     assert not (folder / CALIBRATION_FILE).exists()
     monkeypatch.setattr(measurement, "measure", real)
     other = invoke(*calibrate_arguments(folder, data, "--recompute-ratio", "0.5"))
@@ -331,7 +333,7 @@ def test_calibrate_interrupted_goes_on_when_called_again(checkpoint, monkeypatch
     assert len(lines) == 3
     again = invoke(*calibrate_arguments(folder, data))
     assert again.exit_code == 0, again.output
-    assert "going on: 2 questions" in again.stderr
+    assert "measured before: 2 questions" in again.stderr
     assert read_records(folder / CALIBRATION_FILE)[0].questions == 3
     assert not (folder / PARTIAL_FILE).exists()
 
@@ -364,7 +366,7 @@ def test_a_record_of_another_dtype_is_not_used(checkpoint, record, caplog):
 
 def test_an_explicit_record_must_be_this_models(model, record, tmp_path):
     assert Engine(model, calibration=record).generate("Why?", TEXTS, max_new_tokens=1).report.why == "calibrated"
-    with pytest.raises(UsageError, match="not of toy-llama"):
+    with pytest.raises(UsageError, match="not for toy-llama"):
         Engine(toy_model("llama", seed=1), calibration=record)
     save_record(tmp_path / CALIBRATION_FILE, record)
     assert read_records(tmp_path / CALIBRATION_FILE) == (record,)
@@ -379,8 +381,8 @@ def test_an_explicit_record_must_be_this_models(model, record, tmp_path):
         (("/no/such/model",), 1, "/no/such/model"),
         (("--shape", "demo", "--methods", "full"), 2, "full has no parameter"),
         (("--shape", "demo", "--target-agreement", 2), 2, "at most 1"),
-        (("--shape", "demo", "--target-kl", 0), 2, "KL is above 0"),
-        (("--shape", "demo", "--fast-agreement", 0, "--fast-kl", "inf"), 2, "demands an agreement, a KL, or both"),
+        (("--shape", "demo", "--target-kl", 0), 2, "KL must be above 0"),
+        (("--shape", "demo", "--fast-agreement", 0, "--fast-kl", "inf"), 2, "needs an agreement, a KL, or both"),
         (("--shape", "demo", "--alpha", "x"), 2, "--alpha takes numbers"),
         (("--shape", "demo", "--check-layers", "0.5"), 2, "whole numbers"),
         (("--shape", "demo", "--cache-dir", "cache", "--dataset", "nowhere.jsonl"), 1, "nowhere.jsonl"),
@@ -429,7 +431,7 @@ def test_calibrate_loads_neither_the_server_nor_the_laboratory(checkpoint, tmp_p
 
 def test_a_data_set_that_the_library_cannot_read_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("chunkweave.calibration.questions.entry_points", lambda **_: ())
-    with pytest.raises(UsageError, match="what reads worlds is not installed: pip install"):
+    with pytest.raises(UsageError, match="the reader for worlds is not installed: pip install"):
         dataset_examples(Path("worlds"), count=1, chunks=2, seed=0)
 
 
@@ -445,3 +447,21 @@ def test_any_line_of_another_format_makes_the_file_another_readers(tmp_path, ent
     else:
         with pytest.raises(DocumentError, match=r"mixed.jsonl:2: no 'chunks'"):
             dataset_examples(file, count=1, chunks=1, seed=0)
+
+
+def test_it_says_what_it_will_do_and_counts_every_prefill(checkpoint, tmp_path, monkeypatch):
+    folder, data = checkpoint
+    reports: list[tuple[int, int]] = []
+
+    @contextmanager
+    def progress(_):
+        yield lambda *report: reports.append(report)
+
+    monkeypatch.setattr(calibrate_module, "progress", progress)
+    done = invoke(*calibrate_arguments(folder, data, "--cache-dir", tmp_path / "cache"))
+    assert done.exit_code == 0, done.output
+    assert "measuring 3 questions in 15 prefills of about" in " ".join(done.stderr.split())
+    assert {total for _, total in reports} == {15}
+    counted = [so_far for so_far, _ in reports]
+    assert counted == sorted(counted)
+    assert set(counted) == set(range(1, 16))

@@ -175,7 +175,7 @@ def test_check_finds_damage_and_repairs_only_that(cache):
     assert (repaired["wrong"], repaired["repaired"]) == (0, 2)
     assert segment_files(cache) == [whole]
     assert foreign.exists()
-    assert "1 segments are sound" in invoke("cache", "check", cache).stdout
+    assert "sound: 1 segment;" in invoke("cache", "check", cache).stdout
 
 
 def test_check_removes_nothing_that_the_system_would_not_read(cache, monkeypatch):
@@ -208,7 +208,7 @@ def test_clear_says_when_the_remote_does_not_answer(cache, monkeypatch):
     monkeypatch.setattr("chunkweave.tiers.blobs.FsspecBlobs.keys", gone)
     done = invoke("cache", "clear", cache, "--document", "short.md", "--remote-url", "memory://nowhere")
     assert done.exit_code == 1
-    assert "run this again" in done.stdout
+    assert "run this command again" in done.stdout
     assert as_json("cache", "ls", cache, "--document", "short.md")["found"] == 0
 
 
@@ -301,7 +301,7 @@ def test_warm_computes_means_and_says_how_many(notes, tmp_path):
     done = warm_in_contexts(cache, notes, *FEW)
     assert done.exit_code == 0, done.output
     assert "computed 5 chunks" in done.stdout
-    assert "5 are means over several contexts" in done.stdout
+    assert "means over several contexts: 5" in done.stdout
     again = json.loads(warm_in_contexts(cache, notes, *FEW, "--json").stdout)
     assert {key: again[key] for key in ("chunks", "computed", "present", "missing", "means")} == {
         "chunks": 5,
@@ -518,3 +518,14 @@ def test_a_stored_cost_model_is_of_this_model_or_none(tmp_path, caplog):
     assert "another model" in caplog.text
     path.write_text("{", encoding="utf-8")
     assert stored_cost_model(tmp_path, "f") is None
+
+
+def test_clear_says_what_it_keeps_of_those_that_have_read_a_document(notes, tmp_path):
+    cache = tmp_path / "cache"
+    assert warm_in_contexts(cache, notes, *FEW).exit_code == 0
+    kept = invoke("cache", "clear", cache, "--document", "bees.md", "--older-than", "0s")
+    assert kept.exit_code == 0, kept.output
+    assert "kept: segments of other documents that attended" in " ".join(kept.stdout.split())
+    gone = invoke("cache", "clear", cache, "--document", "ferry.md")
+    assert "of other documents that attended to the chosen ones" in " ".join(gone.stdout.split())
+    assert "kept:" not in gone.stdout

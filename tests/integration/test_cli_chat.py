@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from chunkweave.cli import chat as chat_module
+from chunkweave.cli.options import ModelOptions
+from chunkweave.errors import UsageError
 from tests.integration.command_line import invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CHAT = ("chat", "--max-new-tokens", 4)
+CHAT = ("chat", "--model", "reader", "--max-new-tokens", 4)
 
 
 @pytest.fixture
@@ -57,5 +60,39 @@ def test_without_questions_or_with_a_bad_one(documents):
     assert invoke(*CHAT, stdin="").exit_code == 0
     refused = invoke(*CHAT, "--conversation-tokens", 40, "--docs", documents, stdin="When?\n")
     assert refused.exit_code == 2
-    assert "new turn alone" in refused.stderr
+    assert "not even one chunk fits into a prompt of" in refused.stderr
     assert invoke(*CHAT, "--top-k", 2, stdin="").exit_code == 2
+
+
+def test_an_answer_begins_with_its_first_word(tmp_path):
+    (tmp_path / "choir.md").write_text("The Selmond Choir is led by Otto Gunmark.", encoding="utf-8")
+    result = invoke(*CHAT, "--docs", tmp_path, stdin="Who leads the Selmond Choir?\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("Otto Gunmark\n")
+    assert "invented worlds" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["ask", "chat"])
+def test_the_reader_is_warned_of_once_when_it_is_asked_about_other_text(command, tmp_path):
+    text = "Vaccination campaigns throughout Scandinavia required meticulous refrigeration logistics. " * 5
+    (tmp_path / "health.md").write_text(text, encoding="utf-8")
+    questions = ("Why?", "How?")
+    asked = {"ask": questions, "chat": ()}[command]
+    options = ("--model", "reader", "--max-new-tokens", 2, "--docs", tmp_path)
+    result = invoke(command, *options, *asked, stdin="\n".join(questions))
+    assert result.exit_code == 0, result.output
+    assert " ".join(result.stderr.split()).count("reads only its own invented worlds") == 1
+
+
+@pytest.mark.parametrize("usual", ["smollm2", "reader"])
+def test_the_model_is_smollm2_where_it_is_installed(usual, monkeypatch):
+    opened = []
+
+    def open_model(options, **_):
+        opened.append(options.model.model)
+        raise UsageError("no further")
+
+    monkeypatch.setattr(chat_module, "usual_model", lambda: usual)
+    monkeypatch.setattr(ModelOptions, "open", open_model)
+    invoke("chat", stdin="Why?\n")
+    assert opened == [usual]

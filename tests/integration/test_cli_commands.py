@@ -12,6 +12,7 @@ from chunkweave import Engine
 from chunkweave.calibration.questions import HARBOUR, VALLEY, bundled_corpus, bundled_documents, bundled_examples
 from chunkweave.cli import demo as demo_module
 from chunkweave.errors import ModelError
+from chunkweave.models import gguf
 from chunkweave.models.gguf import smollm2_file
 from chunkweave_lab import ttft
 from tests.integration.command_line import invoke
@@ -60,7 +61,7 @@ def test_help_needs_no_torch():
     assert "bench" in done.stdout
 
 
-@pytest.mark.parametrize(("attention", "why"), [("magic", "no such attention"), ("triton", "asked for, but")])
+@pytest.mark.parametrize(("attention", "why"), [("magic", "no such attention"), ("triton", "requested, but")])
 def test_an_attention_that_cannot_be_had_is_refused(documents, attention, why):
     result = invoke(*ASK, "--attention", attention, "--docs", documents, "What?")
     assert result.exit_code == 2
@@ -97,7 +98,8 @@ def test_ask_explains_its_plan(documents):
     options = ("--docs", documents, "--precompute", "--method", "cacheblend", "--recompute-ratio", 0.5, "--explain")
     shown = invoke(*ASK, *options, "Why?")
     assert shown.exit_code == 0, shown.output
-    assert "cacheblend (recompute_ratio 0.5, check_layers 1, asked for)" in shown.stdout
+    assert "cacheblend (asked for): " in shown.stdout
+    assert "recompute_ratio 0.5, check_layers 1\n" in shown.stdout
     assert "pass 1 of 1" in shown.stdout
     assert "alone" in shown.stdout
     strips = [line for line in shown.stdout.splitlines() if line.startswith("d1.md ")]
@@ -124,13 +126,13 @@ def test_ask_without_documents_is_plain_generation():
     assert json.loads(result.stdout)["answers"][0]["report"]["new_tokens"] >= 0
 
 
-def test_a_bad_document_is_refused_or_skipped_as_asked(documents):
-    (documents / "bad.md").write_bytes(b"caf\xe9")
-    refused = invoke(*ASK, "--docs", documents, "Why?")
+def test_a_bad_document_is_refused_or_left_out_as_asked(documents):
+    (documents / "bad.md").write_bytes(bytes(range(256)))
+    refused = invoke(*ASK, "--docs", documents, "--strict", "Why?")
     assert refused.exit_code == 1
     assert "bad.md" in refused.stderr
     assert "Traceback" not in refused.output
-    skipped = invoke(*ASK, "--docs", documents, "--skip-bad-docs", "--json", "Why?")
+    skipped = invoke(*ASK, "--docs", documents, "--json", "Why?")
     assert skipped.exit_code == 0, skipped.output
     sources = [chunk["source"] for chunk in json.loads(skipped.stdout)["answers"][0]["report"]["chunks"]]
     assert sources == ["system", "d0.md", "d1.md", "d2.md"]
@@ -166,10 +168,20 @@ def test_errors_are_one_line_on_stderr_with_an_exit_code(arguments, code, said):
     assert "Traceback" not in result.output
 
 
-def test_a_document_longer_than_the_context_is_a_usage_error(tmp_path):
-    path = tmp_path / "long.txt"
-    path.write_text("The harbour is deep. " * 4000, encoding="utf-8")
-    result = invoke(*ASK, "--docs", path, "Why?")
+def test_a_model_that_is_not_here_is_refused_before_documents_are_read(tmp_path):
+    for command in (("ask", "Why?"), ("chat",)):
+        result = invoke(command[0], "--model", "/no/such/model", "--docs", tmp_path / "none.md", *command[1:])
+        assert result.exit_code == 1
+        assert "no model folder at /no/such/model" in result.stderr.replace("\n", "")
+
+
+def test_an_answer_without_anything_to_reuse_says_so(documents):
+    shown = invoke(*ASK, "--docs", documents, "--method", "cacheblend", "Why?")
+    assert "full (`cacheblend` found nothing to reuse, asked for): " in shown.stdout
+
+
+def test_a_question_longer_than_the_context_is_a_usage_error():
+    result = invoke(*ASK, "The harbour is deep. " * 4000)
     assert result.exit_code == 2
     assert "8192" in result.stderr
 
@@ -263,7 +275,7 @@ def _answer_of_its_own_store(model, example, method, examples):
 
 def _every_column_is_of_a_store_of_its_own(data, examples, corpus=None):
     """`corpus` are examples with all chunks that were computed together, where prompts have fewer."""
-    names = ["full", "cacheblend@0.15", "query@0.15", "full-reuse"]
+    names = ["full", "cacheblend@0.15", "query:whole:late:stored@0.15", "full-reuse"]
     assert [answer["question"] for answer in data["answers"]] == [example.question for example in examples]
     for answer, example in zip(data["answers"], examples, strict=True):
         assert list(answer["by_method"]) == names
@@ -282,7 +294,7 @@ def _every_column_is_of_a_store_of_its_own(data, examples, corpus=None):
 
 
 def test_demo_answers_by_every_method_from_a_store_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.setattr(demo_module, "smollm2_file", lambda: None)
+    monkeypatch.setattr(demo_module, "usual_model", lambda: "reader")
     out = tmp_path / "demo.json"
     result = invoke("demo", "--out", out)
     assert result.exit_code == 0, result.output
@@ -313,9 +325,9 @@ def test_demo_answers_with_smollm2_where_it_is_installed(monkeypatch):
 
 
 def test_the_demo_does_without_smollm2_where_its_file_could_not_be_read(monkeypatch, tmp_path):
-    monkeypatch.setattr(demo_module, "smollm2_file", lambda: tmp_path / "SmolLM2.gguf")
-    monkeypatch.setattr(demo_module, "dequantized_folder", lambda file: None)
-    monkeypatch.setattr(demo_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(gguf, "smollm2_file", lambda: tmp_path / "SmolLM2.gguf")
+    monkeypatch.setattr(gguf, "dequantized_folder", lambda file: None)
+    monkeypatch.setattr(gguf, "find_spec", lambda name: None)
     assert demo_module._scene().model == "reader"
 
 
@@ -377,7 +389,7 @@ def test_bench_quality_goes_on_from_its_samples(tmp_path):
     kept.write_text("".join(lines[:2]), encoding="utf-8")
     result = invoke("bench", "quality", "--shape", "demo", *options, "--out", out)
     assert result.exit_code == 0, result.output
-    assert "1 questions are there already" in result.stderr
+    assert "continuing: 1 question measured before" in result.stderr
     again = json.loads(out.read_text(encoding="utf-8"))["rows"]
     for one, other in zip(rows, again, strict=True):
         assert {**one, "ttft_s": 0} == {**other, "ttft_s": 0}
@@ -408,7 +420,7 @@ def test_bench_quality_refuses_an_empty_data_set(tmp_path):
     path.write_text("", encoding="utf-8")
     result = invoke("bench", "quality", "--shape", "demo", "--dataset", path)
     assert result.exit_code == 1
-    assert "holds no question" in result.stderr
+    assert "has no question" in result.stderr
 
 
 def test_models_lists_every_family_with_its_state():

@@ -74,6 +74,23 @@ def test_usual_ways_are_the_usual_ones_and_others_are_refused():
 def test_chunks_are_means_over_so_many_contexts(engine, way, contexts):
     found = means(engine, task(engine, way))
     assert [len(record.contexts) for record in found] == [contexts] * 2
+    assert all(record.attention is not None for record in found), "`stored` evidence is read from it"
+
+
+def test_ways_with_the_same_contexts_compute_them_once(engine, monkeypatch):
+    computed = []
+    compute = ContextWarmth._compute
+
+    def counted(self, *args):
+        computed.append(str(self))
+        return compute(self, *args)
+
+    monkeypatch.setattr(ContextWarmth, "_compute", counted)
+    asked = task(engine, "nearest:2")
+    for way in ("nearest:2:v", "nearest:2:rescaled", "nearest:3"):
+        engine.store.clear()
+        ContextWarmth.parse(way).prepare(engine, asked.prompt, corpus=asked.corpus)
+    assert computed == ["nearest:2"] * 2 + ["nearest:3"] * 2
 
 
 def test_contexts_of_grouped_questions_have_none_of_the_prompts_chunks(engine):

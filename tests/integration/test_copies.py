@@ -92,7 +92,7 @@ def test_a_copy_that_fails_leaves_the_segment_out_and_nobody_waiting(error):
         raise error
 
     loader = LayerLoader([("a", segment_of())], 4, send=send)
-    with pytest.raises(SegmentLate, match="layer 0 could not be brought"):
+    with pytest.raises(SegmentLate, match="layer 0 could not be read"):
         loader.segments[0].layer(0)
     loader.close()
 

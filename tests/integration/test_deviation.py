@@ -85,7 +85,7 @@ def test_deviation_is_nothing_for_full_and_falls_as_more_is_recomputed():
 def test_deviation_between_different_prompts_is_refused():
     bench = make_bench(toy_model("llama"))
     one, other = (bench.prefill(make_prompt((9,), seed=seed), "full") for seed in (0, 1))
-    with pytest.raises(UsageError, match="one prompt"):
+    with pytest.raises(UsageError, match="the same prompt"):
         deviation_from(one, other, bench.loaded.model)
 
 

@@ -93,7 +93,7 @@ def test_only_whole_segments_go_to_a_device():
         def layer(self, index):
             raise AssertionError
 
-    with pytest.raises(TypeError, match="whole"):
+    with pytest.raises(TypeError, match="wholly in memory"):
         DeviceTier("cpu", budget_bytes=64).put(record_of("A"), Lazy())
 
 

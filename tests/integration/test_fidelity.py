@@ -1,6 +1,7 @@
 """`bench fidelity`: the instrument against plain transformers, its rows, and a run that is put together of two."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -160,13 +161,14 @@ def test_every_contender_is_compared_with_full_prefill_and_nothing_is_stored():
         for exact in (REFERENCE, "cacheblend@1", *((SLICED, "prefix") if number < 2 else ())):
             assert max(one[exact].kl) < 1e-5
             assert all(one[exact].agrees)
-            assert one[exact].identical is (True if number < 2 else None)
+            assert one[exact].identical is True
         assert max(one["full-reuse"].kl) > 1e-4
         assert one["full-reuse"].flops_limit > one["epic@0.2"].flops_limit > one[REFERENCE].flops_limit == 1.0
     rows = {row.method: row for row in summarize_fidelity(samples)}
     assert rows["full-reuse"].kl_of_full_reuse == 1.0
     assert rows["prefix"].decoded == 2
     assert rows["prefix"].identical == 1.0
+    assert rows["full-reuse"].decoded == len(EXAMPLES)
     assert rows[REFERENCE].speedup == 1.0
     assert rows["epic@0.2"].answer_nll is not None
 
@@ -192,7 +194,7 @@ def test_methods_come_once_more_over_chunks_computed_in_another_way():
     for one in found:
         assert one["full-reuse neutral"].kl != one["full-reuse"].kl
     assert not any(record.neutral for record in engine.store.records()), "each way has a store of its own"
-    with pytest.raises(UsageError, match="alpha is fitted over one way"):
+    with pytest.raises(UsageError, match="alpha can be fitted over only one way"):
         _config("cachecraft", fractions=(0.05,), also_warm=(Warmth.parse("neutral"),))
 
 
@@ -246,6 +248,21 @@ def test_prefix_caching_works_where_earlier_requests_began_alike():
     [first, _] = measure_fidelity(engine, tasks, config.contenders({}), config)
     assert first["prefix"].flops_limit > 1.5
     assert max(first["prefix"].kl) < 1e-5
+
+
+def test_answers_that_are_not_decoded_are_identical_exactly_if_decoded_ones_are():
+    found: dict[int, list[bool | None]] = {0: [], len(EXAMPLES): []}
+    for free, marks in found.items():
+        for new_tokens in (1, 4):
+            engine = Engine(toy_model())
+            config = replace(_config("epic@0.2", "cacheblend@0.9", free=free), new_tokens=new_tokens)
+            tasks = make_tasks(engine, EXAMPLES, EXAMPLES, config)
+            for one in measure_fidelity(engine, tasks, config.contenders({}), config):
+                marks += [one["epic@0.2"].identical, one["cacheblend@0.9"].identical]
+                assert (one["epic@0.2"].text is not None) == bool(free)
+    undecoded, decoded = found.values()
+    assert undecoded == decoded
+    assert {*decoded} == {True, False}
 
 
 def test_baselines_of_another_prompt_are_compared_by_their_answers_alone(monkeypatch):
@@ -328,7 +345,7 @@ def test_a_log_goes_on_and_refuses_other_settings(tmp_path):
     with pytest.raises(UsageError, match=r"other settings \(model\)"):
         QuestionLog(path, {"model": "reader"})
     path.write_text("what is this\n")
-    with pytest.raises(UsageError, match="does not hold finished questions"):
+    with pytest.raises(UsageError, match="is not a file of finished questions"):
         QuestionLog(path, {"model": "toy"})
 
 

@@ -106,6 +106,18 @@ def test_a_corrupt_file(tmp_path, file, content):
         Engine.load(folder)
 
 
+def test_a_model_without_a_tokenizer_is_refused_with_the_whole_reason(tmp_path):
+    folder = save_checkpoint(tmp_path / "model")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelNotFoundError) as refused:
+        Engine.load(folder)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert not message.endswith(":")
+    assert len(message) > len(str(folder)) + 200, "all lines of the reason"
+
+
 def test_missing_weights(tmp_path):
     folder = save_checkpoint(tmp_path / "model")
     (folder / "model.safetensors").unlink()

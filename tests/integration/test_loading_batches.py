@@ -86,7 +86,7 @@ def beside_a_stream(gated: Gated, **limits) -> Driver:
 def layers_run(driver: Driver, number: int) -> int:
     """How far a prefill is; those that are read to memory have as much time as they need."""
     job = driver.core._scheduler.requests[number].job
-    return 0 if job is None or job.under_way is None else job.under_way.run.layer
+    return 0 if job is None or job.open_pass is None else job.open_pass.run.layer
 
 
 def step_until(driver: Driver, reached, most: int = 2000) -> None:
@@ -213,7 +213,7 @@ class LateForAMoment:
     def lost(self) -> SegmentLost | None:
         return self._answers.pop()
 
-    def go_on_without(self, lost: SegmentLost) -> None:
+    def plan_without(self, lost: SegmentLost) -> None:
         self.without.append(lost)
 
 

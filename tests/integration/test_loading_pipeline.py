@@ -144,7 +144,7 @@ def test_a_late_layer_is_given_up():
     sources = [("a", Recording("a", [], gate=gate)), ("b", Recording("b", []))]
     loader = LayerLoader(sources, 4, wait_s=0.02)
     assert loader.segments[1].held_up is None
-    with pytest.raises(SegmentLate, match=r"layer 0 did not come within 0\.02 s"):
+    with pytest.raises(SegmentLate, match=r"layer 0 was not read within 0\.02 s"):
         loader.segments[0].layer(0)
     while loader.segments[0].late is None:
         pass
@@ -185,7 +185,7 @@ def test_a_level_is_blamed_only_for_its_own_late_layers(lost, told):
     opened = []
     context = SimpleNamespace(store=SimpleNamespace(store=store))
     job = SimpleNamespace(_given_up=set(), _context=context, close=list, _open=lambda: opened.append(1))
-    PrefillJob.go_on_without(job, lost)
+    PrefillJob.plan_without(job, lost)
     assert (heard, opened, job._given_up) == (told, [1], {"a"})
 
 

@@ -203,7 +203,7 @@ def test_what_is_pending_is_bounded(caplog):
     means, most = Means(), module._MOST_PENDING
     for number in range(most + 1):
         means.take(share(2, f"group {number}"), computed([A], chunk=ChunkId(f"{number:032x}")), kv(number))
-    assert "begun anew" in caplog.text
+    assert "starts over" in caplog.text
     last = computed([B], chunk=ChunkId(f"{most:032x}"))
     assert means.take(share(2, f"group {most}"), last, kv(0)) is not None
     second = computed([B], chunk=ChunkId(f"{1:032x}"))

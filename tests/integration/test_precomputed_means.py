@@ -432,7 +432,7 @@ def test_salts_are_apart():
 
 def test_chunks_of_another_salt_are_no_contexts():
     engine = engine_of()
-    with pytest.raises(UsageError, match="is not among those"):
+    with pytest.raises(UsageError, match="is not in the pool"):
         engine.precompute(CHUNKS, pool=ContextPool(parts_of(engine, cache_salt="a")), cache_salt="b")
     assert not means_of(engine)
 

@@ -112,9 +112,9 @@ def test_a_plan_whose_segment_left_is_made_again(monkeypatch):
         level.store.clear()
     with bench.runner.start(prompt, method, PrefillOptions(plan=plan)) as job:
         assert job.lost is not None
-        job.go_on_without(job.lost)
+        job.plan_without(job.lost)
         while job.lost is not None:
-            job.go_on_without(job.lost)
+            job.plan_without(job.lost)
         assert not job.plan.segments()
 
 

@@ -284,7 +284,7 @@ def test_names_and_values():
         ("map-rerank@2", "write map-rerank instead"),
         ("map-reduce@1.5", "not a number of tokens"),
         ("map-reduce@nan", "not a number of tokens"),
-        ("map-reduce@0", "1 token"),
+        ("map-reduce@0", "must be at least 1"),
         ("compress@0", "above 0"),
         ("compress@1.2", "at most 1"),
         ("compress@nan", "above 0"),

@@ -423,7 +423,7 @@ def test_stuck_calls_are_bounded() -> None:
     for _ in range(6):
         with pytest.raises(TimeoutError):
             calls.call(lambda: gate.wait(10))
-    assert calls.under_way == 3
+    assert calls.running == 3
     gate.set()
     wait_until_idle(calls)
     assert calls.call(lambda: 7) == 7
@@ -436,7 +436,7 @@ def test_workers_are_reused_and_bounded_under_load() -> None:
 
     def operation() -> int:
         seen.add(threading.get_ident())
-        most[0] = max(most[0], calls.under_way)
+        most[0] = max(most[0], calls.running)
         time.sleep(0.001)
         return threading.get_ident()
 
@@ -447,7 +447,7 @@ def test_workers_are_reused_and_bounded_under_load() -> None:
         thread.join()
     assert len(seen) <= 4
     assert most[0] <= 4
-    assert calls.under_way == 0
+    assert calls.running == 0
 
 
 def test_workers_with_nothing_to_do_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -676,6 +676,6 @@ TestBreakerMachine.settings = settings(max_examples=60, stateful_step_count=40, 
 
 def wait_until_idle(calls: RemoteCalls) -> None:
     ends = time.monotonic() + 5
-    while calls.under_way:
+    while calls.running:
         assert time.monotonic() < ends, "a call is left over"
         time.sleep(0.01)

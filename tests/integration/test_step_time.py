@@ -117,8 +117,8 @@ def test_a_pass_that_takes_longer_than_planned_is_left_between_two_layers_and_co
     monkeypatch.setattr("tests.integration.test_step_time.ROW_S", 10 * ROW_S)
     job = driver.core._scheduler.requests[other].job
     driver.core.step()
-    assert job.under_way is not None
-    assert 0 < job.under_way.run.layer < engine.loaded.model.geometry.num_layers
+    assert job.open_pass is not None
+    assert 0 < job.open_pass.run.layer < engine.loaded.model.geometry.num_layers
     driver.run()
     assert max(gaps(times)) <= STEP_TIME_S + clock.longest_s + own_s(engine)
     monkeypatch.undo()

@@ -72,7 +72,7 @@ def test_a_store_that_fails_costs_no_answer(model, answer, monkeypatch, caplog):
     monkeypatch.setattr(engine.store, "insert", insert)
     with caplog.at_level(logging.ERROR):
         assert answer(engine) == expected
-    assert any("not stored" in record.message for record in caplog.records)
+    assert any("could not be stored" in record.message for record in caplog.records)
     engine.store.check()
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from chunkweave.models.gguf import SMOLLM2_PIP
+
 NO_HATCH = "hatchling or its plug-in is not installed: pip install -e '.[dev]'"
 wheel = pytest.importorskip("hatchling.builders.wheel", reason=NO_HATCH)
 sdist = pytest.importorskip("hatchling.builders.sdist", reason=NO_HATCH)
@@ -78,6 +80,19 @@ def test_images_are_built_of_files_that_a_wheel_can_be_built_of(tmp_path: Path):
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.symlink_to(ROOT / source, target_is_directory=(ROOT / source).is_dir())
         assert list(wheel.WheelBuilder(str(context)).build(directory=str(context / "dist")))
+
+
+def test_the_engines_image_loads_gguf_files_and_starts_with_a_model_that_needs_that():
+    lines = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    extras = re.search(r"'\.\[([a-z,]+)\]'", lines)
+    assert extras is not None
+    assert {"server", "gguf"} <= set(extras[1].split(","))
+    assert SMOLLM2_PIP.rpartition(" ")[2] in lines
+    compose = (ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8")
+    for text in (lines, compose, (ROOT / "deploy" / "chunkweave.service").read_text(encoding="utf-8")):
+        assert "reader" not in text
+    assert "read_only: true" in compose
+    assert "XDG_CACHE_HOME=/var/lib/chunkweave/" in lines, "its weights are unpacked where the container may write"
 
 
 def test_only_assets_are_no_code(brought: zipfile.ZipFile):

@@ -1,5 +1,7 @@
 """What the version before wrote is read, and two versions beside each other do no harm to what the other one wrote.
 
+What a later version wrote in a format of its own is left as it is.
+
 The committed data stands for the version before: what this version writes has the same names, formats and fields.
 """
 
@@ -12,6 +14,7 @@ import pytest
 from chunkweave import Chunk, Corpus, CorpusDocument, Engine, StoreConfig
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.shared_folder import PinFile, Tombstones
+from chunkweave.tiers import segment_header
 from chunkweave.tiers.blobs import RedisBlobs
 from chunkweave.tiers.remote import RemoteTier
 from chunkweave.types import ChunkId, SegmentId
@@ -115,6 +118,32 @@ def test_new_segments_pins_and_removals_are_written_as_before(cache: Path, tmp_p
         added = new[name].pop("another-model")
         assert new == old
         assert type(added) is type(old[name][FINGERPRINT])
+
+
+def test_segments_of_a_later_format_are_computed_again_and_left(tmp_path: Path, monkeypatch) -> None:
+    with monkeypatch.context() as later:
+        later.setattr(segment_header.SegmentLayout, "version", segment_header.FORMAT_VERSION + 1)
+        with reader(cache_dir=tmp_path) as engine:
+            ask(engine, CHUNKS)
+    written = contents(tmp_path)
+    assert len(list(tmp_path.glob("*/*/*.safetensors"))) == 3
+    with reader(cache_dir=tmp_path) as engine, reader() as fresh:
+        answer = ask(engine, CHUNKS)
+        assert sources(answer) == [None] * 3
+        assert answer.token_ids == ask(fresh, CHUNKS).token_ids
+    assert contents(tmp_path) == written
+
+
+@pytest.mark.parametrize(("file", "said"), [("pins.json", "nothing is pinned"), ("removed.json", "may be used")])
+def test_a_list_of_a_later_format_is_named_and_left(cache: Path, caplog, file: str, said: str) -> None:
+    path = cache / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
+    later = path.read_bytes()
+    with reader(cache_dir=cache) as engine:
+        assert set(sources(ask(engine, CHUNKS))) == {"disk"}
+    assert said in caplog.text
+    assert str(path) in caplog.text
+    assert path.read_bytes() == later
 
 
 def record_of_one_token() -> SegmentRecord:

@@ -104,7 +104,7 @@ def test_a_prompt_may_have_tags_too(serve: Serve):
     ("question", "more", "said"),
     [
         (f"<doc>{FERRY} When?", {}, "<doc> is not closed"),
-        (f"{MARKED} When?", {"documents": [CHOIR]}, "give no documents"),
+        (f"{MARKED} When?", {"documents": [CHOIR]}, "do not also give documents"),
         (MARKED, {}, "the question is empty"),
     ],
 )

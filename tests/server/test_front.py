@@ -142,6 +142,17 @@ def test_what_says_nothing_of_documents_is_handed_through_untouched(front, vllm)
     assert {method for method, *_ in vllm.paths} == {"GET", "POST"}
 
 
+@pytest.mark.parametrize("path", ["/sleep?level=2", "/pause", "/reset_prefix_cache?reset_external=true"])
+def test_after_vllm_resets_its_caches_nothing_is_assumed_to_be_stored(front, path):
+    front.ask(documents=DOCUMENTS)
+    (replica,) = front.service.backend.fleet.replicas
+    assert replica.contents.segments > 0
+    front.post("/tokenize")
+    assert replica.contents.segments > 0
+    front.post(path).raise_for_status()
+    assert replica.contents.segments == 0
+
+
 def test_requests_that_name_no_model_are_answered_with_the_adapter(vllm):
     lora = Adapter("tiny", Path("tiny"), LoraSettings(4, 8.0, False, ("q_proj",)), "", "key")
     with running_front(vllm, lora=lora) as front:
@@ -178,7 +189,7 @@ def test_the_plug_in_may_raise_what_no_client_has_asked_for(front, vllm, reuse, 
     ("body", "told"),
     [
         ({"documents": ["a"], "tools": [TOOL]}, "tools need --enable-auto-tool-choice"),
-        ({"documents": ["a"], "tools": [TOOL], "tool_choice": "none"}, "no place for tools"),
+        ({"documents": ["a"], "tools": [TOOL], "tool_choice": "none"}, "does not support tools"),
         ({"documents": ["a"], "tools": [TOOL], "tool_choice": "required"}, "tools need --enable-auto-tool-choice"),
         ({"documents": ["a"], "tool_choice": "required"}, "tool_choice needs tools"),
         ({"documents": ["a"], "truncate_prompt_tokens": 9}, "chunkweave: truncate_prompt_tokens"),
@@ -354,7 +365,7 @@ def test_what_tools_said_stands_behind_the_question(with_tools):
     ("messages", "told"),
     [
         ([said("Noon.")], "earlier turns"),
-        ([called("7"), said("Noon.")], "no JSON object"),
+        ([called("7"), said("Noon.")], "not a JSON object"),
         ([called(), said("Noon."), {"role": "assistant", "content": "Noon."}], "earlier turns"),
         ([called()], "the last message must be the user's"),
     ],

@@ -72,7 +72,7 @@ def check(response: httpx.Response | schemathesis.Response) -> None:
 
 
 def test_there_is_an_operation_for_every_endpoint():
-    assert len(OPERATIONS) == 24
+    assert len(OPERATIONS) == 27
     assert {"POST /v1/chat/completions", "DELETE /v1/corpora/{name}/documents/{document}"} <= set(OPERATIONS)
 
 
@@ -109,7 +109,7 @@ def test_no_bytes_break_the_server(url: str):
         st.binary(max_size=200) | VALUES.map(lambda value: json.dumps(value).encode()),
     )
     def run(path: str, method: str, body: bytes) -> None:
-        path = path.format(name="notes", document="x")
+        path = path.format(name="notes", document="x", key="x")
         if (method, path) != ("DELETE", "/v1/corpora/notes"):
             check(client.request(method, path, content=body))
 

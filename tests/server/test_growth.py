@@ -218,11 +218,11 @@ def test_an_upload_with_long_lines_or_names_is_refused_by_name(client: Client):
         "f.txt": b"one " * (3 << 20),
     }
     for name, data in wrong.items():
-        refused = client.post(f"{DOCUMENTS}/files", files=[("files", (name, data))])
+        refused = client.post(f"{DOCUMENTS}/files?strict=true", files=[("files", (name, data))])
         assert refused.status_code == 400, name[:10]
         said = refused.json()["error"]["message"]
         assert any(
-            field in said for field in ("line 2 has", "the id of", "the title of", "the metadata of", "the text of")
+            field in said for field in ("line 2: it has", "the id of", "the title of", "the metadata of", "the text of")
         )
     refused = client.post(DOCUMENTS, json={"documents": [FERRY, {"id": "long", "text": "one " * (3 << 20)}]})
     assert (refused.status_code, "the text of document 'long'" in refused.json()["error"]["message"]) == (400, True)

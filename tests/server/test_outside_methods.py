@@ -39,6 +39,13 @@ def test_a_request_names_the_method_of_a_file(serve, method_file):
     assert report["parameters"] == {"recompute_ratio": 0.5}
 
 
+def test_the_page_offers_the_method_of_a_file_with_its_first_line(serve, method_file):
+    client = serve(method_file=(method_file,))
+    (found,) = [one for one in client.get("/v1/server").json()["methods"] if one["name"] == "chunk-ends"]
+    assert found["about"].startswith("The last `ceil(recompute_ratio * tokens)` tokens of every reused chunk"), found
+    assert found["parameters"] == ["recompute_ratio"]
+
+
 def test_a_method_of_a_file_declares_what_it_takes_and_short_names_of_values(serve, tmp_path, method_file):
     more = (
         'budget = RATIO_BUDGET\n    parameters = ("check_layers",)\n    settings = {"most": {"recompute_ratio": 0.9}}'

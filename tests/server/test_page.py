@@ -1,6 +1,7 @@
-"""The page at `/` without a browser: its pieces, who sees what, what is refused."""
+"""What the page asks of the server, without a browser: who sees what, what is counted, what is refused."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -10,44 +11,45 @@ from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, bearer, key_ri
 DOCUMENTS = ["The ferry leaves at seven, at noon and at six.", "Pilots board ships two miles west of the lighthouse."]
 
 
-def piece(client: Client, path: str, key: str | None = None):
-    return client.get(f"/v1/page/{path}", headers={"hx-request": "true", **bearer(key)})
+def seen(client: Client, path: str, key: str | None = None) -> dict[str, Any]:
+    reply = client.get(f"/v1/{path}", headers=bearer(key))
+    assert reply.status_code == 200, reply.text
+    return reply.json()
 
 
-def command(client: Client, what: str, **body):
-    """What a button of the page has the API do, in the words that it shows."""
-    done = client.post(f"/v1/cache/{what}", json=body)
-    assert done.status_code == 200, done.text
-    return ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in done.json().items())
-
-
-def keys_of(live: str) -> list[str]:
-    """The requests that are listed."""
-    return re.findall(r'hx-get="/v1/page/requests/(\w+)"', live)
+def ids(client: Client, key: str | None = None) -> list[str]:
+    """The requests with an answer that are listed."""
+    return [one["id"] for one in seen(client, "requests", key)["data"]]
 
 
 def test_the_page_and_its_files_need_no_key_and_nothing_from_elsewhere(serve: Serve):
     client = serve(keys=key_ring())
     page = client.get("/")
     assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
     assert "script-src 'self'" in page.headers["content-security-policy"]
     files = re.findall(r'(?:src|href)="(/[^"]+)"', page.text)
-    assert len(files) == 3
+    script = client.get("/page/page.js").text
+    files += [f"/page/{name}" for name in re.findall(r'from "\./([^"]+)"', script)]
+    assert sorted(files) == ["/page/drawing.js", "/page/page.css", "/page/page.js"]
     for file in files:
-        assert client.get(file).status_code == 200
-    assert "http" not in page.text.replace("http-equiv", "")
+        found = client.get(file)
+        assert found.status_code == 200
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", found.text)
+    assert "http" not in page.text
     assert client.get("/page/nothing.js").status_code in (401, 404)
 
 
-def test_pieces_need_a_key_where_there_are_keys(serve: Serve):
+def test_data_needs_a_key_where_there_are_keys(serve: Serve):
     client = serve(keys=key_ring())
-    assert piece(client, "live").status_code == 401
-    assert piece(client, "live", KEYS["acme"]).status_code == 200
+    for path in ("server", "requests", "requests/x"):
+        assert client.get(f"/v1/{path}").status_code == 401
+    assert seen(client, "requests", KEYS["acme"])["data"] == []
 
 
 def test_what_another_site_sends_is_refused(client):
-    for path in ("live", "corpora", "corpora/options", "requests/x"):
-        assert client.get(f"/v1/page/{path}").status_code == 403
+    for path in ("server", "requests", "requests/x"):
+        assert client.get(f"/v1/{path}", headers={"sec-fetch-site": "cross-site"}).status_code == 403
     for path in ("cache/clear", "cache/warm", "chat/completions"):
         assert client.post(f"/v1/{path}", data={"everything": "true", "documents": "x"}).status_code == 400
 
@@ -56,128 +58,149 @@ def test_a_request_is_listed_and_shown_part_by_part(client):
     documents = [{"text": DOCUMENTS[0], "title": "Ferries <b>"}, {"text": DOCUMENTS[1], "title": "Pilots"}]
     for _ in range(2):
         assert client.ask(documents=documents).status_code == 200
-    live = piece(client, "live").text
-    keys = keys_of(live)
-    assert len(keys) == 2
-    shown = piece(client, f"requests/{keys[0]}").text
-    assert "Ferries &lt;b&gt;" in shown
-    assert "Ferries <b>" not in shown
-    assert "Pilots" in shown
-    assert 'class="prefix-exact"' in shown or 'class="reused"' in shown
-    assert piece(client, "requests/99").status_code == 404
+    first = ids(client)[0]
+    assert len(ids(client)) == 2
+    shown = seen(client, f"requests/{first}")
+    assert [one["name"] for one in shown["chunks"]][-2:] == ["Ferries <b>", "Pilots"]
+    assert {"prefix-exact", "reused"} & {bar["kind"] for bar in shown["prompt"]}
+    assert sum(bar["width"] for bar in shown["prompt"]) == pytest.approx(1)
+    assert sum(shown["tokens_by_source"].values()) == shown["prompt_tokens"]
+    missing = client.get("/v1/requests/99")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "request_not_found")
 
 
-@pytest.mark.backend("engine")
-def test_a_refused_request_is_listed_with_its_reason_and_without_its_words(client):
-    assert client.ask(documents=DOCUMENTS, model="made-up").status_code == 404
-    live = piece(client, "live").text
-    assert "404 model_not_found" in live
-    assert "made-up" not in live
+REFUSED = {
+    "a field": ({"documents": 7}, "400", "documents must be a list"),
+    "method": ({"chunkweave": {"method": "made-up"}}, "400", "made-up"),
+    "corpus": ({"chunkweave": {"corpus": "harbour"}, "documents": []}, "404 corpus_not_found", "no corpus 'harbour'"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_refused_request_opens_with_its_reason(serve: Serve, what: str):
+    body, code, message = REFUSED[what]
+    client = serve(keys=key_ring())
+    refused = client.ask(key=KEYS["acme"], **{"documents": DOCUMENTS, **body})
+    assert refused.status_code == int(code[:3])
+    (listed,) = seen(client, "requests", KEYS["acme"])["unanswered"]
+    assert (listed["outcome"], listed["error"]) == ("rejected", code)
+    shown = seen(client, f"requests/{listed['id']}", KEYS["acme"])
+    assert shown["message"] == refused.json()["error"]["message"]
+    assert message in shown["message"]
+    assert seen(client, f"requests/{listed['id']}", ADMIN_KEY)["message"] is None, "it may quote the request"
+    assert client.get(f"/v1/requests/{listed['id']}", headers=bearer(KEYS["bolt"])).status_code == 404
+
+
+def test_refused_requests_do_not_push_answers_out(client):
+    client.ask(documents=DOCUMENTS)
+    kept = ids(client)
+    for _ in range(210):
+        assert client.ask(chunkweave={"corpus": "none"}).status_code == 404
+    shown = seen(client, "requests?limit=200")
+    assert [one["id"] for one in shown["data"]] == kept
+    assert len(shown["unanswered"]) == 50
 
 
 def test_nothing_is_sent_while_nothing_has_changed(client):
-    version = re.search(r'name="since" value="([^"]+)"', piece(client, "live").text)
-    assert piece(client, f"live?since={version[1]}").status_code == 204
+    version = seen(client, "requests")["version"]
+    unchanged = client.get(f"/v1/requests?since={version}")
+    assert (unchanged.status_code, unchanged.content) == (204, b"")
     client.ask(documents=DOCUMENTS)
-    assert piece(client, f"live?since={version[1]}").status_code == 200
+    answered = seen(client, f"requests?since={version}")["version"]
+    client.ask(chunkweave={"corpus": "none"})
+    assert seen(client, f"requests?since={answered}")["unanswered"]
 
 
 def test_tenants_see_their_own_and_an_admin_all_without_names(serve: Serve):
     client = serve(keys=key_ring())
     client.ask(key=KEYS["acme"], documents=[{"text": DOCUMENTS[0], "title": "Secret"}])
-    (key,) = keys_of(piece(client, "live", KEYS["acme"]).text)
-    assert "Secret" in piece(client, f"requests/{key}", KEYS["acme"]).text
-    assert keys_of(piece(client, "live", KEYS["bolt"]).text) == []
-    assert piece(client, f"requests/{key}", KEYS["bolt"]).status_code == 404
-    assert keys_of(piece(client, "live", ADMIN_KEY).text) == [key]
-    seen = piece(client, f"requests/{key}", ADMIN_KEY)
-    assert seen.status_code == 200
-    assert "Secret" not in seen.text
-    assert "acme" in piece(client, "live", ADMIN_KEY).text
+    (key,) = ids(client, KEYS["acme"])
+    assert "Secret" in str(seen(client, f"requests/{key}", KEYS["acme"]))
+    assert ids(client, KEYS["bolt"]) == []
+    assert client.get(f"/v1/requests/{key}", headers=bearer(KEYS["bolt"])).status_code == 404
+    (listed,) = seen(client, "requests", ADMIN_KEY)["data"]
+    assert (listed["id"], listed["tenant"]) == (key, "acme")
+    assert "Secret" not in str(seen(client, f"requests/{key}", ADMIN_KEY))
 
 
 def test_nothing_tells_a_tenant_that_others_ask(serve: Serve):
     client = serve(keys=key_ring())
-    before = piece(client, "live", KEYS["bolt"]).text
+    before = seen(client, "requests", KEYS["bolt"])
     client.ask(key=KEYS["acme"], documents=DOCUMENTS)
-    assert piece(client, "live", KEYS["bolt"]).text == before
+    assert seen(client, "requests", KEYS["bolt"]) == before
+    assert "stored" not in before
 
 
 def test_looking_does_not_use_up_the_requests_a_minute(serve: Serve):
     client = serve(keys=key_ring(), requests_per_minute=2, burst=2)
     for _ in range(6):
-        assert piece(client, "live", KEYS["acme"]).status_code == 200
+        seen(client, "requests", KEYS["acme"])
 
 
-def test_the_page_says_which_methods_there_are_and_which_take_a_ratio(client):
-    boxes = re.findall(r'name="methods" value="([\w-]+)"( data-ratio)?( checked)?', client.get("/").text)
-    assert [name for name, *_ in boxes] == [
-        *(name for name in METHODS.names if name not in ("prefix", "full")),
-        "prefix",
-        "full",
-    ]
-    assert {name for name, ratio, _ in boxes if ratio} >= {"cacheblend", "query"}
-    assert not any(ratio for name, ratio, _ in boxes if name in ("full", "full-reuse", "prefix"))
-    assert {name for name, _, checked in boxes if checked} == {"cacheblend", "query", "full"}
+def test_the_server_says_which_methods_there_are_what_they_do_and_take(client):
+    shown = seen(client, "server")
+    methods = {one["name"]: one for one in shown["methods"]}
+    assert tuple(methods) == METHODS.names
+    assert all(len(one["about"]) > 30 and one["about"].endswith(".") for one in methods.values())
+    assert "recompute_ratio" in methods["query"]["parameters"]
+    assert methods["full"]["parameters"] == []
+    assert {name for name, one in methods.items() if one["exact"]} == {"full", "prefix"}
+    assert (shown["model"], shown["admin"], shown["tenants"]) == ("toy", True, False)
+
+
+def test_the_server_says_who_may_pin_and_clear(serve: Serve, server_backend):
+    client = serve(keys=key_ring())
+    for key, admin in ((ADMIN_KEY, True), (KEYS["acme"], False)):
+        shown = seen(client, "server", key)
+        assert (shown["admin"], shown["tenants"], shown["pins"]) == (admin, True, server_backend == "engine")
 
 
 @pytest.mark.parametrize("method", ["full", "full-reuse"])
 def test_an_answer_is_found_by_the_id_of_its_request(client, method):
-    assert "2 computed" in command(client, "warm", documents=DOCUMENTS)
+    assert client.post("/v1/cache/warm", json={"documents": DOCUMENTS}).json()["computed"] == 2
     answer = client.ask(documents=DOCUMENTS, max_tokens=4, chunkweave={"method": method})
-    shown = piece(client, f"requests/{answer.headers['x-request-id']}?compared=true")
-    assert shown.status_code == 200, shown.text
-    assert f"<strong>{method}</strong>" in shown.text
-    assert "<h2>" not in shown.text
+    assert seen(client, f"requests/{answer.headers['x-request-id']}")["method"] == method
 
 
-def test_of_one_id_the_last_request_is_found_and_none_of_another_tenant(serve: Serve):
+def test_of_one_id_the_last_answer_is_found_and_none_of_another_tenant(serve: Serve):
     client = serve(keys=key_ring())
     body = {"messages": [{"role": "user", "content": "When?"}], "documents": DOCUMENTS, "max_tokens": 2}
     for title in ("Ferries", "Pilots"):
         named = {**body, "documents": [{"text": DOCUMENTS[0], "title": title}]}
         headers = {"x-request-id": "mine", **bearer(KEYS["acme"])}
         assert client.post("/v1/chat/completions", json=named, headers=headers).status_code == 200
-    assert "Pilots" in piece(client, "requests/mine", KEYS["acme"]).text
-    assert piece(client, "requests/mine", KEYS["bolt"]).status_code == 404
+    assert "Pilots" in str(seen(client, "requests/mine", KEYS["acme"]))
+    assert client.get("/v1/requests/mine", headers=bearer(KEYS["bolt"])).status_code == 404
 
 
-def test_corpora_are_listed_and_warmed(client):
-    client.post("/v1/corpora", json={"name": "harbour"})
-    client.post("/v1/corpora/harbour/documents", json={"documents": DOCUMENTS})
-    shown = piece(client, "corpora").text
-    assert 'data-command="warm" data-corpus="harbour"' in shown
-    assert 'value="harbour"' in piece(client, "corpora/options").text
-    assert "2 chunks" in command(client, "warm", corpus="harbour")
-    answer = client.ask(max_tokens=3, chunkweave={"corpus": "harbour", "top_k": 1, "method": "full"})
-    assert answer.status_code == 200, answer.text
+def test_totals_count_what_reuse_saved_and_status_has_the_same(client):
+    assert seen(client, "requests")["totals"]["time_saved_s"] is None, "nothing was computed yet"
+    reports = []
+    for method in ("full", "full-reuse", "full-reuse"):
+        client.post("/v1/cache/warm", json={"documents": DOCUMENTS})
+        reports.append(client.ask(documents=DOCUMENTS, chunkweave={"method": method}).json()["chunkweave"])
+    totals = seen(client, "requests")["totals"]
+    assert totals["requests"] == 3
+    assert totals["prompt_tokens"] == sum(one["prompt_tokens"] for one in reports)
+    expected = sum(one["prefix_exact_tokens"] + one["reused_tokens"] for one in reports)
+    assert totals["tokens_not_computed"] == expected > 0
+    assert totals["time_saved_s"] >= 0
+    cache = seen(client, "cache")
+    assert cache["tenant"] == cache["all_tenants"] == totals
+
+
+def test_an_admin_gets_the_totals_of_all_tenants(serve: Serve):
+    client = serve(keys=key_ring())
+    for tenant in ("acme", "bolt"):
+        client.ask(key=KEYS[tenant], documents=DOCUMENTS)
+    assert seen(client, "requests", ADMIN_KEY)["totals"]["requests"] == 2
+    assert seen(client, "requests", KEYS["acme"])["totals"]["requests"] == 1
+    cache = seen(client, "cache", ADMIN_KEY)
+    assert (cache["tenant"]["requests"], cache["all_tenants"]["requests"]) == (0, 2)
+    assert "all_tenants" not in seen(client, "cache", KEYS["acme"])
 
 
 @pytest.mark.backend("engine")
-def test_what_is_stored_is_shown_pinned_and_cleared(client):
-    client.post("/v1/corpora", json={"name": "harbour"})
-    client.post("/v1/corpora/harbour/documents", json={"documents": DOCUMENTS})
-    assert 'id="pin-harbour"' in piece(client, "corpora").text
-    for what, words in (("warm", "2 computed"), ("pin", "2 segments pinned"), ("unpin", "2 chunks unpinned")):
-        assert words in command(client, what, corpus="harbour")
+def test_what_is_stored_is_shown(client):
     client.ask(documents=DOCUMENTS)
-    assert re.search(r"<td>host</td>", piece(client, "live").text)
-    assert "segments removed" in command(client, "clear", corpus="harbour")
-    assert "segments removed" in command(client, "clear", everything=True)
-
-
-@pytest.mark.backend("vllm")
-def test_over_vllm_what_is_stored_is_cleared_and_not_pinned(client):
-    client.post("/v1/corpora", json={"name": "harbour"})
-    client.post("/v1/corpora/harbour/documents", json={"documents": DOCUMENTS[:1]})
-    command(client, "warm", corpus="harbour")
-    shown = piece(client, "corpora").text
-    assert ("clear-harbour" in shown, "clear-all" in shown, "pin-harbour" in shown) == (True, True, False)
-    assert "1 segments removed" in command(client, "clear", corpus="harbour")
-    assert "segments removed" in command(client, "clear", everything=True)
-
-
-def test_only_an_admin_is_offered_to_clear_everything(serve: Serve):
-    client = serve(keys=key_ring())
-    assert "clear-all" in piece(client, "corpora", ADMIN_KEY).text
-    assert "clear-all" not in piece(client, "corpora", KEYS["acme"]).text
+    assert seen(client, "requests")["stored"]["host"]["segments"] >= 2

@@ -44,6 +44,7 @@ def test_sigterm_lets_answers_end_and_writes_what_was_computed(tmp_path, checkpo
         wait_until(lambda: any("s  ready" in line for line in server.log))
         stages = [line for line in server.log if " s  " in line]
         assert [words in "".join(stages) for words in ("loading the model", "opening corpora", "ready")] == [True] * 3
+        assert f"ready: {server.url}/v1 for clients, {server.url}/ for a browser" in stages[-1]
         url = f"{server.url}/v1/chat/completions"
         with httpx.stream("POST", url, json=body(0, max_tokens=150, stream=True), timeout=60) as response:
             lines = response.iter_lines()

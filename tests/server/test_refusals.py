@@ -53,6 +53,9 @@ def test_half_a_surrogate_pair_is_refused_wherever_it_is(client: Client, body: d
     [
         ({"stop": 1}, "stop must be a text or a list", "stop"),
         ({"stop": [1]}, "stop[0] must be a text", "stop[0]"),
+        ({"stop": ""}, "stop must have at least 1 character", "stop"),
+        ({"stop": ["a", ""]}, "stop[1] must have at least 1 character", "stop[1]"),
+        ({"stop": "\ud800"}, "stop must be valid Unicode: it has half of a surrogate pair", "stop"),
         ({"documents": [1]}, "documents[0] must be a text or an object", "documents[0]"),
         ({"documents": [{"text": 1}]}, "documents[0].text must be a text", "documents[0].text"),
         ({"documents": [{"title": "x"}]}, "documents[0].text: Field required", "documents[0].text"),
@@ -113,7 +116,7 @@ def test_deep_nesting_is_refused(client: Client, levels: int):
 def test_a_line_that_cannot_be_kept_is_refused_by_its_number(client: Client, line: bytes, said: str):
     client.post("/v1/corpora", json={"name": "notes"})
     files = {"files": ("lines.jsonl", b'{"text": "one"}\n' + line)}
-    message = error_of(client.post("/v1/corpora/notes/documents/files", files=files))["message"]
+    message = error_of(client.post("/v1/corpora/notes/documents/files?strict=true", files=files))["message"]
     assert "lines.jsonl" in message
     assert said in message
     assert client.get("/v1/corpora/notes/documents").json()["total"] == 0

@@ -5,10 +5,12 @@ from enum import StrEnum
 from pathlib import Path
 
 import pytest
+import torch
 
 from chunkweave.config import Backend
 from chunkweave.errors import UsageError
 from chunkweave.settings import settings_of as declared_in
+from chunkweave_server.engine_backend import load_engine
 from chunkweave_server.settings import GROUPS, resolve, server_settings, shown, unused_variables
 from tests.integration.command_line import invoke
 
@@ -88,7 +90,7 @@ def test_yaml_says_the_same_as_toml(tmp_path: Path, file: Path):
         ('max_body = "much"', "size"),
         ("max_concurrent = 0", "max_concurrent"),
         ("requests_per_minute = -1", "requests_per_minute"),
-        ("kv_tokens = 1", "KV"),
+        ("kv_tokens = 1", "cannot hold one block"),
         ("corpus = [1]", "corpus"),
         ("allow_anonymous = 1", "allow_anonymous"),
         ('model = "a"\nshape = "b"', "either"),
@@ -126,9 +128,10 @@ def test_misspelt_variables_are_found():
 def test_misspelt_names_are_refused_with_the_setting_that_is_close(tmp_path: Path):
     file = tmp_path / "serve.toml"
     file.write_text('prot = 1\nhost_bugdet = 1\ncolour = "red"\n')
-    close = r"colour, host_bugdet \(did you mean host_budget\?\), prot \(did you mean port\?\); there are: model"
-    with pytest.raises(UsageError, match=close):
+    close = r"colour, host_bugdet \(did you mean host_budget\?\), prot \(did you mean port\?\); `chunkweave config"
+    with pytest.raises(UsageError, match=close) as refused_file:
         resolve({}, {}, file)
+    assert len(str(refused_file.value)) < 300, "not a list of all settings"
     refused = invoke("serve", "--shape", "demo", "--prot=1")
     assert (refused.exit_code, "no such option: --prot (did you mean --port?)" in refused.output) == (2, True)
     shown = invoke("config", "show", "--prot", "1")
@@ -176,6 +179,19 @@ def test_over_vllm_a_step_has_no_time_and_the_refusal_says_what_has(tmp_path: Pa
     assert resolve({}, {}, file).settings.batching.step_time_s == 0.05
     assert resolve({}, {"CHUNKWEAVE_STEP_TIME": "none"}).settings.batching.step_time_s is None
     for flags, source in (({"step_time": 0.05}, None), ({}, file)):
-        with pytest.raises(UsageError, match=r"lower --max-num-batched-tokens, and for weaves weave_step_tokens"):
+        with pytest.raises(UsageError, match=r"lower --max-num-batched-tokens, and weave_step_tokens for weaves"):
             resolve(flags, {}, source, backend=Backend.VLLM)
     assert unused_variables({"CHUNKWEAVE_STEP_TIME": "1s"}, Backend.VLLM) == ["CHUNKWEAVE_STEP_TIME"]
+
+
+def test_threads_are_those_of_the_engine_and_refused_for_vllm():
+    before = torch.get_num_threads()
+    try:
+        load_engine(resolve({"shape": "demo", "threads": 2}, {}).settings).close()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    with pytest.raises(UsageError, match=r"threads is a setting of the other .*OMP_NUM_THREADS"):
+        resolve({"threads": 2, "backend": "vllm"}, {})
+    refused = invoke("vllm-serve", "smollm2", "--upstream", "http://127.0.0.1:9", "--threads", "2")
+    assert (refused.exit_code, "set OMP_NUM_THREADS" in refused.output) == (2, True)

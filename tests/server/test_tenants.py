@@ -180,7 +180,7 @@ def test_clearing_and_pinning_reach_ones_own_only(tenants: Client):
 
 
 def test_a_tenant_may_ask_so_often(serve: Serve):
-    client = serve(keys=key_ring(), requests_per_minute=60.0, burst=3)
+    client = serve(keys=key_ring(), requests_per_minute=2.0, burst=3)  # a token takes longer than a busy machine does
     codes = [client.get("/v1/models", headers=auth(KEYS["acme"])).status_code for _ in range(4)]
     assert codes == [200, 200, 200, 429]
     refused = client.get("/v1/models", headers=auth(KEYS["acme"]))
@@ -203,7 +203,7 @@ def test_a_bucket_fills_with_time():
 def test_a_tenant_may_do_so_much_at_once():
     limits = TenantLimits(LimitSettings(max_concurrent=2))
     slots = [limits.occupy("acme"), limits.occupy("acme")]
-    with pytest.raises(HttpError, match="under way") as refused:
+    with pytest.raises(HttpError, match="running already") as refused:
         limits.occupy("acme")
     assert refused.value.status_code == 429
     limits.occupy("bolt").close()

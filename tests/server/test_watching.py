@@ -90,3 +90,22 @@ def test_woven_answers_are_checked_and_weaving_can_be_switched_on_again(serve: S
 
 def test_without_checks_there_is_nothing_to_tell(client):
     assert client.get("/v1/shadow").status_code == 404
+
+
+RANDOM_LETTERS = " ".join(["qzxvkjw", "pfqzgx", "wvxkqj", "zzqpxv"] * 5)
+
+
+def test_the_reader_is_warned_of_once_when_it_is_asked_about_other_text(serve: Serve, server_backend: str, caplog):
+    named = {"shape": None, "model": "reader"} if server_backend == "engine" else {"name": "reader"}
+    client = serve(**named)
+    assert client.ask(documents=["The choir sings in the tower. " * 5]).status_code == 200
+    assert "reads only its own invented worlds" not in caplog.text
+    for _ in range(2):
+        assert client.ask(documents=[RANDOM_LETTERS]).status_code == 200
+    assert caplog.text.count("reads only its own invented worlds") == 1
+    assert "--model smollm2" in caplog.text
+
+
+def test_other_models_are_not_warned_of(client: Client, caplog):
+    assert client.ask(documents=[RANDOM_LETTERS]).status_code == 200
+    assert "invented worlds" not in caplog.text

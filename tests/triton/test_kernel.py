@@ -8,11 +8,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from chunkweave.models.triton_attention import (
+    MAX_PARTS,
+    PART_SIZES,
     Blocks,
     FlatQueries,
     KeyPlaces,
     attend,
     choose_blocks,
+    every_launch,
     tile_table,
     write_rows,
 )
@@ -41,8 +44,7 @@ def launch(cases, blocks, *, parts=0, rope=None, keys=None, window=None):
         tuple(len(case.positions) for case in cases),
         max(len(case.keys) for case in cases),
     )
-    hidden = any(case.hidden is not None for case in cases)
-    return attend(queries, KeyPlaces(places, keys[0].shape[1], hidden, parts), blocks=blocks, rope=rope, window=window)
+    return attend(queries, KeyPlaces(places, keys[0].shape[1], parts), blocks=blocks, rope=rope, window=window)
 
 
 def compare(found, cases, parts, tolerance, window=None) -> None:
@@ -150,6 +152,38 @@ def test_blocks_follow_the_number_of_queries_and_the_processors():
     assert (many.rows, many.splits) == (128, 1)
     assert choose_blocks([1], 100, 32, 8, dtype=torch.bfloat16, processors=132).splits == 1
     assert choose_blocks([1], 100, 64, 1, dtype=torch.bfloat16, processors=132).rows == 64  # one query's heads
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    counts=st.lists(st.integers(1, 3000), min_size=1, max_size=4),
+    stop=st.integers(1, 1 << 17),
+    shape=st.sampled_from([(32, 8), (28, 4), (64, 8), (8, 1), (8, 8), (71, 1)]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    processors=st.integers(1, 200),
+    parts=st.integers(0, MAX_PARTS),
+)
+def test_no_launch_has_sizes_that_are_not_compiled_at_start(counts, stop, shape, dtype, processors, parts):
+    blocks = choose_blocks(counts, stop, *shape, dtype=dtype, processors=processors, parts=parts)
+    compiled = every_launch(*shape, dtype)
+    room = min(size for size in (0, *PART_SIZES) if parts <= size)
+
+    def kernel(blocks, parts):
+        float32 = dtype is torch.float32 or blocks.splits > 1 or parts > 0
+        return replace(blocks, splits=1), parts, float32
+
+    assert len(compiled) <= 16
+    assert kernel(blocks, room) in {kernel(*launch) for launch in compiled}
+
+
+def test_a_request_that_decodes_meets_few_numbers_of_splits():
+    """Each is a recorded decode step, for every number of requests."""
+    found = {
+        choose_blocks([1] * requests, stop, 32, 8, dtype=torch.bfloat16, processors=132).splits
+        for requests in (1, 3, 20, 64)
+        for stop in range(64, 1 << 14, 64)
+    }
+    assert len(found) <= 4
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(1, 16))

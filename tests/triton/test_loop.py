@@ -7,9 +7,10 @@ from chunkweave.config import AttentionKernel, CaptureConfig, ComputeConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import UsageError
 from chunkweave.fusion.graphed_decode import GraphedDecode
+from chunkweave.models import triton_attention
 from chunkweave.models.attention import AttentionMeter, SdpaAttention
 from chunkweave.models.kernels.choice import make_attention
-from chunkweave.models.triton_attention import TritonAttention
+from chunkweave.models.triton_attention import Attended, TritonAttention
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
@@ -101,8 +102,24 @@ def test_a_step_that_cannot_be_recorded_leaves_decoding_to_the_loop(caplog):
     bench = make_bench(toy_model())
     prefilled = bench.prefill(make_prompt([10]), "full")
     assert graphed.decode([prefilled.cache], [5], [len(prefilled.prompt)]) is None
-    assert "run one by one" in caplog.text
+    assert "run without them" in caplog.text
     assert graphed.decode([prefilled.cache], [5], [len(prefilled.prompt)]) is None
+
+
+@pytest.mark.parametrize(("parts", "error"), [(0, 0.5), (64, 0.5), (256, float("nan"))])
+def test_one_wrong_kernel_of_all_is_found_at_start(monkeypatch, parts, error):
+    """Where the sums of weights, or the states, are wrong only with so many parts."""
+    attend, small = triton_attention.attend, Geometry(1, 64, 2, 1, 16, 64, 10, 64)
+
+    def wrong(queries, places, **options) -> Attended:
+        found = attend(queries, places, **options)
+        if places.parts == parts:
+            (found.by_part if parts else found.states).add_(error)
+        return found
+
+    monkeypatch.setattr(triton_attention, "attend", wrong)
+    with pytest.raises(UsageError, match="its result is off by"):
+        make_attention(AttentionKernel.TRITON, small, dtype=torch.float32, device=CPU)
 
 
 def test_what_the_kernel_does_not_know_is_refused_by_name_and_left_alone_when_automatic():

@@ -111,7 +111,7 @@ def test_the_digest_tells_data_apart() -> None:
 
 
 def test_sizes_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(UsageError, match="no range"):
+    with pytest.raises(UsageError, match="is not a range"):
         PromptSizes(least_chunks=5, most_chunks=4)
     with pytest.raises(UsageError, match="at least one question"):
         PromptSizes(questions=0)

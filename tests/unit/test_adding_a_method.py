@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from runpy import run_path
 
+import pytest
+
 from chunkweave import plugins
 from chunkweave.plugins import load_plugin_files
 from tests.outside import FILE, block, install_our_weaving, outside_environment
@@ -36,6 +38,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_the_pages_package_brings_one_of_each(tmp_path: Path):
     folder = install_our_weaving(tmp_path)
     made = subprocess.run(

@@ -30,7 +30,7 @@ def test_the_kv_of_a_token_is_that_of_the_paper():
 
 
 def test_nothing_computes_at_no_speed_and_unknown_shapes_are_named():
-    with pytest.raises(ValueError, match="positive speed"):
+    with pytest.raises(ValueError, match="must be positive"):
         analytic_cost(MISTRAL, flops_per_s=0.0)
     with pytest.raises(UnknownMethodError, match=r"there are: demo, .*mistral-7b"):
         known_shape("mistral-8b")

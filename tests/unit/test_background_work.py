@@ -1,9 +1,11 @@
 """Work between steps: in order, a slice at a time, never beside a step but for what cannot wait."""
 
-from threading import Event
+from contextlib import nullcontext
+from threading import Event, Thread
 
 import pytest
 
+from chunkweave.tiers.device import Streams
 from chunkweave.vllm.background_work import BackgroundWork, Work
 
 SOON_S = 10.0
@@ -66,6 +68,71 @@ def test_a_step_that_begins_waits_for_one_slice_alone(background):
     assert log.slices == seen
 
 
+class Copy:
+    """An event of a copy, which ends when a test says so."""
+
+    def __init__(self) -> None:
+        self.ended, self.awaited = Event(), Event()
+
+    def query(self) -> bool:
+        return self.ended.is_set()
+
+    def synchronize(self) -> None:
+        self.awaited.set()
+        assert self.ended.wait(SOON_S)
+
+
+def test_a_step_begins_while_a_copy_is_awaited(background):
+    copy, log = Copy(), Log()
+
+    def copying():
+        yield copy
+        log.slices.append("stored")
+
+    background.add(Work(copying(), "a", number=1, tokens=1))
+    background.end_step()
+    assert copy.awaited.wait(SOON_S)
+    background.begin_step()
+    assert not background.take_done(), "the copy has not ended"
+    assert background.reads("a")
+    copy.ended.set()
+    background.finish()
+    assert log.slices == ["stored"]
+    assert background.take_done() == {1}
+
+
+def test_work_that_cannot_wait_waits_for_the_copies_that_it_began(background):
+    copy, log = Copy(), Log()
+
+    def copying():
+        yield copy
+        assert copy.query()
+        log.slices.append("stored")
+
+    background.add(Work(copying(), "a"))
+    ending = Thread(target=background.finish)
+    ending.start()
+    assert copy.awaited.wait(SOON_S)
+    assert not log.slices
+    copy.ended.set()
+    ending.join(SOON_S)
+    assert log.slices == ["stored"]
+
+
+def test_each_slice_issues_to_the_stream_for_copies():
+    class Counted(Streams):
+        entered = 0
+
+        def copying(self):
+            Counted.entered += 1
+            return nullcontext()
+
+    background, log = BackgroundWork(100, Counted()), Log()
+    background.add(log.work("a"))
+    background.close()
+    assert Counted.entered == 3, "two slices, and the end"
+
+
 def test_what_is_wanted_is_done_with_what_came_before_it_and_no_more(background):
     log = Log()
     for name in "abc":
@@ -96,7 +163,7 @@ def test_what_fails_is_logged_counts_as_done_and_holds_nobody_up(background, cap
     background.add(Work(broken(), "a", number=1, tokens=1))
     background.add(log.work("b"))
     background.finish()
-    assert "request a is not stored" in caplog.text
+    assert "request a could not be stored" in caplog.text
     assert background.take_done() == {1, ord("b")}
     assert not background.reads("a")
     assert log.slices

@@ -428,7 +428,7 @@ def test_a_target_that_no_method_reaches_is_answered_exactly_and_says_so(caplog)
         assert (choice.method, choice.why) == ("prefix", Why.OUT_OF_REACH)
     assert not caplog.text
     assert chooser.choose_usual().why is Why.OUT_OF_REACH
-    assert "no method came within what balanced promises (top-1 agreement at least 100.0%)" in caplog.text
+    assert "no method met the bounds of balanced (top-1 agreement at least 100.0%)" in caplog.text
     caplog.clear()
     assert chooser.choose(MethodRequest.of(None, "fast")).method == "cacheblend"
     assert MethodChooser(MethodRequest.of(None, "fast"), record=record).choose_usual().why is Why.CALIBRATED
@@ -488,7 +488,7 @@ def test_a_field_that_makes_no_sense_is_refused(fields, said):
 def test_layers_that_a_model_lacks_are_refused():
     MethodRequest(check_layers=(1, 7)).refuse_layers_beyond(8)
     MethodRequest("cacheblend").refuse_layers_beyond(1)
-    with pytest.raises(UsageError, match="layer 8 is to be checked, but the model has 8 layers"):
+    with pytest.raises(UsageError, match="check_layers has layer 8, but the model has 8 layers"):
         MethodRequest(check_layers=(1, 8)).refuse_layers_beyond(8)
 
 

@@ -162,7 +162,7 @@ def test_empty_input_is_refused_by_name() -> None:
         builder.build("Why?", ["One.", Chunk(" ", "b.md")])
     with pytest.raises(UsageError, match="the chunk is empty"):
         builder.chunk_part("")
-    with pytest.raises(UsageError, match="nothing to build"):
+    with pytest.raises(UsageError, match="the prompt is empty"):
         builder.build(None, [], system="")
 
 

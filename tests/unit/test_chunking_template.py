@@ -152,7 +152,7 @@ def test_tools_stand_where_the_template_puts_them() -> None:
     ("template", "variables", "why"),
     [
         (None, {"tools": [TOOL]}, "no chat template"),
-        ("bundled", {"tools": [TOOL]}, "no place for tools"),
+        ("bundled", {"tools": [TOOL]}, "does not support tools"),
         (TEMPLATE, {"eos_token": ""}, "cannot be set"),
         (TEMPLATE, {"add_generation_prompt": False}, "cannot be set"),
         (TEMPLATE, {"messages": []}, "cannot be set"),
@@ -181,7 +181,7 @@ def test_what_spells_a_control_token_in_tools_is_ordinary_keys_included() -> Non
 
 def test_a_template_that_leaves_out_what_a_tool_gave_is_refused() -> None:
     silent = TEMPLATE.replace("+ m.content + '</said>'", "+ '</said>'")
-    with pytest.raises(UsageError, match="does not take these messages"):
+    with pytest.raises(UsageError, match="does not support these messages"):
         rendered_exchange(family(silent), [called(), said("noon")], {}, first=True, answered=False)
 
 

@@ -2,20 +2,42 @@
 
 import time
 
+import pytest
+from rich.console import Console
+
 from chunkweave.cli import console
 
 
-def test_a_log_gets_a_line_each_half_minute(monkeypatch, capsys):
-    now = 100.0
-    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr(console, "_FIRST_S", 0.05)
+    monkeypatch.setattr(console, "_LINE_S", 0.05)
+
+
+def test_a_log_says_how_far_it_is_and_about_how_long_it_takes(soon, capsys):
     with console.progress("copying segments") as report:
-        for done in range(1, 9):
-            now += 10.0
-            report(done, 80)
-    assert capsys.readouterr().err.splitlines() == [
-        "copying segments: 3 of 80, 0:00:30 gone, 0:12:50 left",
-        "copying segments: 6 of 80, 0:01:00 gone, 0:12:20 left",
-    ]
+        report(1000, 3000)
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 2
+    assert set(lines) == {"copying segments: 1,000 of 3,000, 0:00:00 so far, about 0:00:00 left"}
+
+
+def test_the_time_that_is_left_follows_from_what_is_done(monkeypatch):
+    monkeypatch.setattr(console.time, "monotonic", lambda: 100.0)
+    lines = console.ProgressLines("copying segments")
+    lines.report(3, 80)
+    assert lines.line(130.0) == "copying segments: 3 of 80, 0:00:30 so far, about 0:12:50 left"
+
+
+def test_a_long_first_step_is_not_silent(soon, capsys):
+    with console.progress("measuring"):
+        time.sleep(0.2)
+    assert set(capsys.readouterr().err.splitlines()) == {"measuring: 0:00:00 so far"}
+
+
+def test_the_first_line_comes_after_some_seconds():
+    assert console._FIRST_S <= 5 < console._LINE_S
 
 
 def test_what_is_done_soon_leaves_no_line(capsys):
@@ -24,13 +46,12 @@ def test_what_is_done_soon_leaves_no_line(capsys):
     assert not capsys.readouterr().err
 
 
-def test_a_log_gets_a_line_each_half_minute_of_what_has_no_known_length(monkeypatch, capsys):
-    monkeypatch.setattr(console, "_LINE_S", 0.05)
+def test_a_log_gets_lines_of_what_has_no_known_length(soon, capsys):
     with console.status("loading a model"):
         time.sleep(0.2)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) >= 2
-    assert set(lines) == {"loading a model: 0:00:00 gone"}
+    assert set(lines) == {"loading a model: 0:00:00 so far"}
 
 
 def test_a_quick_one_leaves_no_line(capsys):
@@ -42,3 +63,36 @@ def test_a_quick_one_leaves_no_line(capsys):
 def test_names_between_colons_are_no_emoji(capsys):
     console.stderr().print("not a method: a:x:b")
     assert "a:x:b" in capsys.readouterr().err
+
+
+ROWS = [
+    {"method": "query:whole:late:stored", "what": "reads what the question looks at", "speed": "1.52x"},
+    {"method": "cacheblend", "what": "recomputes some tokens", "speed": "1.10x"},
+]
+
+
+def shown(width: int) -> list[str]:
+    table = console.table_of(ROWS, ("method", "method"), ("what it does", "what"), ("speed-up", "speed"), left=2)
+    screen = Console(width=width, highlight=False)
+    with screen.capture() as captured:
+        screen.print(table)
+    return captured.get().splitlines()
+
+
+@pytest.mark.parametrize("width", [120, 80, 60, 50, 44])
+def test_tables_wrap_between_words(width):
+    lines = shown(width)
+    assert max(map(len, lines)) <= width
+    words = {word for row in ROWS for cell in row.values() for word in cell.split()}
+    assert words <= {word for line in lines for word in line.replace("│", " ").split()}
+
+
+def test_rows_are_blocks_where_their_words_do_not_fit_side_by_side():
+    assert sum("query:whole:late:stored" in line for line in shown(60)) == 1
+    assert [line for line in shown(44) if "speed-up" in line] == [
+        line for line in shown(44) if "1.52x" in line or "1.10x" in line
+    ]
+
+
+def test_what_is_counted_once_is_singular():
+    assert [console.counted(count, "segment") for count in (0, 1, 2)] == ["0 segments", "1 segment", "2 segments"]

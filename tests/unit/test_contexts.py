@@ -87,7 +87,7 @@ def test_contexts_have_none_of_what_they_are_to_be_without():
 def test_a_chunk_that_is_not_in_the_pool_is_refused():
     stranger = of_topics(bridge=3, own=6)
     for ask in (POOL.nearest, lambda one: POOL.contexts(one, ContextRule())):
-        with pytest.raises(UsageError, match="is not among those"):
+        with pytest.raises(UsageError, match="is not in the pool"):
             ask(stranger)
 
 

@@ -39,7 +39,7 @@ def contents(corpus: Corpus) -> dict[str, tuple]:
 
 def test_a_search_finds_the_subject_with_ranks_scores_and_where_it_stands():
     corpus = memory_corpus()
-    long = "The ferry sails at nine. " * 3 + "The storm came late."
+    long = "The ferry sails at nine. The ferry sails at ten. The ferry sails home. The storm came late."
     corpus.add([document(0), CorpusDocument("log", long, "Log", {"year": 1904}), document(3, "garden")])
     found = corpus.search("When does the ferry sail?", 2)
     assert [one.rank for one in found] == [1, 2]
@@ -60,6 +60,21 @@ def test_stages_end_with_what_a_search_finds():
     assert stages[-1].chunks == corpus.search("storm", 3)
     assert all(stage.seconds >= 0 for stage in stages)
     assert sum(stage.distances for stage in stages) == 40 + 4
+
+
+def test_a_text_of_several_documents_is_found_once():
+    corpus = memory_corpus(index=IndexConfig(IndexKind.IVF, lists=2, probes=2))
+    copies = [CorpusDocument(f"copy{number}", "The storm came late.") for number in range(30)]
+    corpus.add([*copies, document(0, "storm"), document(1, "ferry")])
+    found = corpus.search("storm", 3)
+    assert len({one.chunk.text for one in found}) == len(found) == 3
+    assert [one.rank for one in found] == [1, 2, 3]
+    assert list(corpus.search_stages("storm", 3))[-1].chunks == found
+    many = memory_corpus()
+    many.add([*copies, *(CorpusDocument(f"more{n}", "The storm came late.") for n in range(10)), document(0, "storm")])
+    assert len(many.search("The storm came late.", 2)) == 1, "of 32 rows, all are copies"
+    every = corpus.search("storm", 30)
+    assert len(every) == 3, "there are no more texts"
 
 
 def test_a_vector_may_stand_for_the_question():

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from chunkweave.errors import DocumentError, EmptyDocumentError
+from chunkweave.errors import DocumentError
 from chunkweave.retrieval import documents as documents_module
-from chunkweave.retrieval.documents import (
-    CorpusDocument,
-    checked_documents,
-    parse_corpus_documents,
-    read_corpus_documents,
-)
+from chunkweave.retrieval.conversion import ConversionLimits
+from chunkweave.retrieval.documents import CorpusDocument, checked_documents
+from chunkweave.retrieval.reading import FileRead, documents_of, read_bytes, read_files
+from chunkweave.retrieval.sections import Section
 from tests.unit.retrieval_fakes import memory_corpus
 
 
@@ -26,68 +24,56 @@ def lines(*rows: object) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+def one_file(name: str, data: bytes) -> FileRead:
+    """As it is read when it is uploaded."""
+    return read_bytes(name, data, ConversionLimits(), from_elsewhere=True)
+
+
 def test_folders_hold_text_and_lines(tmp_path):
     write(tmp_path / "notes/b.md", "B")
     write(tmp_path / "notes/sub/a.txt", "A")
     write(tmp_path / "notes/sub/c.jsonl", lines({"text": "C1"}, {"text": "C2", "id": "second"}))
     write(tmp_path / "notes/.hidden.jsonl", "not read")
-    write(tmp_path / "notes/picture.png", b"\xff")
-    assert [(one.id, one.text) for one in read_corpus_documents([tmp_path / "notes"])] == [
+    write(tmp_path / "notes/lines.ndjson", "\ufeff" + lines({"text": "D1"}) + "\n\r\n" + lines({"text": "D2"}))
+    assert [(one.id, one.text) for one in documents_of(read_files([tmp_path / "notes"]))] == [
         ("b.md", "B"),
+        ("lines.ndjson:1", "D1"),
+        ("lines.ndjson:4", "D2"),
         ("sub/a.txt", "A"),
         ("sub/c.jsonl:1", "C1"),
         ("second", "C2"),
     ]
 
 
-def test_a_folder_of_lines_alone_will_do(tmp_path):
-    write(tmp_path / "c.ndjson", "\ufeff" + lines({"text": "C1"}) + "\n\r\n" + lines({"text": "C2"}))
-    found = read_corpus_documents([tmp_path, tmp_path / "c.ndjson"])
-    assert [one.id for one in found] == ["c.ndjson:1", "c.ndjson:4"], "a file reached twice is read once"
-
-
 def test_what_a_line_may_say(tmp_path):
     row = {"_id": 7, "text": "T", "source": "The tower", "metadata": {"year": 1904}, "page": 3}
     path = write(tmp_path / "c.jsonl", lines(row, {"text": "U", "title": "", "id": "u", "source": "S"}))
-    assert read_corpus_documents([path]) == [
+    assert documents_of(read_files([path])) == [
         CorpusDocument("7", "T", "The tower", {"page": 3, "year": 1904}),
         CorpusDocument("u", "U", "", {"source": "S"}),
     ]
 
 
 @pytest.mark.parametrize(
-    ("line", "error", "reason"),
+    ("line", "reason"),
     [
-        (b"{oops", DocumentError, "not JSON"),
-        (b'{"text": "\xff"}', DocumentError, "not UTF-8: bad byte at offset 10"),
-        (b"[1]", DocumentError, 'not an object with a "text"'),
-        (b'{"title": "x"}', DocumentError, 'not an object with a "text"'),
-        (b'{"text": 3}', DocumentError, 'not an object with a "text"'),
-        (b'{"text": "x", "metadata": [1]}', DocumentError, '"metadata" is no object'),
-        (b'{"text": "  "}', EmptyDocumentError, "the text is empty"),
+        (b"{oops", "not JSON"),
+        (b'{"text": "\xff"}', "not UTF-8: bad byte at offset 10"),
+        (b"[1]", 'not an object with a "text"'),
+        (b'{"title": "x"}', 'not an object with a "text"'),
+        (b'{"text": 3}', 'not an object with a "text"'),
+        (b'{"text": "x", "metadata": [1]}', '"metadata" is no object'),
+        (b'{"text": "  "}', "the text is empty"),
     ],
 )
-def test_a_bad_line_is_named_with_file_line_and_reason(tmp_path, line, error, reason, caplog):
+def test_a_bad_line_is_named_and_the_others_are_read(tmp_path, line, reason):
     path = write(tmp_path / "c.jsonl", lines({"text": "fine"}).encode() + b"\n" + line + b"\n")
-    with pytest.raises(error) as told:
-        read_corpus_documents([path])
-    assert str(told.value).startswith(f"{path}, line 3: ")
-    assert reason in str(told.value)
-    assert [one.text for one in read_corpus_documents([path], on_error="skip")] == ["fine"]
-    assert f"{path}, line 3" in caplog.text
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path):
-    write(tmp_path / "a.txt", b"caf\xe9")
-    with pytest.raises(DocumentError, match=r"a\.txt is not UTF-8: bad byte at offset 3"):
-        read_corpus_documents([tmp_path])
-    for missing in ("gone.jsonl", "gone.txt", "gone"):
-        with pytest.raises(DocumentError, match=missing):
-            read_corpus_documents([tmp_path / missing])
-    with pytest.raises(EmptyDocumentError, match="no document with text"):
-        read_corpus_documents([write(tmp_path / "empty.txt", " ")])
-    with pytest.raises(EmptyDocumentError, match="no document with text"):
-        read_corpus_documents([write(tmp_path / "empty.jsonl", "")])
+    (read,) = read_files([path])
+    assert [one.text for one in read.documents] == ["fine"]
+    assert read.lines_left_out[0].startswith("line 3: ")
+    assert reason in read.reason
+    with pytest.raises(DocumentError, match=r"c\.jsonl"):
+        documents_of([read], strict=True)
 
 
 def test_a_digest_is_that_of_all_but_the_id():
@@ -97,25 +83,16 @@ def test_a_digest_is_that_of_all_but_the_id():
     assert one.digest not in {other.digest for other in [*others, CorpusDocument("a", "text", "title")]}
 
 
+def test_where_sections_begin_is_no_part_of_a_digest():
+    plain = CorpusDocument("a", "text")
+    assert CorpusDocument("a", "text", sections=(Section(0, 1),)).digest == plain.digest
+
+
 def test_bytes_become_the_documents_that_a_file_would(tmp_path):
     lines = b'\xef\xbb\xbf{"text": "one", "id": "a"}\n\n{"text": "two", "year": 1904}\n'
     for name, data in (("notes.md", b"\xef\xbb\xbfone\r\ntwo"), ("lines.jsonl", lines)):
         (tmp_path / name).write_bytes(data)
-        assert parse_corpus_documents(name, data) == read_corpus_documents([tmp_path / name])
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "error"),
-    [
-        ("a.txt", b"\xff", DocumentError),
-        ("a.jsonl", b"{", DocumentError),
-        ("a.txt", b"  ", EmptyDocumentError),
-        ("a.jsonl", b"", EmptyDocumentError),
-    ],
-)
-def test_bytes_that_are_no_documents(name, data, error):
-    with pytest.raises(error, match=name):
-        parse_corpus_documents(name, data)
+        assert [one_file(name, data)] == read_files([tmp_path / name])
 
 
 @pytest.mark.parametrize(
@@ -135,8 +112,7 @@ def test_what_is_kept_beside_a_text_is_bounded_and_named(wrong, said):
     with pytest.raises(DocumentError, match=said):
         memory_corpus().add([wrong])
     line = json.dumps({"id": wrong.id, "text": wrong.text, "title": wrong.title, "metadata": dict(wrong.metadata)})
-    with pytest.raises(DocumentError, match=said):
-        parse_corpus_documents("a.jsonl", line.encode())
+    assert said in one_file("a.jsonl", line.encode()).left_out
 
 
 def test_the_most_that_may_be_kept_is_taken():
@@ -144,33 +120,31 @@ def test_the_most_that_may_be_kept_is_taken():
     assert checked_documents([largest]) == [largest]
 
 
-def test_a_name_of_a_file_is_an_id_and_bounded_too():
-    with pytest.raises(DocumentError, match="the id of document"):
-        parse_corpus_documents("a" * 600 + ".jsonl", b'{"text": "one"}')
-    with pytest.raises(DocumentError, match="the id of document"):
-        parse_corpus_documents("a" * 600 + ".txt", b"one")
+@pytest.mark.parametrize(("suffix", "data"), [(".jsonl", b'{"text": "one"}'), (".txt", b"one")])
+def test_a_name_of_a_file_is_an_id_and_bounded_too(suffix, data):
+    assert "the id of document" in one_file("a" * 600 + suffix, data).left_out
 
 
-def test_a_line_that_is_too_long_is_refused_before_it_is_parsed(monkeypatch):
+def test_a_line_that_is_too_long_is_left_out_before_it_is_parsed(monkeypatch):
     def parsed(line, *args):
         assert len(line) < 1000, "it was parsed"
         return CorpusDocument("a", "text")
 
     monkeypatch.setattr(documents_module, "_parsed", parsed)
-    with pytest.raises(DocumentError, match=r"a.jsonl, line 2 has .* bytes"):
-        parse_corpus_documents("a.jsonl", b'{"text": "one"}\n[' + b"1," * (2 << 20) + b"1]\n")
+    read = one_file("a.jsonl", b'{"text": "one"}\n[' + b"1," * (2 << 20) + b"1]\n")
+    assert len(read.documents) == 1
+    assert read.lines_left_out[0].startswith("line 2: it has")
 
 
-def test_lines_are_read_one_by_one_and_the_first_bad_one_ends_it(monkeypatch):
-    read, real = [], documents_module._parsed
-    monkeypatch.setattr(documents_module, "_parsed", lambda *line: (read.append(line), real(*line))[1])
-    data = b'{"text": "one", "id": "x"}\n{"id": 2}\n' + b'{"text": "three"}\n' * 1000
-    with pytest.raises(DocumentError, match="line 2"):
-        parse_corpus_documents("a.jsonl", data)
-    assert len(read) == 2
+def test_of_many_bad_lines_the_first_are_named():
+    read = one_file("a.jsonl", b'{"text": "one"}\n' + b"{\n" * 1000)
+    assert (len(read.lines_left_out), read.num_lines_left_out) == (20, 1000)
 
 
 @pytest.mark.parametrize("line", [b"\n", b'{"text": "a"}\n'], ids=["empty", "documents"])
 def test_a_file_has_so_many_lines(line):
-    with pytest.raises(DocumentError, match="100000 lines"):
-        parse_corpus_documents("a.jsonl", line * 100_001)
+    assert "100000 lines" in one_file("a.jsonl", line * 100_000 + b'{"text": "last"}\n').left_out
+
+
+def test_a_text_that_is_too_long_is_left_out():
+    assert "make several documents" in one_file("a.txt", b"word " * (2 << 20)).left_out

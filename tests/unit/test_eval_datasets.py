@@ -180,8 +180,8 @@ GOOD_LINE = json.dumps({"question": "q", "chunks": ["c"]})
         ("d.jsonl", '{"question": "", "chunks": ["c"]}', r"d\.jsonl:1: question is empty"),
         ("d.jsonl", '{"question": "q", "chunks": ["c"], "answers": "a"}', r"d\.jsonl:1: answers are not a list"),
         ("d.jsonl", "[1]", r"d\.jsonl:1: not an object"),
-        ("d.jsonl", "", r"holds no question"),
-        ("d.json", "[]", r"holds no question"),
+        ("d.jsonl", "", r"has no question"),
+        ("d.json", "[]", r"has no question"),
         ("d.json", "[{]", r"d\.json:1: not JSON"),
         ("d.json", "3", r"neither a list"),
         ("d.json", [{"question": "q", "answers": []}], r"d\.json: entry 0: no 'ctxs'"),
@@ -193,9 +193,9 @@ GOOD_LINE = json.dumps({"question": "q", "chunks": ["c"]})
             {"data": [{"paragraphs": [{"context": "c", "qas": [{"question": "q"}]}]}]},
             r"article 0, paragraph 0, question 0: no 'answers'",
         ),
-        ("d.json", {"data": []}, r"holds no question"),
+        ("d.json", {"data": []}, r"has no question"),
         ("d.json", [{"document": "|||||", "summary": "s"}], r"entry 0: there are no chunks"),
-        ("d.json", [{"input": [], "contexts": [], "targets": []}], r"entry 0: nobody asks"),
+        ("d.json", [{"input": [], "contexts": [], "targets": []}], r"entry 0: there is no question of the user"),
     ],
 )
 def test_what_is_wrong_is_said_with_file_and_place(tmp_path, name, content, said):

@@ -140,7 +140,7 @@ def test_passes_in_words():
     assert describe_pass(Pass((Span(40, 49),))) == "9 tokens at every layer"
     assert describe_pass(make_plan(rules=rules).passes[0]) == (
         "9 tokens at every layer; 6 more from layer 0 on; of these the 3 with the most kv deviation from layer 1 on; "
-        "only focused chunks go on once 3 layers agree which they are"
+        "only focused chunks continue once 3 layers agree which they are"
     )
 
 
@@ -194,7 +194,7 @@ def test_the_whole_plan_on_a_screen():
     stop = Stop(5, (Span(10, 22),), (Span(30, 31), Span(32, 33)))
     shown = rendered(explanation(explained(recomputed=(Span(10, 13),), stop=stop), REPORT))
     for said in (
-        "cachecraft (alpha 0.5, calibrated): 49 tokens: 10 prefix-exact, 20 reused, 10 recomputed, 9 computed",
+        "cachecraft (calibrated): 49 tokens: 10 prefix-exact, 20 reused, 10 recomputed, 9 computed\nalpha 0.5\n",
         "in context of 2 chunks (storms, 01234567)",
         "0.75",
         "tides   ███·········",

@@ -297,7 +297,7 @@ def test_a_tenant_whose_requests_do_not_fit_is_not_passed_over_for_ever() -> Non
 def test_who_waits_beyond_its_share_is_refused_alone() -> None:
     weights = TenantWeights.parse(["a=3"])
     weights.refuse_if_full("a", {"a": 9}, 10)
-    with pytest.raises(QueueFullError, match="10 requests wait already"):
+    with pytest.raises(QueueFullError, match="10 requests are already pending"):
         weights.refuse_if_full("a", {"a": 10}, 10)
     weights.refuse_if_full("b", {"a": 10}, 10)
     weights.refuse_if_full("b", {"a": 10, "b": 2}, 10)

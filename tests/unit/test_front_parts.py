@@ -34,6 +34,10 @@ def test_flags_go_to_vllm_as_they_are():
     assert "--no-use-tqdm-on-load" in command, "its lines go to a log"
     kept = VllmFlags("some/model", ("--use-tqdm-on-load",)).command(8001, {})
     assert "--no-use-tqdm-on-load" not in kept
+    assert command[command.index("--disable-access-log-for-endpoints") + 1] == "/health,/metrics"
+    for flag in ("--disable-uvicorn-access-log", "--disable-access-log-for-endpoints=/ping"):
+        own = VllmFlags("some/model", (flag,)).command(8001, {})
+        assert [one for one in own if "access-log" in one] == [flag]
     transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"] == {"host_budget": "1GiB"}
     assert command[command.index("--served-model-name") + 1] == "some/model"
@@ -85,7 +89,7 @@ def test_the_name_that_is_given_is_that_of_model_and_adapter(tmp_path):
     [
         (("--lora-modules", "a=b"), {}, "either --adapter or"),
         (("--served-model-name", "a", "b"), {}, "give one --served-model-name"),
-        ((), {"r": 513}, "rank 512 at most"),
+        ((), {"r": 513}, "up to rank 512"),
     ],
 )
 def test_what_does_not_go_with_an_adapter_is_refused(tmp_path, flags, config, message):
@@ -296,6 +300,6 @@ def test_a_server_that_does_not_start_names_its_first_error():
     program = f"print(*{log!r}, 'RuntimeError: see above', sep=chr(10)); raise SystemExit(1)"
     process = VllmProcess("replica-0", lambda _: [sys.executable, "-c", program], {}, 30.0)
     with pytest.raises(
-        VllmStartError, match=r"RuntimeError: see above\nIts first error was\nValueError: too little memory$"
+        VllmStartError, match=r"RuntimeError: see above\nIts first error:\nValueError: too little memory$"
     ):
         asyncio.run(process.start())

@@ -133,7 +133,7 @@ def test_a_model_without_safetensors_is_refused(cache, monkeypatch):
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda *_, **__: str(snapshot(cache, "config.json", "tokenizer.json"))
     )
-    with pytest.raises(ModelNotFoundError, match=r"no weights in safetensors format"):
+    with pytest.raises(ModelNotFoundError, match=r"no safetensors weights"):
         hub_folder(NAME)
 
 

@@ -108,6 +108,7 @@ print(faults())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of the GNU C library")
 def test_freed_memory_is_kept_unless_the_environment_says_otherwise():
     def faults(**environment: str) -> int:

@@ -113,6 +113,7 @@ def test_decisions_and_command_line_load_without_torch():
 OTHER_PACKAGES = "print([name for name in sys.modules if name.startswith(('chunkweave_server', 'chunkweave_lab'))])"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [
@@ -132,6 +133,19 @@ def test_the_library_loads_neither_the_server_nor_the_laboratory(code):
         env={**os.environ, **path},
     )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_a_system_without_posix_modules_is_refused_with_the_reason():
+    code = "import sys; sys.modules['fcntl'] = None; import chunkweave.types"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+    )
+    assert done.returncode == 1
+    assert "chunkweave needs Linux, macOS or WSL: this Python has no module fcntl" in done.stderr
 
 
 def test_no_hint_names_a_package_that_no_index_has():

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from chunkweave.metrics import ChunkReport, ReuseReport
-from chunkweave.page import AnswerView, FullEstimate, asset, render, share_of_kinds
-from chunkweave.page.views import share_of_tiers
+from chunkweave.metrics import ChunkReport, FullEstimate, ReuseReport
+from chunkweave.page import AnswerView, asset, render
 from chunkweave.types import ChunkId, Span
 
 REPORT = ReuseReport(
@@ -66,22 +65,31 @@ def test_phases_end_with_what_none_of_them_was():
     assert sum(bar.width for bar in phases) == pytest.approx(1)
 
 
-def test_shares_by_kind_and_tier():
-    assert share_of_kinds([REPORT]) == {"prefix-exact": 0.1, "reused": 0.5, "recomputed": 0.2, "computed": 0.2}
-    assert share_of_kinds([])["computed"] == 0
-    assert share_of_tiers([REPORT, COLD]) == {"disk": 70 / 160, "host": 10 / 160}
+def estimate_of(*reports: ReuseReport) -> FullEstimate:
+    estimate = FullEstimate()
+    for report in reports:
+        estimate.add(report)
+    return estimate
 
 
 def test_full_prefill_is_judged_by_the_least_disturbed_of_what_was_computed():
-    assert FullEstimate.of([REPORT]).ttft_s(REPORT) is None
-    estimate = FullEstimate.of([REPORT, COLD, replace(COLD, ttft_s=9.0)])
+    assert estimate_of(REPORT).ttft_s(REPORT) is None
+    estimate = estimate_of(REPORT, COLD, replace(COLD, ttft_s=9.0))
     assert estimate.ttft_s(REPORT) == pytest.approx(0.1 + 2.0)
 
 
 def test_over_vllm_work_is_counted_in_tokens():
     cold = replace(COLD, prefill_flops=0.0, full_prefill_flops=0.0)
     woven = replace(REPORT, prefill_flops=0.0, full_prefill_flops=0.0)
-    assert FullEstimate.of([cold]).ttft_s(woven) == pytest.approx(0.1 + 2.0)
+    assert estimate_of(cold).ttft_s(woven) == pytest.approx(0.1 + 2.0)
+
+
+def test_saved_time_is_that_of_prompts_that_reused_and_known_late_for_all_of_them():
+    assert estimate_of(REPORT).saved_s is None
+    # Twice 2.0 s of full prefill, of which each took 0.4 s; what reused nothing saves and costs nothing.
+    estimate = estimate_of(REPORT, REPORT, COLD, replace(COLD, ttft_s=9.0))
+    assert estimate.saved_s == pytest.approx(2 * (2.0 - 0.4))
+    assert estimate_of(COLD, replace(REPORT, ttft_s=9.0)).saved_s == 0, "the others had the machine"
 
 
 def test_a_file_of_answers_needs_no_other_and_escapes_what_it_quotes():

@@ -1,29 +1,29 @@
-"""The papers' pages: an entry for every figure and table, and commands that the programs of this tree understand."""
+"""The papers' page: a line for every figure and table; and commands of results that the programs of this tree know."""
 
+import json
 import re
 import shlex
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 
 import pytest
 import typer
 
-from chunkweave.cli.app import app
-
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-PAGES = sorted((ROOT / "docs" / "results").glob("tables-papers-*.md"))
+sys.path.insert(0, str(BENCHMARKS))
 
-FIGURES = {"cacheblend": [*range(1, 18)], "cachecraft": [*range(1, 30)], "ragcache": [*range(1, 20)]}
-FIGURES |= {"craft": [*range(1, 17)]}
-TABLES = {"cacheblend": [1], "cachecraft": [1, 2, 3], "ragcache": [1, 2, 3, 4], "craft": []}
+from docs_tables import without_places  # noqa: E402
 
+from chunkweave.cli.app import app  # noqa: E402
 
-def commands(page: Path) -> Iterator[list[str]]:
-    """The words of each command in an indented block of a page."""
-    text = page.read_text(encoding="utf-8").replace("\\\n", "")
-    for line in re.findall(r"^    (\S.*)$", text, re.MULTILINE):
-        yield shlex.split(line)
+RESULTS = ROOT / "docs" / "results"
+PAPERS = re.split(r"^## ", (RESULTS / "tables-papers.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+
+FIGURES = {"CacheBlend": [*range(1, 18)], "Cache-Craft": [*range(1, 30)], "RAGCache": [*range(1, 20)]}
+FIGURES |= {"CRAFT": [*range(1, 17)]}
+TABLES = {"CacheBlend": [1], "Cache-Craft": [1, 2, 3], "RAGCache": [1, 2, 3, 4], "CRAFT": []}
+VERDICTS = ("agree", "in part", "differ", "not measured")
 
 
 def options_of(script: str) -> str:
@@ -51,32 +51,39 @@ def wrong(words: list[str]) -> str:
     return ", ".join(one for one in asked if f'"{one}"' not in source)
 
 
-def entries(kind: str, page: Path) -> set[int]:
-    """The numbers of figures (or tables) that headings of a page name: `Figures 3, 5 and 7 to 9`."""
+def entries(kind: str, text: str) -> set[int]:
+    """The numbers of figures (or tables) that the first cells of a table, and the paragraph above it, name."""
+    named = [*re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE), text.partition("\n| ")[0]]
     numbers: set[int] = set()
-    for heading in re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
-        for listed in re.findall(rf"{kind}s? ([\d, a-z]*\d)", heading):
-            for first, last in re.findall(r"(\d+)(?: to (\d+))?", listed):
-                numbers.update(range(int(first), int(last or first) + 1))
+    for listed in re.findall(rf"\b{kind}s? ([\d, a-z]*\d)", "\n".join(named)):
+        for first, last in re.findall(r"(\d+)(?: to (\d+))?", listed):
+            numbers.update(range(int(first), int(last or first) + 1))
     return numbers
 
 
-def test_there_is_a_page_a_paper():
-    assert {page.stem.removeprefix("tables-papers-") for page in PAGES} == set(FIGURES)
+def test_there_is_a_section_a_paper():
+    assert [section.partition("\n")[0] for section in PAPERS] == [*FIGURES]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_figure_and_table_has_an_entry(page):
-    paper = page.stem.removeprefix("tables-papers-")
-    assert entries("Figure", page) == set(FIGURES[paper])
-    assert entries("Table", page) == set(TABLES[paper])
+@pytest.mark.parametrize("section", PAPERS, ids=[*FIGURES])
+def test_every_figure_and_table_has_a_line_with_a_verdict(section):
+    paper = section.partition("\n")[0]
+    assert entries("Figure", section) == set(FIGURES[paper])
+    assert entries("Table", section) == set(TABLES[paper])
+    for line in re.findall(r"^\| (?:Figure|Table|§).*\|$", section, re.MULTILINE):
+        assert any(verdict in line.split("|")[-2] for verdict in VERDICTS), line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_programs_understand_every_command(page):
-    found = [(" ".join(words), wrong(words)) for words in commands(page)]
-    assert len(found) > 3
-    assert [(command, what) for command, what in found if what] == []
+def test_programs_understand_the_command_of_every_result():
+    found = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        words = shlex.split(without_places(json.loads(path.read_text(encoding="utf-8")).get("command", "")))
+        while words and "=" in words[0]:  # variables of the environment
+            words = words[1:]
+        if words:
+            found[path.name] = wrong(words)
+    assert len(found) > 100
+    assert {name: what for name, what in found.items() if what} == {}
 
 
 def test_what_is_not_understood_is_found():

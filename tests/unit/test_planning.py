@@ -262,7 +262,7 @@ def test_contradictory_plans_are_caught(passes, message):
 
 def test_a_check_layer_that_the_model_lacks_is_the_users_error():
     lookup = make_lookup((10,), stored={0})
-    with pytest.raises(UsageError, match="layer 9 is to be checked, but the model has 8"):
+    with pytest.raises(UsageError, match="a rule checks layer 9, but the model has 8"):
         plan("cacheblend", lookup, check_layers=(9,))
 
 

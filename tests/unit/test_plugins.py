@@ -88,20 +88,20 @@ def test_a_file_brings_what_its_constants_say(tmp_path):
     other = tmp_path / "other" / "chunk_ends.py"
     other.parent.mkdir()
     other.write_text(FILE)
-    with pytest.raises(UsageError, match=f"{other} and {file} both bring 'chunk-ends'"):
+    with pytest.raises(UsageError, match=f"{other} and {file} both define 'chunk-ends'"):
         load_plugin_files([str(other)])
 
 
 @pytest.mark.parametrize(
     ("name", "source", "said"),
     [
-        ("query.py", "METHOD = dict", "query.py brings 'query', but there is another reuse method of that name"),
-        ("lru.py", "POLICY = dict", "lru.py brings 'lru', but there is another eviction policy of that name"),
-        ("empty.py", "", "empty.py brings no plug-in: it has none of METHOD, ORDERING, POLICY"),
+        ("query.py", "METHOD = dict", "query.py defines 'query', but another reuse method has that name"),
+        ("lru.py", "POLICY = dict", "lru.py defines 'lru', but another eviction policy has that name"),
+        ("empty.py", "", "empty.py has no plug-in: it defines none of METHOD, ORDERING, POLICY"),
         ("broken.py", "METHOD = 1 / 0", "broken.py cannot be loaded: ZeroDivisionError: division by zero"),
         ("odd.py", "METHOD = (", "odd.py cannot be loaded: SyntaxError"),
-        ("notes.txt", "METHOD = dict", "notes.txt is no file of Python code"),
-        ("missing.py", None, "missing.py is no file of Python code"),
+        ("notes.txt", "METHOD = dict", "notes.txt is not a Python file"),
+        ("missing.py", None, "missing.py is not a Python file"),
     ],
 )
 def test_a_file_that_brings_nothing_is_named(tmp_path, name, source, said):

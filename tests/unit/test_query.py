@@ -78,7 +78,7 @@ def test_how_attention_is_combined_is_in_the_plan():
 
 
 def test_a_layer_that_the_model_lacks_is_refused():
-    with pytest.raises(UsageError, match="layer 8 is to be watched"):
+    with pytest.raises(UsageError, match="the watch has layer 8"):
         plan(STORED, also="layers=1+8")
 
 
@@ -136,7 +136,7 @@ def test_a_start_needs_a_watch_before_it_and_a_weight_for_each():
         )
     with pytest.raises(ValueError, match="one weight"):
         replace(made, passes=(watching, replace(weaving, start=TopBy(8, weights=(1.0,))))).validate(8)
-    with pytest.raises(ValueError, match="behind the last"):
+    with pytest.raises(ValueError, match="after the last"):
         replace(
             made, passes=(replace(watching, depth=1, watch=replace(watching.watch, layers=(1,))), weaving)
         ).validate(8)

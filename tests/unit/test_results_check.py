@@ -11,12 +11,13 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+from bench_tables import contexts, side_by_side  # noqa: E402
 from computations import definitions, note_change  # noqa: E402
 from docs_figures import FigureError, Line, evaluate, numbers_of  # noqa: E402
-from docs_tables import command_block, markdown_table, rewrite_page, update_page, without_places  # noqa: E402
+from docs_tables import command_block, main, markdown_table, rewrite_page, selected, without_places  # noqa: E402
 from results_check import check, program_of  # noqa: E402
 
-from chunkweave.errors import DocumentError, UsageError  # noqa: E402
+from chunkweave.errors import DocumentError  # noqa: E402
 
 ROW = {"ttft_median_s": 1.5, "speedup": 2.04, "speedup_p10": 1.9, "speedup_p90": 2.2, "flops_limit": 2.5}
 ROW |= {"limit_share": 0.8, "recompute_fraction": 0.15, "method": "epic"}
@@ -88,7 +89,7 @@ class Checkout:
         (self.source / "loop.py").write_text(LOOP, encoding="utf-8")
         (self.source / "rows.py").write_text(ROWS, encoding="utf-8")
         note_change(root, self.results, {}, "times", same=True)
-        update_page(self.page, self.results / "a.json")
+        rewrite_page(self.page)
 
     def git(self, *arguments: str) -> str:
         done = subprocess.run(["git", "-C", str(self.root), *arguments], check=True, capture_output=True, text=True)
@@ -179,7 +180,7 @@ def test_tables_beside_the_results_are_checked_as_those_of_pages(checkout):
     tables = checkout.results / "tables-a.md"
     tables.write_text("# A\n\n1.5 s of 2.04x.\n\n<!-- ttft: a.json -->\n<!-- /ttft -->\n", encoding="utf-8")
     assert sum("docs/results/tables-a.md" in line for line in checkout.said()) == 3  # the table, and two numbers
-    update_page(tables, checkout.results / "a.json")
+    rewrite_page(tables)
     claims = """["docs/results/tables-a.md"]
 "A" = ["1.5 = a: rows/epic/ttft_median_s", "2.04 = a: rows/epic/speedup"]
 """
@@ -343,13 +344,51 @@ def test_a_programs_file_is_found_in_its_command():
 def test_a_table_goes_between_its_markers_and_nowhere_else(checkout):
     before = checkout.page.read_text(encoding="utf-8")
     checkout.write("a.json", rows=[{**ROW, "method": r"\1"}])
-    update_page(checkout.page, checkout.results / "a.json")
+    rewrite_page(checkout.page)
     after = checkout.page.read_text(encoding="utf-8")
     assert after == before.replace("`epic` |", r"`\1` |")
     assert markdown_table(["x", "y"], [["a", "1"]]) == "| x | y |\n| --- | ---: |\n| a | 1 |"
-    with pytest.raises(DocumentError, match=r"no place for tables of .*b\.json"):
-        update_page(checkout.page, checkout.results / "b.json")
     with pytest.raises(DocumentError, match="cannot read"):
-        update_page(checkout.root / "none.md", checkout.results / "a.json")
-    with pytest.raises(UsageError, match="--out"):
-        update_page(checkout.page, None)
+        rewrite_page(checkout.root / "none.md")
+
+
+def test_a_page_selects_tables_columns_and_rows(checkout):
+    text = "*one*\n\n| a | b |\n| --- | ---: |\n| `x` | 1 |\n| y | 2 |\n\n| a | c |\n| --- | ---: |\n| z | 3 |\n"
+    assert selected(text, "") == text
+    assert selected(text, "table 2") == "| a | c |\n| --- | ---: |\n| z | 3 |"
+    assert selected(text, "table 1; columns 2; rows x | y") == "| b |\n| ---: |\n| 1 |\n| 2 |"
+    assert selected(text, "table 1; rows x").endswith("| `x` | 1 |")
+    for wrong in ("table 3", "columns 3", "rows x", "table 1; rows x | w", "words 1"):
+        with pytest.raises(DocumentError, match="there is no"):
+            selected(text, wrong)
+    checkout.replace("<!-- ttft: results/a.json -->", "<!-- ttft: results/a.json; columns 1 3; rows epic -->")
+    assert any("the table 'ttft' is not what" in line for line in checkout.said())
+    rewrite_page(checkout.page)
+    assert "| method | speed-up |\n| --- | ---: |\n| `epic` | 2.04x |\n" in checkout.page.read_text(encoding="utf-8")
+    assert checkout.said()[-1] == "1 files, 2 pages: 0 problems, 0 files allowed"
+
+
+def test_the_tables_of_a_result_are_printed_below_its_command(checkout, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["docs_tables.py", str(checkout.results / "a.json")])
+    main()
+    printed = capsys.readouterr().out
+    assert "    chunkweave bench ttft --chunk-tokens 512\n" in printed
+    assert "\nttft\n\n| method | TTFT |" in printed
+
+
+def fidelity_row(method: str, share: float) -> dict[str, object]:
+    return {"method": method, "speedup": 2.0, "kl_of_full_reuse": share, "agreement": share, "identical": None}
+
+
+def test_a_figure_that_is_missing_does_not_move_others():
+    rows = [fidelity_row(name, 0.5) for name in ("full", "full-reuse", "cacheblend@15%", "full-reuse neutral")]
+    rows += [fidelity_row("query:whole:late:stored@0.05", 0.25), fidelity_row("cacheblend neutral@15%", 0.75)]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in contexts(rows).splitlines()]
+    assert cells[2:] == [
+        ["alone", "50%, 50%", "25%, 25%", "50%, 50%"],
+        ["behind bundled neutral passages", "50%, 50%", "-, -", "75%, 75%"],
+    ]
+    one, other = rows, [row for row in rows if row["method"] != "full-reuse neutral"]
+    assert "full-reuse" in side_by_side(one)
+    assert side_by_side([*one, *one]).count("2.0x, 2.0x") == 3
+    assert "full-reuse" not in side_by_side([*one, *other]), "a figure would seem to be of the first file"

@@ -158,7 +158,7 @@ def test_what_was_preempted_waits_in_its_old_place():
     assert served is not None
     assert served.request == "old"
     queue.put_back(served)
-    with pytest.raises(UsageError, match="waits already"):
+    with pytest.raises(UsageError, match="is already pending"):
         queue.put_back(served)
     assert queue.passed_over("old") == 0
     again = queue.pop()
@@ -180,9 +180,9 @@ def test_what_is_served_already_has_a_place_to_be_put_back_to():
 def test_a_full_queue_says_so():
     queue: CacheAwareQueue[str] = CacheAwareQueue(KnowledgeTree(["device"]), capacity=1)
     queue.submit("a", "a", 1)
-    with pytest.raises(QueueFullError, match="1 requests wait already"):
+    with pytest.raises(QueueFullError, match="1 requests are already pending"):
         queue.submit("b", "b", 1)
-    with pytest.raises(UsageError, match="waits already"):
+    with pytest.raises(UsageError, match="is already pending"):
         queue.submit("a", "a", 1)
     assert queue.remove("a")
     queue.submit("b", "b", 1)
@@ -203,7 +203,7 @@ def test_an_empty_queue_has_nobody_ready():
     queue: CacheAwareQueue[str] = CacheAwareQueue(KnowledgeTree(["device"]))
     assert queue.ready() is None
     assert queue.pop() is None
-    with pytest.raises(UsageError, match="does not wait"):
+    with pytest.raises(UsageError, match="is not pending"):
         queue.passed_over("a")
     with pytest.raises(UsageError):
         CacheAwareQueue(KnowledgeTree(["device"]), window=-1)

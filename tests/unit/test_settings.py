@@ -31,7 +31,7 @@ _DOCUMENTS = {
     "docs": "what is asked about",
     "chunk-tokens": "how these documents are cut",
     "overlap-tokens": "how these documents are cut",
-    "skip-bad-docs": "which of these documents are read",
+    "strict": "whether all of these documents are needed",
 }
 _ANSWERS = {
     "corpus": "what is asked about",
@@ -40,7 +40,7 @@ _ANSWERS = {
     "temperature": "sampling of these answers",
     "system": "the instruction of these questions",
 }
-_MEASURED = {"seed": "what is drawn", "threads": "of this measurement"}
+_MEASURED = {"seed": "what is drawn"}
 NO_SETTINGS: dict[str, dict[str, str]] = {
     "ask": {
         **_OUTPUT,
@@ -81,7 +81,7 @@ OTHER_MEANING = {
     ("calibrate", "alpha"): "a grid",
     ("calibrate", "check-layers"): "of the methods that are measured",
     ("calibrate", "cache-dir"): "where the record goes",
-    ("bench loading", "cost-model"): "that predictions follow from",
+    ("bench loading", "cost-model"): "for predictions",
     ("simulate", "cost-model"): "the clock of a simulation",
     ("simulate", "policy"): "a list to compare",
     ("simulate", "device-budget"): "of a simulated tier",
@@ -141,7 +141,7 @@ def test_constructors_take_text_and_the_name_without_unit(name: str):
     value = value_of(one)
     text = one.unit.shown(value) if one.unit is not None else ""
     assert kind(**{one.attribute: text}) == kind(**{name: value}) == kind(**{one.attribute: value})
-    with pytest.raises(UsageError, match="no value of"):
+    with pytest.raises(UsageError, match="not a valid"):
         kind(**{name: "much"})
 
 

@@ -73,9 +73,9 @@ GOOD = {"arrival_s": 0, "chunks": [{"id": "a", "tokens": 4}]}
         ("[]", "not an object but list"),
         ({"arrival_s": 0}, "no 'chunks'"),
         ({"chunks": GOOD["chunks"]}, "no 'arrival_s'"),
-        ({**GOOD, "arrival_s": -1}, "'arrival_s' is not a number from 0 on: -1"),
+        ({**GOOD, "arrival_s": -1}, "'arrival_s' is not a number of at least 0: -1"),
         ({**GOOD, "arrival_s": True}, "'arrival_s' is not a number"),
-        ({**GOOD, "chunks": []}, "'chunks' is not a list with something in it"),
+        ({**GOOD, "chunks": []}, "'chunks' is not a non-empty list"),
         ({**GOOD, "chunks": ["a"]}, "chunk 0 is not an object but str"),
         ({**GOOD, "chunks": [{"id": "a", "tokens": 0}]}, "chunk 0 has no tokens"),
         ({**GOOD, "chunks": [{"id": "a", "tokens": 1.5}]}, "'tokens' is not a whole number: 1.5"),
@@ -94,12 +94,12 @@ def test_a_bad_line_is_named_with_file_line_and_reason(tmp_path, line, reason):
 
 def test_a_bad_mooncake_line_too(tmp_path):
     path = _write(tmp_path, {"timestamp": "now", "hash_ids": [1]})
-    with pytest.raises(DocumentError, match=r":1: 'timestamp' is not a number from 0 on: 'now'"):
+    with pytest.raises(DocumentError, match=r":1: 'timestamp' is not a number of at least 0: 'now'"):
         read_trace(path)
 
 
 def test_files_that_are_no_traces(tmp_path):
-    with pytest.raises(DocumentError, match="holds no request"):
+    with pytest.raises(DocumentError, match="has no request"):
         read_trace(_write(tmp_path, ""))
     with pytest.raises(DocumentError, match="cannot read the trace"):
         read_trace(tmp_path / "absent.jsonl")
@@ -138,7 +138,7 @@ def test_popularity_drifts_if_it_is_to():
 
     assert len(favourites(0.0)) == 1
     assert len(favourites(1.0)) > 3
-    with pytest.raises(UsageError, match="drift is a share"):
+    with pytest.raises(UsageError, match="drift must be from 0 to 1"):
         Corpus(drift=2.0)
 
 
@@ -173,11 +173,11 @@ def test_a_source_is_a_name_or_a_file(tmp_path):
     assert 0 < moved[0].arrival_s < moved[1].arrival_s < 5
     assert len(open_source("zipf", SourceConfig(requests=7, documents=20))) == 7
     for config in (SourceConfig(top_k=2), SourceConfig(exponent=1.0)):
-        with pytest.raises(UsageError, match="a trace file says who asks for what"):
+        with pytest.raises(UsageError, match="a trace file defines its requests"):
             open_source(str(path), config)
     with pytest.raises(UsageError, match="neither a file nor one of mmlu-like, zipf"):
         open_source("absent.jsonl", SourceConfig())
-    with pytest.raises(UsageError, match="a skew of its own"):
+    with pytest.raises(UsageError, match="a fixed skew"):
         open_source("mmlu-like", SourceConfig(exponent=2.0))
     with pytest.raises(UsageError, match="positive rate"):
         SourceConfig(rate_per_s=0.0)

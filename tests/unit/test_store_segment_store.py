@@ -345,7 +345,7 @@ def test_a_segment_without_bytes_is_refused(nbytes: int) -> None:
 def test_a_record_that_is_not_that_of_its_chunk_is_refused_and_leaves_nothing() -> None:
     store = _store("A")
     stray = SegmentRecord(_id("B"), ChunkId("C"), (), _tokens("C"), True, 10)
-    with pytest.raises(UsageError, match="not its own"):
+    with pytest.raises(UsageError, match="wrong id"):
         store.insert(stray, Payload(10))
     store.check()
     assert _paths(store) == {"A"}
@@ -391,7 +391,7 @@ def test_other_tokens_under_a_stored_id_are_rejected() -> None:
 def test_a_store_starts_from_a_fresh_policy_and_a_sane_budget() -> None:
     used = LRUPolicy()
     used.on_insert(_record("A"))
-    with pytest.raises(UsageError, match="fresh"):
+    with pytest.raises(UsageError, match="new eviction policy"):
         SegmentStore(HostTier[Payload](), budget_bytes=10, policy=used)
     with pytest.raises(UsageError, match="negative"):
         SegmentStore(HostTier[Payload](), budget_bytes=-1)

@@ -352,7 +352,7 @@ def test_a_level_that_does_not_say_what_it_holds_may_have_more(tmp_path: Path) -
     stack.remote.put(record_of("A"), payload_of(record_of("A")))
     stack.remote.broken = True
     for _ in range(2):
-        with pytest.raises(NotRemovedError, match="the remote tier could not be asked") as error:
+        with pytest.raises(NotRemovedError, match="the remote tier could not list") as error:
             stack.store.forget_chunks([ChunkId("A")])
         assert (error.value.removed, error.value.left, error.value.unasked) == (0, 0, ("remote",))
     stack.remote.broken = False
@@ -424,6 +424,21 @@ def test_a_write_that_is_removed_in_its_middle_and_cannot_be_deleted_stays_remov
     assert stack.disk.payloads()
     for one in (store, stack.open()):
         assert (found(one, "A"), one.stats.undeletable) == ("", 1)
+
+
+def test_a_model_with_other_weights_has_nothing_in_memory_and_writes_nothing_down() -> None:
+    stack = Stack()
+    stack.put("A")
+    stack.store.flush()
+    stack.store.leave_slow_levels()
+    assert stack.store.tier_of(id_of("A")) == "disk", "for other servers"
+    written = stack.disk.puts, stack.remote.puts
+    stack.put("B", "C", "D")
+    stack.store.note_request(use_of("D"))
+    stack.store.flush()
+    assert (stack.disk.puts, stack.remote.puts) == written
+    assert (stack.exact("D"), stack.store.shared) == ("D", False)
+    stack.store.check()
 
 
 def test_what_is_too_old_is_not_found_and_goes_everywhere() -> None:

@@ -189,9 +189,9 @@ FINE = {"chunks": [[3, 6]]}
         ({**FINE, "check_layers": []}, "check_layers must be ascending layer numbers from 1 on"),
         ({**FINE, "check_layers": [0]}, "check_layers must be ascending layer numbers from 1 on"),
         ({**FINE, "check_layers": [2, 1]}, "check_layers must be ascending layer numbers from 1 on"),
-        ({**FINE, "promoted": 0}, "promoted must be a list of numbers of chunks, not 0"),
-        ({**FINE, "promoted": [1]}, "promoted must be numbers of chunks, from 0 to 0"),
-        ({**FINE, "continued": [-1]}, "continued must be numbers of chunks, from 0 to 0"),
+        ({**FINE, "promoted": 0}, "promoted must be a list of chunk numbers, not 0"),
+        ({**FINE, "promoted": [1]}, "promoted must be chunk numbers from 0 to 0"),
+        ({**FINE, "continued": [-1]}, "continued must be chunk numbers from 0 to 0"),
         ({**FINE, "continued": [0.0]}, "continued must be a whole number, not 0.0"),
         ({**FINE, "seed": 1.5}, "seed must be a whole number, not 1.5"),
         ({**FINE, "seed": float("inf")}, "seed must be a whole number, not inf"),
@@ -231,7 +231,7 @@ FINE = {"chunks": [[3, 6]]}
         ({**FINE, "method": "cachecraft", "query": {"tail": 2}}, "'cachecraft' takes no query: it takes alpha, focus"),
         ({**FINE, "method": "query:late", "query": {"tail": 2}}, "method 'query:late' sets query already"),
         ({**FINE, "query": {"tail": 2}}, "query can only be given with a method that takes it"),
-        ({**FINE, "query": {"rounds": 3}}, "there are 1 or 2 rounds, not 3"),
+        ({**FINE, "query": {"rounds": 3}}, "rounds must be 1 or 2, not 3"),
         *(
             ({**FINE, "mean": mean}, "mean must be an object such as {'group': 'a name', 'of': 4}")
             for mean in (3, "a", [["group", "a"], ["of", 4]], {}, {"group": "a"}, {"group": "a", "of": 4, "by": 1})
@@ -291,7 +291,7 @@ def test_no_json_raises_anything_else(params):
 def test_a_layer_that_the_model_has_not_is_refused_where_that_is_known():
     params = {"chunks": [[3, 6]], "method": "cacheblend", "check_layers": [2, 4]}
     assert parse(params, IDS, fingerprint="model", salt="", start=(BOS,), defaults=Defaults(), num_layers=5)
-    with pytest.raises(UsageError, match="layer 4 is to be checked, but the model has 4 layers"):
+    with pytest.raises(UsageError, match="check_layers has layer 4, but the model has 4 layers"):
         parse(params, IDS, fingerprint="model", salt="", start=(BOS,), defaults=Defaults(), num_layers=4)
 
 

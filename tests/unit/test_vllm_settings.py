@@ -171,7 +171,7 @@ def test_a_file_brings_a_method_and_a_policy(tmp_path, monkeypatch):
         assert settings.requests == {"method": "chunk-ends"}
         assert settings.store.policy == "first-in"
         assert Defaults.from_config(settings.requests).chooser.choose_usual().method == "chunk-ends"
-    with pytest.raises(UsageError, match=r"none.py is no file of Python code"):
+    with pytest.raises(UsageError, match=r"none.py is not a Python file"):
         read({"method_file": [str(tmp_path / "none.py")]})
     with pytest.raises(UsageError, match="method_file"):
         read({"method_file": 3})

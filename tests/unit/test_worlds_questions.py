@@ -112,7 +112,7 @@ def test_one_passage_can_only_be_asked_about_itself() -> None:
 
 def test_more_passages_than_the_world_has_are_refused() -> None:
     world = generate_world(0, Split.TRAIN, WorldSize(institutions=2, people=1, aliases=0, corrections=0))
-    with pytest.raises(ValueError, match="4 passages asked of a world of 3"):
+    with pytest.raises(ValueError, match="the world has 3 passages, but 4 are needed"):
         pick_passages(world, Random(0), 4)
 
 

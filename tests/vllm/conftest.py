@@ -1,4 +1,7 @@
-"""Tests that start real vLLM processes: `make test-vllm`. Without vLLM the folder is left out."""
+"""Tests that start real vLLM processes: `make test-vllm`; a part on Model Runner V2: `make test-vllm-v2`.
+
+Without vLLM the folder is left out.
+"""
 
 import os
 from importlib.util import find_spec

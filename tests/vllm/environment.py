@@ -1,9 +1,14 @@
 """The environment that vLLM's processes are started in."""
 
-from os import pathsep
+import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+
+RUNNER_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+"""Whether vLLM's Model Runner V2 runs these tests: `make test-vllm-v2`."""
+
+_FOLDERS = [str(ROOT), str(ROOT / "src"), *([str(Path(__file__).parent / "runner_v2")] if RUNNER_V2 else [])]
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -13,5 +18,5 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
-    "PYTHONPATH": f"{ROOT}{pathsep}{ROOT / 'src'}",  # workers import the probe, and the sources beside it
+    "PYTHONPATH": os.pathsep.join(_FOLDERS),  # workers import the probe, and the sources beside it
 }

@@ -42,7 +42,7 @@ def test_this_vllm_is_the_supported_one():
 def test_another_version_is_refused_with_the_one_to_install(found):
     problem = plugin.version_problem(found)
     assert f"this is vLLM {found}" in problem
-    assert f"works with vLLM {plugin.SUPPORTED_VLLM} only" in problem
+    assert f"works only with vLLM {plugin.SUPPORTED_VLLM}" in problem
 
 
 def test_registering_makes_the_connector_known_once(untouched):
@@ -69,7 +69,7 @@ def test_with_another_version_vllm_is_left_alone_and_the_connector_refuses(untou
 def test_the_model_that_was_loaded_last_is_remembered(untouched, monkeypatch):
     monkeypatch.setattr(BaseModelLoader, "load_model", lambda self, name: f"model {name}")
     plugin.register()
-    with pytest.raises(ModelError, match="no model was seen loading"):
+    with pytest.raises(ModelError, match="saw no model being loaded"):
         plugin.loaded_model()
     for name in ("one", "two"):
         assert BaseModelLoader.load_model(object(), name) == f"model {name}"

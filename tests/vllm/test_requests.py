@@ -37,7 +37,7 @@ def nothing_is_held(served: Served) -> bool:
         ({"chunks": [[1, 5]], "seed": math.inf}, "seed must be a whole number"),
         (
             {"chunks": [[1, 5]], "method": "cacheblend", "check_layers": [4]},
-            "layer 4 is to be checked, but the model has 4 layers",
+            "check_layers has layer 4, but the model has 4 layers",
         ),
         ({"chunks": [[1, 5]], "method": "cachecraft", "recompute_ratio": 0.2}, "it takes alpha, focus"),
         ({"chunks": [[1, 5]], "query": {"layers": [5]}}, "query.layers must be one of all, late, first-third"),

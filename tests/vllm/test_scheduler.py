@@ -787,3 +787,52 @@ def test_results_of_ranks_are_joined():
     both = answer("a", Removed(1)).aggregate(StepResults(removed={"a": [Removed(2)], "b": [Removed(3)]}))
     assert both.removed == {"a": [Removed(1), Removed(2)], "b": [Removed(3)]}
     assert both
+
+
+def test_after_a_reset_nothing_that_was_stored_is_found(side):
+    stored_chunks(side, 0, 1, 2)
+    before, waiting = FakeRequest(CHUNKS, name="before"), FakeRequest(CHUNKS, name="waiting")
+    assert woven(side, before).stop > 0
+    side.add(waiting)
+    side.reset()
+    orders = side.orders(step([("before", 0, 131)]))
+    assert orders.reset
+    assert not orders.saves, "its KV may be of two models"
+    assert not side.orders(step()).reset
+    assert side.matched(waiting, 0) == side.matched(before, 0) == 0
+    after = FakeRequest(CHUNKS, name="after")
+    side.add(after)
+    assert side.matched(after, 0) == 0
+    saves = side.orders(step([("after", 0, 131), ("waiting", 0, 131)])).saves
+    assert [save.request_id for save in saves] == ["after"]
+    again = FakeRequest(CHUNKS, name="again")
+    side.add(again)
+    assert side.matched(again, 0) > 0, "what is computed after it is used"
+
+
+def test_after_a_reset_no_lookup_is_waited_for():
+    side = bound()
+    side.begin_with({0: Holdings(frozenset(), shared=True)})
+    side.reset()
+    request = FakeRequest(CHUNKS)
+    side.add(request)
+    assert side.matched(request, 0) == 0
+    assert not side.orders(step()).lookups
+
+
+def test_a_removal_after_a_reset_names_what_the_slow_tiers_keep(side):
+    side.reset()
+    side.add(command(chunks=[IDS[1:41]]))
+    (order,) = side.orders(step()).removals
+    assert part_id(CHUNKS) in order.chunks
+    assert len(order.chunks) == 2
+
+
+def test_a_reset_forgets_vllms_own_blocks(side):
+    request = FakeRequest({"chunks": CHUNKS["chunks"], "method": "prefix"})
+    side.add(request)
+    pool = side._manager.block_pool
+    blocks = pool.get_new_blocks(2)
+    pool.cache_full_blocks(request, blocks, 0, 2, BLOCK, 0)
+    side.reset()
+    assert all(block.block_hash is None for block in blocks)

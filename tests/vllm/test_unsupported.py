@@ -9,15 +9,21 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
-from chunkweave.errors import UnsupportedModelError
+from chunkweave.config import StoreConfig
+from chunkweave.errors import ModelError, UnsupportedModelError
 from chunkweave.models.anatomy import anatomy_of
-from chunkweave.vllm.architectures import ARCHITECTURES, RUN_BY_TRANSFORMERS
-from chunkweave.vllm.model_check import check_supported
+from chunkweave.settings import GIB
+from chunkweave.types import Geometry
+from chunkweave.vllm.architectures import ARCHITECTURES, RUN_BY_TRANSFORMERS, narrowed
+from chunkweave.vllm.model_check import check_supported, room_for_weaves, spare_bytes
+from chunkweave.vllm.stock_layers import BACKENDS
 from tests.vllm.prompts import computed_alone
 from tests.vllm.serving import IN_PROCESS, serving
 
+LLAMA_3_8B = Geometry(32, 4096, 32, 8, 128, 14336, 128256, 131072)
 
-def test_a_model_that_cannot_be_woven_is_served_by_vllm_alone(checkpoint, monkeypatch, caplog):
+
+def test_a_model_that_cannot_be_woven_is_served_by_vllm_alone(checkpoint, monkeypatch, caplog, capfd):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     folder = checkpoint("granite")
     scenario = computed_alone()
@@ -35,7 +41,7 @@ def test_a_model_that_cannot_be_woven_is_served_by_vllm_alone(checkpoint, monkey
     for report in (got.report, captured.report):
         assert (report["effective_method"], report["computed_tokens"]) == ("full", len(scenario.prompt.ids))
     why = "chunkweave weaves nothing, requests are served by vLLM alone: GraniteForCausalLM cannot be woven"
-    assert why in caplog.text
+    assert why in caplog.text + capfd.readouterr().out  # the first vLLM of a process sets up its log again
 
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
@@ -61,24 +67,31 @@ def fakes(name="LlamaForCausalLM", family="llama", rotary="RotaryEmbedding", imp
         "long": False,
         "rope": "default",
         "projection": "qkv_proj",
+        "backend": "FLASH_ATTN",
+        "context_parallel": 1,
         **changes,
     }
     turn = type(rotary, (), {"use_long_rope": values["long"], "original_max_position_embeddings": 4096})()
-    inner = SimpleNamespace(impl=SimpleNamespace(**(impl or {})))
-    attention = SimpleNamespace(
-        rotary_emb=turn,
-        attn=inner,
-        do_llama_4_scaling=values["scaled"],
-        **dict.fromkeys((values["projection"], "o_proj", "dense")),
-    )
+    backends = iter([values["backend"], values.get("other_backend", values["backend"])])
     place = "attn" if name == "GptOssForCausalLM" else "self_attn"
-    layers = [SimpleNamespace(**{place: attention}, **dict.fromkeys(values["modules"])) for _ in range(2)]
+    layers = []
+    for backend in backends:
+        named = SimpleNamespace(get_name=lambda backend=backend: backend)
+        attention = SimpleNamespace(
+            rotary_emb=turn,
+            attn=SimpleNamespace(impl=SimpleNamespace(**(impl or {})), get_attn_backend=lambda named=named: named),
+            do_llama_4_scaling=values["scaled"],
+            **dict.fromkeys((values["projection"], "o_proj", "dense")),
+        )
+        layers.append(SimpleNamespace(**{place: attention}, **dict.fromkeys(values["modules"])))
     model = type(name, (), {"model": SimpleNamespace(layers=layers)})()
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=values["pipeline_parallel_size"],
             data_parallel_size=values["data_parallel_size"],
             tensor_parallel_size=values["tensor_parallel_size"],
+            decode_context_parallel_size=values["context_parallel"],
+            prefill_context_parallel_size=1,
         ),
         speculative_config=values["speculative"],
         model_config=SimpleNamespace(
@@ -113,6 +126,22 @@ def test_what_is_supported_passes(name, said, window):
     check_supported(*fakes(name, impl={"sliding_window": said}, window=window))
 
 
+def test_a_window_is_narrowed_wherever_a_backend_looks_for_it():
+    """FlashInfer's builders plan with `sliding_window`, and its layers compare the plan with `window_left`."""
+    flashinfer = SimpleNamespace(sliding_window=(63, 0), window_left=63)
+    cpu, without = SimpleNamespace(sliding_window=64), SimpleNamespace(sliding_window=(-1, -1), window_left=-1)
+    before = [dict(vars(impl)) for impl in (flashinfer, cpu, without)]
+    with narrowed([SimpleNamespace(impl=impl) for impl in (flashinfer, cpu, without)], 20):
+        assert vars(flashinfer) == {"sliding_window": (19, 0), "window_left": 19}
+        assert (vars(cpu), vars(without)) == ({"sliding_window": 20}, before[2])
+    assert [vars(impl) for impl in (flashinfer, cpu, without)] == before
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_known_attention_backends_pass(name):
+    check_supported(*fakes(backend=name))
+
+
 @pytest.mark.parametrize("changes", [{"spec": WINDOWED}, {"more": WINDOWED}])
 def test_blocks_for_the_whole_context_or_for_a_window_pass(changes):
     check_supported(*fakes(**changes))
@@ -133,7 +162,11 @@ def test_what_transformers_runs_and_is_supported_passes(family):
         ({"name": "Gemma3ForCausalLM", "family": "gemma3_text", "projection": "q_proj"}, "its layers have no qkv_proj"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism would need hidden-state transfer"),
         ({"data_parallel_size": 2}, "with data parallelism its experts wait"),
-        ({"speculative": object()}, "with speculative decoding drafts have a KV cache of their own"),
+        ({"context_parallel": 2}, "with context parallelism a rank has only some of a prompt's tokens"),
+        ({"backend": "TURBOQUANT"}, "how its attention backend TURBOQUANT keeps metadata and KV is not known"),
+        ({"backend": "B12X"}, "choose one with --attention-backend: FLASH_ATTN, FLASHINFER, TRITON_ATTN, FLEX_ATT"),
+        ({"other_backend": "TRITON_ATTN"}, "several attention backends, FLASH_ATTN, TRITON_ATTN; choose one with"),
+        ({"speculative": object()}, "with speculative decoding, drafts have a separate KV cache"),
         ({"multimodal": True}, "multimodal prompts have parts that are not tokens"),
         ({"spec": CHUNKED}, "neither for the whole context nor for a window (ChunkedLocalAttentionSpec)"),
         ({"more": replace(FULL, block_size=32)}, "its layers have blocks of 16, 32 tokens"),
@@ -142,7 +175,7 @@ def test_what_transformers_runs_and_is_supported_passes(family):
         ({"long": True}, "it is woven with --max-model-len 4096 or less"),
         ({"rotary": "DualChunkRotaryEmbedding"}, "depends on more than a token's position"),
         ({"scaled": True}, "its queries are scaled by their position"),
-        ({"impl": {"sliding_window": (63, 63)}}, "its attention is limited in a way that is not known"),
+        ({"impl": {"sliding_window": (63, 63)}}, "its attention has a limit of an unknown form"),
         ({"impl": {"sliding_window": 65}, "window": 64}, "vLLM attends within 65 keys, the checkpoint says 64"),
         ({"impl": {"sliding_window": 65}}, "vLLM attends within 65 keys, the checkpoint says None"),
         ({"window": 64}, "vLLM attends within None keys, the checkpoint says 64"),
@@ -157,3 +190,29 @@ def test_what_is_not_supported_is_named(changes, reason):
     with pytest.raises(UnsupportedModelError, match="cannot be woven here") as caught:
         check_supported(*fakes(**changes))
     assert reason in str(caught.value)
+
+
+def test_memory_that_is_not_there_is_a_reason_with_its_number():
+    """Of Llama-3-8B: 1 GiB sent ahead, 0.5 GiB kept, and 0.7 GiB for 8192 tokens."""
+    layers = SimpleNamespace(own_geometry=LLAMA_3_8B, dtype=torch.bfloat16)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192), model_config=SimpleNamespace(max_model_len=32768)
+    )
+    store = StoreConfig(device_budget="256MiB")
+    reason = r"needs 2.41 GiB .* 8192 tokens and 4.38 GiB for 32768, with 1.75 GiB .*; 2.40 GiB are there: lower --gpu"
+    with pytest.raises(ModelError, match=reason):
+        room_for_weaves(layers, config, store, kept=GIB // 2, spare=int(2.4 * GIB))
+    assert room_for_weaves(layers, config, store, kept=GIB // 2, spare=3 * GIB) == 1.25 * GIB
+    assert room_for_weaves(layers, config, StoreConfig(device_staging=0), kept=0, spare=GIB) == GIB
+
+
+@pytest.mark.parametrize(
+    ("free", "kv_bytes", "spare"),
+    [(9, None, 8), (3, None, 5), (9, 40, 11)],
+    ids=["its share", "what is free", "a KV cache of a given size"],
+)
+def test_spare_memory_is_what_vllms_share_leaves(monkeypatch, free, kv_bytes, spare):
+    for name, value in {"mem_get_info": (free, 100), "memory_reserved": 12, "memory_allocated": 10}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _device, value=value: value)
+    cache = SimpleNamespace(kv_cache_memory_bytes=kv_bytes, gpu_memory_utilization=0.92)
+    assert spare_bytes(SimpleNamespace(cache_config=cache), torch.device("cuda")) in (spare, spare - 1)

@@ -109,6 +109,17 @@ def test_a_weave_waits_for_the_layers_that_it_needs_next():
     assert weaves.next().layers == inf  # of several passes, say
 
 
+def test_the_memory_of_all_weaves_that_have_begun_is_counted():
+    weaves = queue(FakePreparation())
+    for name in "abc":
+        weaves.add(order(name))
+    for number, weave in enumerate([*weaves._weaves.values()][:2]):
+        weaves.begin(weave, lambda number=number: SimpleNamespace(device_bytes=10 + number))
+    assert weaves.device_bytes == 21
+    weaves.remove("a")
+    assert weaves.device_bytes == 11
+
+
 def test_what_cannot_be_planned_is_an_error():
     weaves = queue(FakePreparation(failing={"a"}))
     weaves.add(order("a"))

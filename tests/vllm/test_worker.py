@@ -18,10 +18,14 @@ from chunkweave.vllm.background_work import BackgroundWork, Work
 from chunkweave.vllm.lora import Adapters
 from chunkweave.vllm.orders import AskedOrder, LookupOrder, SaveOrder, StepOrders, WeaveOrder
 from chunkweave.vllm.paged_kv import RequestBlocks
+from chunkweave.vllm.plugin import copy_before_sleep
 from chunkweave.vllm.removal import RemovalOrder, Removed
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse
 from chunkweave.vllm.settings import PluginSettings
+from chunkweave.vllm.weave_queue import Alone, WeaveQueue
 from chunkweave.vllm.worker import ConnectorWorker
+from chunkweave.weaving.segments import PlanSources, WeavingStore
+from tests.unit.test_background_work import Copy
 
 LAYERS, HEADS, HEAD_DIM = 2, 1, 4
 GEOMETRY = Geometry(LAYERS, 8, 2, HEADS, HEAD_DIM, 8, 64, 256)
@@ -50,6 +54,10 @@ class FakePaged:
             raise RuntimeError("the device is out of memory")
         return torch.zeros(2, len(slots), *self.shape)
 
+    def reserve(self, nbytes):
+        if self.broken:
+            raise torch.OutOfMemoryError("the device is out of memory")
+
     def write(self, layer, slots, keys, values):
         assert keys.shape == values.shape == (len(slots), *self.shape)
         self.written.append((layer, slots.tolist()))
@@ -59,6 +67,8 @@ class FakeJob:
     """A weave that chooses position 21 at layer 1 and notes what it was given to choose."""
 
     given: ClassVar[list] = []
+    outline: ClassVar[tuple] = ()
+    scratch_bytes = device_bytes = 100
 
     def __init__(self, _layers, _blocks, plan, *_args, first, chosen=None, captured=None, **_kwargs) -> None:
         self.layer, self.first = 0, first
@@ -89,6 +99,13 @@ def paged() -> FakePaged:
 def side(paged, monkeypatch):
     monkeypatch.setattr(worker_module, "WeaveJob", FakeJob)
     monkeypatch.setattr(FakeJob, "given", [])
+    made = side_of(paged)
+    yield made
+    made.close()
+
+
+def side_of(paged: FakePaged, ranks: Alone | None = None, *, extra: dict | None = None, **more) -> ConnectorWorker:
+    """A worker over imitated layers, with `extra` keys of its config."""
     rotations = SimpleNamespace(inverse=lambda _layer, keys, _positions: keys)
     layers = SimpleNamespace(
         adapters=Adapters(SimpleNamespace()),
@@ -100,9 +117,8 @@ def side(paged, monkeypatch):
         dtype=torch.float32,
         num_layers=LAYERS,
     )
-    made = ConnectorWorker(layers, "model", PluginSettings.from_config({"weave_step_tokens": 1}, {}))
-    yield made
-    made.close()
+    settings = PluginSettings.from_config({"weave_step_tokens": 1, **(extra or {})}, {})
+    return ConnectorWorker(layers, "model", settings, ranks, **more)
 
 
 class FakeCaptured:
@@ -118,7 +134,7 @@ class FakeCaptured:
         self.part = list(request().stored_parts())[-1]
         self.spans = frozenset({self.part.span})
 
-    def segments(self, exact_to):
+    def segments(self, exact_to, _memory):
         if self.broken:
             raise RuntimeError("the device is out of memory")
         self.exact_to.append(exact_to)
@@ -174,6 +190,43 @@ def arrived_in_steps(side: ConnectorWorker, orders: list[WeaveOrder], *, idle: b
         steps.append(side.take_outcome()[0])
         assert len(steps) < 20
     return steps
+
+
+def test_a_weave_that_the_device_has_no_memory_for_is_computed_by_vllm(side, paged):
+    hold(side)
+    paged.broken = True
+    side.step(StepOrders(weaves=orders_of("a"), idle=True))
+    arrived, results = side.take_outcome()
+    assert (arrived, results.failed) == ({"a"}, {"a"})
+
+
+@pytest.mark.parametrize(("room", "failed"), [(199, {"a"}), (200, set())])
+def test_weaves_take_no_more_memory_than_there_is_beside_vllms_budget(paged, monkeypatch, room, failed):
+    monkeypatch.setattr(worker_module, "WeaveJob", FakeJob)
+    monkeypatch.setattr(WeaveQueue, "device_bytes", 100)  # of another that waits for its layers
+    side = side_of(paged, room_bytes=room)
+    hold(side)
+    side.step(StepOrders(weaves=orders_of("a"), idle=True))
+    assert side.take_outcome()[1].failed == failed
+    side.close()
+
+
+def test_what_vllm_has_is_not_sent_and_the_rest_within_the_setting_until_the_weave_is_done(paged, monkeypatch):
+    monkeypatch.setattr(worker_module, "WeaveJob", FakeJob)
+    pin, given, dropped = WeavingStore.pin, [], []
+
+    def pinned(store, plan, **more):
+        given.append((store.staging, more["first"]))
+        return pin(store, plan, **more)
+
+    monkeypatch.setattr(WeavingStore, "pin", pinned)
+    monkeypatch.setattr(PlanSources, "drop_sent", lambda _self: dropped.append(True))
+    side = side_of(paged, extra={"device_staging": "1MiB"})
+    hold(side)
+    side.step(StepOrders(weaves=[WeaveOrder("a", request(), BLOCKS, 16, 35)], idle=True))
+    ((staging, first),) = given
+    assert (first, staging.take(1 << 20), staging.take(1), dropped) == (16, True, False, [True])
+    side.close()
 
 
 def test_a_step_with_other_requests_goes_one_layer_at_least(side):
@@ -271,6 +324,22 @@ def test_what_is_saved_is_copied_when_the_step_is_over(side):
     assert (side.take_released(), side.take_released()) == ({"a"}, set())
 
 
+def test_blocks_are_kept_until_copies_on_the_device_have_ended_and_no_step_waits_for_them(side, monkeypatch):
+    copy = Copy()
+    monkeypatch.setattr(side._saving, "mark", lambda: copy)
+    saved(side, "a", 7)
+    side.step(StepOrders(held=["a"]))
+    side.end()
+    assert copy.awaited.wait(10)
+    side.begin(StepOrders())
+    assert (side.take_released(), len(side._store)) == (set(), 0)
+    assert not side.take_outcome()[1].saved
+    copy.ended.set()
+    side._between_steps.finish()
+    assert (side.take_released(), len(side._store)) == ({"a"}, 3)
+    assert side.take_outcome()[1].saved == {7: 1}
+
+
 def test_blocks_of_a_preempted_request_are_copied_before_others_get_them(side):
     saved(side, "a", 7)
     saved(side, "b", 8)
@@ -306,7 +375,7 @@ def test_what_cannot_be_read_from_the_blocks_is_not_stored_and_hurts_no_request(
     order = SaveOrder("a", request(), BLOCKS, 0, 40, True)
     paged.broken = True
     whole(side, saves=[order])
-    assert "not stored" in caplog.text
+    assert "could not be stored" in caplog.text
     assert not len(side._store)
     paged.broken = False
     whole(side, saves=[order])
@@ -337,7 +406,7 @@ def test_what_was_captured_is_stored_with_what_it_attended_to(side, monkeypatch,
     system, first, last = wanted.stored_parts()
     profiles = {record.chunk_id: record.attention for record in side._store.records()}
     assert (profiles[system.id], profiles[first.id]) == (None, None)  # those are read from the blocks
-    assert broken == ("not stored" in caplog.text) == (last.id not in profiles)
+    assert broken == ("could not be stored" in caplog.text) == (last.id not in profiles)
     if not broken:
         assert profiles[last.id] is not None
         assert FakeCaptured.exact_to == [len(wanted.prompt)]
@@ -373,13 +442,15 @@ def test_what_is_claimed_ends_before_the_exact_path_does(side):
     assert report["kv_sources"] == {"prefix-exact": [[0, 32]], "computed": [[32, 40]]}
 
 
+def started(method: str) -> WeaveRequest:
+    """A request whose first two tokens belong to no chunk."""
+    params = {"chunks": [[2, 20], [20, 35]], "start_tokens": 2, "method": method}
+    return parse(params, IDS, fingerprint="model", salt="", start=tuple(IDS[:2]), defaults=Defaults())
+
+
 @pytest.mark.parametrize(("method", "placed"), [("prefix", True), ("cacheblend", False)])
 def test_what_a_prompt_begins_with_is_brought_as_vllm_computed_it(paged, side, method, placed):
     """No segment has it; computed alone it would be rounded otherwise, and an exact answer with it."""
-
-    def started(method):
-        params = {"chunks": [[2, 20], [20, 35]], "start_tokens": 2, "method": method}
-        return parse(params, IDS, fingerprint="model", salt="", start=tuple(IDS[:2]), defaults=Defaults())
 
     whole(side, saves=[SaveOrder("a", started("prefix"), BLOCKS, 0, 40, True)])
     for name, adapter in (("b", 0), ("c", 7)):
@@ -690,3 +761,33 @@ def test_a_store_that_fails_to_remove_answers_that_it_may_have_it_yet(side, monk
     whole(side, removals=[removal(everything=True)])
     (removed,) = side.take_outcome()[1].removed["remove"]
     assert (removed.removed, len(removed.unasked), removed.lasting) == (0, 1, False)
+
+
+def test_a_reset_drops_all_kv_and_leaves_what_is_being_woven_to_vllm(side):
+    whole(side, saves=[SaveOrder("exact", started("prefix"), BLOCKS, 0, 40, exact=True)])
+    hold(side)
+    weave(side, "before")
+    side.step(StepOrders(weaves=orders_of("woven", "waiting")))
+    side.take_outcome()
+    assert side._starts
+    assert side._choices
+    whole(side, reset=True)
+    arrived, results = side.take_outcome()
+    assert arrived == results.failed == {"woven", "waiting"}
+    assert len(side._store) == len(side._queue) == 0
+    assert set(results.copies.values()) == {-1}
+    assert not side._starts
+    assert not side._choices
+
+
+def test_what_is_to_be_saved_is_copied_before_vllm_sleeps(side):
+    class Worker:
+        def sleep(self, level):
+            return level, len(side._store)
+
+    for _ in range(2):  # of two engines in one process the second one counts, once
+        copy_before_sleep(Worker, side.before_sleep)
+    side.begin(StepOrders())
+    side.save(StepOrders(saves=[SaveOrder("a", request("prefix"), BLOCKS, 0, 40, exact=True)]))
+    assert len(side._store) == 0
+    assert Worker().sleep(2) == (2, 3)

@@ -109,7 +109,7 @@ class FakeShare:
         assert first == prompt.spans()[-1].start, "nothing before it is kept"
         self.spans = frozenset({prompt.spans()[-1]})
 
-    def segments(self, _exact_to):
+    def segments(self, _exact_to, _memory):
         kv, part = zeros(len(self._part)), self._part
         yield SegmentRecord.of(part.id, self._context, part.token_ids, exact=False, nbytes=kv.nbytes), kv
 

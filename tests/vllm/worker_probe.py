@@ -44,6 +44,7 @@ class WorkerProbe:
             "jobs": len(side._queue),
             "woven": len(side._woven),
             "segments": len(store),
+            "in_memory": len(store.levels[0].store),
         }
 
     def chunkweave_stored(self) -> list[str]:
@@ -81,6 +82,12 @@ class WorkerProbe:
     def chunkweave_flush(self) -> bool:
         """Wait until what is stored is written to the slow tiers."""
         return bool(_store().flush(30))
+
+    def chunkweave_scale_norms(self, factor: float) -> None:
+        """Replace weights, as an update of them does."""
+        for name, parameter in self.model_runner.model.named_parameters():  # type: ignore[attr-defined]
+            if name.endswith("input_layernorm.weight"):
+                parameter.data.mul_(factor)
 
     def chunkweave_forget_memory(self) -> None:
         """As after a restart, but for what the slow tiers know: nothing is in memory."""

@@ -1,7 +1,7 @@
-"""The contenders of a benchmark, from what one writes about them: `cacheblend`, `cachecraft:no-focus`, `query@0.05`.
+"""The contenders of a benchmark, from specifications: `cacheblend`, `cachecraft:no-focus`, `query@0.05`.
 
-A specification is a method, settings after colons, and after an @ a value of the one parameter that the method has
-(its recompute ratio, or alpha). Without a value the method comes at every value that the benchmark measures.
+A specification is a method, settings after colons, and after an @ a value of the method's parameter (its recompute
+ratio, or alpha). Without a value the method is measured at every value of the benchmark.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from chunkweave.errors import UsageError
 from chunkweave.planning.method import ALPHA, ReuseMethod, changed, make_method, settings_changes
 
 MakeMethod = Callable[[str, Sequence[str], ReuseConfig], ReuseMethod]
-"""Makes a method of its name, its settings, and the configuration that they change."""
+"""Makes a method from its name, its settings, and the configuration that they change."""
 
 
 def configured_method(name: str, settings: Sequence[str], reuse: ReuseConfig) -> ReuseMethod:
@@ -35,14 +35,13 @@ def make_contenders(
 ) -> dict[str, ReuseMethod]:
     """The methods that `specs` name, by the names of their rows, in order and each once.
 
-    A row is named by its specification with the value: `cacheblend@0.15`, `cachecraft:no-focus@1`; methods without a
-    parameter have none: `full`. So a row's name is a specification of that row alone. Methods take from `reuse` what
-    neither a setting nor a value says: check layers, seed and all else. `make` knows which methods and settings
-    there are.
+    A row's name is its specification with the value: `cacheblend@0.15`, `cachecraft:no-focus@1`; methods without a
+    parameter have no value: `full`. So a row's name is a specification of only that row. `reuse` supplies everything
+    that settings and value do not set: check layers, seed and others. `make` defines the known methods and settings.
 
     Raises:
         UnknownMethodError: a method does not exist.
-        UsageError: a value is out of range or no number, a method that has no parameter is given one, or a setting is
+        UsageError: a value is out of range or not a number, a method without a parameter has a value, or a setting is
             unknown.
 
     >>> list(make_contenders(("full", "cacheblend", "query:last@0.05"), ratios=(0.05, 0.15)))
@@ -56,7 +55,7 @@ def make_contenders(
         method = make(name, settings, usual)
         if method.budget is None:
             if at:
-                raise UsageError(f"{name} has no value that could be set: write {written} instead of {spec}")
+                raise UsageError(f"{name} takes no value: write {written} instead of {spec}")
             made[written] = method
             continue
         parameter = method.budget.parameter
@@ -68,7 +67,7 @@ def make_contenders(
 
 
 def label_of(method: str, value: float) -> str:
-    """The name of the row of a method, with its settings, at one value of its parameter.
+    """The name of the row of a method with its settings at one value of its parameter.
 
     >>> label_of("cacheblend:layer-2", 0.15)
     'cacheblend:layer-2@0.15'
@@ -80,7 +79,7 @@ def value_of(spec: str) -> float:
     """The value after a specification's @.
 
     Raises:
-        UsageError: there is no number.
+        UsageError: it is not a number.
     """
     try:
         return float(spec.partition("@")[2])

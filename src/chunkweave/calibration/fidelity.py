@@ -1,8 +1,8 @@
-"""How close reuse methods come to full prefill of the same model on the same prompts. Needs no labels.
+"""Measures how close reuse methods come to full prefill of the same model on the same prompts. Needs no labels.
 
-Full prefill answers each question greedily. Those tokens are fed to every contender, and its next-token distribution
-is compared with full prefill's at each of them; the time to the first token is taken in the same run. Where the data
-set has answers, how likely they are is compared too.
+Full prefill answers each question greedily. The same tokens are fed to every contender, and at each of them its
+next-token distribution is compared with full prefill's. The time to the first token is measured in the same run. If the
+data set has answers, their likelihoods are compared too.
 """
 
 import time
@@ -35,24 +35,24 @@ REFERENCE = "full"
 FULL_REUSE = "full-reuse"
 
 SLICED = "full-in-slices"
-"""Full prefill once more, `SLICE_TOKENS` at a time: as far from full prefill as arithmetic alone takes one."""
+"""Full prefill in slices of `SLICE_TOKENS`: it differs from full prefill only by rounding, which is the noise floor."""
 
 SLICE_TOKENS = 256
 
 HELD = 16
-"""Most contenders whose caches of one question are held while full prefill has not had its turn."""
+"""Maximum number of contenders whose caches are held until full prefill has run on the question."""
 
 EXACT = (SLICED, "prefix")
-"""Contenders that differ from full prefill by arithmetic alone: a few questions tell."""
+"""Contenders that differ from full prefill only by rounding: a few questions are enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is measured.
+    """The settings of a measurement.
 
-    Contenders are full prefill, full KV reuse, the noise floor, and the methods as `make_contenders` makes them. Chunks
-    have `chunk_tokens` tokens (0: passages stay whole); they are the question's own, or what is found `by_retrieval`.
-    `new_tokens` bounds the continuation; answers are decoded freely on the first `free` questions.
+    Contenders are full prefill, full KV reuse, the noise floor, and the methods of `make_contenders`. Chunks have
+    `chunk_tokens` tokens (0: passages stay whole); they are the question's own, or found `by_retrieval`. `new_tokens`
+    limits the continuation; answers are also decoded freely on the first `free` questions.
     """
 
     methods: tuple[str, ...]
@@ -74,7 +74,7 @@ class Comparison:
         self.contenders()
 
     def contenders(self) -> dict[str, ReuseMethod]:
-        """The methods by the names of their rows, full prefill and full reuse first.
+        """The methods by name of their rows; full prefill and full reuse are first.
 
         Raises:
             UnknownMethodError: a method does not exist.
@@ -85,9 +85,9 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One question: its prompt, the tokens of the first answer that counts as right, and all those answers.
+    """One question: its prompt, the tokens of the first right answer, and all right answers.
 
-    `corpus` is what its chunks are from.
+    `corpus` is the source of its chunks.
     """
 
     prompt: Prompt
@@ -103,9 +103,9 @@ def make_tasks(
     config: Comparison,
     instruction: str | None = None,
 ) -> list[Task]:
-    """The drawn examples as they are asked; passages that one lacks come from all `examples`.
+    """The drawn examples as tasks; if an example has too few passages, others of `examples` are added.
 
-    `instruction=None` is the template's own.
+    `instruction=None` means the template's.
 
     Raises:
         UsageError: the data set has too little text.
@@ -139,13 +139,13 @@ def warm_by_earlier(engine: Engine, earlier: Sequence[Task], progress: Progress 
 
 
 def prepare(engine: Engine, tasks: Sequence[Task], index: int, warm: Warming) -> None:
-    """Put into the store what one task is to find there."""
+    """Fill the store for one task."""
     task = tasks[index]
     warm.prepare(engine, task.prompt, company_of([task.prompt for task in tasks], index), task.corpus)
 
 
 FirstToken = Callable[[Prompt], Prefilled]
-"""Brings a prompt to its first token and waits for it."""
+"""Prefills a prompt up to its first token and waits for it."""
 
 
 def woven_prefill(runner: Runner, method: ReuseMethod, *, new_tokens: int = 0) -> FirstToken:
@@ -160,7 +160,7 @@ def woven_prefill(runner: Runner, method: ReuseMethod, *, new_tokens: int = 0) -
 
 
 def sliced_prefill(runner: Runner, slice_tokens: int, *, new_tokens: int = 0) -> FirstToken:
-    """Full prefill that takes `slice_tokens` of the prompt at a time, as a batching engine may."""
+    """Full prefill in slices of `slice_tokens`, as in a batching engine."""
     full = make_method(REFERENCE)
 
     @torch.inference_mode()
@@ -175,15 +175,15 @@ def sliced_prefill(runner: Runner, slice_tokens: int, *, new_tokens: int = 0) ->
 
 
 def measured_report(engine: Engine, prefilled: Prefilled, ttft_s: float) -> ReuseReport:
-    """The report of a prefill that took `ttft_s`, without what became of each chunk."""
+    """The report of a prefill that took `ttft_s`, without the reports of chunks."""
     return replace(make_report(prefilled, engine.loaded.model.geometry, Durations(ttft_s, 0.0, 0.0), 0), chunks=())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ran:
-    """A contender's prefill, or that of its last prompt, what is reported of it, and its answer if it has one by now.
+    """A contender's prefill (of its last prompt), its report, and its answer if there is one already.
 
-    It `follows` full prefill if its prompt asks the same.
+    It `follows` full prefill if its prompt asks the same question about the same passages.
     """
 
     prefilled: Prefilled
@@ -195,9 +195,9 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Who runs over chunks that were computed in one way, in a store of their own; `tasks` are as its model asks them.
+    """The contenders over chunks that were computed in one way, with their own store; `tasks` are for their model.
 
-    `runs` are prefills of a question's prompt, `others` ask from another one, both by the names of their rows.
+    `runs` prefill a question's prompt, `others` use another prompt; both by name of their rows.
     """
 
     warm: Warming
@@ -208,17 +208,17 @@ class Way:
 
     @property
     def labels(self) -> list[str]:
-        """Names of all, in the order of rows."""
+        """Names of all contenders, in the order of rows."""
         return [*self.runs, *self.others]
 
     def run_once(self, prompt: Prompt, labels: Sequence[str]) -> None:
-        """Run each prefill once, to warm up."""
+        """Run each prefill once for warm-up."""
         for label in labels:
             if label in self.runs:
                 self.runs[label](prompt)
 
     def run(self, prompt: Prompt, label: str) -> Ran:
-        """Run one contender, on the clock."""
+        """Run and time one contender."""
         if label in self.others:
             return self.others[label](prompt)
         started = time.perf_counter()
@@ -235,7 +235,7 @@ def way_of(
     *,
     sliced: bool = True,
 ) -> Way:
-    """All `methods` over the engine's store. With `sliced` full prefill runs in slices too, behind full prefill."""
+    """All `methods` over the engine's store. With `sliced`, full prefill in slices runs too, after full prefill."""
     room = config.new_tokens + 1
     runs = {label: woven_prefill(engine.runner, method, new_tokens=room) for label, method in methods.items()}
     if sliced:
@@ -253,24 +253,25 @@ def compare(
     skip: Callable[[int], bool] = lambda _: False,
     progress: Progress | None = None,
 ) -> Iterator[dict[str, FidelitySample]]:
-    """Every contender on every task that is not to be left out; a task's samples come together, in the order of rows.
+    """Run every contender on every task that is not skipped; yields the samples of a task together, in the order of
+    rows.
 
-    Contenders run once uncounted before they are first measured, then alternate, and take turns in going first. What is
-    measured stores nothing, so that all find the same: what a store of its own would hold, warmed in the same way.
-    The `reference` is in the first way. Contenders of another prompt run on tasks that are answered freely; what is
-    exact but for arithmetic (`EXACT`) runs on the first `exact` tasks, or on those too. Each is decoded by itself, as
-    an engine answers one request: in a batch, in bfloat16, two tokens that are nearly level may come out the other way
-    round.
+    Contenders run once for warm-up, then alternate, and take turns in running first. Measured runs store nothing, so
+    all contenders find the same store. The `reference` is in the first way. Contenders with another prompt run on the
+    tasks that are answered freely; contenders that are exact up to rounding (`EXACT`) run on the first `exact` tasks,
+    or also on those. Each contender is decoded separately, as an engine answers one request: in a bfloat16 batch, two
+    tokens of nearly equal probability may swap. `progress` counts contenders that have run, over all tasks; skipped
+    ones count with their task.
     """
     labels = [label for way in ways for label in way.labels]
     exactly = {label for label in labels if label.split(" ")[0] in EXACT}
-    count = len(ways[0].tasks)
+    steps = _Steps(len(labels), len(ways[0].tasks), progress)
     warmed_up = False
-    for index in range(count):
+    for index in range(len(ways[0].tasks)):
         if not skip(index):
             free, floor = index < config.free, index < (config.free if exact is None else exact)
             left_out = {*(() if floor else exactly), *(() if free else (label for way in ways for label in way.others))}
-            question = _Question(index, config, reference, free=free)
+            question = _Question(index, config, reference, free=free, ran=steps.ran)
             found: dict[str, FidelitySample] = {}
             for way in ways:
                 prepare(way.engine, way.tasks, index, way.warm)
@@ -280,12 +281,32 @@ def compare(
                 found |= question.samples(way, order)
             warmed_up = True
             yield {label: found[label] for label in labels if label in found}
-        if progress is not None:
-            progress(index + 1, count)
+        steps.ended(index)
+
+
+class _Steps:
+    """How far a comparison is, in contenders that have run."""
+
+    def __init__(self, contenders: int, tasks: int, progress: Progress | None) -> None:
+        self._contenders, self._total, self._progress = contenders, contenders * tasks, progress
+        self._done = 0
+
+    def ran(self) -> None:
+        """One more contender has run."""
+        self._to(self._done + 1)
+
+    def ended(self, index: int) -> None:
+        """A task has ended, or was left out."""
+        self._to((index + 1) * self._contenders)
+
+    def _to(self, done: int) -> None:
+        self._done = done
+        if self._progress is not None:
+            self._progress(done, self._total)
 
 
 def _taking_turns(labels: Sequence[str], index: int, reference: str) -> list[str]:
-    """Each goes first once in so many tasks as there are; the `reference`, if there, is among the first `HELD`."""
+    """Rotates `labels`, so that each is first equally often; the `reference`, if any, is among the first `HELD`."""
     turn = index % len(labels)
     order = [*labels[turn:], *labels[:turn]]
     if reference in order:
@@ -295,26 +316,27 @@ def _taking_turns(labels: Sequence[str], index: int, reference: str) -> list[str
 
 
 def beside(engine: Engine, store: StoreConfig | None) -> Engine:
-    """Another one over the same model, with an empty store in memory, in which KV is kept as in `store`."""
+    """Another engine over the same model, with an empty store in memory and the codec and budget of `store`."""
     store = StoreConfig() if store is None else replace(store, cache_dir=None)
     reuse = ReuseConfig(capture=engine.runner.capture)
     return Engine(engine.loaded, store=store, method=REFERENCE, reuse=reuse, compute=engine.runner.compute)
 
 
 class _Question:
-    """One task, and what the full prefill that is the `reference` says to it once it has run."""
+    """One task, and the output of full prefill (the `reference`) on it once that has run."""
 
-    def __init__(self, index: int, config: Comparison, reference: str, *, free: bool) -> None:
-        self._index, self._config, self._reference, self._free = index, config, reference, free
+    def __init__(self, index: int, config: Comparison, reference: str, *, free: bool, ran: Callable[[], None]) -> None:
+        self._index, self._config, self._reference, self._free, self._ran = index, config, reference, free, ran
         self._continuation: tuple[int, ...] = ()
         self._expected = torch.empty(0)
 
     def samples(self, way: Way, order: Sequence[str]) -> dict[str, FidelitySample]:
-        """All of `order`, one after the other; those that come before the reference wait for what it says."""
+        """The samples of all of `order`. Contenders before the reference are compared once it has run."""
         found: dict[str, FidelitySample] = {}
         held: dict[str, Ran] = {}
         for label in order:
             held[label] = way.run(way.tasks[self._index].prompt, label)
+            self._ran()
             if label == self._reference:
                 full = held[label].prefilled
                 self._continuation = self._decoded(way.engine, full)
@@ -328,9 +350,9 @@ class _Question:
         return decode_greedily(engine, [prefilled], self._config.new_tokens)[0].token_ids
 
     def _behind(self, way: Way, one: Prefilled, *, follows: bool) -> list[torch.Tensor]:
-        """Distributions along full prefill's continuation, if the prompt is its, and along the answer, if there is one.
+        """Distributions along full prefill's continuation, if the prompt is the same, and along the answer, if any.
 
-        Always in one pass of one shape, so that full prefill is not even arithmetic away from itself.
+        Always in one pass of one shape, so that full prefill compared with itself has no rounding differences.
         """
         answer_ids = way.tasks[self._index].answer_ids
         wanted = [*([self._continuation] if follows else []), *([answer_ids] if answer_ids else [])]
@@ -347,11 +369,13 @@ class _Question:
         if one.follows:
             kl, agrees = divergence(self._expected, found.pop(0))
         text = None if decoded is None else answer_text(way.engine, decoded)
+        # Greedy decoding follows full prefill's answer as long as both expect the same token.
+        same = (all(agrees) if one.follows else None) if decoded is None else decoded == self._continuation
         return FidelitySample(
             kl=tuple(kl),
             agrees=tuple(agrees),
             answer_nll=negative_log_likelihood(found.pop(), answer_ids) if answer_ids else None,
-            identical=None if decoded is None else decoded == self._continuation,
+            identical=same,
             f1=None if text is None or not answers else max(f1(text, answer) for answer in answers),
             ttft_s=one.report.ttft_s,
             flops_limit=one.report.flops_limit,
@@ -366,14 +390,14 @@ class _Question:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What was chosen behind one prompt: token ids, a stop token last if one came, and the log-probability of each."""
+    """The decoded tokens of one prompt: token ids (a stop token last, if any) and their log-probabilities."""
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
 
 
 def decode_greedily(engine: Engine, prefilled: Sequence[Prefilled], max_new_tokens: int) -> list[Decoded]:
-    """Decode greedily, each prompt up to a stop token and with it. The caches have room for `max_new_tokens`."""
+    """Decode greedily, each prompt up to and including a stop token. The caches have room for `max_new_tokens`."""
     stop_ids = engine.loaded.tokenizer.stop_ids
     tokens: list[list[int]] = [[] for _ in prefilled]
     log_probs: list[list[float]] = [[] for _ in prefilled]
@@ -407,10 +431,10 @@ def answer_text(engine: Engine, token_ids: Sequence[int]) -> str:
 def log_probabilities(
     model: LayerwiseModel, prefilled: Prefilled, *continuations: Sequence[int]
 ) -> tuple[torch.Tensor, ...]:
-    """What the model expects at each token of each of the `continuations` of the prompt: `[tokens, vocab]` in float64.
+    """Log-probabilities at each token of each of the `continuations` of a prompt: `[tokens, vocab]` in float64.
 
-    Row i is the distribution of token i given the prompt and the tokens before it. None may be empty. All are run in
-    one pass, none sees another, and the cache is not changed.
+    Row i is the distribution of token i given the prompt and the tokens before it. Continuations must not be empty. All
+    run in one pass without seeing each other, and the cache is not changed.
     """
     behind = [tuple(tokens[:-1]) for tokens in continuations]
     logits = iter(_continued(model, prefilled, [tokens for tokens in behind if tokens]))
@@ -426,14 +450,14 @@ def divergence(expected: torch.Tensor, found: torch.Tensor) -> tuple[list[float]
 
 
 def negative_log_likelihood(log_probs: torch.Tensor, token_ids: Sequence[int]) -> float:
-    """Of `token_ids`, in nats a token, under the distributions `[tokens, vocab]` of each."""
+    """Mean negative log-likelihood of `token_ids` in nats per token, under their distributions `[tokens, vocab]`."""
     wanted = torch.tensor(list(token_ids), device=log_probs.device)
     return -float(log_probs.gather(1, wanted[:, None]).mean())
 
 
 @torch.inference_mode()
 def _continued(model: LayerwiseModel, prefilled: Prefilled, branches: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Logits behind each token of each branch when it follows the prompt, `[tokens, vocab]` a branch."""
+    """Logits after each token of each branch, when it follows the prompt: `[tokens, vocab]` per branch."""
     if not branches:
         return []
     device, tokens = prefilled.logits.device, len(prefilled.prompt)

@@ -1,6 +1,6 @@
-"""Calibration: how close each method comes to full prefill by its parameter, and the record that follows from it.
+"""Calibration: measures how close each method comes to full prefill by parameter value, and makes the record.
 
-The model's own full prefill is the reference, so no answers have to be known.
+The model's own full prefill is the reference, so no answers are needed.
 """
 
 import math
@@ -39,30 +39,30 @@ from chunkweave.planning.calibration import (
 from chunkweave.planning.method import ALPHA, changed, method_named, parameter_of, settings_changes
 
 ALPHAS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
-"""Values of alpha that are tried: Cache-Craft's Figure 20 has 0.5 to 3."""
+"""Measured values of alpha: Cache-Craft's Figure 20 has 0.5 to 3."""
 
 RATIOS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
-"""Recompute ratios that are tried: none, then denser where CacheBlend's Figure 16 has its knee, up to little saving."""
+"""Measured recompute ratios: from none to little saving, denser around the knee in CacheBlend's Figure 16."""
 
 FLOOR = 10
-"""Questions that say how far arithmetic alone strays."""
+"""Questions on which the noise floor is measured."""
 
 Samples = Mapping[str, FidelitySample]
-"""One question under one way of warming: each contender's sample."""
+"""Each contender's sample of one question under one way of warming."""
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationConfig:
-    """What is measured and demanded.
+    """What is measured and required.
 
-    Each method is measured at every value of its own parameter, from cheap to dear: a whole curve, because eq. 13 of
-    Cache-Craft asks for its least acceptable point and noise makes the first one that passes a matter of luck.
-    `methods` are written as in benchmarks (`query:two-rounds`); one with a value (`epic@0.3`) is measured at that one.
-    `reuse` has the other settings of all. Every method is measured over chunks warmed in each way of `warm`, and those
-    set by alpha by `alpha_warm` too: their scores compare a chunk's neighbours with those that it was computed among.
+    Each method is measured at every value of its parameter, from cheap to expensive. The whole curve is needed: eq. 13
+    of Cache-Craft takes its least acceptable point, and with noise the first point that passes is random. `methods` are
+    specifications as in benchmarks (`query:two-rounds`); one with a value (`epic@0.3`) is measured only at that value.
+    `reuse` has the other settings. Every method is measured over chunks warmed in each way of `warm`; methods with
+    alpha also over `alpha_warm`, since their scores compare a chunk's neighbours with its context.
 
     Raises:
-        UsageError: no methods, or one without a parameter; no values, or one out of range; `fast` demands more than
+        UsageError: no methods, or one without a parameter; no values, or one out of range; `fast` requires more than
             `balanced`.
         UnknownMethodError: a method does not exist.
     """
@@ -82,17 +82,17 @@ class CalibrationConfig:
 
     def __post_init__(self) -> None:
         if not self.methods or not self.warm:
-            raise UsageError("there is no method to calibrate, or no way to warm its chunks")
+            raise UsageError("name at least one method to calibrate and one way to warm its chunks")
         for spec in self.methods:
             if parameter_of(_name(spec)) is None:
                 raise UsageError(f"{spec} has no parameter to calibrate")
         self.groups()
         balanced, fast = self.bounds[Quality.BALANCED], self.bounds[Quality.FAST]
         if (fast.agreement or 0.0) > (balanced.agreement or 0.0) or (fast.kl or math.inf) < (balanced.kl or math.inf):
-            raise UsageError(f"fast must not demand more than balanced: {fast}; {balanced}")
+            raise UsageError(f"fast must not require more than balanced: {fast}; {balanced}")
 
     def groups(self) -> dict[str, Comparison]:
-        """By how chunks are warmed: what is measured over them. The first has all methods."""
+        """The measurements by way of warming. The first has all methods."""
         by_alpha = tuple(spec for spec in self.methods if parameter_of(_name(spec)) == ALPHA)
         groups = {str(warm): self._group(warm, self.methods) for warm in self.warm}
         for warm in self.alpha_warm if by_alpha else ():
@@ -115,11 +115,11 @@ class CalibrationConfig:
 
     @property
     def earlier(self) -> int:
-        """Questions that are drawn beside those that are measured, to warm the store."""
+        """Number of additional questions that warm the store."""
         return max(config.warm.queries for config in self.groups().values())
 
     def grid(self) -> tuple[tuple[str, float], ...]:
-        """(method with its settings, value) of every point, a method's own from cheap to dear."""
+        """(method with its settings, value) of every point, for each method from cheap to expensive."""
         labels = [label for label in next(iter(self.groups().values())).contenders() if "@" in label]
         points = [(label.partition("@")[0], value_of(label)) for label in labels]
         methods = list(dict.fromkeys(method for method, _ in points))
@@ -132,7 +132,7 @@ def _name(spec: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a record says about where it comes from: the data set's name, the command, and the sources' commits."""
+    """A record's origin: the data set's name, the command, and the commits of the source."""
 
     dataset: str
     command: str = ""
@@ -148,24 +148,48 @@ def measure(
     skip: Callable[[int], bool] = lambda _: False,
     progress: Progress | None = None,
 ) -> Iterator[dict[str, Samples]]:
-    """Each question that is not to be left out, at every point of the grid: samples by way of warming and contender.
+    """Measure each question that is not skipped at every point of the grid; yields samples by way of warming and
+    contender.
 
-    Of `tasks` the first `config.earlier` only warm. Each way of warming has a store of its own, the first the engine's,
-    the others `store`: no method finds what was computed for another way.
+    The first `config.earlier` of `tasks` only warm the store. Each way of warming has its own store (the first way the
+    engine's, the others `store`), so no method finds chunks computed for another way.
     """
     measured = tasks[config.earlier :]
     with ExitStack() as stack:
         groups = config.groups()
-        runs = []
+        sums, runs = _Sums(progress), []
         for place, group in enumerate(groups.values()):
             own = engine if place == 0 else stack.enter_context(beside(engine, store))
             if not all(map(skip, range(len(measured)))):
                 warm_by_earlier(own, tasks[config.earlier - group.warm.queries : config.earlier])
-            report = progress if place == len(groups) - 1 else None
             way = way_of(own, measured, group.contenders(), group)
-            runs.append(compare([way], group, exact=FLOOR, skip=skip, progress=report))
+            runs.append(
+                compare([way], group, exact=FLOOR, skip=skip, progress=sums.part(len(measured) * len(way.labels)))
+            )
         for samples in zip(*runs, strict=True):
             yield dict(zip(groups, samples, strict=True))
+
+
+class _Sums:
+    """Several comparisons that take turns, as one progress."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._done: list[int] = []
+        self._total = 0
+
+    def part(self, total: int) -> Progress:
+        """Where one more comparison reports; it counts up to `total`."""
+        place = len(self._done)
+        self._done.append(0)
+        self._total += total
+
+        def report(done: int, _: int) -> None:
+            self._done[place] = done
+            if self._progress is not None:
+                self._progress(sum(self._done), self._total)
+
+        return report
 
 
 def make_record(
@@ -209,11 +233,11 @@ def make_record(
 
 
 def _point(row: FidelityRow, warm: str) -> CurvePoint:
-    """A row of the benchmark as a point of a curve."""
+    """A benchmark row as a point of a curve."""
     method, at, _ = row.method.partition("@")
     numbers = {name: getattr(row, name) for name in CurvePoint.__dataclass_fields__ if name not in _SET}
     return CurvePoint(method, value_of(row.method) if at else 0.0, warm, **numbers)
 
 
 _SET = ("method", "value", "warm")
-"""The fields of a point that are not measured."""
+"""The fields of a point that are set, not measured."""

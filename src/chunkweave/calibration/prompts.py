@@ -1,4 +1,4 @@
-"""Prompts that are measured, and how the store is filled before: by earlier requests."""
+"""Prompts of measurements, and the ways to fill the store before by earlier requests (warming)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ T = TypeVar("T")
 class PromptMaker:
     """Builds the prompts of a benchmark over one data set.
 
-    A passage becomes the same chunk in every question that has it: its tokens, then those of the passages that
-    follow it in the data set while it is short, cut at `chunk_tokens`; what is searched for is never filled up.
-    `chunk_tokens=0` leaves passages as they are.
+    A passage is the same chunk in every question that has it: its tokens, filled up with those of the following
+    passages of the data set, cut at `chunk_tokens`. Retrieved passages are not filled up. `chunk_tokens=0` keeps
+    passages whole.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class PromptMaker:
         instruction: str | None = None,
         by_retrieval: bool = False,
     ) -> None:
-        """Take over a data set; `instruction=None` is the template's own.
+        """A maker for a data set; `instruction=None` means the template's.
 
-        Chunks are those of the question, or `by_retrieval` what the corpus's embedder finds in all of the data set.
+        Chunks are those of the question or, `by_retrieval`, those that the corpus's embedder finds in the data set.
 
         Raises:
             UsageError: `chunks` or `chunk_tokens` is negative, or the data set has fewer distinct passages than
@@ -62,12 +62,12 @@ class PromptMaker:
         self._embedder = HashedNgramEmbedder() if by_retrieval else None
         self._index: FlatIndex | None = None
         if len(self._passages) < chunks:
-            raise UsageError(f"the data set has {len(self._passages)} passages, but {chunks} chunks are asked for")
+            raise UsageError(f"the data set has {len(self._passages)} passages, but {chunks} chunks are needed")
 
     def prompt(self, example: Example) -> Prompt:
         """START, SYSTEM, the configured number of chunks, QUESTION.
 
-        The example's own passages come first; where it has too few, those that follow in the data set.
+        The example's own passages come first; if there are too few, the following ones of the data set are added.
 
         Raises:
             UsageError: the data set's text is shorter than one chunk.
@@ -77,7 +77,7 @@ class PromptMaker:
         return Prompt((*parts, *(self._chunk_part(chunk) for chunk in self._chosen(example)), question))
 
     def parts(self) -> list[PromptPart]:
-        """All chunks of the data set, as they are in prompts."""
+        """The parts for all chunks of the data set."""
         return [self._chunk_part(chunk) for chunk in self._passages]
 
     def _chosen(self, example: Example) -> list[Chunk]:
@@ -88,7 +88,7 @@ class PromptMaker:
         return list(islice(chain(own.values(), others), self._chunks))
 
     def _retrieved(self, embedder: HashedNgramEmbedder, question: str) -> list[Chunk]:
-        """The passages of the whole data set that are nearest to a question, the best first."""
+        """The passages of the whole data set that are nearest to a question, best first."""
         if self._index is None:
             self._index = FlatIndex(embedder.dimension)
             self._index.add(embedder.embed_documents([passage.text for passage in self._passages]))
@@ -107,15 +107,15 @@ class PromptMaker:
         raise UsageError(f"the data set has {len(token_ids)} tokens of text, less than a chunk of {self._chunk_tokens}")
 
     def _from(self, chunk: Chunk) -> list[Chunk]:
-        """All passages once, beginning with `chunk`, around the end of the data set."""
+        """All passages once, starting at `chunk` and wrapping around."""
         place = self._places[chunk.text]
         return self._passages[place:] + self._passages[:place]
 
 
 def alone_prompts(prompt: Prompt, *, behind_instruction: bool = False) -> list[Prompt]:
-    """For each stored part of `prompt` the prompt that computes it alone: after START, with nothing before it.
+    """For each stored part of `prompt` a prompt that computes it alone, directly after START.
 
-    With `behind_instruction` a chunk comes after START and SYSTEM.
+    With `behind_instruction` chunks come after START and SYSTEM.
     """
     start = tuple(part for part in prompt.parts if part.kind is PartKind.START)
     stored = {part.id: part for part in prompt.parts if part.id is not None}
@@ -124,61 +124,61 @@ def alone_prompts(prompt: Prompt, *, behind_instruction: bool = False) -> list[P
 
 
 class WarmBy(StrEnum):
-    """What a chunk was computed behind; the instruction is always in the store."""
+    """The context in which chunks are computed; the instruction is always stored."""
 
     ALONE = "alone"
-    """Nothing."""
+    """No context."""
     INSTRUCTION = "instruction"
     """The instruction."""
     NEUTRAL = "neutral"
     """The instruction and neutral passages, as `Engine.precompute` does with `contexts: bundled`."""
     CORPUS = "corpus"
-    """Other chunks of the data set, the mean over several contexts, as `Engine.precompute` does."""
+    """The mean over several contexts of other chunks of the data set, as `Engine.precompute` does."""
     CONTEXTS = "contexts"
-    """Others: each chunk was in `count` earlier requests with chunks of the same question and of other questions."""
+    """Each chunk was in `count` earlier requests with chunks of the same question and of other questions."""
     SOURCES = "sources"
-    """Others: `count` earlier requests had the question's chunks between them, each chunk in one of them."""
+    """The question's chunks were spread over `count` earlier requests, each chunk in one of them."""
     FIRST = "first"
-    """The first `count` chunks began an earlier request, where prefix caching works; another request had the rest."""
+    """An earlier request began with the first `count` chunks, so prefix caching works; another one had the rest."""
     QUERIES = "queries"
-    """What `count` earlier questions of the data set had before it; chunks that none of them had are new."""
+    """`count` earlier questions of the data set were asked; chunks that none of them had are new."""
 
     @property
     def counted(self) -> bool:
-        """Whether a number belongs to it."""
+        """Whether it has a count."""
         return self not in (WarmBy.ALONE, WarmBy.INSTRUCTION, WarmBy.NEUTRAL, WarmBy.CORPUS)
 
 
 class Warming(Protocol):
-    """A way to fill the store before a prompt is measured: `Warmth`, or another one of the laboratory's."""
+    """A way to fill the store before a prompt is measured: `Warmth`, or one of the laboratory's."""
 
     @property
     def by(self) -> str:
-        """What a chunk was computed behind."""
+        """The kind of context of chunks."""
 
     @property
     def queries(self) -> int:
-        """Questions of the data set that are asked before, to fill the store, and not measured."""
+        """Number of questions of the data set that only fill the store."""
 
     def prepare(
         self, engine: Engine, prompt: Prompt, others: Sequence[Prompt] = (), corpus: "ContextCorpus | None" = None
     ) -> None:
-        """Compute those parts of a prompt that is measured next and are not stored."""
+        """Compute the missing parts of the prompt that is measured next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Warmth:
-    """Earlier requests, prefilled in full, whose parts are stored as each was computed: in its own context."""
+    """Warms the store by earlier requests, prefilled in full; each part is stored in the context of its request."""
 
     by: WarmBy = WarmBy.ALONE
     count: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "Warmth":
-        """From `alone`, `instruction`, `neutral`, `corpus`, `contexts:N`, `sources:N`, `first:N` or `queries:N`.
+        """Parse `alone`, `instruction`, `neutral`, `corpus`, `contexts:N`, `sources:N`, `first:N` or `queries:N`.
 
         Raises:
-            UsageError: none of them.
+            UsageError: it is none of these.
         """
         name, colon, count = text.partition(":")
         if name in list(WarmBy):
@@ -195,16 +195,16 @@ class Warmth:
 
     @property
     def queries(self) -> int:
-        """Questions of the data set that are asked before, to fill the store, and not measured."""
+        """Number of questions of the data set that only fill the store."""
         return self.count if self.by is WarmBy.QUERIES else 0
 
     def prepare(
         self, engine: Engine, prompt: Prompt, others: Sequence[Prompt] = (), corpus: "ContextCorpus | None" = None
     ) -> None:
-        """Compute those parts of a prompt that is measured next and are not stored; the others stay meanwhile.
+        """Compute the missing parts of the prompt that is measured next; stored parts are leased meanwhile.
 
-        Nothing where earlier questions of the data set fill the store. Chunks of other questions are those of `others`,
-        those that chunks are computed behind come from the `corpus`.
+        Does nothing if earlier questions of the data set fill the store. `others` supply chunks of other questions,
+        `corpus` the contexts of chunks.
         """
         if self.by is WarmBy.QUERIES:
             return
@@ -233,9 +233,9 @@ class Warmth:
 
 @dataclass(eq=False)
 class ContextCorpus:
-    """The chunks of a data set. Those of the prompt itself are no contexts where a question was `grouped` with them.
+    """The chunks of a data set. With `grouped`, chunks of the prompt itself are not used as contexts.
 
-    They would be the prompt's own neighbours by the data set's making, not by retrieval.
+    In such data sets they are grouped with the question by construction, not by retrieval.
     """
 
     maker: PromptMaker
@@ -243,21 +243,21 @@ class ContextCorpus:
 
     @cached_property
     def pool(self) -> ContextPool:
-        """All chunks, made when they are first asked for."""
+        """The pool of all chunks, made at first use."""
         return ContextPool(self.maker.parts())
 
     def contexts(self, part: PromptPart, prompt: Prompt, rule: ContextRule) -> list[tuple[PromptPart, ...]]:
-        """What a chunk of the prompt is computed behind."""
+        """The contexts of a chunk of the prompt."""
         own = [one.id for one in prompt.parts if one.id is not None] if self.grouped else []
         return self.pool.contexts(part, rule, without=own)
 
 
 def compute_in_contexts(engine: Engine, prompt: Prompt, corpus: ContextCorpus | None) -> None:
-    """Compute a prompt's chunks as `Engine.precompute` computes a corpus's, as far as they are not stored."""
+    """Compute a prompt's missing chunks as `Engine.precompute` computes a corpus's."""
     opening, own, *_ = cast_of(prompt, ())
     rule = engine.preparer.rule or ContextRule()
     if corpus is None:
-        raise UsageError("these questions have no corpus to compute chunks behind")
+        raise UsageError("these questions have no corpus for the contexts of chunks")
     store_opening(engine, opening)
     for part in own:
         for one in engine.preparer.beforehand(part, corpus.contexts(part, prompt, rule), opening=opening):
@@ -265,14 +265,14 @@ def compute_in_contexts(engine: Engine, prompt: Prompt, corpus: ContextCorpus | 
 
 
 def company_of(questions: Sequence[T], index: int) -> list[T]:
-    """The two questions behind one, around the end: their chunks are its company in earlier requests."""
+    """The next two questions, wrapping around: their chunks accompany its chunks in earlier requests."""
     return [questions[(index + step) % len(questions)] for step in (1, 2)]
 
 
 def _in_company(prompt: Prompt, others: Sequence[Prompt], *, requests: int, rounds: int = 1) -> Iterator[Prompt]:
-    """In each round so many requests that share the chunks of `prompt`, filled up with those of `others`, all shuffled.
+    """`requests` shuffled requests per round that split the chunks of `prompt`, filled up with chunks of `others`.
 
-    Drawn with what the chunks are, so the same in every call.
+    The random numbers are seeded by the chunks, so every call gives the same requests.
     """
     opening, own, strangers, rng = cast_of(prompt, others)
     cuts = [-(-place * len(own) // requests) for place in range(requests + 1)]
@@ -287,7 +287,7 @@ def _in_company(prompt: Prompt, others: Sequence[Prompt], *, requests: int, roun
 
 
 def _beginning_alike(prompt: Prompt, others: Sequence[Prompt], first: int) -> Iterator[Prompt]:
-    """A request that begins with the first chunks of `prompt` and goes on with others', and one with the rest."""
+    """A request with the first chunks of `prompt` followed by others' chunks, and one with the rest."""
     opening, own, strangers, rng = cast_of(prompt, others)
     same, rest = own[:first], own[first:]
     yield Prompt((*opening, *same, *rng.sample(strangers, min(len(strangers), len(rest)))))
@@ -300,7 +300,7 @@ def _beginning_alike(prompt: Prompt, others: Sequence[Prompt], first: int) -> It
 def cast_of(
     prompt: Prompt, others: Sequence[Prompt]
 ) -> tuple[list[PromptPart], list[PromptPart], list[PromptPart], Random]:
-    """What opens a prompt, its chunks in order, chunks of others that it has not, and what to draw with."""
+    """A prompt's opening parts, its chunks, chunks that only `others` have, and a seeded random generator."""
     opening = [part for part in prompt.parts if part.kind in (PartKind.START, PartKind.SYSTEM)]
     own = list({part.id: part for part in prompt.parts if part.kind is PartKind.CHUNK}.values())
     company = {part.id: part for other in others for part in other.parts if part.kind is PartKind.CHUNK}
@@ -309,11 +309,11 @@ def cast_of(
 
 
 def store_opening(engine: Engine, opening: Sequence[PromptPart]) -> None:
-    """Keep the instruction, unless it is stored."""
+    """Compute and store the instruction if it is missing."""
     if opening and opening[-1].id is not None and not engine.store.lookup(Prompt((*opening,))).parts[-1].variants:
         prefill_and_store(engine, Prompt((*opening,)))
 
 
 def prefill_and_store(engine: Engine, prompt: Prompt) -> None:
-    """Keep every part as full prefill computes it, and what it attended to for contenders that read that."""
+    """Prefill in full and store every part, with attention profiles for contenders that read them."""
     engine.runner.store_new(engine.runner.prefill(prompt, make_method("prefix"), profiles=True))

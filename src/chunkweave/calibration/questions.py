@@ -1,4 +1,4 @@
-"""Questions with their passages: the bundled ones, one's own documents, and data sets of our own format. No torch."""
+"""Questions with passages: bundled ones, from the user's documents, and from data sets in our format. No torch."""
 
 import hashlib
 import json
@@ -12,7 +12,6 @@ from random import Random
 from typing import Any, TypeVar
 
 from chunkweave.errors import DocumentError, UsageError, install_extra
-from chunkweave.prompt.documents import read_documents
 from chunkweave.retrieval.embedders import HashedNgramEmbedder
 from chunkweave.retrieval.indexes import FlatIndex
 from chunkweave.types import Chunk
@@ -34,7 +33,7 @@ class Example:
 
 
 def own_format(entry: Mapping[str, Any]) -> Example:
-    """`{question, chunks: [text or {text, source}], answers, kind}`; answers and kind may be left out."""
+    """Read `{question, chunks: [text or {text, source}], answers, kind}`; answers and kind are optional."""
     chunks = tuple(
         chunk_of(chunk, "", place)
         if isinstance(chunk, str)
@@ -46,10 +45,10 @@ def own_format(entry: Mapping[str, Any]) -> Example:
 
 
 def text_of(value: object, what: str) -> str:
-    """A text that says something.
+    """`value` as a text that is not empty.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a text.
         ValueError: it is empty.
     """
     if not isinstance(value, str):
@@ -60,14 +59,14 @@ def text_of(value: object, what: str) -> str:
 
 
 def texts_of(values: object) -> tuple[str, ...]:
-    """A list of answers, each once. Raises what `text_of` does."""
+    """A list of answers without duplicates. Raises the errors of `text_of`."""
     if not isinstance(values, list):
         raise TypeError(f"answers are not a list but {type(values).__name__}")
     return tuple(dict.fromkeys(text_of(value, "answer") for value in values))
 
 
 def chunk_of(text: object, source: str, place: int) -> Chunk:
-    """A question's chunk number `place`. Raises what `text_of` does."""
+    """A question's chunk number `place`. Raises the errors of `text_of`."""
     return Chunk(text_of(text, f"chunk {place}"), source or f"passage {place}")
 
 
@@ -102,7 +101,7 @@ def json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     Raises:
         DocumentError: a line is not JSON.
     """
-    # Not splitlines(): JSON strings may hold line separators such as U+2028 as they are.
+    # Not splitlines(): JSON strings may contain line separators such as U+2028.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -117,7 +116,7 @@ def read_entry(where: str, data: object, read: Callable[[dict[str, Any]], _Read]
     """One entry through its format's reader.
 
     Raises:
-        DocumentError: it is no object, or the reader refuses it; the message begins with `where`.
+        DocumentError: it is not an object, or the reader refuses it; the message begins with `where`.
     """
     if not isinstance(data, dict):
         raise DocumentError(f"{where}: not an object but {type(data).__name__}")
@@ -130,16 +129,16 @@ def read_entry(where: str, data: object, read: Callable[[dict[str, Any]], _Read]
 
 
 _DATASETS = "chunkweave.datasets"
-"""Entry points of readers of other data sets: from name, count, chunks of a question and seed to examples."""
+"""Entry points of readers of other data sets: functions of name, count, chunks per question and seed."""
 
 
 def dataset_examples(name: Path, *, count: int, chunks: int, seed: int) -> list[Example]:
-    """The questions of a data set: JSON lines of our own format are read here, all else by another package's reader.
+    """The questions of a data set: JSON lines in our format are read here, others by another package's reader.
 
-    A generated data set has `count` of them, over `chunks` passages each.
+    A generated data set has `count` questions over `chunks` passages each.
 
     Raises:
-        DocumentError: the file cannot be read, is in no known format, or holds no question.
+        DocumentError: the file cannot be read, has an unknown format, or has no question.
         UsageError: the package that reads such data sets is not installed.
     """
     if name.suffix.lower() == ".jsonl" and name.exists():
@@ -148,14 +147,14 @@ def dataset_examples(name: Path, *, count: int, chunks: int, seed: int) -> list[
             return [read_entry(where, entry, own_format) for where, entry in lines]
     readers = entry_points(group=_DATASETS)
     if not readers:
-        raise UsageError(f"what reads {name} is not installed: {install_extra('bench')}")
+        raise UsageError(f"the reader for {name} is not installed: {install_extra('bench')}")
     examples: list[Example] = next(iter(readers)).load()(name, count=count, chunks=chunks, seed=seed)
     return examples
 
 
 @dataclass(frozen=True, slots=True)
 class BundledQuestion:
-    """A question over the bundled documents, the answers that count as right, the documents that hold them."""
+    """A question about the bundled documents, its right answers, and the documents that contain them."""
 
     text: str
     answers: tuple[str, ...]
@@ -163,13 +162,13 @@ class BundledQuestion:
 
 
 HARBOUR, VALLEY = "documents", "valley"
-"""Folders of bundled documents: long ones whose questions take two, and short ones for the demo's small model."""
+"""Folders of bundled documents: long ones whose questions need two, and short ones for the demo's small model."""
 
 
 def bundled_documents(which: str = HARBOUR) -> tuple[list[tuple[str, str]], list[BundledQuestion]]:
     """(name, text) of every bundled document of a folder, and the questions about them."""
     with as_file(files("chunkweave") / "assets" / which) as folder:
-        documents = [(document.name, document.text) for document in read_documents([folder])]
+        documents = [(file.name, file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.md"))]
         entries = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
     questions = [
         BundledQuestion(entry["question"], tuple(entry["answers"]), tuple(entry["sources"])) for entry in entries
@@ -178,7 +177,7 @@ def bundled_documents(which: str = HARBOUR) -> tuple[list[tuple[str, str]], list
 
 
 def bundled_examples(count: int, *, seed: int = 0, which: str = HARBOUR) -> list[Example]:
-    """A folder's questions in turn, each over all its documents in an order of its own, until there are `count`."""
+    """`count` of a folder's questions, in turn, each over all its documents in its own random order."""
     documents, questions = bundled_documents(which)
     chunks = [Chunk(text, name) for name, text in documents]
     rng = Random(seed)
@@ -198,22 +197,22 @@ def digest_of(examples: Sequence[Example]) -> str:
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _SENTENCE_WORDS = range(10, 41)
-"""Words of a sentence that is asked for: enough that its beginning tells which one is meant."""
+"""Number of words in a drawn sentence: enough that its beginning identifies it."""
 
 
 def document_examples(
     chunks: Sequence[Chunk], *, chunks_each: int, count: int, seed: int, questions: Sequence[str] = ()
 ) -> list[Example]:
-    """Questions over one's own documents, each with the chunks that are nearest to it, shuffled with `seed`.
+    """Questions about the user's documents, each with its nearest chunks, shuffled with `seed`.
 
-    Without `questions`, `count` sentences are drawn: the beginning of one is given, and how it goes on is the answer
-    that counts as right; its chunk is among those given. Nearest is by the bundled embedder (hashed n-grams).
+    Without `questions`, `count` sentences are drawn: the question is the first half of the sentence, the right answer
+    the second half, and its chunk is among the chunks. The bundled embedder (hashed n-grams) finds the nearest chunks.
 
     Raises:
         UsageError: there are too few chunks, or too few sentences of 10 to 40 words.
     """
     if len(chunks) < chunks_each:
-        raise UsageError(f"the documents make {len(chunks)} chunks, but {chunks_each} a prompt are asked for")
+        raise UsageError(f"the documents have {len(chunks)} chunks, but {chunks_each} per prompt are needed")
     rng = Random(seed)
     asked: list[tuple[str, str, int | None]] = [(question, "", None) for question in questions]
     asked += [] if questions else _sentences(chunks, count, rng)
@@ -232,7 +231,7 @@ def document_examples(
 
 
 def sentence_questions(text: str) -> Iterator[tuple[str, str]]:
-    """For each sentence of 10 to 40 words a question that gives its first half, and the second half."""
+    """For each sentence of 10 to 40 words, a question with its first half, and the second half."""
     for sentence in _SENTENCE_END.split(text):
         words = sentence.split()
         if len(words) in _SENTENCE_WORDS:
@@ -242,12 +241,12 @@ def sentence_questions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _sentences(chunks: Sequence[Chunk], count: int, rng: Random) -> Iterator[tuple[str, str, int]]:
-    """`count` questions for sentences, the rest of each sentence, and the place of its chunk."""
+    """`count` questions about sentences, each with the rest of the sentence and the index of its chunk."""
     whole = [(*asked, place) for place, chunk in enumerate(chunks) for asked in sentence_questions(chunk.text)]
     if len(whole) < count:
         raise UsageError(
-            f"the documents have {len(whole)} sentences of 10 to 40 words, but {count} are to be asked for; give more "
-            "documents, fewer questions, or questions of your own"
+            f"the documents have {len(whole)} sentences of 10 to 40 words, but {count} are needed; give more "
+            "documents, fewer questions, or your own questions"
         )
     yield from rng.sample(whole, count)
 
@@ -257,7 +256,7 @@ PASSAGES_FILE, QUESTIONS_FILE = "passages.jsonl", "questions.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Passages, and questions that come with the six of them that retrieval might bring, in random order."""
+    """Passages, and questions each with six passages that retrieval might return, in random order."""
 
     passages: tuple[Chunk, ...]
     questions: tuple[Example, ...]

@@ -1,4 +1,4 @@
-"""What every measurement writes beside its rows: where, with what, from which source and how it was run."""
+"""Data that every measurement writes beside its rows: machine, versions, source commit and settings."""
 
 import json
 import os
@@ -23,8 +23,8 @@ _PACKAGES = ("chunkweave", "torch", "transformers", "tokenizers", "safetensors",
 class BenchmarkResult:
     """A finished or interrupted benchmark in the form that docs/evidence.md describes.
 
-    `rows` are JSON-able, one for each contender; `more` holds what this kind of benchmark adds. `complete` is False
-    if it was interrupted and `rows` cover only what was measured until then.
+    `rows` are JSON-able, one per contender; `more` has the additional fields of this kind of benchmark. `complete` is
+    False if it was interrupted; `rows` then cover only the questions measured so far.
     """
 
     benchmark: str
@@ -70,7 +70,7 @@ def computed_on(model: "HuggingFaceModel") -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that times depend on; those not installed are left out."""
+    """Versions of Python and of the installed packages that times depend on."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -81,9 +81,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit that this source was run from, with `+` if files were changed; None outside a repository.
+    """The commit of this source, with `+` if files were changed; None outside a repository.
 
-    Changes in `docs`, where results are written to, are no changes of what is measured.
+    Changes in `docs`, where results are written, are ignored.
     """
     folder = Path(__file__).resolve().parent
     tracked = _git(folder, "ls-files", "--", __file__)
@@ -95,7 +95,7 @@ def commit() -> str | None:
 
 
 def peak_rss_bytes() -> int | None:
-    """Most physical memory that this process ever held; None where the system does not say."""
+    """Peak physical memory of this process; None if the system does not report it."""
     status = _proc_file("/proc/self/status")
     if "VmHWM" in status:
         # Not getrusage: on Linux its ru_maxrss starts at the size of the process that forked this one.
@@ -109,10 +109,10 @@ def peak_rss_bytes() -> int | None:
 
 
 def refuse_other_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Keep a measurement from going on in a file that was begun under other settings; both as JSON has them.
+    """Refuse to continue a measurement from a file with other settings; both are JSON objects.
 
     Raises:
-        UsageError: they differ; the message names what.
+        UsageError: they differ; the message names the settings.
     """
     differ = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
     if differ:
@@ -154,14 +154,14 @@ def _proc_file(path: str) -> dict[str, str]:
 
 
 class QuestionLog:
-    """What was measured of each finished question, in memory and, a line each, in a file if there is one.
+    """The measurements of finished questions, in memory and, one line each, in a file if there is one.
 
-    The first line has the settings, and what was `found` out before the first question; a run under the same settings
-    goes on from the file. Nothing is ever replaced.
+    The first line has the settings and the data `found` before the first question; a run with the same settings
+    continues from the file. Lines are only appended.
     """
 
     def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
-        """Take over what `path` holds for these `settings`; a last line that was cut off is measured again.
+        """Load the finished questions in `path` for these `settings`; an incomplete last line is measured again.
 
         Raises:
             UsageError: the file cannot be read, or was measured under other settings; the message names them.
@@ -180,17 +180,17 @@ class QuestionLog:
         return question in self._lines
 
     def of(self, key: str) -> list[Any]:
-        """What each finished question has under `key`, in the order of the questions."""
+        """The value of each finished question under `key`, in the order of the questions."""
         return [self._lines[question][key] for question in sorted(self._lines)]
 
     def begin(self, found: dict[str, Any]) -> None:
-        """Keep what was found out beforehand; a second time is an error."""
+        """Store the data found before the first question. Must be called only once."""
         assert self.found is None, "a measurement begins once"
         self.found = found
         self._write({"settings": self._settings, "found": found})
 
     def add(self, question: int, measured: dict[str, Any]) -> None:
-        """Keep a finished question, on disk before this returns.
+        """Store a finished question; it is on disk before this returns.
 
         Raises:
             UsageError: the file cannot be written.
@@ -216,7 +216,7 @@ class QuestionLog:
             lines = {int(line["question"]): line for line in rest}
             before, found = (first["settings"], first["found"]) if first else (self._settings, None)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path} does not hold finished questions ({error}); name another file") from error
+            raise UsageError(f"{path} is not a file of finished questions ({error}); name another file") from error
         refuse_other_settings(path, before, self._settings)
         self.found, self._lines = found, lines
         if cut_off:

@@ -53,7 +53,7 @@ def rouge_l(prediction: str, answer: str) -> float:
 
 
 def has_rouge() -> bool:
-    """Whether the package that `rouge_l` takes is installed."""
+    """Whether the package that `rouge_l` needs is installed."""
     return find_spec("rouge_score") is not None
 
 
@@ -90,7 +90,7 @@ def mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
 def ratio_interval(values: Sequence[float], references: Sequence[float], *, seed: int = 0) -> Interval:
     """Percentile bootstrap of the mean of `values` over that of `references`, paired: both of the same questions.
 
-    The mean of `references` is not 0; samples in which it is are left out.
+    The mean of `references` must not be 0; bootstrap samples in which it is 0 are skipped.
     """
     pairs = np.stack([np.asarray(values, dtype=np.float64), np.asarray(references, dtype=np.float64)], axis=1)
     means = _resampled_means(pairs, seed)
@@ -99,7 +99,7 @@ def ratio_interval(values: Sequence[float], references: Sequence[float], *, seed
 
 
 def median_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
-    """Percentile bootstrap of a median, which stands in for the mean; `values` is not empty."""
+    """Percentile bootstrap of a median, which is in the field `mean`; `values` must not be empty."""
     data = np.asarray(values, dtype=np.float64)
     rng = np.random.default_rng(seed)
     return _interval(
@@ -134,13 +134,13 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class FidelitySample:
-    """One contender on one question, beside full prefill.
+    """One contender on one question, compared with full prefill.
 
-    `kl` has the divergence of its next-token distribution from full prefill's, D_KL(full || contender) in nats, and
-    `agrees` whether both expect the same token most, at each position of full prefill's continuation; both are empty
-    where the prompt is another one. `answer_nll` is in nats a token of the first right answer. `identical` says whether
-    the continuation came out as full prefill's when it was decoded freely, `text` what it says, and `f1` and `rouge_l`
-    what that is worth beside the right answer that is nearest to it.
+    At each position of full prefill's continuation, `kl` is the divergence D_KL(full || contender) of the next-token
+    distributions in nats, and `agrees` whether both have the same most likely token; both are empty if the prompt
+    differs. `answer_nll` is in nats per token of the first right answer. `identical` is whether the contender's greedy
+    answer equals full prefill's: decoded freely, or, if it was not, by all of `agrees`. `text` is the answer that was
+    decoded freely, and `f1` and `rouge_l` are its scores against the nearest right answer.
     """
 
     kl: tuple[float, ...]
@@ -156,28 +156,28 @@ class FidelitySample:
     rouge_l: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able, numbers as exact as they are worth."""
+        """A JSON-able dictionary with rounded numbers."""
         rounded = {"kl": [float(f"{kl:.4g}") for kl in self.kl], "agrees": [int(agrees) for agrees in self.agrees]}
         return {**asdict(self), **rounded}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "FidelitySample":
-        """What `as_dict` gave."""
+        """The inverse of `as_dict`."""
         agrees = tuple(bool(agrees) for agrees in data["agrees"])
         return cls(**{**data, "kl": tuple(data["kl"]), "agrees": agrees})
 
 
 @dataclass(frozen=True, slots=True)
 class FidelityRow:
-    """One contender over all questions; a value is None where it is not defined.
+    """One contender over all questions; undefined values are None.
 
     `kl` and `agreement` are means over questions of the mean over positions, `kl_p90` is over all positions.
-    `kl_of_full_reuse` is the mean divergence over that of full KV reuse: what is left of its error. `speedup` is the
-    median over questions of full prefill's time to first token by the contender's. `answer_nll_minus_full`,
-    `f1_minus_full` and `rouge_l_minus_full` are paired by question, so are their intervals, and those of all others
-    resample questions too: 2.5th and 97.5th percentile of 2000 bootstrap samples. `rouge_l` is that of the free answers
-    against the right ones; `rouge_l_of_full` against full prefill's own, as Cache-Craft §5.2 has it; both where
-    rouge-score is installed. `value` is what its parameter was set to, if it was fitted.
+    `kl_of_full_reuse` is the mean divergence divided by that of full KV reuse: the remaining share of its error.
+    `speedup` is the median over questions of full prefill's time to first token divided by the contender's.
+    `answer_nll_minus_full`, `f1_minus_full` and `rouge_l_minus_full` are paired by question. Intervals resample
+    questions: 2.5th and 97.5th percentile of 2000 bootstrap samples. `rouge_l` compares the free answers with the right
+    ones, `rouge_l_of_full` with full prefill's answers, as in Cache-Craft §5.2; both need rouge-score. `decoded`
+    counts the answers that `identical` compares. `value` is the parameter's value if it was fitted.
     """
 
     method: str
@@ -231,10 +231,10 @@ def summarize_fidelity(
     reference: str = "full",
     reused: str = "full-reuse",
 ) -> list[FidelityRow]:
-    """One row a contender, in the order of the first question's; some are on fewer questions.
+    """One row per contender, in the order of the first question; some have fewer questions.
 
-    `values` has the fitted parameters by row; contenders that have none (None) get a row without anything measured.
-    `reference` is the full prefill that the others are compared with, `reused` the full reuse whose error is all.
+    `values` are the fitted parameters by row; a contender whose value is None gets a row without measurements.
+    `reference` is the full prefill that the others are compared with, `reused` the full reuse whose error counts as 1.
     """
     fitted = values or {}
     judges = reference, reused
@@ -292,7 +292,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _ends(name: str, of: Interval | Sequence[float] | None) -> dict[str, float]:
-    """A row's fields for an interval, or for the mean of values by question; none if there is nothing."""
+    """A row's fields for an interval, or for the mean of values by question; empty for None."""
     if not of:
         return {}
     interval = of if isinstance(of, Interval) else mean_interval(of)

@@ -28,8 +28,17 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 _SHAPE_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "192", "LRU_CACHE_CAPACITY": "192"}
-"""On CPUs oneDNN compiles each bfloat16 product anew for every number of tokens, and it and PyTorch keep 1024 of them
-each: some 700 MB of a server whose prompts are of all lengths. So many are those of a step, attention and decoding.
+"""Most entries in the caches of compiled CPU products, which oneDNN makes for each number of tokens in bfloat16.
+
+oneDNN and PyTorch keep 1024 of them each by default: about 700 MB in a server with prompts of all lengths. 192 are
+enough for a step's products, attention and decoding.
+"""
+
+_WAITING = {"GOMP_SPINCOUNT": "30000"}
+"""How long a thread spins while it waits for the others of its product, before it sleeps.
+
+By default ten times as long: where another process has a thread's core, decoding then takes up to twice as long. Where
+no other process runs, sleeping at once makes decoding half as slow again.
 """
 
 
@@ -38,21 +47,21 @@ _COMMANDS = "chunkweave.commands"
 
 
 class _Commands(typer.core.TyperGroup):
-    """Finds commands of other packages when they are called; turns errors into a line on stderr and an exit code."""
+    """Finds other packages' commands when they are called, and turns errors into a line on stderr and an exit code."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Own commands, then those of other packages."""
         return [*super().list_commands(ctx), *_ELSEWHERE]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of that name; its module is imported only now."""
+        """The command of that name. Its module is imported on this call."""
         return _command_elsewhere(cmd_name) if cmd_name in _ELSEWHERE else super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command.
 
         Raises:
-            Exit: it failed in a way that has an exit code.
+            Exit: the command failed or was interrupted.
         """
         try:
             return super().invoke(ctx)
@@ -66,6 +75,7 @@ class _Commands(typer.core.TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},  # inherited by every command
     pretty_exceptions_show_locals=False,
     help="RAG answers that start sooner: reuse the KV cache of every retrieved chunk, in any order and combination.",
 )
@@ -94,7 +104,7 @@ _ELSEWHERE = {
     "analyze": (_MEASURE, "bench"),
     "adapt": (_MODELS, "adapt"),
 }
-"""Commands of the server and the laboratory: the group of the help that lists them, and the extra that brings them."""
+"""Commands of the server and the laboratory: their group in the help, and the extra that installs them."""
 
 
 @cache_results
@@ -110,14 +120,14 @@ def _command_elsewhere(name: str) -> Any:
         alone = typer.Typer()
         alone.command(name)(found)
         found = alone
-    found._add_completion = False  # the whole command has it
+    found._add_completion = False  # `chunkweave` itself has it
     command = typer.main.get_command(found)
     command.name, command.rich_help_panel = name, panel  # type: ignore[attr-defined]
     return command
 
 
 def _missing(name: str, extra: str, error: Exception) -> typer.Typer:
-    """A command that takes any arguments and fails with what to install."""
+    """A command that accepts any arguments, and fails with the way to install it."""
     app = typer.Typer()
 
     how = f"not installed: {install_extra(extra)}"
@@ -150,6 +160,6 @@ def _configure(
 
 def main() -> None:
     """Entry point: exits with 0, 1 (failure), 2 (usage) or 130 (Ctrl-C)."""
-    for variable, entries in _SHAPE_CACHES.items():  # read when the first product is computed
-        os.environ.setdefault(variable, entries)
+    for variable, value in {**_SHAPE_CACHES, **_WAITING}.items():  # read when PyTorch is loaded, or computes first
+        os.environ.setdefault(variable, value)
     app()

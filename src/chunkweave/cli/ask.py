@@ -16,6 +16,8 @@ from rich.text import Text
 from chunkweave.cli.console import (
     Output,
     check_writable,
+    counted,
+    progress,
     reuse_summary,
     stderr,
     table_of,
@@ -24,6 +26,7 @@ from chunkweave.cli.console import (
     write_text,
 )
 from chunkweave.cli.corpus import TopK, how_many, open_corpus, retrieve
+from chunkweave.cli.fitting import Room, over_documents, over_found
 from chunkweave.cli.options import (
     DocumentOptions,
     MethodOptions,
@@ -34,9 +37,11 @@ from chunkweave.cli.options import (
 )
 from chunkweave.config import SamplingParams, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.metrics import ReuseReport
+from chunkweave.metrics import ReuseReport, parameter_text
+from chunkweave.models.gguf import READER_CANNOT_READ, READER_TOKENS_A_WORD, is_bundled_reader
 from chunkweave.planning.outcome import PartExplanation, PlanExplanation
 from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.tokenizer import tokens_a_word
 from chunkweave.types import Chunk, Span
 
 if TYPE_CHECKING:
@@ -48,30 +53,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AskedOptions:
-    """What is asked about, and how answers are sampled."""
+    """Documents or corpus, and sampling of answers."""
 
     documents: DocumentOptions
     corpus: Annotated[
-        Path | None, typer.Option(help="Folder that `chunkweave ingest` made: its nearest chunks are the documents.")
+        Path | None, typer.Option(help="Folder made by `chunkweave ingest`: its nearest chunks are the documents.")
     ] = None
     top_k: TopK = None
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 128
     temperature: Annotated[float, typer.Option(help="0 is greedy and deterministic.")] = 0.0
     system: Annotated[str | None, typer.Option(help="Instruction instead of the template's own.")] = None
 
     @property
     def sampling(self) -> SamplingParams:
-        """How answers are sampled."""
+        """Sampling parameters of all answers."""
         return SamplingParams(self.max_new_tokens, self.temperature)
 
     def check(self, paths: Sequence[Path]) -> None:
-        """Refuse documents beside a corpus, and a number of chunks without one.
+        """Refuse documents beside a corpus, and a number of chunks without either.
 
         Raises:
             UsageError: there are both, or a number alone.
         """
-        if (self.corpus is not None and paths) or (self.corpus is None and self.top_k is not None):
-            raise UsageError("give either --docs, or --corpus with or without --top-k")
+        if (self.corpus is not None and paths) or (self.corpus is None and not paths and self.top_k is not None):
+            raise UsageError("give either --docs or --corpus, with or without --top-k")
 
 
 @with_blocks
@@ -80,8 +85,8 @@ def ask(
         list[str],
         typer.Argument(
             metavar="QUESTION...",
-            help="One or more questions. Leading arguments that name existing files or folders are taken as "
-            "further documents, so that --docs *.md works.",
+            help="One or more questions. Leading arguments that are existing files or folders are further documents, "
+            "so that --docs *.md works.",
             show_default=False,
         ),
     ],
@@ -92,21 +97,26 @@ def ask(
     stand: OrderOptions,
     store: StoreConfig,
     precompute: Annotated[
-        bool, typer.Option("--precompute", help="Compute every chunk first, so that any order can reuse it.")
+        bool,
+        typer.Option("--precompute", help="Compute all chunks of the questions ahead, so that any order reuses them."),
     ] = False,
     speculate: Annotated[
         bool,
-        typer.Option("--speculate", help="With --corpus: compute for the best chunks so far while the search goes on."),
+        typer.Option("--speculate", help="With --corpus: prefill the best chunks found so far while the search runs."),
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show the plan: what was taken for each part, and which tokens computed.")
+        bool, typer.Option("--explain", help="Show the plan: each part's KV source, and which tokens were computed.")
     ] = False,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Also write the answers to this file, as a page to look at.")
+        Path | None, typer.Option("--html", help="Also write the answers to this file, as an HTML page.")
     ] = None,
     output: Output,
 ) -> None:
-    """Answer questions over documents; every question after the first reuses what is stored."""
+    """Answer questions over documents; every question after the first reuses what is stored.
+
+    Documents that do not fit into the model's context become a temporary corpus: each question is asked over its
+    nearest chunks.
+    """
     model.named()
     if html is not None:
         check_writable(html)
@@ -116,39 +126,43 @@ def ask(
     paths, asked = _documents_first(documents.docs or [], questions)
     about.check(paths)
     if speculate and (corpus is None or precompute or html is not None):
-        raise UsageError("--speculate needs --corpus, and cannot be had with --precompute or --html")
+        raise UsageError("--speculate needs --corpus, and cannot be combined with --precompute or --html")
     found = [] if corpus is None or speculate else retrieve(corpus, asked, top_k)
     read = documents.read(paths)
     from chunkweave.prompt.request import Request
 
     with model.open(**engine_options) as engine:
-        chunks = documents.chunks(engine, read)
         if not output.json or model.random_weights:
-            _hint(engine, model, how)
-            if corpus is None and not chunks:
-                warn("no documents: there is nothing to weave; give --docs or --corpus")
+            _hint(engine, model, how, over_nothing=corpus is None and not read)
         base = Request("", (), about.system, sampling, order=order)
-        given = [tuple(one.chunk for one in own) for own in found] or [tuple(chunks)] * len(asked)
         if corpus is not None and speculate:
             summary = answers_ahead(engine, corpus, asked, output, base=base, top_k=top_k, explain=explain)
             output.finish({"model": model.name, "answers": summary})
             return
+        room = Room.of(engine, base)
+        if corpus is None:
+            over = over_documents(room, documents, read, asked, top_k)
+        else:
+            over = over_found(room, asked, found, top_k)
+        every = list(dict.fromkeys(chunk for own in over for chunk in own.chunks))
+        warn_if_unreadable(engine, model, every)
         if precompute:
-            precompute_chunks(engine, list(dict.fromkeys(chunk for own in given for chunk in own)))
+            precompute_chunks(engine, every)
         answers = [
-            answer_aloud(engine, replace(base, question=question, chunks=own), output, explain=explain)
-            for question, own in zip(asked, given, strict=True)
+            answer_aloud(engine, replace(base, question=question, chunks=own.chunks), output, explain=explain)
+            for question, own in zip(asked, over, strict=True)
         ]
     if html is not None:
         write_text(html, answers_page(model.name, list(zip(asked, answers, strict=True))))
     shown = [answer_dict(question, answer, explain=explain) for question, answer in zip(asked, answers, strict=True)]
-    for number, retrieved in enumerate(found):
-        shown[number]["retrieved"] = [chunk.as_dict() for chunk in retrieved]
+    for one, own in zip(shown, over, strict=True):
+        if own.retrieved is not None:
+            one["retrieved"] = [chunk.as_dict() for chunk in own.retrieved]
     output.finish({"model": model.name, "answers": shown})
 
 
 def answers_page(model: str, answers: "Sequence[tuple[str, Answer]]") -> str:
-    """Questions with their answers as one HTML file that needs no other."""
+    """Questions with their answers, as one self-contained HTML page."""
     from chunkweave.page import AnswerView, asset, render
 
     shown = [
@@ -157,25 +171,39 @@ def answers_page(model: str, answers: "Sequence[tuple[str, Answer]]") -> str:
     return render("answers.html", model=model, css=asset("page.css"), answers=shown)
 
 
-def _hint(engine: "Engine", model: ModelOptions, how: MethodOptions) -> None:
-    """What to know about the answers that follow."""
+def _hint(engine: "Engine", model: ModelOptions, how: MethodOptions, *, over_nothing: bool) -> None:
+    """Print warnings and hints about the answers that follow."""
+    if over_nothing:
+        warn("no documents: there is nothing to weave; give --docs or --corpus")
     if model.random_weights:
         stderr().print(f"[yellow]{model.name} has random weights: its text means nothing, only times do.[/yellow]")
     elif how.default and engine.calibration is None:
-        hint = f"exact prefixes only: `{model.how_to_calibrate}` finds out what more is safe"
+        hint = f"only exact prefixes are reused: `{model.how_to_calibrate}` measures which other methods are safe"
         stderr().print(escape(hint), soft_wrap=True)
 
 
-def precompute_chunks(engine: "Engine", chunks: Sequence[Chunk]) -> None:
-    """Warm the store behind a progress bar."""
-    from chunkweave.cli.console import progress
+def warn_if_unreadable(engine: "Engine", model: ModelOptions, chunks: Sequence[Chunk]) -> None:
+    """Warn if the bundled reader is asked about text that it cannot read."""
+    if not is_bundled_reader(model.model.model):
+        return
+    if tokens_a_word(engine.loaded.tokenizer, (chunk.text for chunk in chunks)) > READER_TOKENS_A_WORD:
+        warn(READER_CANNOT_READ)
 
-    with progress("computing chunks") as report:
+
+def precompute_chunks(engine: "Engine", chunks: Sequence[Chunk]) -> None:
+    """Compute and store chunks, with a progress bar."""
+    with progress(computing(engine, chunks)) as report:
         engine.precompute(chunks, progress=report)
 
 
+def computing(engine: "Engine", chunks: Sequence[Chunk]) -> str:
+    """A progress description: how many chunks and tokens are computed."""
+    tokens = sum(len(engine.builder.chunk_part(chunk)) for chunk in chunks)
+    return f"computing {counted(len(chunks), 'chunk')}, {counted(tokens, 'token')} in all"
+
+
 def answer_aloud(engine: "Engine", request: "Request", output: Output, *, explain: bool = False) -> "Answer":
-    """Stream one answer to the screen, then show what was reused for it, in full with `explain`."""
+    """Stream one answer to stdout, then print its report, or with `explain` its whole plan."""
     output.show_text(f"> {request.question}\n")
     answer = spoken(engine.stream(request), output)
     output.show_text("\n\n")
@@ -184,18 +212,32 @@ def answer_aloud(engine: "Engine", request: "Request", output: Output, *, explai
     return answer
 
 
+class _AnswerText:
+    """Removes white space before an answer's first word, while the answer is shown piece by piece."""
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def shown(self, piece: str) -> str:
+        """The part of a piece that is shown."""
+        text = piece if self._begun else piece.lstrip()
+        self._begun = self._begun or bool(text)
+        return text
+
+
 def spoken(events: "Iterable[StreamEvent]", output: Output) -> "Answer":
-    """The answer of a stream whose text is shown as it comes."""
+    """Print a stream's text as it arrives, without white space before its first word; return its answer."""
     answer = None
+    text = _AnswerText()
     for event in events:
-        output.show_text(event.text)
+        output.show_text(text.shown(event.text))
         answer = event.answer
     assert answer is not None, "the last event of a stream carries the answer"
     return answer
 
 
 def answer_dict(question: str, answer: "Answer", *, explain: bool = False) -> dict[str, Any]:
-    """One answer as JSON."""
+    """One answer, JSON-able."""
     summary = {
         "question": question,
         "answer": answer.text,
@@ -206,10 +248,10 @@ def answer_dict(question: str, answer: "Answer", *, explain: bool = False) -> di
 
 
 def _documents_first(docs: Sequence[Path], arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """`--docs` and positional arguments -> documents and questions.
+    """Split `--docs` and positional arguments into documents and questions.
 
-    A shell turns `--docs *.md "why?"` into one document and many positional arguments; only leading ones that exist
-    are moved, so a question is never lost.
+    A shell expands `--docs *.md "why?"` to one document and many positional arguments. Only leading arguments that
+    exist as files are documents, so no question is lost.
     """
     paths, questions = list(docs), list(arguments)
     while docs and questions and _exists(questions[0]):
@@ -238,9 +280,9 @@ def answers_ahead(
     top_k: int | None,
     explain: bool,
 ) -> list[dict[str, Any]]:
-    """Answer one question after the other from the corpus in `folder`, each as JSON; show them as they come.
+    """Answer questions in turn from the corpus in `folder`, with speculation; return the answers, JSON-able.
 
-    `base` is how all are asked: instruction, sampling and order.
+    Prints each answer as it arrives. `base` has the instruction, sampling and order of all questions.
 
     Raises:
         CorpusError: there is no corpus, or it is damaged.
@@ -264,9 +306,9 @@ async def _aloud(
     pipeline: "AsyncRagPipeline", question: str, output: Output, sampling: SamplingParams, *, explain: bool
 ) -> dict[str, Any]:
     output.show_text(f"> {question}\n")
-    found = None
+    found, text = None, _AnswerText()
     async for event in pipeline.stream(question, sampling=sampling):
-        output.show_text(event.text)
+        output.show_text(text.shown(event.text))
         found = event.answer
     assert found is not None, "the last event of a stream carries the answer"
     output.show_text("\n\n")
@@ -277,27 +319,29 @@ async def _aloud(
 
 
 def _search_line(found: "RagAnswer") -> str:
-    """How long the search took, and how much of it was hidden."""
+    """One line: how long the search took, and how much of that overlapped with prefill."""
     ahead = found.pipelining
-    assert ahead is not None, "it was asked to speculate"
-    ended = "the last one was right" if ahead.matched else "none was right"
+    assert ahead is not None, "the pipeline speculates"
+    ended = "the last one matched" if ahead.matched else "none matched"
     return (
-        f"search {found.search_s * 1e3:.1f} ms, {ahead.overlap_s * 1e3:.1f} ms of it behind prefill "
-        f"({ahead.started} speculations{f', {ended}' if ahead.started else ''}); first token after {found.ttft_s:.3f} s"
+        f"search {found.search_s * 1e3:.1f} ms, {ahead.overlap_s * 1e3:.1f} ms of it during prefill ({ahead.started} "
+        f"speculations{f', {ended}' if ahead.started else ''}); first token after {found.ttft_s:.3f} s"
     )
 
 
 STRIP_CELLS = 64
-"""Most cells of a strip; a longer chunk has several tokens in a cell."""
+"""Maximum cells of a strip; a longer chunk has several tokens per cell."""
 
 KEPT, PARTLY = "·", "▁"
 SHADES = "░▒▓█"
-"""Under a third, under two thirds, more, and all of a cell's tokens recomputed."""
+"""Share of a cell's tokens that is recomputed: under 1/3, under 2/3, more, all."""
 
 
 def explanation(plan: PlanExplanation, report: ReuseReport) -> RenderableType:
     """The whole plan: totals, parts, strips, passes, times."""
     shown: list[RenderableType] = [token_line(report), part_table(plan.parts)]
+    if report.parameters:
+        shown.insert(1, ", ".join(f"{name} {parameter_text(value)}" for name, value in report.parameters.items()))
     lines = strip_lines(plan.parts)
     if lines:
         shown += [Text("\n".join([*lines, strip_legend(plan)])), ""]
@@ -315,7 +359,7 @@ def explanation(plan: PlanExplanation, report: ReuseReport) -> RenderableType:
 
 
 def part_table(parts: Sequence[PartExplanation]) -> Table:
-    """One row a part."""
+    """One row per part."""
     return table_of(
         parts,
         ("part", lambda part: escape(part.source)),
@@ -330,7 +374,7 @@ def part_table(parts: Sequence[PartExplanation]) -> Table:
 
 
 def variant_words(part: PartExplanation) -> str:
-    """Which segment was taken, by the chunks that it was computed behind.
+    """The segment that was reused, and the context that it was computed in.
 
     >>> variant_words(PartExplanation("chunk", "a", 0, 9, KVSource.REUSED, "d3f0" * 8, ("b", "c")))
     'd3f0d3f0 in context of 2 chunks (b, c)'
@@ -361,7 +405,7 @@ def strip_lines(parts: Sequence[PartExplanation], cells: int = STRIP_CELLS) -> l
 def token_strip(
     tokens: int, recomputed: Sequence[Span], partly: Sequence[Span] = (), *, cells: int = STRIP_CELLS
 ) -> str:
-    """Which of a part's tokens were recomputed, from its first to its last, in at most `cells` characters.
+    """The recomputed tokens of a part, from its first token to its last, in at most `cells` characters.
 
     >>> token_strip(8, [Span(0, 2), Span(7, 8)], cells=4)
     '█··▒'

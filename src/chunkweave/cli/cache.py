@@ -1,4 +1,4 @@
-"""`chunkweave cache`: looks into a cache directory and checks it. No command here loads a model."""
+"""`chunkweave cache`: lists and checks a cache directory. No command here loads a model."""
 
 import re
 import time
@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from chunkweave.cli.console import Output, progress, size, status, table_of
+from chunkweave.cli.console import Output, counted, progress, size, status, table_of
 from chunkweave.cli.options import with_blocks
 from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import OWN_FILES
@@ -34,37 +34,37 @@ _SHARD = re.compile(r"[0-9a-f]{2}")
 
 CacheFolderPath = Annotated[Path, typer.Argument(metavar="CACHE_DIR", help="The folder given as --cache-dir.")]
 Fingerprint = Annotated[
-    str | None, typer.Option("--fingerprint", help="Only this model's; the beginning of its fingerprint is enough.")
+    str | None, typer.Option("--fingerprint", help="Only segments of this model: its fingerprint, or its beginning.")
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentOptions:
-    """Which segments, as options name them: those that fit every one. Ids may be cut short."""
+    """Segments to select: those that match every option. Options may give the beginning of an id."""
 
     cache_dir: CacheFolderPath
-    document: Annotated[str | None, typer.Option(help="Only segments of the document of this name.")] = None
-    chunk: Annotated[str | None, typer.Option(help="Only segments of this chunk: its id, or its beginning.")] = None
-    segment: Annotated[str | None, typer.Option(help="Only this segment: its id, or its beginning.")] = None
+    document: Annotated[str | None, typer.Option(help="Only segments of this document.")] = None
+    chunk: Annotated[str | None, typer.Option(help="Only segments of this chunk: its id or the id's beginning.")] = None
+    segment: Annotated[str | None, typer.Option(help="Only this segment: its id, or the beginning of it.")] = None
     fingerprint: Fingerprint = None
 
     @property
     def created_before_s(self) -> float | None:
-        """When they were created at the latest, in seconds since the epoch; None: at any time."""
+        """Latest creation time, in seconds since the epoch; None: any time."""
         return None
 
     @property
     def whole_models(self) -> bool:
-        """Whether nothing but the fingerprint restricts them."""
+        """Whether only the fingerprint restricts the selection."""
         return {self.document, self.chunk, self.segment, self.created_before_s} == {None}
 
     @property
     def everything(self) -> bool:
-        """Whether nothing restricts them."""
+        """Whether no option restricts the selection."""
         return self.whole_models and self.fingerprint is None
 
     def fits(self, record: SegmentRecord, created_s: float) -> bool:
-        """Whether a segment of a model that fits is one of them."""
+        """Whether a segment matches. The caller has checked its model's fingerprint."""
         before_s = self.created_before_s
         return (
             (self.document is None or self.document in (record.source, record.document))
@@ -83,12 +83,12 @@ class CachedSegment:
 
     @property
     def record(self) -> SegmentRecord:
-        """What is stored there."""
+        """The segment's record."""
         return self.header.record
 
     @property
     def dtype(self) -> str:
-        """In which type its KV was computed."""
+        """The number format in which its KV was computed."""
         return str(self.header.layout.dtype).removeprefix("torch.")
 
     def age_s(self, now_s: float) -> float:
@@ -96,9 +96,10 @@ class CachedSegment:
         return max(0.0, now_s - self.header.created_s)
 
     def as_dict(self, now_s: float) -> dict[str, Any]:
-        """JSON-able; `age_s` counts to `now_s`.
+        """JSON-able; `age_s` is its age at `now_s`.
 
-        Of how many `contexts` it is a mean is 0 if it is none. How many other chunks it has `read` is None if too many.
+        `contexts` counts the contexts of a mean, and is 0 for other segments. `read` counts the other chunks that it
+        attended to; None if these were too many to record.
         """
         record = self.record
         return {
@@ -121,10 +122,10 @@ class CachedSegment:
 
 
 class CacheFolder:
-    """What `--cache-dir` left in a folder. Others may add and remove files at any time.
+    """A cache directory, as `--cache-dir` writes it. Other processes may add and remove files at any time.
 
     Raises:
-        UsageError: it is no cache directory. An empty folder is an empty one.
+        UsageError: the folder is not a cache directory. An empty folder is one.
     """
 
     def __init__(self, root: Path) -> None:
@@ -141,7 +142,7 @@ class CacheFolder:
             raise UsageError(f"{root} is no cache directory: it holds other files, and no model's folder of segments")
 
     def tiers(self, fingerprint: str | None = None) -> Iterator["DiskTier"]:
-        """Every model's segments, or those of the models whose fingerprint begins with `fingerprint`.
+        """The disk tier of every model, or of the models whose fingerprint begins with `fingerprint`.
 
         Raises:
             UsageError: there is no such fingerprint.
@@ -156,7 +157,7 @@ class CacheFolder:
             yield DiskTier(self.root, name)
 
     def segments(self, tier: "DiskTier", chosen: SegmentOptions | None = None) -> Iterator[CachedSegment]:
-        """Segments of one model, as their headers say; what vanishes meanwhile is left out."""
+        """Segments of one model, read from their headers; those that are removed meanwhile are skipped."""
         pinned = self.pins.read().get(tier.folder.name, frozenset())
         for record in tier.records():
             source = tier.get(record.id)
@@ -169,7 +170,7 @@ def _is_model_folder(path: Path) -> bool:
         return False
     try:
         return any(child.name in OWN_FILES or _is_shard(child) for child in path.iterdir())
-    except OSError:  # ours or not, its tier will say that it cannot be read
+    except OSError:  # its tier reports that it cannot be read
         return True
 
 
@@ -177,7 +178,7 @@ def _is_shard(path: Path) -> bool:
     return _SHARD.fullmatch(path.name) is not None and path.is_dir()
 
 
-app = typer.Typer(no_args_is_help=True, help="Look into a cache directory, check, empty, fill and copy it.")
+app = typer.Typer(no_args_is_help=True, help="List, check, fill, clear and copy a cache directory.")
 
 
 @app.command()
@@ -185,7 +186,7 @@ app = typer.Typer(no_args_is_help=True, help="Look into a cache directory, check
 def ls(
     *,
     chosen: SegmentOptions,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most segments that are listed.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of listed segments.")] = None,
     output: Output,
 ) -> None:
     """List segments, the newest first."""
@@ -206,7 +207,7 @@ def stats(
     fingerprint: Fingerprint = None,
     output: Output,
 ) -> None:
-    """Report sizes by model and by document, and files that are not used. Headers are read, not the data."""
+    """Report sizes by model and by document, and files that are not used. Reads headers only."""
     folder, now_s = CacheFolder(cache_dir), time.time()
     models, problems = [], []
     with status("reading headers"):
@@ -247,8 +248,9 @@ _MOST_PROBLEMS = 50
 
 
 def segments_table(listed: Sequence[CachedSegment], found: int, now_s: float) -> Table:
-    """One line a segment."""
-    caption = f"{len(listed)} of {found} segments" if len(listed) < found else f"{found} segments"
+    """One line per segment."""
+    every = counted(found, "segment")
+    caption = f"{len(listed)} of {every}" if len(listed) < found else every
     return table_of(
         listed,
         ("segment", lambda one: one.record.id[:12]),
@@ -313,7 +315,7 @@ def problems_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _problems(tier: "DiskTier", root: Path) -> list[dict[str, Any]]:
-    """Files of a model that are not used and no record of ours, JSON-able; each is named from the cache folder on."""
+    """Files of a model that are not used, JSON-able, with paths relative to the cache folder. Skips `OWN_FILES`."""
     return [
         {"file": str(one.path.relative_to(root)), "problem": one.problem.value, "reason": one.reason}
         for one in tier.problems()
@@ -332,7 +334,7 @@ def age(value_s: float | None) -> str:
 
 
 _HARMLESS = ("foreign", "future-version")
-"""Not ours, or not ours yet: listed, never touched, and nothing is wrong with the cache."""
+"""Files of other programs or of later versions: listed, never removed, and not counted as damage."""
 
 
 @app.command()
@@ -341,12 +343,12 @@ def check(
     cache_dir: CacheFolderPath,
     *,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Remove corrupt files. What is not a segment of ours stays.")
+        bool, typer.Option("--repair", help="Remove corrupt files. Files that are not our segments stay.")
     ] = False,
     fingerprint: Fingerprint = None,
     output: Output,
 ) -> None:
-    """Verify the checksums of every file. Exit code 1 if anything is wrong and not repaired."""
+    """Verify the checksums of every file. Exit code 1 if a file is damaged and not removed."""
     folder = CacheFolder(cache_dir)
     tiers = list(folder.tiers(fingerprint))
     total, done, rows = sum(1 for tier in tiers for _ in tier.records()), count(1), []
@@ -359,8 +361,12 @@ def check(
     sound = sum(1 for tier in tiers for _ in tier.records())
     wrong = [row for row in rows if row["problem"] not in _HARMLESS and not row["repaired"]]
     repaired = sum(row["repaired"] for row in rows)
-    summary = f"{sound} segments are sound; {len(wrong)} files are wrong, {repaired} were removed, "
-    output.show(*([problems_table(rows)] if rows else []), f"{summary}{len(rows) - len(wrong) - repaired} are not ours")
+    foreign = len(rows) - len(wrong) - repaired
+    summary = (
+        f"sound: {counted(sound, 'segment')}; damaged: {counted(len(wrong), 'file')}; removed: {repaired}; not ours: "
+        f"{foreign}"
+    )
+    output.show(*([problems_table(rows)] if rows else []), summary)
     output.finish({"sound": sound, "wrong": len(wrong), "repaired": repaired, "problems": rows})
     if wrong:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`chunkweave cache warm`, `pin`, `unpin`, `clear` and `export`: what changes a cache directory or copies it."""
+"""`chunkweave cache warm`, `pin`, `unpin`, `clear` and `export`: commands that change or copy a cache directory."""
 
 import io
 import os
@@ -15,8 +15,9 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from chunkweave.cli.ask import computing
 from chunkweave.cli.cache import CachedSegment, CacheFolder, SegmentOptions
-from chunkweave.cli.console import Output, check_writable, progress, size, status, stderr
+from chunkweave.cli.console import Output, check_writable, counted, progress, size, status, stderr
 from chunkweave.cli.options import DocumentOptions, ModelOptions, Only, with_blocks
 from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 @with_blocks
 def warm(
-    cache_dir: Annotated[Path, typer.Argument(metavar="CACHE_DIR", help="Made if it does not exist.", file_okay=False)],
+    cache_dir: Annotated[Path, typer.Argument(metavar="CACHE_DIR", help="Created if it is missing.", file_okay=False)],
     more_docs: Annotated[
         list[Path] | None, typer.Argument(metavar="[DOC]...", help="Further documents, so that --docs *.md works.")
     ] = None,
@@ -46,10 +47,10 @@ def warm(
     capture: CaptureConfig,
     output: Output,
 ) -> None:
-    """Compute every chunk of the documents beforehand and keep it on disk. Interrupted, it goes on where it was.
+    """Compute every chunk of the documents and keep it on disk. After an interruption, the same command continues.
 
-    Cut the documents with the same options as `ask`, or it finds other chunks. Exit code 1 if a chunk is not on disk
-    afterwards: the disk or its budget is too small, or not writable.
+    Cut the documents with the same options as in `ask`; otherwise `ask` finds other chunks. Exit code 1 if a chunk is
+    not on disk afterwards: the disk or its budget is too small, or not writable.
     """
     paths = [*(documents.docs or []), *(more_docs or [])]
     if not paths:
@@ -59,20 +60,19 @@ def warm(
     read = documents.read(paths)
     with model.open(store=store, reuse=ReuseConfig(capture=capture)) as engine:
         result = {"model": model.name, "documents": len(read), **_warm(engine, documents.chunks(engine, read))}
-    written = f"computed {result['computed']} chunks, {result['present']} were there already; "
-    means = f"{result['means']} are means over several contexts; " if result["means"] else ""
-    output.show(f"{written}{means}{result['tokens']} tokens, {size(result['bytes'])} on disk")
+    written = f"computed {counted(result['computed'], 'chunk')}, stored before: {result['present']}; "
+    means = f"of them means over several contexts: {result['means']}; " if result["means"] else ""
+    output.show(f"{written}{means}{counted(result['tokens'], 'token')}, {size(result['bytes'])} on disk")
     if result["missing"]:
-        output.show(
-            f"[red]{result['missing']} chunks are not on disk: the budget is too small, or writing failed[/red]"
-        )
+        missing = counted(result["missing"], "chunk")
+        output.show(f"[red]not on disk: {missing}; the budget is too small, or writing failed[/red]")
     output.finish(result)
     if result["missing"]:
         raise typer.Exit(1)
 
 
 def _warm(engine: "Engine", chunks: Sequence[Chunk]) -> dict[str, Any]:
-    with progress("computing chunks") as report:
+    with progress(computing(engine, chunks)) as report:
 
         def computed_one(done: int, total: int) -> None:
             engine.store.flush()  # the queue of the background writer drops what it has no room for
@@ -97,13 +97,16 @@ def _warm(engine: "Engine", chunks: Sequence[Chunk]) -> dict[str, Any]:
 
 @with_blocks
 def pin(*, chosen: SegmentOptions, output: Output) -> None:
-    """Keep segments from eviction and expiry, until they are unpinned or cleared. Processes see it when they open."""
+    """Protect segments from eviction and expiry, until they are unpinned or cleared.
+
+    A process reads pins when it opens the folder.
+    """
     _change(chosen, output, pinning=True)
 
 
 @with_blocks
 def unpin(*, chosen: SegmentOptions, output: Output) -> None:
-    """Take pins back."""
+    """Remove pins."""
     _change(chosen, output, pinning=False)
 
 
@@ -119,16 +122,16 @@ def _change(chosen: SegmentOptions, output: Output, *, pinning: bool) -> None:
             changed += (folder.pins.add if pinning else folder.pins.discard)(tier.folder.name, ids)
     if not matching:
         raise UsageError(f"no segment in {chosen.cache_dir} fits")
-    output.show(f"{'pinned' if pinning else 'unpinned'} {changed} of {matching} segments that fit")
+    output.show(f"{'pinned' if pinning else 'unpinned'} {changed} of {counted(matching, 'segment')}")
     output.finish({"matching": matching, "changed": changed})
 
 
 @dataclass(slots=True)
 class _Cleared:
-    """What was removed so far, and what could not be.
+    """Result of a removal so far.
 
-    Of the removed, `readers` were not chosen themselves, but had read a chunk that was. `unknown` files cannot be read,
-    so it is not known whose they are. `remote_error` ended the removal in the remote.
+    `readers` of the removed segments were not chosen, but attended to a chosen chunk. `unknown` counts unreadable
+    files, which may belong to the chosen segments. `remote_error` is the error that ended the removal in the remote.
     """
 
     removed: int = 0
@@ -141,35 +144,35 @@ class _Cleared:
 
     @property
     def complete(self) -> bool:
-        """Whether what was asked for is gone for certain."""
+        """Whether all chosen segments are certainly removed."""
         return not (self.failed or self.unknown or self.remote_error)
 
 
 @dataclass(frozen=True, slots=True)
 class ClearedOptions(SegmentOptions):
-    """Which segments, as options name them."""
+    """Segments to remove."""
 
     older_than: Annotated[
-        str | None, typer.Option(help="Only segments older than that, such as 7d; pinned ones stay.")
+        str | None, typer.Option(help="Only segments older than this, such as 7d; pinned ones stay.")
     ] = None
 
     @property
     def created_before_s(self) -> float | None:
-        """When they were created at the latest, in seconds since the epoch; None: at any time."""
+        """Latest creation time, in seconds since the epoch; None: any time."""
         return None if self.older_than is None else time.time() - parse_duration(self.older_than)
 
     @property
     def forgets(self) -> bool:
-        """Whether text is to be forgotten, with all that has read it; not just some segments removed."""
+        """Whether every segment that attended to the chosen text is removed too."""
         return (self.document, self.chunk) != (None, None) and self.segment is None and self.older_than is None
 
     def of(self, headers: Mapping[SegmentId, "SegmentHeader"]) -> tuple[set[SegmentId], set[SegmentId]]:
-        """Those of a model's segments that fit, and others that have read a chunk of these."""
+        """Ids of a model's segments that match, and ids of others that attended to a chunk of these."""
         fitting = {one for one, header in headers.items() if self.fits(header.record, header.created_s)}
         if not self.forgets:
             return fitting, set()
         gone = {headers[one].record.chunk_id for one in fitting}
-        if self.chunk is not None and self.document is None:  # it may be that only its readers are left
+        if self.chunk is not None and self.document is None:  # perhaps only segments that attended to it are left
             read = {chunk for header in headers.values() for chunk in header.record.sources}
             gone |= {chunk for chunk in read if chunk.startswith(self.chunk)}
         if gone:
@@ -187,10 +190,11 @@ def clear(
     remote: Annotated[StoreConfig, Only("remote_url")],
     output: Output,
 ) -> None:
-    """Remove segments, with --remote-url from the remote too.
+    """Remove segments, with --remote-url also from the remote.
 
-    Those of a --document or --chunk with all that was computed behind them, means too: `cache warm` computes these
-    anew. Exit code 1 if any could not be removed, or if files that cannot be read may be among them.
+    With --document or --chunk alone, segments of other documents that attended to them are removed too, also means:
+    `cache warm` with those documents computes them again. With --segment or --older-than these are kept. Exit code 1 if
+    a segment could not be removed, or if unreadable files may be among them.
     """
     remote_url = remote.remote_url
     if everything != chosen.everything:
@@ -203,14 +207,14 @@ def clear(
     with status("removing segments"):
         for tier in tiers:
             _clear_model(folder, tier, chosen, cleared, remote_url)
-    output.show(_summary(cleared))
+    output.show(_summary(cleared), *_kept(chosen))
     output.finish(asdict(cleared))
     if not cleared.complete:
         raise typer.Exit(1)
 
 
 def _tiers(folder: CacheFolder, fingerprint: str | None, *, remote: bool) -> list["DiskTier"]:
-    """Models to go through: a whole fingerprint need not be in the folder if it may be in the remote."""
+    """Disk tiers of the chosen models. With a remote, the model of a whole fingerprint need not be in the folder."""
     if remote and fingerprint is not None and not any(name.startswith(fingerprint) for name in folder.fingerprints):
         from chunkweave.tiers.disk import DiskTier
 
@@ -263,10 +267,10 @@ def _clear_model(
 def _remote_headers(
     blobs: "BlobStore", fingerprint: str, chosen: ClearedOptions, known: Collection[SegmentId], cleared: _Cleared
 ) -> dict[SegmentId, "SegmentHeader | None"]:
-    """Of what the remote has of a model, and is not `known`, the headers; None where nothing but the id is needed.
+    """Headers of a model's segments in the remote that are not `known`; None where only the id is needed.
 
-    The blobs are asked without the tier's deadlines and breaker: a miss that only means "not now" must not pass for
-    a deletion.
+    Reads the blobs without the tier's deadlines and circuit breaker: a miss because of a timeout must not count as a
+    deletion.
     """
     from chunkweave.tiers.remote import fetch_header
     from chunkweave.tiers.segment_header import SegmentRefused
@@ -303,37 +307,53 @@ def _asked(blobs: "BlobStore", cleared: _Cleared) -> Iterator[None]:
 
 
 def _summary(cleared: _Cleared) -> str:
-    lines = [f"removed {cleared.removed} segments of {size(cleared.removed_bytes)}"]
+    lines = [f"removed {counted(cleared.removed, 'segment')} of {size(cleared.removed_bytes)}"]
     if cleared.readers:
-        lines.append(f"{cleared.readers} of them had read what was to be removed; `cache warm` computes these anew")
+        lines.append(
+            f"of them {counted(cleared.readers, 'segment')} of other documents that attended to the chosen ones; "
+            "`cache warm` with those documents computes them again"
+        )
     if cleared.remote_removed:
-        lines.append(f"removed {cleared.remote_removed} segments from the remote")
+        lines.append(f"removed {counted(cleared.remote_removed, 'segment')} from the remote")
     if cleared.remote_error:
-        lines.append(f"the remote was not gone through to its end, run this again: {escape(cleared.remote_error)}")
+        lines.append(f"the remote was not searched to its end; run this command again: {escape(cleared.remote_error)}")
     if cleared.failed:
-        lines.append(f"{len(cleared.failed)} segments could not be removed: is the folder writable?")
+        lines.append(f"not removed: {counted(len(cleared.failed), 'segment')}; is the folder writable?")
     if cleared.unknown:
         lines.append(
-            f"{cleared.unknown} files cannot be read and may belong to it: `cache check --repair` removes them"
+            f"unreadable: {counted(cleared.unknown, 'file')}, which may belong to the chosen segments; `cache check "
+            "--repair` removes damaged files"
         )
     return "\n".join(lines)
 
 
+def _kept(chosen: ClearedOptions) -> list[str]:
+    """A line on segments that stay although they attended to the removed ones."""
+    if (chosen.document, chosen.chunk) == (None, None) or chosen.forgets:
+        return []
+    return [
+        "kept: segments of other documents that attended to the removed ones; without --segment and --older-than they "
+        "are removed too"
+    ]
+
+
 _Add = Callable[[CachedSegment, bytes], None]
-"""Takes a copy of a segment file, under the name `<fingerprint>/<2 hex>/<id>.safetensors`."""
+"""Adds a copy of a segment file under the name `<fingerprint>/<2 hex>/<id>.safetensors`."""
 
 
 @with_blocks
 def export(
     chosen: SegmentOptions,
-    target: Annotated[Path, typer.Argument(metavar="FILE", help="A .tar file, or a folder for a --cache-dir.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A .tar file, or a folder that becomes a cache directory.")
+    ],
     *,
     everything: Annotated[bool, typer.Option("--all", help="Every segment of every model.")] = False,
     output: Output,
 ) -> None:
-    """Copy segments out, each verified while it is copied. Exit code 1 if some had to be left out.
+    """Copy segments to a file or folder, and verify each. Exit code 1 if some were left out.
 
-    A .tar file is used by unpacking it into a folder.
+    To use a .tar file, unpack it into a folder.
     """
     if everything != chosen.everything:
         raise UsageError("say what to export: --document, --chunk, --segment or --fingerprint, or --all")
@@ -353,9 +373,9 @@ def export(
                 exported_bytes += len(data)
             report(done, len(copied))
     exported = len(copied) - len(left_out)
-    output.show(f"exported {exported} segments of {size(exported_bytes)} to {target}")
+    output.show(f"exported {counted(exported, 'segment')} of {size(exported_bytes)} to {target}")
     if left_out:
-        output.show(f"[red]{len(left_out)} were left out: corrupt, or gone meanwhile[/red]")
+        output.show(f"[red]left out: {counted(len(left_out), 'segment')}, corrupt or removed meanwhile[/red]")
     output.finish({"exported": exported, "bytes": exported_bytes, "left_out": left_out})
     if left_out:
         raise typer.Exit(1)
@@ -378,10 +398,10 @@ def _add_to_archive(archive: tarfile.TarFile, one: CachedSegment, data: bytes) -
 
 @contextmanager
 def _opened(source: Path, target: Path) -> Iterator[_Add]:
-    """The target, whole if nothing is raised.
+    """A function that adds copies to the target. A .tar file appears only if nothing is raised.
 
     Raises:
-        UsageError: it is the cache directory itself, holds something else, or cannot be written.
+        UsageError: the target is the cache directory itself, has other files, or cannot be written.
     """
     try:
         if target.suffix == ".tar":
@@ -402,7 +422,7 @@ def _opened(source: Path, target: Path) -> Iterator[_Add]:
 
 @contextmanager
 def _written(final: Path) -> Iterator[IO[bytes]]:
-    """A file that appears whole, for its owner only, if nothing is raised."""
+    """A file that only its owner can read. It appears whole, and only if nothing is raised."""
     unfinished = final.with_name(f".{final.stem}.{secrets.token_hex(8)}.tmp")
     try:
         file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -416,7 +436,7 @@ def _written(final: Path) -> Iterator[IO[bytes]]:
 
 
 def _verified(tier: "DiskTier", one: CachedSegment) -> bytes | None:
-    """The bytes of a segment file, every checksum of which was compared; None if it is corrupt or gone."""
+    """The bytes of a segment file whose checksums are all correct; None if it is corrupt or gone."""
     from chunkweave.kv.segment import SegmentLost
     from chunkweave.tiers.segment_file import MemorySegment
     from chunkweave.tiers.segment_header import SegmentRefused

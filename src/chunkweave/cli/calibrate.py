@@ -22,8 +22,8 @@ from chunkweave.calibration.questions import (
 from chunkweave.calibration.results import QuestionLog, computed_on
 from chunkweave.calibration.summaries import FidelitySample
 from chunkweave.cli import options
-from chunkweave.cli.console import Output, check_writable, progress, stderr, table_of
-from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
+from chunkweave.cli.console import Output, check_writable, counted, progress, stderr, table_of
+from chunkweave.cli.options import Only, SeededModelOptions, with_blocks
 from chunkweave.config import CaptureConfig, ModelConfig, PluginConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import (
@@ -42,23 +42,23 @@ from chunkweave.planning.method import method_named, parameter_of
 from chunkweave.plugins import METHODS
 
 if TYPE_CHECKING:
-    from chunkweave.calibration.fidelity import Task
+    from chunkweave.calibration.fidelity import Comparison, Task
     from chunkweave.calibration.measurement import CalibrationConfig
     from chunkweave.calibration.prompts import Warming
     from chunkweave.engine.engine import Engine
 
 _DOCUMENT_CHUNK_TOKENS = 256
-"""Most tokens of a chunk of `--docs`, unless `--chunk-tokens` says otherwise."""
+"""Maximum tokens of a chunk of `--docs` without `--chunk-tokens`."""
 
 _BUNDLED_CHUNK_TOKENS = 512
-"""Tokens of a chunk of the bundled documents, unless it does."""
+"""Tokens of a chunk of the bundled documents without `--chunk-tokens`."""
 
 
 _BALANCED, _FAST = BOUNDS[Quality.BALANCED], BOUNDS[Quality.FAST]
 
 
 class PromptsBy(StrEnum):
-    """Whence the chunks of a measured question."""
+    """Where the chunks of a measured question come from."""
 
     GROUPING = "grouping"
     RETRIEVAL = "retrieval"
@@ -74,7 +74,7 @@ class Half(StrEnum):
     EVEN = "even"
 
     def of(self, count: int) -> slice:
-        """Their places among so many; the question at place 0 is an odd one: the first."""
+        """The half's indexes among `count` questions. The first question, at index 0, is an odd one."""
         first, stop, step = {
             Half.BOTH: (0, count, 1),
             Half.FIRST: (0, count // 2, 1),
@@ -87,51 +87,53 @@ class Half(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """Which questions are asked over which chunks."""
+    """Questions to measure, and their chunks."""
 
     docs: Annotated[
         list[Path] | None,
-        typer.Option("--docs", help="Your own documents: text file or folder of them; repeatable."),
+        typer.Option("--docs", help="Your own documents: file or folder, as `ingest` reads them; repeatable."),
     ] = None
     questions_file: Annotated[
         Path | None,
         typer.Option(
-            help="With --docs: your questions, one a line; without it the documents' own sentences are asked for."
+            help="With --docs: your questions, one per line. Without it, questions ask for the documents' own "
+            "sentences."
         ),
     ] = None
     dataset: Annotated[
         Path | None,
         typer.Option(
-            help="MuSiQue, SQuAD 1.1 or JSONL file, or `worlds` (generated, held out); bundled documents if neither "
-            "this nor --docs is given."
+            help="MuSiQue, SQuAD 1.1 or JSONL file, or `worlds` (generated, held out). Without it and --docs: bundled "
+            "documents."
         ),
     ] = None
-    questions: Annotated[int, typer.Option(min=1, help="Questions that are measured.")] = 40
-    chunks: Annotated[int, typer.Option(min=1, help="Chunks of a prompt.")] = 6
+    questions: Annotated[int, typer.Option(min=1, help="Number of measured questions.")] = 40
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks per prompt.")] = 6
     chunk_tokens: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Tokens of every chunk; 0 leaves passages as they are.",
+            help="Tokens per chunk; 0: leave passages as they are.",
             show_default=f"{_BUNDLED_CHUNK_TOKENS} for bundled documents, else 0",
         ),
     ] = None
     prompts: Annotated[
         PromptsBy,
         typer.Option(
-            help="Which chunks a question is asked over: those that the data set groups with it, or what a search "
-            "finds in all passages, the best first."
+            help="Chunks of a question: those that the data set groups with it, or those that a search in all "
+            "passages finds, best first."
         ),
     ] = PromptsBy.GROUPING
     half: Annotated[
-        Half, typer.Option(help="Questions of a half only, by their place; contexts and searches see all passages.")
+        Half,
+        typer.Option(help="Use only this half of the questions, by position; contexts and searches use all passages."),
     ] = Half.BOTH
     instruction: Annotated[
-        str | None, typer.Option(help="Instruction in front of the chunks.", show_default="the model's own")
+        str | None, typer.Option(help="Instruction before the chunks.", show_default="the model's own")
     ] = None
 
     def examples(self, engine: "Engine", seed: int, earlier: int) -> tuple[list[Example], list[Example]]:
-        """All examples, and of them those drawn with `seed`: `earlier` ones that warm the store, then the questions.
+        """All examples, and a sample drawn with `seed`: `earlier` examples that warm the store, then the questions.
 
         Raises:
             DocumentError: a file cannot be read.
@@ -155,7 +157,7 @@ class PromptOptions:
 
     @property
     def cut_tokens(self) -> int:
-        """Tokens to which passages are cut; documents are cut before. Bundled ones are too long as they are."""
+        """Tokens to which passages are cut; 0: not cut. Documents of `--docs` are cut already."""
         if self.docs:
             return 0
         usual = _BUNDLED_CHUNK_TOKENS if self.dataset is None else 0
@@ -163,7 +165,7 @@ class PromptOptions:
 
     @property
     def by_retrieval(self) -> bool:
-        """Whether chunks are searched for."""
+        """Whether a search finds the chunks."""
         return self.prompts is PromptsBy.RETRIEVAL
 
     def _over_documents(self, engine: "Engine", count: int, seed: int) -> list[Example]:
@@ -177,13 +179,13 @@ class PromptOptions:
 
     @property
     def asked_as(self) -> dict[str, str]:
-        """What else is said of how questions were asked."""
+        """Instruction and half, if given, for records of the measurement."""
         said = {} if self.instruction is None else {"instruction": self.instruction}
         return said if self.half is Half.BOTH else {**said, "half": str(self.half)}
 
     @property
     def about(self) -> str:
-        """What the questions are about."""
+        """Names of the documents, or of the data set."""
         if self.docs:
             return ", ".join(path.name for path in self.docs)
         return self.dataset.name if self.dataset is not None else "bundled documents"
@@ -191,7 +193,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, slots=True)
 class _TargetOptions:
-    """What is to be reached, and which points are measured for it."""
+    """Targets, and the points that are measured for them."""
 
     plugins: PluginConfig
     methods: Annotated[
@@ -203,29 +205,29 @@ class _TargetOptions:
     ] = ",".join(CANDIDATES)
     target_agreement: Annotated[
         float | None,
-        typer.Option(help="Least share of tokens on which `balanced` agrees with full prefill; 0 demands none."),
+        typer.Option(help="Minimum share of tokens on which `balanced` agrees with full prefill; 0: no minimum."),
     ] = _BALANCED.agreement
     target_kl: Annotated[
         float | None,
-        typer.Option(help="Most divergence of `balanced` from full prefill, nats a token; inf allows any."),
+        typer.Option(help="Maximum divergence of `balanced` from full prefill, in nats per token; inf: no maximum."),
     ] = _BALANCED.kl
-    fast_agreement: Annotated[float | None, typer.Option(help="The same agreement for `fast`.")] = _FAST.agreement
-    fast_kl: Annotated[float | None, typer.Option(help="The same divergence for `fast`.")] = _FAST.kl
-    alpha: Annotated[str | None, typer.Option(help="Values of cachecraft's alpha, instead of the usual grid.")] = None
+    fast_agreement: Annotated[float | None, typer.Option(help="Minimum agreement for `fast`.")] = _FAST.agreement
+    fast_kl: Annotated[float | None, typer.Option(help="Maximum divergence for `fast`.")] = _FAST.kl
+    alpha: Annotated[str | None, typer.Option(help="Values of cachecraft's alpha, instead of the default grid.")] = None
     recompute_ratio: Annotated[
-        str | None, typer.Option(help="Ratios of the other methods, instead of the usual grid.")
+        str | None, typer.Option(help="Ratios of the other methods, instead of the default grid.")
     ] = None
     check_layers: options.CheckLayers = "1"
     alpha_warm: Annotated[
         str,
-        typer.Option(help="Ways to warm, beside --warm, over which methods set by alpha are measured; none if empty."),
+        typer.Option(help="Further ways to warm, as in --warm, for methods that have alpha; empty: none."),
     ] = "contexts:2"
 
     def config(self, asked: PromptOptions, warm: str, new_tokens: int, seed: int) -> "CalibrationConfig":
-        """What the options ask for.
+        """The configuration that the options describe.
 
         Raises:
-            UsageError: a list, a target or a way to warm the store is none, or a method has nothing to calibrate.
+            UsageError: a list, a target or a way to warm is invalid, or a method has nothing to calibrate.
         """
         from chunkweave.calibration.measurement import ALPHAS, RATIOS, CalibrationConfig
         from chunkweave.calibration.prompts import Warmth
@@ -259,7 +261,7 @@ def calibrate(
     model: Annotated[
         Path | None,
         typer.Argument(
-            metavar="MODEL", help="Checkpoint folder, GGUF file, `smollm2` or `reader`.", show_default=False
+            metavar="MODEL", help="Checkpoint folder, hub name, GGUF file, or `smollm2`.", show_default=False
         ),
     ] = None,
     *,
@@ -268,10 +270,10 @@ def calibrate(
     warm: Annotated[str, typer.Option(help=f"{options.HOW_WARM} Several, separated by commas.")] = "corpus",
     new_tokens: options.NewTokens = 16,
     seed: Annotated[
-        int, typer.Option(help="Draws the questions; not 0, so that `bench fidelity` asks others afterwards.")
+        int,
+        typer.Option(help="Seed that draws the questions; not 0 by default, so that `bench fidelity` draws others."),
     ] = 1,
-    computed: Annotated[ModelConfig, Only("shape", "adapter", "device", "dtype", "weights")],
-    threads: options.Threads = None,
+    computed: Annotated[ModelConfig, Only("shape", "adapter", "device", "dtype", "weights", "threads")],
     store: Annotated[StoreConfig, Only("host_budget")],
     capture: Annotated[CaptureConfig, Only("neutral_tokens", "neutral_file", "context_count", "context_tokens")],
     samples: options.Samples = None,
@@ -281,26 +283,25 @@ def calibrate(
             "--cache-dir", help="Write the record for this cache folder instead of beside the model.", file_okay=False
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, and print what would be done.")] = False,
     output: Output,
 ) -> None:
-    """Find the least recomputation that stays close to full prefill, and remember it beside the model. Needs no labels.
+    """Find the least recomputation that stays close to full prefill, and store it beside the model. Needs no labels.
 
-    Interrupted, it goes on where it was when it is called again in the same way.
+    After an interruption, the same command continues.
     """
     if (model is None) == (computed.shape is None):
         raise UsageError("give either MODEL, a checkpoint folder or GGUF file, or --shape NAME")
     if samples is not None:
         check_writable(samples)
-    choice = TimedModelOptions(replace(computed, model=None if model is None else str(model)), threads=threads)
+    choice = SeededModelOptions(replace(computed, model=None if model is None else str(model)))
     config = targets.config(asked, warm, new_tokens, seed)
-    choice.bound_threads()
     from chunkweave.calibration import measurement
     from chunkweave.calibration.fidelity import make_tasks
 
     with choice.open(store=store, method="full", reuse=ReuseConfig(capture=capture)) as engine:
         place = record_path(cache_dir, engine.loaded.record_folder, engine.loaded.fingerprint)
-        existing_records(place)  # one of another version is refused now, not after hours of measuring
+        existing_records(place)  # a record of another version is refused now, not after hours of measuring
         every, drawn = asked.examples(engine, seed, config.earlier)
         tasks = make_tasks(engine, every, drawn, next(iter(config.groups().values())), asked.instruction)
         kept = samples or place.with_name(PARTIAL_FILE)
@@ -310,7 +311,9 @@ def calibrate(
             return
         _make_folders(place, cache_dir)
         if choice.random_weights:
-            stderr().print(f"[yellow]{choice.name} has random weights: this says nothing about others.[/yellow]")
+            stderr().print(
+                f"[yellow]{choice.name} has random weights: the result says nothing about other models.[/yellow]"
+            )
         found = _measure(engine, tasks, config, store, log)
         commits = tuple(sorted({commit for commit in log.of("commit") if commit}))
         origin = measurement.Origin(asked.about, options.command_line(), commits)
@@ -323,7 +326,7 @@ def calibrate(
 
 
 def _settings(config: "CalibrationConfig", capture: CaptureConfig) -> dict[str, Any]:
-    """What a question's result depends on: all but what is demanded."""
+    """Settings that a question's result depends on: all but the targets."""
     groups = {warm: {**asdict(group), "warm": warm} for warm, group in config.groups().items()}
     return {"groups": groups, "seed": config.seed, **computed_behind((*config.warm, *config.alpha_warm), capture)}
 
@@ -331,16 +334,23 @@ def _settings(config: "CalibrationConfig", capture: CaptureConfig) -> dict[str, 
 def _measure(
     engine: "Engine", tasks: "list[Task]", config: "CalibrationConfig", store: StoreConfig, log: QuestionLog
 ) -> list[dict[str, Mapping[str, FidelitySample]]]:
-    """What was measured of every question, now and before."""
+    """Samples of every question, measured now or before."""
     from chunkweave.calibration.measurement import measure
 
     if log.found is None:
         log.begin({})
     if len(log):
-        stderr().print(f"going on: {len(log)} questions are there already")
+        stderr().print(f"measured before: {counted(len(log), 'question')}")
     missing = [index for index in range(len(tasks) - config.earlier) if index not in log]
+    if missing:
+        prefills = len(missing) * sum(len(_contenders(group)) for group in config.groups().values())
+        stderr().print(
+            f"measuring {counted(len(missing), 'question')} in {counted(prefills, 'prefill')} of about "
+            f"{counted(len(tasks[-1].prompt), 'token')}; after an interruption, the same command continues",
+            soft_wrap=True,
+        )
     try:
-        with progress("measuring") as report:
+        with progress("measuring, prefills") as report:
             measured = measure(engine, tasks, config, store, skip=log.__contains__, progress=report)
             for index, groups in zip(missing, measured, strict=True):
                 shown = {
@@ -349,13 +359,13 @@ def _measure(
                 }
                 log.add(index, {"contenders": shown})
     except KeyboardInterrupt:
-        stderr().print("interrupted: the same command goes on from here")
+        stderr().print("interrupted: the same command continues from here")
         raise
     return [{warm: samples_of(own) for warm, own in groups.items()} for groups in log.of("contenders")]
 
 
 def curve_table(record: CalibrationRecord) -> Table:
-    """Every measured point behind full prefill in slices and full reuse, and which of them the targets stand for."""
+    """Full prefill in slices and full reuse, then every measured point, with the targets that it is the least for."""
     caption = (
         f"{record.questions} questions, {record.prompt_tokens:.0f} tokens a prompt, {record.device}, {record.dtype}, "
         f"threads: {record.threads}. KL: D(full || method) in nats over full prefill's own {record.new_tokens} tokens, "
@@ -391,7 +401,7 @@ def _parameter(point: CurvePoint) -> str:
 
 
 def meanings(record: CalibrationRecord) -> list[str]:
-    """What each target now means, a line each; what none reaches says so, and what comes nearest."""
+    """One line per target: its points, or that no method reaches it and which point comes nearest."""
     said = []
     for quality, target in record.targets.items():
         if target.method is None:
@@ -405,7 +415,7 @@ def meanings(record: CalibrationRecord) -> list[str]:
     for point in record.references:
         if point.method == "full-in-slices":
             said += [
-                f"{quality} demands more than arithmetic gives: full prefill in slices strays by KL {point.kl:.4f}, "
+                f"{quality} is stricter than rounding allows: full prefill in slices deviates by KL {point.kl:.4f}, "
                 f"top-1 {point.agreement:.1%}"
                 for quality, target in record.targets.items()
                 if target.bounds.excess(point) > 1.0
@@ -429,12 +439,12 @@ def _say_what_would_be_done(
         f"{method}: {_budget(method)} {', '.join(f'{value:g}' for name, value in config.grid() if name == method)}"
         for method in dict.fromkeys(method for method, _ in config.grid())
     ]
-    groups = {warm: ["full-in-slices", *group.contenders()] for warm, group in config.groups().items()}
+    groups = {warm: _contenders(group) for warm, group in config.groups().items()}
     prefills = questions * sum(map(len, groups.values()))
     output.show(
         *grids,
         *(escape(f"chunks computed {warm}: {len(labels)} contenders") for warm, labels in groups.items()),
-        f"{questions} questions, {prefills} prefills, of which {len(log)} questions are there",
+        f"{questions} questions, {prefills} prefills; already measured: {len(log)} questions",
         *(f"{quality}: {bounds}" for quality, bounds in config.bounds.items()),
         escape(f"the record would be written to {place}"),
     )
@@ -443,12 +453,16 @@ def _say_what_would_be_done(
     output.finish({"dry_run": True, **summary, "points": points, "groups": groups, "bounds": bounds})
 
 
+def _contenders(group: "Comparison") -> list[str]:
+    return ["full-in-slices", *group.contenders()]
+
+
 def _budget(method: str) -> str | None:
     return parameter_of(method_named(method))
 
 
 def _make_folders(place: Path, cache_dir: Path | None) -> None:
-    """Like the store's own folders: readable by their owner only."""
+    """Create the record's folders, readable by their owner only, as the store creates its own."""
     if cache_dir is not None:
         for folder in (cache_dir, place.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -456,12 +470,12 @@ def _make_folders(place: Path, cache_dir: Path | None) -> None:
 
 
 def samples_of(contenders: dict[str, Any]) -> dict[str, FidelitySample]:
-    """A question's samples as a `QuestionLog` has them."""
+    """A question's samples, from their JSON in a `QuestionLog`."""
     return {label: FidelitySample.from_dict(one) for label, one in contenders.items()}
 
 
 def computed_behind(ways: "Sequence[Warming]", capture: CaptureConfig) -> dict[str, Any]:
-    """What chunks are computed behind, if any of the `ways` computes them as it is done beforehand."""
+    """Settings of the contexts of chunks, if any of `ways` computes chunks as ahead of requests."""
     kinds = {warm.by for warm in ways}
     if not kinds & {"neutral", "corpus"}:
         return {}
@@ -472,7 +486,7 @@ def computed_behind(ways: "Sequence[Warming]", capture: CaptureConfig) -> dict[s
 
 
 def measured_with(engine: "Engine", drawn: Sequence[Example]) -> dict[str, Any]:
-    """What a question's result depends on beside the options."""
+    """What a question's result depends on besides the options: model, device, threads and examples."""
     computed = computed_on(engine.loaded.model)
     return {
         "fingerprint": engine.loaded.fingerprint,

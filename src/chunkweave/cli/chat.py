@@ -1,22 +1,23 @@
-"""`chunkweave chat`: a conversation over documents, a question a line."""
+"""`chunkweave chat`: a conversation over documents, one question per line."""
 
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from chunkweave.cli.ask import AskedOptions, answer_dict, spoken
-from chunkweave.cli.console import Out, Output, conversation_line, stderr, times, token_line
+from chunkweave.cli.ask import AskedOptions, answer_dict, spoken, warn_if_unreadable
+from chunkweave.cli.console import Out, Output, conversation_line, status, stderr, times, token_line
 from chunkweave.cli.corpus import how_many, open_corpus
+from chunkweave.cli.fitting import Room, temporary_corpus
 from chunkweave.cli.options import MethodOptions, ModelOptions, with_blocks
 from chunkweave.config import ConversationConfig, SamplingParams, StoreConfig
 from chunkweave.errors import ChunkweaveError
-from chunkweave.models.gguf import BUNDLED_READER
+from chunkweave.models.gguf import usual_model
+from chunkweave.prompt.documents import Document
 from chunkweave.types import Chunk
 
 if TYPE_CHECKING:
@@ -38,27 +39,28 @@ def chat(
     as_json: Annotated[bool, typer.Option("--json", help="Print each answer as a line of JSON on stdout.")] = False,
     out: Out = None,
 ) -> None:
-    """Hold a conversation: every line of standard input is a question, which may go on from those before.
+    """Hold a conversation: every line of standard input is a question, which may refer to earlier ones.
 
-    What was said stays in the context with its KV cache. With --docs all documents are sent with each question, with
-    --corpus the nearest chunks to it; with --deduplicate only those that are not in the context already. The model is
-    the bundled reader unless another is named. An empty line is passed over, the end of the input (Ctrl-D) ends it.
+    Earlier turns stay in the context with their KV cache. With --docs, each question sends all documents if they fit
+    into the context. If they do not, or with --corpus, it sends the nearest chunks. With --deduplicate it leaves out
+    chunks that the context already has. The default model is `smollm2` if it is installed, else the bundled `reader`.
+    Empty lines are skipped. Ctrl-D ends the conversation.
     """
     output = Output(as_json, out)
     if model.model.model is None and model.model.shape is None:
-        model = replace(model, model=replace(model.model, model=BUNDLED_READER))
+        model = replace(model, model=replace(model.model, model=usual_model()))
     engine_options = how.options(store=store, conversations=limits)
     documents = about.documents.docs or []
     about.check(documents)
+    model.named()
     read = about.documents.read(documents)
+    from chunkweave.prompt.request import Request
+
     with model.open(**engine_options) as engine:
         if model.random_weights:
             stderr().print(f"[yellow]{model.name} has random weights: its text means nothing.[/yellow]")
-        if about.corpus is not None:
-            chunks_for = _nearest(about.corpus, about.top_k)
-        else:
-            fixed = about.documents.chunks(engine, read)
-            chunks_for = lambda _: fixed  # noqa: E731
+        room = Room.of(engine, Request("", (), about.system, about.sampling), limits.max_tokens)
+        chunks_for = _chunks_for(room, about, read, model)
         conversation = engine.conversation(system=about.system)
         turns = list(_hold(conversation, chunks_for, about.sampling, output))
     output.save({"model": model.name, "turns": turns})
@@ -67,7 +69,7 @@ def chat(
 def _hold(
     conversation: "Conversation", chunks_for: ChunksFor, sampling: SamplingParams, output: Output
 ) -> Iterator[dict[str, Any]]:
-    """Answer line after line. At a terminal a question that cannot be answered is not the end."""
+    """Answer line after line. At a terminal, a question that fails does not end the conversation."""
     interactive = sys.stdin.isatty()
     for question in _questions(interactive and not output.json):
         try:
@@ -107,7 +109,23 @@ def _answer(
     return summary
 
 
-def _nearest(folder: Path, top_k: int | None) -> ChunksFor:
-    corpus = open_corpus(folder)
+def _chunks_for(room: Room, about: AskedOptions, documents: Sequence[Document], model: ModelOptions) -> ChunksFor:
+    """For each question all chunks of the documents if they fit; else, or with a corpus, the nearest chunks.
+
+    Raises:
+        CorpusError: there is no corpus, or it is damaged.
+    """
+    top_k = about.top_k
+    if about.corpus is not None:
+        corpus = open_corpus(about.corpus)
+        warn_if_unreadable(room.engine, model, corpus.chunks())
+    else:
+        with status("cutting the documents into chunks"):
+            chunks = about.documents.chunks(room.engine, documents)
+            all_fit = not chunks or (top_k is None and room.fits(None, chunks))
+        warn_if_unreadable(room.engine, model, chunks)
+        if all_fit:
+            return lambda _: chunks
+        corpus = temporary_corpus(room, about.documents, documents, room.why_searched(chunks, top_k))
     k = how_many(corpus, top_k)
-    return lambda question: [one.chunk for one in corpus.search(question, k)]
+    return lambda question: [one.chunk for one in room.fitting(None, corpus.search(question, k), top_k)]

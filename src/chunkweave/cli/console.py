@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, everything else on stderr, JSON where it is asked for."""
+"""Output of commands: results on stdout, everything else on stderr, JSON on request."""
 
 import json
 import os
@@ -11,24 +11,30 @@ from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from threading import Event, Thread
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, Self, TypeVar, cast
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from chunkweave.errors import UsageError
-from chunkweave.metrics import ReuseReport, parameter_text
+from chunkweave.metrics import ReuseReport
 
 RowT = TypeVar("RowT")
 
 _PIPE_WIDTH = 150
-"""Columns of a table that goes to a file or a pipe: wide enough that none is cut."""
+"""Width of a table that goes to a file or a pipe, in characters: wide enough that no cell is cut."""
 
-_LINE_S = 30.0
-"""Seconds between two lines of progress in a log."""
+_CELL_FRAME = 3
+"""Characters that a cell takes besides its text: padding on both sides, and a border."""
+
+_UNBOUNDED = 10_000
+
+_FIRST_S, _LINE_S = 5.0, 30.0
+"""Seconds until the first progress line in a log, and between later ones."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Also write the result as JSON to this file.")]
@@ -38,18 +44,18 @@ Report = Callable[[int, int], None]
 
 
 def stdout() -> Console:
-    """Where results go."""
+    """The console for results."""
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, emoji=False)
 
 
 def stderr() -> Console:
-    """Where progress, warnings and errors go."""
+    """The console for progress, warnings and errors."""
     return Console(file=sys.stderr, highlight=False, emoji=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """How the result is shown and kept. Making one fails early if the file could never be written.
+    """Output of a command: text or JSON on stdout, and a file. The constructor fails early if it cannot be written.
 
     Raises:
         UsageError: the folder of `out` does not exist or cannot be written to.
@@ -63,34 +69,35 @@ class Output:
             check_writable(self.out)
 
     def show(self, *renderables: RenderableType) -> None:
-        """Print for people, unless JSON is asked for."""
+        """Print for people, unless `json` is set."""
         if not self.json:
             stdout().print(*renderables, sep="\n")
 
     def show_text(self, text: str) -> None:
-        """Print a piece of running text exactly as it is, at once, unless JSON is asked for."""
+        """Print a piece of running text unchanged and at once, unless `json` is set."""
         if not self.json:
             sys.stdout.write(text)
             sys.stdout.flush()
 
     def finish(self, data: dict[str, Any]) -> None:
-        """Write the whole result to the file, and print it if JSON is asked for."""
+        """Write the whole result to the file, and print it as JSON if `json` is set."""
         self.save(data)
         if self.json:
             sys.stdout.write(to_json(data) + "\n")
 
     def save(self, data: dict[str, Any]) -> None:
-        """Write what there is so far to the file, if there is one."""
+        """Write a result, perhaps a partial one, to the file if there is one."""
         if self.out is not None:
             write_json(self.out, data)
 
 
 @contextmanager
 def progress(description: str) -> Iterator[Report]:
-    """A bar with the time that remains, gone when it is done; where stderr is no terminal, a line each half minute."""
+    """A bar with the remaining time, removed at the end; lines (`ProgressLines`) if stderr is not a terminal."""
     console = stderr()
     if not console.is_terminal:
-        yield _lines(description)
+        with ProgressLines(description) as lines:
+            yield lines.report
         return
     columns = (
         TextColumn("{task.description}"),
@@ -105,37 +112,45 @@ def progress(description: str) -> Iterator[Report]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _lines(description: str) -> Report:
-    """For logs: how far it is, each `_LINE_S` seconds. What is done sooner leaves no line."""
-    begun = said = time.monotonic()
+class ProgressLines:
+    """Lines of progress for logs: the first after `_FIRST_S` seconds, then one every `_LINE_S` seconds.
 
-    def report(done: int, total: int) -> None:
-        nonlocal said
-        now = time.monotonic()
-        if now - said >= _LINE_S and done:
-            said = now
-            left = f", {_clock((now - begun) * (total - done) / done)} left" if total else ""
-            stderr().print(f"{description}: {done} of {total or '?'}, {_clock(now - begun)} gone{left}", soft_wrap=True)
+    A thread writes them, so that a long first step is not silent. Work that ends sooner writes no line.
+    """
 
-    return report
+    def __init__(self, description: str) -> None:
+        self._description = description
+        self._done = self._total = 0
+        self._begun_s = time.monotonic()
+        self._ended = Event()
+        self._writer = Thread(target=self._write, name="progress-lines", daemon=True)
 
+    def __enter__(self) -> Self:
+        self._writer.start()
+        return self
 
-@contextmanager
-def _still_going(description: str) -> Iterator[None]:
-    """For logs: that it goes on, each `_LINE_S` seconds, said by a thread of its own."""
-    ended, begun = Event(), time.monotonic()
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._writer.join()
 
-    def say() -> None:
-        while not ended.wait(_LINE_S):
-            stderr().print(f"{description}: {_clock(time.monotonic() - begun)} gone", soft_wrap=True)
+    def report(self, done: int, total: int) -> None:
+        """Set the progress: `done` of `total`."""
+        self._done, self._total = done, total
 
-    saying = Thread(target=say, name="still-going", daemon=True)
-    saying.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        saying.join()
+    def line(self, now_s: float) -> str:
+        """The line for a log at `now_s`, by `time.monotonic`."""
+        done, total, taken_s = self._done, self._total, now_s - self._begun_s
+        words = [f"{done:,} of {total:,}"] if total else [f"{done:,}"] if done else []
+        words.append(f"{_clock(taken_s)} so far")
+        if done and total:
+            words.append(f"about {_clock(taken_s * (total - done) / done)} left")
+        return f"{self._description}: {', '.join(words)}"
+
+    def _write(self) -> None:
+        pause_s = _FIRST_S
+        while not self._ended.wait(pause_s):
+            stderr().print(self.line(time.monotonic()), soft_wrap=True, markup=False)
+            pause_s = _LINE_S
 
 
 def _clock(seconds: float) -> str:
@@ -144,18 +159,18 @@ def _clock(seconds: float) -> str:
 
 @contextmanager
 def status(description: str) -> Iterator[None]:
-    """A spinner while something of unknown length goes on; where stderr is no terminal, a line each half minute."""
+    """A spinner for work of unknown length; lines (`ProgressLines`) if stderr is not a terminal."""
     console = stderr()
-    if not console.is_terminal:
-        with _still_going(description):
+    if console.is_terminal:
+        with console.status(description):
             yield
-        return
-    with console.status(description):
-        yield
+    else:
+        with ProgressLines(description):
+            yield
 
 
 def reuse_summary(report: ReuseReport) -> RenderableType:
-    """What happened to the tokens and chunks of one prompt, and how long it took; reordered chunks with their rank."""
+    """Tokens, chunks and times of a report; reordered chunks with their rank."""
     rank = ("rank", lambda chunk: "" if chunk.rank is None else str(chunk.rank + 1))
     table = table_of(
         report.chunks,
@@ -170,22 +185,31 @@ def reuse_summary(report: ReuseReport) -> RenderableType:
 
 
 def token_line(report: ReuseReport) -> str:
-    """One line: the method, why and how it was set, and tokens by KV source."""
-    summary = [f"{name} {parameter_text(value)}" for name, value in report.parameters.items()]
-    how = ", ".join([*summary, *([report.why] if report.why else [])])
+    """One line: what the method amounted to, why it was chosen, and tokens by KV source."""
+    asked = f"`{report.method}` found nothing to reuse" if report.effective_method != report.method else ""
+    how = ", ".join(filter(None, (asked, report.why)))
     return (
-        f"{report.method}{f' ({how})' if how else ''}: {report.prompt_tokens} tokens: "
+        f"{report.effective_method}{f' ({how})' if how else ''}: {report.prompt_tokens} tokens: "
         f"{report.prefix_exact_tokens} prefix-exact, {report.reused_tokens} reused, "
         f"{report.recomputed_tokens} recomputed, {report.computed_tokens} computed"
     )
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "segment"), counted(0, "segment"), counted(2933, "chunk")
+    ('1 segment', '0 segments', '2,933 chunks')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def conversation_line(report: ReuseReport) -> str:
-    """One line: what of a conversation was in the prompt already, and what was cut off it."""
-    cut = f"; {report.turns_cut} turns cut off" if report.turns_cut else ""
+    """One line: history of a conversation, chunks that were not sent again, and turns that were cut off."""
+    cut = f"; {counted(report.turns_cut, 'turn')} cut off" if report.turns_cut else ""
     return (
-        f"history {report.history_tokens} tokens; {report.chunks_not_sent} chunks ({report.tokens_not_sent} tokens) "
-        f"not sent again{cut}"
+        f"history {counted(report.history_tokens, 'token')}; {counted(report.chunks_not_sent, 'chunk')} "
+        f"({counted(report.tokens_not_sent, 'token')}) not sent again{cut}"
     )
 
 
@@ -194,8 +218,42 @@ def times(report: ReuseReport) -> str:
     return (
         f"first token after {seconds(report.ttft_s)} (lookup {seconds(report.lookup_s)}, "
         f"load {seconds(report.load_s)}, weave {seconds(report.weave_s)}); "
-        f"{report.new_tokens} tokens, decoding {seconds(report.decode_s)}"
+        f"{counted(report.new_tokens, 'token')}, decoding {seconds(report.decode_s)}"
     )
+
+
+class _WordTable(Table):
+    """A table whose columns fit their longest words; if these do not fit side by side, a block of lines per row."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """At most as wide as the console, and no wider than the longest cells need."""
+        unbounded = options.update_width(_UNBOUNDED)
+        sizes = [
+            [Measurement.get(console, unbounded, cell) for cell in (column.header, *column.cells)]
+            for column in self.columns
+        ]
+        least = [max(one.minimum for one in cells) for cells in sizes]
+        most = [max(one.maximum for one in cells) for cells in sizes]
+        spare = options.max_width - sum(least) - _CELL_FRAME * len(least) - 1
+        if spare < 0:
+            yield from self._blocks().__rich_console__(console, options)
+            return
+        for column, low, high in sorted(zip(self.columns, least, most, strict=True), key=lambda one: one[2] - one[1]):
+            column.width = low + min(high - low, spare)
+            spare -= column.width - low
+        yield from super().__rich_console__(console, options)
+
+    def _blocks(self) -> Table:
+        """The same table with one line per cell."""
+        table = Table(title=self.title, title_justify="left", caption=self.caption, caption_justify="left")
+        table.show_header = False
+        for _ in range(2):
+            table.add_column(overflow="fold")
+        for row in zip(*(column.cells for column in self.columns), strict=True):
+            for column, cell in zip(self.columns, row, strict=True):
+                table.add_row(column.header, cell)
+            table.add_section()
+        return table
 
 
 def table_of(
@@ -206,11 +264,12 @@ def table_of(
     left: int = 1,
     section: Callable[[RowT], object] = lambda _: None,
 ) -> Table:
-    """One line a row, each column with its heading and what it says of a row, which is a text if it names a key.
+    """A table with one line per row. A column is its heading and a key of the row, or a function from a row to text.
 
-    The first `left` columns are text, the others numbers. A rule ends rows that have a `section` in common.
+    The first `left` columns are text, the others numbers. A rule follows each group of rows with equal `section`. Cells
+    wrap between words; if the longest words do not fit side by side, each row becomes a block of lines.
     """
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    table = _WordTable(title=title, title_justify="left", caption=caption, caption_justify="left")
     for place, (heading, _) in enumerate(columns):
         table.add_column(heading, justify="left" if place < left else "right", overflow="fold")
     for _, group in groupby(rows, key=section):
@@ -230,7 +289,7 @@ def seconds(value: float) -> str:
 
 
 def size(value: int | None) -> str:
-    """Bytes in the unit that suits them: `1.2 GiB`."""
+    """Bytes in a readable unit: `1.2 GiB`."""
     if value is None:
         return "unknown"
     amount = float(value)
@@ -242,7 +301,7 @@ def size(value: int | None) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Find out before a long run whether its result can be written.
+    """Check before a long run that its result can be written.
 
     Raises:
         UsageError: the folder does not exist or cannot be written to, or the path is a folder.
@@ -266,7 +325,7 @@ def write_json(path: Path, data: object) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file; a reader sees the old one or the new one, never half of it.
+    """Write a file. A reader sees the old content or the new one, never a part of it.
 
     Raises:
         UsageError: the file cannot be written.

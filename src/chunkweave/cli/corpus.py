@@ -1,4 +1,4 @@
-"""`chunkweave ingest` and `corpus`: files into a corpus that questions can be asked of, and what is in it."""
+"""`chunkweave ingest` and `corpus`: add files to a corpus; list, search and remove its documents."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,9 +8,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from chunkweave.cli.console import Output, progress, seconds, status, stderr, table_of
-from chunkweave.cli.options import warn, with_blocks
+from chunkweave.cli.console import Output, counted, progress, seconds, status, stderr, table_of
+from chunkweave.cli.files import documents_read, file_table, read_all
+from chunkweave.cli.options import Strict, warn, with_blocks
 from chunkweave.errors import DuplicateDocumentError, UsageError, install_extra
+from chunkweave.retrieval.conversion import ConversionLimits
 
 if TYPE_CHECKING:
     from chunkweave.retrieval.corpus import Corpus
@@ -21,20 +23,21 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="List, search and remove the documents of a corpus.")
 
 
-CorpusFolder = Annotated[Path, typer.Argument(metavar="CORPUS", help="Folder that `chunkweave ingest` made.")]
+CorpusFolder = Annotated[Path, typer.Argument(metavar="CORPUS", help="Folder made by `chunkweave ingest`.")]
 
 
 TopK = Annotated[
-    int | None, typer.Option("--top-k", min=1, help="Most chunks from the corpus for each question.", show_default="6")
+    int | None,
+    typer.Option("--top-k", min=1, help="Maximum chunks of the corpus or documents per question.", show_default="6"),
 ]
 
 
 def open_corpus(folder: Path) -> "Corpus":
-    """The corpus in a folder, with a spinner meanwhile.
+    """Open the corpus in a folder, with a spinner.
 
     Raises:
         CorpusError: there is none, or it is damaged.
-        UsageError: its embedder is of an extra that is not installed.
+        UsageError: its embedder needs an extra that is not installed.
     """
     from chunkweave.retrieval.corpus import Corpus
 
@@ -43,7 +46,7 @@ def open_corpus(folder: Path) -> "Corpus":
 
 
 def retrieve(folder: Path, questions: Sequence[str], top_k: int | None) -> list[tuple["RetrievedChunk", ...]]:
-    """For each question its nearest chunks, the best first.
+    """For each question its nearest chunks, best first.
 
     Raises:
         CorpusError: there is no corpus, or it is damaged.
@@ -56,9 +59,9 @@ def retrieve(folder: Path, questions: Sequence[str], top_k: int | None) -> list[
 
 
 def how_many(corpus: "Corpus", top_k: int | None) -> int:
-    """How many chunks to take: `top_k`, else six; all there are where that is fewer, said on stderr if `top_k` is more.
+    """Number of chunks to retrieve: `top_k`, by default six, at most all; prints a line on stderr if `top_k` is more.
 
-    At least 1, so that searching an empty corpus says that it is empty.
+    At least 1, so that a search reports that an empty corpus is empty.
     """
     from chunkweave.retrieval.indexes import usual_top_k
 
@@ -66,27 +69,32 @@ def how_many(corpus: "Corpus", top_k: int | None) -> int:
     if top_k is None:
         return max(1, usual_top_k(chunks))
     if 0 < chunks < top_k:
-        stderr().print(f"the corpus has {chunks} chunk{'s' if chunks > 1 else ''}: all are taken", soft_wrap=True)
+        stderr().print(f"the corpus has {counted(chunks, 'chunk')}: all are taken", soft_wrap=True)
     return max(1, min(top_k, chunks))
 
 
 def retrieved_table(found: Sequence["RetrievedChunk"]) -> Table:
-    """Chunks with rank and score, and how they begin."""
+    """Chunks with rank, score and the beginning of their text."""
     return table_of(
         found,
         ("rank", lambda one: str(one.rank)),
         ("score", lambda one: f"{one.score:.3f}"),
-        ("chunk", lambda one: escape(one.chunk.source)),
+        ("chunk", lambda one: escape(_where(one))),
         ("text", lambda one: escape(" ".join(one.chunk.text.split())[:100])),
         left=4,
     )
+
+
+def _where(found: "RetrievedChunk") -> str:
+    """A chunk's name, page and heading."""
+    return ", ".join(filter(None, (found.chunk.source, str(found.within))))
 
 
 @app.command("list")
 @with_blocks
 def list_documents(
     folder: CorpusFolder,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most documents that are listed.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of listed documents.")] = None,
     *,
     output: Output,
 ) -> None:
@@ -98,7 +106,7 @@ def list_documents(
         ("id", lambda document: escape(document.id)),
         ("title", lambda document: escape(document.title)),
         ("chunks", lambda document: str(len(document.chunks))),
-        title=f"{corpus.num_documents} documents in {len(corpus)} chunks",
+        title=f"{counted(corpus.num_documents, 'document')} in {counted(len(corpus), 'chunk')}",
         left=2,
     )
     output.show(table)
@@ -113,13 +121,15 @@ def list_documents(
 @with_blocks
 def search(
     folder: CorpusFolder,
-    question: Annotated[str, typer.Argument(help="What to look for.")],
+    question: Annotated[str, typer.Argument(help="Question to search for.")],
     top_k: TopK = None,
-    stages: Annotated[bool, typer.Option("--stages", help="Show what was known after each stage, and when.")] = False,
+    stages: Annotated[
+        bool, typer.Option("--stages", help="Show the chunks after each stage of the search, and its time.")
+    ] = False,
     *,
     output: Output,
 ) -> None:
-    """Show the chunks that are nearest to a question."""
+    """Show the nearest chunks to a question."""
     corpus = open_corpus(folder)
     k = how_many(corpus, top_k)
     with status("searching"):
@@ -146,21 +156,22 @@ def search(
 @with_blocks
 def remove(
     folder: CorpusFolder,
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Documents, as `corpus list` names them.")],
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Document ids, as `corpus list` shows them.")],
     *,
     output: Output,
 ) -> None:
-    """Remove documents, from the disk too.
+    """Remove documents, also from the disk.
 
-    What a --cache-dir keeps of them goes with `chunkweave cache clear CACHE_DIR --document ID`.
+    To remove their KV from a cache folder too: `chunkweave cache clear CACHE_DIR --document ID`.
     """
     corpus = open_corpus(folder)
     change = corpus.remove(ids)
     with status("building the index"):
         corpus.build_index()
     output.show(
-        f"removed {len(change.removed)} documents; {corpus.num_documents} are left in {len(corpus)} chunks",
-        "their KV in a cache folder goes with: chunkweave cache clear CACHE_DIR --document ID",
+        f"removed {counted(len(change.removed), 'document')}; the corpus has "
+        f"{counted(corpus.num_documents, 'document')} in {counted(len(corpus), 'chunk')} left",
+        "to remove their KV from a cache folder too: chunkweave cache clear CACHE_DIR --document ID",
     )
     gone = [{"source": chunk.source, "text": chunk.text} for chunk in change.gone]
     sizes = {"documents": corpus.num_documents, "chunks": len(corpus)}
@@ -173,12 +184,13 @@ def ingest(
         list[Path],
         typer.Argument(
             metavar="PATHS...",
-            help="Files or folders: .txt, .md and .rst, a document each; .jsonl, a document a line.",
+            help="Files or folders: text, Markdown, reStructuredText, CSV, HTML, PDF and DOCX, one document each; "
+            "JSON lines, one document per line.",
             show_default=False,
         ),
     ],
     corpus: Annotated[
-        Path, typer.Option("--corpus", help="Folder of the corpus; made if it is not there.", file_okay=False)
+        Path, typer.Option("--corpus", help="Folder of the corpus; created if it is missing.", file_okay=False)
     ],
     embedder: Annotated[
         str | None,
@@ -190,25 +202,24 @@ def ingest(
     index: Annotated[
         str | None, typer.Option(help="flat, faiss-flat, ivf or hnsw; all but flat need faiss.", show_default="flat")
     ] = None,
-    chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens of a chunk.", show_default="512")] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per chunk.", show_default="512")] = None,
     overlap_tokens: Annotated[
-        int | None, typer.Option(help="Tokens that neighbouring chunks share at most.", show_default="0")
+        int | None, typer.Option(help="Maximum tokens that neighbouring chunks share.", show_default="0")
     ] = None,
     update: Annotated[bool, typer.Option("--update", help="Replace documents that have changed.")] = False,
-    skip_bad_docs: Annotated[
-        bool, typer.Option("--skip-bad-docs", help="Leave out files and lines that cannot be read.")
-    ] = False,
+    strict: Strict = False,
     *,
+    conversion: ConversionLimits,
     output: Output,
 ) -> None:
-    """Cut documents into chunks, embed them, and keep them in a corpus.
+    """Cut documents into chunks, embed them, and store them in a corpus. Unreadable files are left out, and listed.
 
-    What is there already and has not changed is skipped, so an ingest that was interrupted goes on where it was.
+    Unchanged documents are skipped, so the same command continues after an interruption.
     """
-    from chunkweave.retrieval.documents import read_corpus_documents
+    from chunkweave.retrieval.reading import rows_of
 
-    with status("reading documents"):
-        documents = read_corpus_documents(paths, on_error="skip" if skip_bad_docs else "raise")
+    reads = read_all(paths, conversion, without=corpus)
+    documents = documents_read(reads, strict=strict)
     opened = _opened(corpus, embedder, index, chunk_tokens, overlap_tokens)
     if not update:
         _refuse_changed(opened, documents)
@@ -217,9 +228,13 @@ def ingest(
     with status("building the index"):
         opened.build_index()
     counts = {"added": change.added, "replaced": change.replaced, "unchanged": change.unchanged}
+    rows = rows_of(reads, counts)
     summary = ", ".join(f"{len(ids)} {name}" for name, ids in counts.items())
+    left_out = sum(not read.complete for read in reads)
+    if left_out:
+        summary += f"; {left_out} of {len(reads)} files were left out, wholly or in part"
     has = f"the corpus has {opened.num_documents} documents in {len(opened)} chunks, embedded by {opened.embedder.name}"
-    output.show(f"{summary}; {has}", "")
+    output.show(file_table(rows), f"{summary}; {has}", "")
     settings = {
         "corpus": str(corpus),
         "embedder": opened.embedder.name,
@@ -227,13 +242,13 @@ def ingest(
         "index": str(opened.index_config.kind),
     }
     sizes = {"documents": opened.num_documents, "chunks": len(opened)}
-    output.finish({**settings, **{name: len(ids) for name, ids in counts.items()}, **sizes})
+    output.finish({**settings, **{name: len(ids) for name, ids in counts.items()}, **sizes, "files": rows})
 
 
 def _opened(
     folder: Path, embedder: str | None, index: str | None, chunk_tokens: int | None, overlap_tokens: int | None
 ) -> "Corpus":
-    """The corpus in the folder, or a new one; what is asked for has to be what a corpus was made with."""
+    """The corpus in the folder, or a new one. Given options must equal those that the corpus was created with."""
     from chunkweave.prompt.documents import SplitConfig
     from chunkweave.retrieval.corpus import Corpus
     from chunkweave.retrieval.embedders import HASHED_NGRAMS, make_embedder, usual_embedder
@@ -263,7 +278,8 @@ def _opened(
     for (option, wanted), own in zip(asked.items(), kept, strict=True):
         if wanted is not None and wanted != own:
             raise UsageError(
-                f"the corpus in {folder} was made with {option} {own}: leave it out, or make another corpus"
+                f"the corpus in {folder} was created with {option} {own}: leave the option out, or create another "
+                "corpus"
             )
     return corpus
 
@@ -272,6 +288,6 @@ def _refuse_changed(corpus: "Corpus", documents: Sequence["CorpusDocument"]) -> 
     for document in documents:
         if document.id in corpus and not corpus.holds(document):
             raise DuplicateDocumentError(
-                f"the corpus has another document {document.id!r}: --update replaces it; if both are to stay, give one "
+                f"the corpus has another document {document.id!r}: --update replaces it; to keep both, give one "
                 "another id or file name"
             )

@@ -1,8 +1,8 @@
-"""`chunkweave demo`: answers by reuse method, and what each costs and saves, without any argument."""
+"""`chunkweave demo`: answers of several reuse methods, with time saved and deviation, without any argument."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.markup import escape
@@ -15,26 +15,28 @@ from chunkweave.cli.ask import precompute_chunks
 from chunkweave.cli.console import Output, progress, seconds, table_of
 from chunkweave.cli.options import ModelOptions, Only, command_line, warn, with_blocks
 from chunkweave.config import ModelConfig, ReuseConfig
-from chunkweave.models.gguf import BUNDLED_READER, SMOLLM2, SMOLLM2_PIP, dequantized_folder, smollm2_file
+from chunkweave.models.gguf import BUNDLED_READER, SMOLLM2, SMOLLM2_PIP, usual_model
 
 if TYPE_CHECKING:
     from chunkweave.calibration.fidelity import Comparison
     from chunkweave.engine.engine import Engine
 
-METHODS = ("full", "cacheblend", "query", "full-reuse")
+METHODS = ("full", "cacheblend", "query:whole:late:stored", "full-reuse")
 ANSWER_TOKENS = 16
 CHUNKS = 6
 
 _QUESTIONS, _SEED = 3, 2
-"""Over the documents of the valley, and what their order in each prompt is drawn with: such that full prefill answers
-rightly. What the other methods answer had no say."""
+"""Number of questions over the documents of the valley, and the seed of the documents' order in each prompt.
+
+Chosen so that full prefill answers correctly; answers of the other methods were not considered.
+"""
 _READERS_QUESTIONS = (0, 1, 5, 10)
-"""Of the corpus that the reader was made for; three take two passages that share something."""
+"""Questions of the corpus that the reader was made for; three need two passages that share something."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scene:
-    """A model and what it is asked. `about` is what the questions are about, in words."""
+    """A model and its questions. `about` describes their documents in words."""
 
     model: str
     about: str
@@ -43,9 +45,8 @@ class _Scene:
 
 
 def _scene() -> _Scene:
-    """SmolLM2 over short documents where it can be loaded, else the bundled reader over its own corpus."""
-    file = smollm2_file()
-    if file is not None and (find_spec("gguf") is not None or dequantized_folder(file) is not None):
+    """SmolLM2 over short documents if it can be loaded, else the bundled reader over its own corpus."""
+    if usual_model() == SMOLLM2:
         examples = bundled_examples(_QUESTIONS, seed=_SEED, which=VALLEY)
         return _Scene(SMOLLM2, "six short documents about an invented valley", tuple(examples))
     warn(
@@ -57,20 +58,20 @@ def _scene() -> _Scene:
         BUNDLED_READER,
         "passages about invented places",
         tuple(questions[which] for which in _READERS_QUESTIONS),
-        " Of a model and prompts this small, the times say little about larger ones.",
+        " Times of a model and prompts this small say little about larger ones.",
     )
 
 
 @with_blocks
 def demo(
     *,
-    computed: Annotated[ModelConfig, Only("adapter")],
+    computed: Annotated[ModelConfig, Only("adapter", "threads")],
     reuse: Annotated[ReuseConfig, Only("recompute_ratio", "check_layers")],
     output: Output,
 ) -> None:
-    """Answer a few questions with full prefill and by reuse method; then what was saved, and how far off it was.
+    """Answer a few questions with full prefill and with reuse methods; then show time saved and deviation.
 
-    With SmolLM2 if it is installed, else with the bundled reader.
+    Uses SmolLM2 if it is installed, else the bundled reader.
     """
     scene = _scene()
     model = ModelOptions(replace(computed, model=scene.model))
@@ -90,11 +91,10 @@ def demo(
             free=count,
         )
         output.show(
-            f"{model.name}, {count} questions over {scene.about}, {CHUNKS} a prompt, in another order "
-            "each time. The KV cache of each is\ncomputed beforehand, in several contexts of the others, and the mean "
-            "is kept. That is all that a method finds\nstored: nothing of another question or method.\n\n"
-            "= the same tokens as full prefill's answer, ≠ not the same. Full prefill is what the others are held "
-            "against, right or wrong.\n"
+            f"{model.name}, {count} questions over {scene.about}, {CHUNKS} per prompt, in a different order each time. "
+            "The KV cache of each is\ncomputed ahead, in several contexts of the others, and the mean is stored. Each "
+            "method finds only these segments:\nnothing of another question or method.\n\n= same tokens as full "
+            "prefill's answer, ≠ different tokens. Full prefill is the reference, right or wrong.\n"
         )
         precompute_chunks(engine, list(dict.fromkeys(chunk for example in scene.examples for chunk in example.chunks)))
         found = _ask(engine, scene.examples, config, output)
@@ -111,7 +111,7 @@ def demo(
 def _ask(
     engine: "Engine", examples: Sequence[Example], config: "Comparison", output: Output
 ) -> list[Mapping[str, FidelitySample]]:
-    """All questions by all methods, each shown when it is answered."""
+    """Samples of all questions by all methods; prints each question's answers as soon as it has them."""
     from chunkweave.calibration.fidelity import compare, make_tasks, way_of
     from chunkweave.calibration.prompts import ContextCorpus
 
@@ -122,8 +122,11 @@ def _ask(
     methods = {name: made[name] for name in names}
     measured = compare([way_of(engine, tasks, methods, config, sliced=False)], config)
     found: list[Mapping[str, FidelitySample]] = []
+    begun = time.monotonic()
     for example in examples:
-        with progress(f"question {len(found) + 1}") as report:
+        ahead_s = (time.monotonic() - begun) / len(found) * (len(examples) - len(found)) if found else 0.0
+        left = f", about {seconds(ahead_s)} left" if found else ""
+        with progress(f"question {len(found) + 1}{left}") as report:
             report(len(found), len(examples))
             found.append(next(measured))
         output.show(*_answers(example, found[-1]), "")
@@ -131,7 +134,7 @@ def _ask(
 
 
 def _answers(example: Example, samples: Mapping[str, FidelitySample]) -> tuple[str, Table]:
-    """What each method answers, as it is."""
+    """Each method's answer, unchanged."""
     grid = Table.grid(padding=(0, 1))
     for name, sample in samples.items():
         grid.add_row(f"  {name}", "" if name == "full" else "=" if sample.identical else "≠", escape(sample.text or ""))
@@ -148,7 +151,7 @@ def _answer_dict(example: Example, samples: Mapping[str, FidelitySample]) -> dic
 
 
 def _table(rows: Sequence[FidelityRow], config: Mapping[str, Any], remark: str) -> Table:
-    """What is saved and how far off it is, side by side."""
+    """Time saved and deviation from full prefill, by method."""
     tokens = next((row.prompt_tokens for row in rows if row.prompt_tokens is not None), 0.0)
     return table_of(
         rows,

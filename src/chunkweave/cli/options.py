@@ -1,4 +1,4 @@
-"""Options that commands share, alone and in blocks: a parameter of a block's type stands for all of its options."""
+"""Options that commands share, single and in blocks. A parameter whose type is a block adds all of its options."""
 
 import copy
 import inspect
@@ -17,6 +17,7 @@ from rich.markup import escape
 from typer.models import OptionInfo
 
 from chunkweave.cli.console import progress, status, stderr
+from chunkweave.cli.files import documents_read, read_all, say_what_was_left_out
 from chunkweave.config import (
     CaptureConfig,
     ComputeConfig,
@@ -31,12 +32,20 @@ from chunkweave.config import (
 )
 from chunkweave.errors import UsageError
 from chunkweave.models.adapters import read_adapter
-from chunkweave.models.gguf import dequantize, dequantized_folder, gguf_file, models_folder
+from chunkweave.models.gguf import (
+    config_file_of,
+    dequantize,
+    dequantized_folder,
+    gguf_file,
+    is_bundled_reader,
+    models_folder,
+)
 from chunkweave.models.hub import cache_folder, cached_folder, hub_folder
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.planning.method import method_named
 from chunkweave.planning.method_choice import checked_method, refuse_untaken
-from chunkweave.prompt.documents import Document, SplitConfig, read_documents, split_text
+from chunkweave.prompt.documents import Document, SplitConfig, split_text
+from chunkweave.retrieval.conversion import ConversionLimits
 from chunkweave.settings import Place, Setting, Unit, read, settings_at, settings_of
 from chunkweave.tiers.blobs import without_secrets
 from chunkweave.types import Chunk
@@ -47,34 +56,31 @@ if TYPE_CHECKING:
 
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 HOW_WARM = (
-    "How chunks were computed: `alone`, behind the `instruction`, behind that and `neutral` passages, in contexts of "
-    "their `corpus` (the mean over several, as beforehand), "
-    "`contexts:N` each in N requests with others, `sources:N` each in one of N requests, `first:N` in one that begins "
-    "with a question's first N chunks, `queries:N` by N earlier requests."
+    "How chunks were computed: `alone`; after the `instruction`; after that and `neutral` passages; `corpus`, as the "
+    "mean over several contexts of their corpus; `contexts:N`, each in N requests with others; `sources:N`, each in "
+    "one of N requests; `first:N`, in one request that begins with a question's first N chunks; `queries:N`, by N "
+    "earlier requests."
 )
 Samples = Annotated[
     Path | None,
-    typer.Option(help="Keep finished questions there, a line each, and go on from them when called again."),
+    typer.Option(help="File for finished questions, one per line; the same command continues from them."),
 ]
 
 Warm = Annotated[str, typer.Option(help=HOW_WARM)]
-NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of full prefill's answer that are compared.")]
-Threads = Annotated[
-    int | None,
-    typer.Option(help="CPU threads of PyTorch; as many as this process has cores, or CPUs by its quota, if left out."),
-]
+NewTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens of full prefill's answer that are compared.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Fail if a file, or a line of one, cannot be read.")]
 CheckLayers = Annotated[str, typer.Option(help="CacheBlend's check layers, separated by commas.")]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
 
 
 def kept(store: StoreConfig) -> dict[str, Any]:
-    """What a benchmark's result says about where segments were kept."""
+    """Tiers and codec of segments, for a benchmark's result."""
     tiers = ["host"] + ["disk"] * (store.cache_dir is not None) + ["remote"] * (store.remote_url is not None)
     return {"tiers": tiers, "codec": store.codec}
 
 
 def command_line() -> str:
-    """The command as it was called, for a result that others read: URLs come without user, password and options."""
+    """The command line, for results that others read: URLs lose user, password and options."""
     return shlex.join(["chunkweave", *(_URL.sub(lambda url: without_secrets(url[0]), word) for word in sys.argv[1:])])
 
 
@@ -87,7 +93,7 @@ def numbers(text: str, option: str) -> list[float]:
     """The numbers of a list such as `0.5,1,2`.
 
     Raises:
-        UsageError: it is no such list; the message names the option.
+        UsageError: the text is not such a list; the message names the option.
     """
     try:
         return [float(part) for part in text.split(",")]
@@ -99,7 +105,7 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
     """The whole numbers of a list such as `1,2,3`.
 
     Raises:
-        UsageError: it is no such list; the message names the option.
+        UsageError: the text is not such a list; the message names the option.
     """
     values = numbers(text, option)
     if any(value != int(value) for value in values):
@@ -108,12 +114,12 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 Given = Annotated[frozenset[str], "given"]
-"""A field of a block that gets the names of the options that were given, itself no option."""
+"""The type of a block's field that receives the names of the given options. The field itself is not an option."""
 
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """In `Annotated[StoreConfig, Only("ttl")]`: of a configuration's settings a command takes these as options."""
+    """`Annotated[StoreConfig, Only("ttl")]`: a command takes only these settings of a configuration as options."""
 
     names: tuple[str, ...]
 
@@ -122,11 +128,11 @@ class Only:
 
 
 def with_blocks(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` as Typer is to see it: each parameter whose type is a dataclass is replaced by the fields of that.
+    """Decorator of a Typer command: replaces each parameter whose type is a dataclass, a block, by the block's fields.
 
-    In the help these stand together under what the dataclass's docstring begins with. The fields are annotated as
-    options are, are dataclasses in their turn, or are settings, which become the options that they declare. The command
-    is called with the block made of their values.
+    The help groups the options of a block under the first words of its docstring. A field is annotated as an option, is
+    a block itself, or is a setting, which becomes the option that it declares. The command receives the block, made
+    from the options' values.
     """
     hints = get_type_hints(command, include_extras=True)
     shown: list[inspect.Parameter] = []
@@ -149,7 +155,7 @@ def with_blocks(command: Callable[..., None]) -> Callable[..., None]:
 def as_command(
     call: Callable[..., None], command: Callable[..., None], shown: Sequence[inspect.Parameter]
 ) -> Callable[..., None]:
-    """`call` with the name and the help of `command`, and the parameters that Typer is to see."""
+    """`call`, changed to have the name and help of `command`, and the parameters `shown`."""
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     call.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
@@ -157,7 +163,7 @@ def as_command(
 
 
 def _plain(kind: Any) -> Any:
-    """A type without what it is annotated with."""
+    """A type without its annotations."""
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
@@ -169,7 +175,7 @@ def _settings(kind: Any) -> dict[str, Setting]:
 
 
 def heading(kind: Any) -> str:
-    """What the options of a block stand under in the help: the first words of its docstring."""
+    """The heading of a block's options in the help: the first words of its docstring."""
     return re.split("[.,:;]", kind.__doc__ or "", maxsplit=1)[0]
 
 
@@ -191,7 +197,7 @@ def _parameters_of(kind: Any, panel: str) -> list[inspect.Parameter]:
 
 
 def _under(panel: str, kind: Any) -> Any:
-    """An option's annotation with its place in the help; the annotation itself may be shared, and stays."""
+    """A copy of an option's annotation, with `panel` as its heading in the help; the original may be shared."""
     plain, *said = get_args(kind) if get_origin(kind) is Annotated else (kind, typer.Option())
     moved = [copy.copy(one) for one in said]
     for one in moved:
@@ -201,7 +207,7 @@ def _under(panel: str, kind: Any) -> Any:
 
 
 def _made(kind: Any, values: dict[str, Any]) -> Any:
-    """A block of the values of its options, which are taken out of `values`."""
+    """A block made from the values of its options; removes these from `values`."""
     plain = _plain(kind)
     if settings_of(plain):
         return read(plain, given_options(_settings(kind), values), Place.COMMANDS)
@@ -217,9 +223,9 @@ def _made(kind: Any, values: dict[str, Any]) -> Any:
 
 
 def option_parameters(known: Iterable[Setting], place: Place, panel: str | None = None) -> list[inspect.Parameter]:
-    """An option for each setting. None is one that was not given.
+    """An option for each setting; its value is None if it was not given.
 
-    `panel` is their heading in the help.
+    `panel` is the heading of the options in the help.
     """
     shown = []
     for one in known:
@@ -246,12 +252,12 @@ def _option_kind(one: Setting) -> Any:
 
 
 def warn(message: str) -> None:
-    """A line on stderr that somebody should read."""
+    """Print a warning on stderr."""
     stderr().print(f"[yellow]{escape(message)}[/yellow]", soft_wrap=True)
 
 
 def given_options(known: Mapping[str, Setting], values: dict[str, Any]) -> dict[str, Any]:
-    """The options of settings that were given, by the settings' names; they are taken out of `values`."""
+    """Values of the settings whose options were given, by the settings' names; removes all of them from `values`."""
     given = {name: values.pop(name) for name in known}
     return {
         name: (known[name].parse if isinstance(value, str) else known[name].check)(value, known[name].flag)
@@ -262,29 +268,33 @@ def given_options(known: Mapping[str, Setting], values: dict[str, Any]) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model computes, and how. PyTorch and transformers are imported when it is loaded."""
+    """Model, and how it runs. PyTorch and transformers are imported when it is loaded."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
 
     def named(self) -> Self:
-        """These, if a model was named.
+        """These options, if they name a shape or a model that is here or on the hub. Nothing is loaded.
 
         Raises:
-            UsageError: none was.
+            UsageError: they name neither.
+            ModelNotFoundError: the model is not here.
         """
-        if (self.model.model is None) == (self.model.shape is None):
-            raise UsageError("give either --model FOLDER or --shape NAME")
+        model = self.model.model
+        if (model is None) == (self.model.shape is None):
+            raise UsageError("give either --model (smollm2, a folder, a hub name) or --shape NAME")
+        if model and not is_hub_name(model) and not is_bundled_reader(model) and gguf_file(model) is None:
+            config_file_of(Path(model))
         return self
 
     @property
     def name(self) -> str:
-        """What to call the model on screen."""
+        """The model's name on screen."""
         return adapted_name(self.model.model or self.model.shape or "", self.model.adapter)
 
     @property
     def is_changed(self) -> bool:
-        """Whether an adapter or rounding makes the weights others than the checkpoint's."""
+        """Whether an adapter or rounding changes the checkpoint's weights."""
         return self.model.adapter is not None or self.model.weights == Weights.INT8
 
     def base(self) -> Self:
@@ -292,23 +302,23 @@ class ModelOptions:
         return replace(self, model=replace(self.model, adapter=None, weights=Weights.AUTO))
 
     def with_plain_weights(self) -> Self:
-        """The same model with its weights as training needs them."""
+        """The same model with plain weights, as training needs them."""
         return replace(self, model=replace(self.model, weights=Weights.PLAIN))
 
     @property
     def how_to_calibrate(self) -> str:
-        """The command that finds out which methods are safe with it."""
+        """The command that calibrates this model."""
         adapter = () if self.model.adapter is None else ("--adapter", self.model.adapter)
         return shlex.join(["chunkweave", "calibrate", self.model.model or "MODEL", *adapter])
 
     @property
     def random_weights(self) -> bool:
-        """Whether the weights are random, so that only times mean something."""
+        """Whether the weights are random: only times are meaningful then."""
         return self.model.model is None
 
     @contextmanager
     def open(self, **options: "Unpack[EngineOptions]") -> Iterator["Engine"]:
-        """An engine that is closed afterwards, Ctrl-C and errors included: what was computed is written by then.
+        """An engine that is closed at the end, also after Ctrl-C or an error; closing it writes what was computed.
 
         Raises:
             ModelError: the model cannot be loaded or driven.
@@ -323,17 +333,14 @@ class ModelOptions:
                 engine.close()
             stats = engine.store.stats
             if unwritten := stats.writes_failed + stats.writes_skipped:
-                stderr().print(f"[yellow]{unwritten} writes of segments to disk or remote were not done.[/yellow]")
+                stderr().print(
+                    f"[yellow]{unwritten} writes of segments to disk or remote failed or were skipped.[/yellow]"
+                )
 
     @property
     def weights_seed(self) -> int:
-        """What random weights are drawn with."""
+        """Seed of random weights."""
         return 0
-
-    @property
-    def threads_given(self) -> bool:
-        """Whether somebody has said how many CPU threads compute."""
-        return False
 
     def _load(self, **options: "Unpack[EngineOptions]") -> "Engine":
         options.setdefault("compute", self.compute)
@@ -346,11 +353,10 @@ class ModelOptions:
             _quiet_transformers()
             from chunkweave.engine.engine import Engine
             from chunkweave.kv.request_cache import keep_freed_memory
-            from chunkweave.models.threads import keep_within_cpus
+            from chunkweave.models.threads import use_threads
 
             keep_freed_memory()
-            if not self.threads_given:
-                keep_within_cpus()
+            use_threads(self.model.threads)
             where = {"device": self.model.device, "dtype": self.model.dtype, "weights": self.model.weights}
             if self.model.model is not None:
                 return Engine.load(self.model.model, adapter=self.model.adapter, **where, **options)
@@ -358,7 +364,7 @@ class ModelOptions:
 
 
 def download_once(model: str) -> None:
-    """Download the model that a hub name stands for, unless the hub's cache has it.
+    """Download the model of a hub name, unless the hub's cache has it.
 
     Raises:
         ModelNotFoundError: it cannot be downloaded.
@@ -370,7 +376,7 @@ def download_once(model: str) -> None:
 
 
 def dequantize_once(model: str) -> None:
-    """Dequantize the GGUF file that `model` stands for, behind a progress bar, unless that was done before.
+    """Dequantize the GGUF file of `model`, with a progress bar, unless that was done before.
 
     Raises:
         ModelError: it cannot be read, kept, or driven.
@@ -388,7 +394,7 @@ def dequantize_once(model: str) -> None:
 
 
 def _quiet_transformers() -> None:
-    """No weight-loading bars and no advice from transformers between a command's own lines."""
+    """Switch off transformers' progress bars and advice."""
     logging: Any = import_module("transformers.utils.logging")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -396,45 +402,19 @@ def _quiet_transformers() -> None:
 
 @dataclass(frozen=True, slots=True)
 class SeededModelOptions(ModelOptions):
-    """Which model is measured. Random weights are drawn with the seed, as everything else is."""
+    """Model to measure. The seed also draws random weights."""
 
     seed: Seed = 0
 
     @property
     def weights_seed(self) -> int:
-        """What random weights are drawn with."""
+        """Seed of random weights."""
         return self.seed
 
 
 @dataclass(frozen=True, slots=True)
-class TimedModelOptions(SeededModelOptions):
-    """Which model is measured, and on how many threads."""
-
-    threads: Threads = None
-
-    @property
-    def threads_given(self) -> bool:
-        """Whether there is a number."""
-        return self.threads is not None
-
-    def bound_threads(self) -> None:
-        """Bound the CPU threads of PyTorch, if that was asked for.
-
-        Raises:
-            UsageError: less than one thread.
-        """
-        if self.threads is None:
-            return
-        if self.threads < 1:
-            raise UsageError(f"threads must be at least 1, not {self.threads}")
-        import torch
-
-        torch.set_num_threads(self.threads)
-
-
-@dataclass(frozen=True, slots=True)
 class ValueOptions:
-    """At which values methods are compared, those that name none of their own."""
+    """Parameter values of the compared methods, for methods that name none of their own."""
 
     recompute_ratio: Annotated[str, typer.Option(help="Ratios, separated by commas.")] = "0.15"
     alpha: Annotated[str, typer.Option(help="Cache-Craft's alphas, separated by commas.")] = "1"
@@ -458,38 +438,46 @@ class ValueOptions:
 
 @dataclass(frozen=True, slots=True)
 class DocumentOptions:
-    """Which documents, and how they are cut."""
+    """Documents, and how they are cut."""
 
-    docs: Annotated[list[Path] | None, typer.Option("--docs", help="Text file or folder of them; repeatable.")] = None
-    chunk_tokens: Annotated[int, typer.Option(help="Most tokens of a chunk.")] = 512
-    overlap_tokens: Annotated[int, typer.Option(help="Tokens that neighbouring chunks share at most.")] = 0
-    skip_bad_docs: Annotated[bool, typer.Option("--skip-bad-docs", help="Leave out unreadable documents.")] = False
+    docs: Annotated[
+        list[Path] | None, typer.Option("--docs", help="File or folder, of the kinds that `ingest` reads; repeatable.")
+    ] = None
+    chunk_tokens: Annotated[int, typer.Option(help="Maximum tokens per chunk.")] = 512
+    overlap_tokens: Annotated[int, typer.Option(help="Maximum tokens that neighbouring chunks share.")] = 0
+    strict: Strict = False
+    conversion: ConversionLimits = field(default_factory=ConversionLimits)
 
     def read(self, paths: Sequence[Path]) -> list[Document]:
-        """The documents at `paths`.
+        """The documents at `paths`. Unreadable files are left out, with a line on stderr.
 
         Raises:
-            DocumentError: one is not there, or cannot be read and is not to be left out.
-            UsageError: no chunk can have the tokens asked for.
+            DocumentError: a path is not there, none can be read, or something was left out and `strict` is set.
+            UsageError: the chunks' sizes are invalid.
         """
         SplitConfig(self.chunk_tokens, self.overlap_tokens)  # refused now, not after the model is loaded
-        return read_documents(paths, on_error="skip" if self.skip_bad_docs else "raise")
+        if not paths:
+            return []
+        reads = read_all(paths, self.conversion)
+        documents = documents_read(reads, strict=self.strict)
+        say_what_was_left_out(reads)
+        return [Document(one.id, one.text) for one in documents]
 
     def chunks(self, engine: "Engine", documents: Sequence[Document]) -> list[Chunk]:
-        """The chunks of documents in order, bounded in the engine's own tokens."""
+        """The chunks of documents, in order; sizes are in the engine's tokens."""
         tokenizer, config = engine.loaded.tokenizer, SplitConfig(self.chunk_tokens, self.overlap_tokens)
         return [chunk for one in documents for chunk in split_text(one.text, tokenizer, config, source=one.name)]
 
 
 @dataclass(frozen=True, slots=True)
 class OrderOptions:
-    """In which order chunks stand."""
+    """Order of chunks."""
 
     requests: Annotated[RequestDefaults, Only("order")]
     ordering: OrderingConfig
 
     def said(self) -> str:
-        """What requests say.
+        """The order of the requests.
 
         Raises:
             UsageError: there is no such order.
@@ -513,15 +501,15 @@ class MethodOptions:
         return self.requests.method is None and self.requests.quality is None
 
     def options(self, **others: "Unpack[EngineOptions]") -> "EngineOptions":
-        """As an engine takes them, beside `others`.
+        """Options of an engine: these and `others`.
 
         Raises:
-            UsageError: there is no method that a value could be for.
+            UsageError: a parameter is given without a method, or the method does not take it.
         """
         method, quality = self.requests.method, self.requests.quality
         set_here = settings_at(ReuseConfig, Place.COMMANDS)
         if given := [one.flag for name, one in set_here.items() if name in self.given and method is None]:
-            raise UsageError(f"{', '.join(given)}: what sets a method needs one: name it with --method")
+            raise UsageError(f"{', '.join(given)}: a parameter of a method needs the method: name it with --method")
         if method is not None:
             refuse_untaken(method_named(checked_method(method)), self.given & set_here.keys())
         return {**others, "method": method, "quality": quality, "reuse": replace(self.reuse, capture=self.capture)}

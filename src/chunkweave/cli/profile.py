@@ -1,4 +1,4 @@
-"""`chunkweave profile` and `advise`: what computing and loading cost here, and where to keep segments."""
+"""`chunkweave profile` and `advise`: measure computing and loading, and choose a device for segments."""
 
 import os
 import tempfile
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from chunkweave.cli import options
 from chunkweave.cli.console import Json, Output, check_writable, progress, seconds, size, status, stderr, table_of
-from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
+from chunkweave.cli.options import Only, SeededModelOptions, with_blocks
 from chunkweave.config import ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.planning.cost import CostModel, StorageDevice, choose_device, cost_model_path, ratio_that_hides
@@ -28,33 +28,30 @@ if TYPE_CHECKING:
 @with_blocks
 def profile(
     *,
-    model: TimedModelOptions,
+    model: SeededModelOptions,
     store: Annotated[StoreConfig, Only("cache_dir", "remote_url", "codec")],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", help="Where the cost model goes; into the cache directory, where it is used, if left out."
-        ),
+        typer.Option("--out", help="File for the cost model; default: in the cache directory, where it is used."),
     ] = None,
-    cached_tokens: Annotated[str, typer.Option(help="Cached tokens before the new ones: numbers.")] = "0,512,2048",
-    new_tokens: Annotated[str, typer.Option(help="New tokens that are prefilled: numbers.")] = "32,128,512,2048",
+    cached_tokens: Annotated[str, typer.Option(help="Numbers of cached tokens before the new ones.")] = "0,512,2048",
+    new_tokens: Annotated[str, typer.Option(help="Numbers of new tokens to prefill.")] = "32,128,512,2048",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each pair; the median counts.")] = 3,
-    segment_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the segments that tiers read.")] = 512,
-    segments: Annotated[int, typer.Option(min=1, help="Segments that tiers read.")] = 8,
+    segment_tokens: Annotated[int, typer.Option(min=1, help="Tokens per segment that tiers read.")] = 512,
+    segments: Annotated[int, typer.Option(min=1, help="Number of segments that tiers read.")] = 8,
     json: Json = False,
 ) -> None:
     """Measure prefill times and each tier's throughput, and write the cost-model file.
 
-    Exit code 1 if a tier could not be measured; the file has the rest then.
+    Exit code 1 if a tier could not be measured; the file then has the others.
     """
     cache_dir = store.cache_dir
     if out is None and cache_dir is None:
-        raise UsageError("where should the cost model go? Give --cache-dir, or --out FILE")
+        raise UsageError("no place for the cost model: give --cache-dir or --out FILE")
     if out is not None:
         check_writable(out)
     model.named()
     cached, new = _axis(cached_tokens, 0, "--cached-tokens"), _axis(new_tokens, 1, "--new-tokens")
-    model.bound_threads()
     with model.open() as engine:
         loaded = engine.loaded
     cost = _prefill_times(loaded, cached, new, repeats)
@@ -115,7 +112,7 @@ def _throughputs(loaded: "LoadedModel", store: StoreConfig, tokens: int, segment
 
 @contextmanager
 def _scratch_disk(cache_dir: Path, codec: str) -> Iterator[tuple[Any, Any]]:
-    """A tier on the disk of the cache directory that leaves nothing there, and what makes the system forget a file."""
+    """A temporary tier on the disk of the cache directory, and a function that drops a segment from the page cache."""
     from chunkweave.engine.profiling import drop_page_cache
     from chunkweave.tiers.disk import DiskTier
 
@@ -132,7 +129,7 @@ def _scratch_disk(cache_dir: Path, codec: str) -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def _scratch_remote(url: str, codec: str) -> Iterator[tuple[Any, Any]]:
-    """A tier in the remote under a name that no model has; there is nothing to make the system forget."""
+    """A tier in the remote under a random name, and a function that does nothing, because there is no page cache."""
     from chunkweave.kv.segment import make_codec
     from chunkweave.tiers.blobs import open_blobs
     from chunkweave.tiers.remote import RemoteTier
@@ -180,7 +177,7 @@ def advise(
     reuse: Annotated[ReuseConfig, Only("recompute_ratio")],
     output: Output,
 ) -> None:
-    """The cheapest device whose loading hides behind recomputation, else the fastest (CacheBlend §5.1)."""
+    """Choose the cheapest device whose loading is hidden by recomputation, else the fastest (CacheBlend §5.1)."""
     recompute_ratio = reuse.recompute_ratio
     if not 0 < recompute_ratio <= 1:
         raise UsageError(f"--recompute-ratio must be above 0 and at most 1, not {recompute_ratio}")

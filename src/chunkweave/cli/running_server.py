@@ -1,12 +1,13 @@
-"""`chunkweave status` and `chunkweave server`: what a running server does, and its cache."""
+"""`chunkweave status` and `chunkweave server`: state of a running server, and commands for its cache."""
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -14,28 +15,34 @@ import typer
 from rich.table import Table
 
 from chunkweave.cli import console
-from chunkweave.cli.console import Json, Output, size
+from chunkweave.cli.console import Json, Output, counted, size, table_of
+from chunkweave.cli.files import documents_read, read_all, say_what_was_left_out
 from chunkweave.cli.options import with_blocks
 from chunkweave.errors import ChunkweaveError, UsageError
-from chunkweave.prompt.documents import read_documents
+
+if TYPE_CHECKING:
+    from chunkweave.retrieval.documents import CorpusDocument
 
 KEY_VARIABLE = "CHUNKWEAVE_API_KEY"
 _QUICK_S, _LONG_S = 10.0, 3600.0
 
 app = typer.Typer(no_args_is_help=True, help="Fill, pin and empty the cache of a running server.")
 
-Url = Annotated[str, typer.Argument(help="The server, such as http://127.0.0.1:8000.")]
-Key = Annotated[str | None, typer.Option(help=f"An API key; left out: that in {KEY_VARIABLE}.")]
+USUAL_URL = "http://127.0.0.1:8000"
+"""The default address of a server."""
+
+Url = Annotated[str, typer.Argument(help=f"URL of the server, such as {USUAL_URL}.")]
+Key = Annotated[str | None, typer.Option(help=f"API key; default: that in {KEY_VARIABLE}.")]
 
 
 class ServerError(ChunkweaveError):
-    """A running server cannot be reached, or refuses."""
+    """A running server cannot be reached, or refuses a request."""
 
 
-def status(url: Url, key: Key = None, json: Json = False) -> None:
-    """Show how far a running server is, and what its cache has saved; an admin's key shows what it holds.
+def status(url: Url = USUAL_URL, key: Key = None, json: Json = False) -> None:
+    """Show the state of a running server, and what its cache has saved; an admin's key also shows its contents.
 
-    Exit code 1 if it cannot be reached, or is not ready.
+    Exit code 1 if the server cannot be reached, or is not ready.
     """
     output = Output(json)
     ready = _call(url, "/ready", key, also=(503,))
@@ -51,19 +58,19 @@ def status(url: Url, key: Key = None, json: Json = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServedChunks:
-    """Which chunks of which server."""
+    """Server, and the chunks to select."""
 
     url: Url
     docs: Annotated[
         list[Path] | None,
-        typer.Option("--docs", help="Text file or folder of them, each file as one document of a request; repeatable."),
+        typer.Option("--docs", help="File or folder, each file as one document of a request; repeatable."),
     ] = None
-    corpus: Annotated[str | None, typer.Option(help="A corpus of the server's, instead of documents.")] = None
+    corpus: Annotated[str | None, typer.Option(help="Corpus of the server, instead of documents.")] = None
     key: Key = None
     json: Json = False
 
-    def change(self, what: str, line: str, *, everything: bool = False) -> None:
-        """Have the server do it, and show what it answers, for people as `line`.
+    def change(self, what: str, line: Callable[[Mapping[str, int]], str], *, everything: bool = False) -> None:
+        """Send the command `what` to the server and show its answer: the text of `line`, or JSON.
 
         Raises:
             UsageError: neither documents nor a corpus are named, or both.
@@ -76,33 +83,47 @@ class ServedChunks:
         elif self.corpus is not None:
             body = {"corpus": self.corpus}
         else:
-            body = {"documents": [{"text": one.text, "id": one.name} for one in read_documents(self.docs or [])]}
+            body = {"documents": [{"text": one.text, "id": one.id} for one in _read(self.docs or [])]}
         with console.status(f"{what}: waiting for the server"):
             done = _call(self.url, f"/v1/cache/{what}", self.key, body, timeout_s=_LONG_S)
         output = Output(self.json)
-        output.show(line.format_map(done))
+        output.show(line(done))
         output.finish(done)
+
+
+def _read(paths: Sequence[Path]) -> "list[CorpusDocument]":
+    reads = read_all(paths, None)
+    documents = documents_read(reads)
+    say_what_was_left_out(reads)
+    return documents
 
 
 @app.command()
 @with_blocks
 def warm(*, chosen: ServedChunks) -> None:
-    """Compute what is not stored of documents, or of a corpus, before a request needs it."""
-    chosen.change("warm", "computed {computed} of {chunks} chunks; the others were there")
+    """Compute those chunks of documents, or of a corpus, that are not stored, ahead of requests."""
+    chosen.change(
+        "warm",
+        lambda done: f"computed {done['computed']} of {counted(done['chunks'], 'chunk')}; the others were stored",
+    )
+
+
+def _pinned(done: Mapping[str, int]) -> str:
+    return f"pinned {counted(done['segments_pinned'], 'segment')} of {counted(done['chunks'], 'chunk')}"
 
 
 @app.command()
 @with_blocks
 def pin(*, chosen: ServedChunks) -> None:
-    """Keep what is stored of them from eviction, until it is unpinned or the server ends."""
-    chosen.change("pin", "pinned {segments_pinned} segments of {chunks} chunks")
+    """Protect stored chunks of documents, or of a corpus, from eviction, until unpinned or until the server stops."""
+    chosen.change("pin", _pinned)
 
 
 @app.command()
 @with_blocks
 def unpin(*, chosen: ServedChunks) -> None:
-    """Take pins back."""
-    chosen.change("unpin", "unpinned {chunks_unpinned} of {chunks} chunks")
+    """Remove pins from chunks of documents, or of a corpus."""
+    chosen.change("unpin", lambda done: f"unpinned {done['chunks_unpinned']} of {counted(done['chunks'], 'chunk')}")
 
 
 @app.command()
@@ -110,12 +131,14 @@ def unpin(*, chosen: ServedChunks) -> None:
 def clear(
     *,
     chosen: ServedChunks,
-    everything: Annotated[bool, typer.Option("--all", help="Of all tenants; takes an admin's key.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Chunks of all tenants; needs an admin's key.")] = False,
 ) -> None:
-    """Remove what is stored of them from every tier. Exit code 1 if anything could not be removed."""
+    """Remove stored chunks of documents, or of a corpus, from every tier. Exit code 1 if one could not be removed."""
     if everything and (chosen.docs or chosen.corpus):
         raise UsageError("give either --all or what to remove")
-    chosen.change("clear", "removed {segments_removed} segments", everything=everything)
+    chosen.change(
+        "clear", lambda done: f"removed {counted(done['segments_removed'], 'segment')}", everything=everything
+    )
 
 
 def _call(
@@ -127,14 +150,14 @@ def _call(
     also: tuple[int, ...] = (),
     timeout_s: float = _QUICK_S,
 ) -> dict[str, Any]:
-    """What a server answers, with status 200 or `also` others.
+    """The JSON answer of a server; statuses in `also` count as success.
 
     Raises:
-        UsageError: `url` is none of HTTP.
-        ServerError: it cannot be reached, or refuses; the message says why.
+        UsageError: `url` is not an HTTP URL.
+        ServerError: the server cannot be reached, or refuses; the message says why.
     """
     if not url.startswith(("http://", "https://")):
-        raise UsageError(f"{url!r} is no URL of a server, such as http://127.0.0.1:8000")
+        raise UsageError(f"{url!r} is no URL of a server, such as {USUAL_URL}")
     key = os.environ.get(KEY_VARIABLE) if key is None else key
     headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
     data = None if body is None else json.dumps(body).encode()
@@ -144,17 +167,21 @@ def _call(
             answer = reply.read()
     except HTTPError as error:
         answer = error.read()
+        if error.code == HTTPStatus.UNAUTHORIZED:
+            wrong = "needs an API key" if not key else "does not know this API key"
+            raise ServerError(f"{url} {wrong}: set {KEY_VARIABLE}, or give --key") from error
         if error.code not in also:
             raise ServerError(f"{url} refuses {path} ({error.code}): {_why(answer)}") from error
     except (URLError, HTTPException, OSError) as error:
         why = error.reason if isinstance(error, URLError) else error
-        raise ServerError(f"no server answers at {url}: {why}") from error
+        how = "start one with `chunkweave serve --model smollm2`, or give the URL of another"
+        raise ServerError(f"no server answers at {url}: {why}; {how}") from error
     try:
         found = json.loads(answer)
     except ValueError as error:
-        raise ServerError(f"what answers at {url} is no chunkweave server") from error
+        raise ServerError(f"{url} is not a chunkweave server") from error
     if not isinstance(found, dict):
-        raise ServerError(f"what answers at {url} is no chunkweave server")
+        raise ServerError(f"{url} is not a chunkweave server")
     return found
 
 
@@ -165,6 +192,13 @@ def _why(answer: bytes) -> str:
         return answer[:200].decode(errors="replace") or "no reason given"
 
 
+def _count(name: str, value: float | None) -> tuple[str, str]:
+    """A table row for a counter since the server's start."""
+    if name == "time_saved_s":
+        return "time saved", "not known yet" if value is None else f"at least {value:,.1f} s"
+    return name.replace("_", " "), f"{value:,}"
+
+
 def _tables(shown: Mapping[str, Any]) -> list[Table]:
     about = Table("", "", show_header=False)
     about.add_row("state", "ready" if shown["ready"] else str(shown["stage"]))
@@ -172,14 +206,21 @@ def _tables(shown: Mapping[str, Any]) -> list[Table]:
     if "models" in shown:
         about.add_row("models", ", ".join(shown["models"]))
     cache: Mapping[str, Any] = shown.get("cache", {})
-    for name, value in cache.get("tenant", {}).items():
-        about.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
+    for name, value in cache.get("all_tenants", cache.get("tenant", {})).items():
+        about.add_row(*_count(name, value))
     levels = cache.get("store", {}).get("levels", {})
-    tiers = Table("tier", "segments", "bytes", "evictions")
-    for name, level in levels.items():
-        tiers.add_row(name, f"{level['segments']:,}", size(level["bytes"]), f"{level['evictions']:,}")
-    replicas = Table("vLLM server", "up", "running", "waiting", "answered")
-    for one in cache.get("replicas", ()):
-        up = "yes" if one["up"] else "no"
-        replicas.add_row(one["name"], up, str(one["running"]), str(one["waiting"]), str(one["answered"]))
+    tiers = table_of(
+        levels.items(),
+        ("tier", lambda level: level[0]),
+        ("segments", lambda level: f"{level[1]['segments']:,}"),
+        ("bytes", lambda level: size(level[1]["bytes"])),
+        ("evictions", lambda level: f"{level[1]['evictions']:,}"),
+    )
+    replicas = table_of(
+        cache.get("replicas", ()),
+        ("vLLM server", "name"),
+        ("up", lambda one: "yes" if one["up"] else "no"),
+        *((name, name) for name in ("running", "waiting", "answered")),
+        left=2,
+    )
     return [about, *(table for table in (tiers, replicas) if table.row_count)]

@@ -1,4 +1,4 @@
-"""What comes back of a request, whichever backend computes it: the answer, its pieces, and its report."""
+"""The result of a request, the same for every backend: the answer, its stream of pieces, and its report."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -19,9 +19,9 @@ from chunkweave.types import SegmentId, spans_of
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The text, its token ids, why it ended (`stop` or `length`), and what was reused to get it.
+    """The text, its token ids, the finish reason (`stop` or `length`), and the reuse report.
 
-    `explanation` is the plan part by part, with the reasons for it.
+    `explanation` describes the plan part by part, with reasons.
 
     >>> from chunkweave import Chunk, Engine
     >>> choir = Chunk("The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.", source="choir")
@@ -39,17 +39,17 @@ class Answer:
 
 
 Choice = dict[str, Any]
-"""A choice of an answer, or a piece of one, as vLLM's completions have them.
+"""A choice of an answer, or a piece of one, in the form of vLLM's completions.
 
-`index` and `text`, and where there are any `finish_reason`, `stop_reason`, `logprobs` and `token_ids`.
+It has `index` and `text`, and optionally `finish_reason`, `stop_reason`, `logprobs` and `token_ids`.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """What is known of an answer when its last piece has come.
+    """Data about an answer that is complete with its last piece.
 
-    `shown` is the report as clients get it; `cached_tokens` of the prompt were not computed for it.
+    `shown` is the report for clients; `cached_tokens` of the prompt were not computed for this answer.
     """
 
     report: ReuseReport
@@ -57,14 +57,14 @@ class AnswerEnd:
     cached_tokens: int
     finish_reason: str
     prefilled_s: float | None = None
-    """Until when it was computed ahead of its search, by `time.perf_counter`; None: not at all, inf: to its end."""
+    """Time (`time.perf_counter`) until which it was computed ahead of its search; None: not at all, inf: to its end."""
     prompt: Prompt | None = None
-    """As it was computed."""
+    """The prompt that was computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """A piece of an answer as it comes; the last event has the whole `answer`, its `prompt`, and the rest of the text.
+    """A piece of an answer's stream. The last event has the whole `answer`, its `prompt`, and the rest of the text.
 
     >>> from chunkweave import Engine, Request
     >>> with Engine.load("reader") as engine:
@@ -79,14 +79,14 @@ class StreamEvent:
 
     @property
     def choices(self) -> list[Choice]:
-        """The piece as one of an answer's only choice; none if it says nothing."""
+        """The piece as a choice list for an answer with one choice; empty if there is no text."""
         if self.answer is not None:
             return [{"index": 0, "text": self.text, "finish_reason": self.answer.finish_reason}]
         return [{"index": 0, "text": self.text}] if self.text else []
 
     @property
     def end(self) -> AnswerEnd | None:
-        """What is known at the last event."""
+        """The data about the whole answer at the last event, else None."""
         if self.answer is None:
             return None
         report = self.answer.report
@@ -98,28 +98,28 @@ EventT_co = TypeVar("EventT_co", covariant=True)
 
 
 class PendingAnswer(Protocol[EventT_co]):
-    """The answer of a submitted request as a stream of events, whichever backend computes it. Leave it by `aclose`."""
+    """The answer of a submitted request as a stream of events, for every backend. Close it with `aclose`."""
 
     @property
     def begun(self) -> bool:
-        """Whether there is, or was, a first event to be read, or the reason why there is none."""
+        """Whether a first event, or an error in its place, is or was available."""
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended, or will as soon as it is read, without an answer."""
+        """Whether it ended without an answer; reading it raises the error."""
 
     def confirm(self) -> None:
-        """Make a speculative request an ordinary one; a no-op for others, and if it has ended.
+        """Make a speculative request an ordinary one. Does nothing for others, or if it has ended.
 
         Raises:
-            QueueFullError: it would have to wait, and as many wait as may.
+            QueueFullError: it would have to wait, and the queue is full.
         """
 
     def __aiter__(self) -> AsyncIterator[EventT_co]:
-        """Its events.
+        """Iterate over its events.
 
         Raises:
-            ChunkweaveError: the request was wrong, too many wait, the deadline has passed, or the backend stops.
+            ChunkweaveError: the request is invalid, the queue is full, the deadline has passed, or the backend stops.
         """
 
     def abort(self) -> None:
@@ -130,13 +130,13 @@ class PendingAnswer(Protocol[EventT_co]):
 
 
 class WholeChoices:
-    """Adds up the pieces of a stream, choice by choice."""
+    """Joins the pieces of a stream by choice."""
 
     def __init__(self) -> None:
         self._choices: dict[int, Choice] = {}
 
     def add(self, pieces: Sequence[Choice]) -> None:
-        """The next pieces."""
+        """Add the next pieces."""
         for piece in pieces:
             whole = self._choices.setdefault(
                 piece["index"], {"index": piece["index"], "text": "", "token_ids": [], "logprobs": None}
@@ -148,7 +148,7 @@ class WholeChoices:
                     whole[name] = piece[name]
             if piece.get("reasoning"):
                 whole["reasoning"] = whole.get("reasoning", "") + piece["reasoning"]
-            if piece.get("tool_calls"):  # whole ones: pieces of calls are for streams
+            if piece.get("tool_calls"):  # whole calls: pieces of calls occur only in streams
                 calls = [
                     {name: value for name, value in call.items() if name != "index"} for call in piece["tool_calls"]
                 ]
@@ -158,12 +158,12 @@ class WholeChoices:
 
     @property
     def choices(self) -> list[Choice]:
-        """All choices so far, by their numbers."""
+        """All choices so far, by index."""
         return [self._choices[index] for index in sorted(self._choices)]
 
 
 def joined_logprobs(before: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Log-probabilities of one piece and of the next."""
+    """The log-probabilities of two consecutive pieces, joined."""
     if before is None:
         return {name: list(values) if isinstance(values, list) else values for name, values in more.items()}
     return {
@@ -174,7 +174,7 @@ def joined_logprobs(before: Mapping[str, Any] | None, more: Mapping[str, Any]) -
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Seconds of one request: from its arrival to the first token, from there to the end, and in the queue."""
+    """Times of one request in seconds: arrival to first token, first token to end, and in the queue."""
 
     ttft_s: float
     decode_s: float
@@ -183,7 +183,7 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Tokens of a prompt by what became of them; the four sum to the prompt's."""
+    """Tokens of a prompt by source of their KV; the four counts sum to the prompt's tokens."""
 
     prefix_exact: int
     reused: int
@@ -192,17 +192,17 @@ class TokenCounts:
 
     @classmethod
     def of(cls, plan: Plan, recomputed: int) -> Self:
-        """Those of an executed plan that computed so many tokens of its reused parts again."""
+        """The counts of an executed plan that recomputed `recomputed` tokens of its reused parts."""
         reused = plan.tokens(KVSource.REUSED) - recomputed
         return cls(plan.tokens(KVSource.EXACT), reused, recomputed, plan.tokens(KVSource.COMPUTED))
 
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
-    """Where the KV of one part of a prompt came from; `segment` and `tier` are None where that is not known.
+    """Where the KV of one part of a prompt came from; `segment` and `tier` are None if unknown.
 
-    `reasons` are those of a method that scores segments (`planning.outcome.reasons_of`). `contexts` is over how many
-    the segment is a mean.
+    `reasons` are given by methods that score segments (`planning.outcome.reasons_of`). `contexts` is the number of
+    contexts if the segment is a mean.
     """
 
     kv_source: str
@@ -214,13 +214,13 @@ class PartSource:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a backend did with a prompt: `sources` of its parts in order, and the positions that it computed again."""
+    """What a backend did with a prompt: the `sources` of its parts in order, and the recomputed positions."""
 
     method: str
     counts: TokenCounts
     sources: Sequence[PartSource]
     recomputed: Sequence[int]
-    """Ascending."""
+    """Positions in ascending order."""
     check_layers: tuple[int, ...] = ()
     stopped_at_layer: int | None = None
 
@@ -233,10 +233,10 @@ def build_report(
     durations: Durations,
     new_tokens: int,
 ) -> ReuseReport:
-    """Tokens by KV source and time by phase of one answer of `new_tokens`.
+    """The report of one answer of `new_tokens`: tokens by KV source and time by phase.
 
-    `choice` is the method that was chosen, `content` what is known of a conversation. What only some
-    backends know has its default, or is 0: phases before the first token, FLOPs, losses.
+    `choice` is the chosen method, `content` the conversation's part of the prompt. Fields that only some backends fill
+    (phases before the first token, FLOPs, losses) have their default or 0.
     """
     prompt, counts = arranged.prompt, outcome.counts
     chunks = _chunk_reports(arranged, outcome)
@@ -277,7 +277,7 @@ def build_report(
 
 
 def _chunk_reports(arranged: Arranged, outcome: Outcome) -> tuple[ChunkReport, ...]:
-    """Each part that can be stored."""
+    """The reports of all parts that can be stored."""
     found = []
     prompt, recomputed = arranged.prompt, outcome.recomputed
     for number, (part, span, source) in enumerate(zip(prompt.parts, prompt.spans(), outcome.sources, strict=True)):

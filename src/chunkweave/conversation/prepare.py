@@ -1,4 +1,4 @@
-"""From a question over chunks to a prompt, an order and a method, for every backend: a tokenizer is all it needs."""
+"""Prepares requests for every backend: prompt, chunk order and method. Needs only a tokenizer."""
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkweave.config import SamplingParams
-from chunkweave.conversation.turns import Build, NextTurn, TurnBuilder, TurnUnderWay
+from chunkweave.conversation.turns import Build, NextTurn, RunningTurn, TurnBuilder
 from chunkweave.errors import PromptTooLongError
 from chunkweave.ordering.arrangement import Arranged, Arranger, Promotion
 from chunkweave.ordering.ordering import ChunkOrder
@@ -28,12 +28,12 @@ from chunkweave.types import Chunk, ChunkId, SegmentId
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRequest:
-    """A request with its prompt, the method chosen for it, what it keeps, and how many tokens it may generate.
+    """A request with its prompt, chosen method, kept data, and maximum number of generated tokens.
 
-    `order` says whether chunks may be reordered: a preparer without an arranger leaves that to its caller. A `raisable`
-    request has not said how much is to be recomputed, so that it may be more where that hides loading. `again` says
-    what a request that is none of a conversation's does not send again, since its messages hold it. `mean` says of
-    which mean the last part is a share, for what is computed beforehand.
+    `order` is whether chunks may be reordered; without an arranger the caller reorders them. A `raisable` request does
+    not set how much is recomputed, so the ratio may be raised where that hides loading. `again` lists chunks that are
+    not sent again because the messages of a request without conversation id contain them. `mean` is set if the last
+    part is computed ahead of requests for a mean.
     """
 
     request: Request
@@ -43,30 +43,30 @@ class PreparedRequest:
     method: ReuseMethod
     kept: Kept
     room: int
-    turn: TurnUnderWay | None = None
+    turn: RunningTurn | None = None
     raisable: bool = False
     again: NextTurn | None = None
     mean: MeanShare | None = None
 
     @property
     def content(self) -> NextTurn | None:
-        """What of a conversation is in its prompt, and what is not sent again; None if nothing is known of one."""
+        """The conversation's part of the prompt, and chunks that are not sent again; None outside conversations."""
         return self.again if self.turn is None else self.turn.content
 
     def raised(self, loading: Loading | None) -> ReuseMethod:
-        """The method for a plan that is made while nothing else is computed: its ratio may be what hides `loading`."""
+        """The method for a plan while nothing else is computed: its ratio may be raised to hide `loading`."""
         if loading is None or not self.raisable:
             return self.method
         return method_for(self.choice, _promotion(self.arranged, self.turn), loading)
 
     @property
     def closing(self) -> tuple[int, ...]:
-        """Tokens that are computed after its answer: those that end a conversation's turn."""
+        """Tokens that are computed after the answer to end a conversation's turn."""
         return () if self.turn is None else self.turn.closing
 
     @property
     def history(self) -> Mapping[int, SegmentId] | None:
-        """Of a conversation, the segments of its earlier turns by the number of their part."""
+        """The segments of a conversation's earlier turns by index of their part; None outside conversations."""
         return None if self.turn is None else self.turn.places(self.prompt)
 
     @property
@@ -82,15 +82,15 @@ class PreparedRequest:
 
 @dataclass(eq=False)
 class RequestPreparer:
-    """Makes prompts, puts their chunks in order, and chooses methods, for one model.
+    """Builds prompts, orders their chunks, and chooses methods, for one model.
 
-    Its only state is what the arranger has counted, and what conversations have said. May be called from several
-    threads; they tokenize beside each other. Prompt and answer have at most `context_tokens`; layers that a request
-    names are held against `num_layers`, where they are known. Chunks are computed beforehand behind `neutral_tokens` of
-    the neutral `passages`, or with a `rule` in contexts of their own corpus. `order` is for requests that say nothing.
+    Its only state is the arranger's counts and the conversations. Thread-safe; threads tokenize concurrently. Prompt
+    and answer have at most `context_tokens`; layers named by a request are checked against `num_layers`, if known.
+    Ahead of requests, chunks are computed behind `neutral_tokens` of the neutral `passages` or, with a `rule`, in
+    contexts of their own corpus. `order` is the default for requests.
 
-    A backend that computes KV itself has an `arranger` and a `store`. `shadow`, if there is one, may replace the method
-    that was chosen by the exact one.
+    A backend that computes KV itself has an `arranger` and a `store`. `shadow`, if given, may replace the chosen method
+    by the exact one.
     """
 
     builder: PromptBuilder
@@ -116,14 +116,14 @@ class RequestPreparer:
         speculative: bool = False,
         build: Build | None = None,
     ) -> PreparedRequest:
-        """Everything that is known of a request before anything is computed. It counts as asked for then.
+        """Prepare a request before anything is computed, and count it as requested.
 
-        `end` or `abandon` it. A `speculative` one counts once it is confirmed. A conversation is cut down to
-        `most_tokens`, its answer among them; a prompt with far more is refused before all of it is tokenized. `build`
-        takes the place of the builder's usual prompt.
+        Call `abandon` if it ends without an answer. A `speculative` request is counted once it is confirmed. A
+        conversation is cut to `most_tokens`, including its answer; a prompt with far more is refused before it is
+        wholly tokenized. `build` replaces the builder's usual prompt.
 
         Raises:
-            UsageError: an empty question or chunk, no such order, a conversation that is still being answered, or a
+            UsageError: an empty question or chunk, an unknown order, a conversation that is still being answered, or a
                 method_request that cannot be met.
             PromptTooLongError: chunks and question do not fit the model's context.
         """
@@ -131,10 +131,10 @@ class RequestPreparer:
         if self.num_layers is not None:
             method_request.refuse_layers_beyond(self.num_layers)
         choice, raisable = self.chooser.choose(method_request), not method_request.sets_budget
-        make_method(choice.method, choice.reuse)  # refused before anything is tokenized, also where it is switched off
+        make_method(choice.method, choice.reuse)  # refused before anything is tokenized, even if reuse is switched off
         if self.shadow is not None:
             choice = self.shadow.allowed(choice)
-        turn: TurnUnderWay | None = None
+        turn: RunningTurn | None = None
         again: NextTurn | None = None
         if request.conversation_id is None:
             most = min(self.context_tokens, most_tokens or self.context_tokens)
@@ -144,7 +144,7 @@ class RequestPreparer:
         room = prompt.room_in(self.context_tokens) - (0 if turn is None else len(turn.closing))
         arranged = self._arrange(prompt, order, request.tenant, counted=not speculative)
         kept = self.chooser.kept(choice)
-        if turn is not None:  # its later turns may be answered by another method
+        if turn is not None:  # later turns may use another method
             kept = replace(kept, kv=True)
         room = min(request.sampling.max_new_tokens, room)
         method = method_for(choice, _promotion(arranged, turn), None)
@@ -159,13 +159,13 @@ class RequestPreparer:
         cache_salt: str = "",
         most_tokens: int | None = None,
     ) -> Iterator[PreparedRequest]:
-        """What computes a chunk before a request needs it, as `beforehand` does of its part; nothing if it is stored.
+        """Requests that compute a chunk ahead of requests (see `beforehand`); none if it is stored.
 
-        Chunks of the pool that have left meanwhile are those `without` which it is done; so is one of these itself.
+        Chunks in `without`, which have left the pool since, are neither computed nor used as contexts.
 
         Raises:
-            UsageError: an empty chunk, or one that is not in the pool.
-            PromptTooLongError: the chunk alone does not fit the model's context, or `most_tokens`.
+            UsageError: the chunk is empty or not in the pool.
+            PromptTooLongError: the chunk alone does not fit into the model's context, or `most_tokens`.
         """
         most = min(self.context_tokens, most_tokens or self.context_tokens)
         part = self.builder.chunk_part(chunk, cache_salt=cache_salt, limit=PromptLimit(most))
@@ -184,16 +184,15 @@ class RequestPreparer:
         most_tokens: int | None = None,
         anew: bool = False,
     ) -> Iterator[PreparedRequest]:
-        """What computes a chunk before a request needs it, each with one token behind it; nothing if that is stored.
+        """Requests that compute a chunk ahead of requests, each with one generated token; none if it is stored.
 
-        With `contexts` it is the mean over these, as far as they fit: each request is for one of them, and before them
-        come those of their chunks that are not stored, behind neutral passages. Ask for the next one when the one
-        before is stored. With `anew` a mean is computed though there is one. `opening=None` is that of the template's
-        instruction. What a chunk's tokens attend to is kept if the usual method reads it, or if it is configured
-        (`CaptureConfig`).
+        With `contexts` they compute the mean over those that fit: one request per context, preceded by requests that
+        compute their missing chunks behind neutral passages. Take the next request only when the one before is stored.
+        With `anew` an existing mean is computed again. `opening=None` means the opening with the template's
+        instruction. Attention profiles are kept if the default method reads them, or if configured (`CaptureConfig`).
 
         Raises:
-            PromptTooLongError: the chunk alone does not fit the model's context.
+            PromptTooLongError: the chunk alone does not fit into the model's context.
         """
         most = self.context_tokens if most_tokens is None else most_tokens
         opening = self.builder.opening(cache_salt=cache_salt) if opening is None else opening
@@ -223,14 +222,14 @@ class RequestPreparer:
         group = f"{mean_id(prompt.contexts()[-1] for prompt in prompts)} {part.id}"
         for prompt in prompts:
             if not anew and self._has_mean(part):
-                return  # another call has computed it meanwhile
+                return  # another call has computed it
             yield self._computing(prompt, cache_salt, MeanShare(group, len(prompts), anew=anew))
 
     def _has_mean(self, part: PromptPart) -> bool:
         return any(record.contexts for record in self._stored(Prompt((part,))))
 
     def _stored(self, prompt: Prompt) -> Sequence[SegmentRecord]:
-        """What is stored of a prompt's last part."""
+        """The stored segments of a prompt's last part."""
         return () if self.store is None else self.store.lookup(prompt).parts[-1].variants
 
     def _computing(self, prompt: Prompt, cache_salt: str, mean: MeanShare | None = None) -> PreparedRequest:
@@ -242,28 +241,28 @@ class RequestPreparer:
         return PreparedRequest(request, ChunkOrder.FIXED, Arranged(prompt), choice, method, kept, room, mean=mean)
 
     def pool_of(self, chunks: Sequence[Chunk | str], *, cache_salt: str = "") -> ContextPool | None:
-        """Chunks that are computed beforehand together, behind each other; None if neutral passages are wanted.
+        """The pool in which chunks are computed ahead of requests; None if neutral passages are configured instead.
 
         Raises:
-            UsageError: an empty chunk.
+            UsageError: a chunk is empty.
         """
         if self.rule is None:
             return None
         return ContextPool(self.storable_parts(chunks, cache_salt=cache_salt))
 
     def drop_first_passes(self, pool: ContextPool | None) -> int:
-        """Remove what contexts were woven from, of the chunks of which a mean is stored; returns how many segments."""
+        """Remove the first-pass segments of chunks that have a stored mean; returns how many copies were removed."""
         if pool is None or self.store is None:
             return 0
         chunks = {part.id for part in pool.parts if part.id is not None}
         return self.store.drop_first_passes(chunks, alone=not self.neutral_tokens)
 
     def preamble(self, opening: Sequence[PromptPart]) -> tuple[PromptPart, ...]:
-        """What chunks are computed behind beforehand with this opening."""
+        """The preamble with this opening, behind which chunks are computed ahead of requests."""
         return self.builder.preamble(self.passages, self.neutral_tokens, opening=opening)
 
     def storable_parts(self, chunks: Sequence[Chunk | str], *, cache_salt: str) -> list[PromptPart]:
-        """Chunks as they are in every prompt, without those that no context can hold: nothing is stored of these."""
+        """The parts for chunks, without chunks that do not fit into the model's context: these are never stored."""
         parts = []
         for chunk in chunks:
             with suppress(PromptTooLongError):
@@ -272,31 +271,31 @@ class RequestPreparer:
         return parts
 
     def confirm(self, prepared: PreparedRequest) -> None:
-        """A speculative request is asked for."""
+        """Count a confirmed speculative request."""
         if self.arranger is not None:
             with self._arranging:
                 self.arranger.count(prepared.prompt, free=prepared.arranged.free, tenant=prepared.request.tenant)
 
     def load_counts(self, path: Path | None) -> None:
-        """Count what an earlier process saved."""
+        """Load the arranger's counts of an earlier process."""
         if self.arranger is not None:
             with self._arranging:
                 self.arranger.load(path)
 
     def save_counts(self, path: Path | None) -> None:
-        """Keep what was asked for over a restart."""
+        """Save the arranger's counts for a restart."""
         if self.arranger is not None:
             with self._arranging:
                 self.arranger.save(path)
 
     def answered(self, prepared: PreparedRequest, arranged: Arranged) -> None:
-        """A request was answered with its chunks `arranged` so; a later one may send its messages again."""
+        """Note that a request was answered with its chunks `arranged` so; a later one may send its messages again."""
         if prepared.turn is None:
             ranks = sorted(arranged.ranks.items())
             self.turn_builder.answered(prepared.request, [prepared.request.chunks[rank] for _, rank in ranks])
 
     def abandon(self, prepared: PreparedRequest) -> None:
-        """A request ends without an answer; a no-op after its end."""
+        """End a request without an answer. Idempotent, and does nothing after its end."""
         if prepared.turn is not None:
             self.turn_builder.abandon(prepared.turn)
 
@@ -318,6 +317,6 @@ class RequestPreparer:
             return self.arranger.arrange(prompt, order, counted=counted, tenant=tenant)
 
 
-def _promotion(arranged: Arranged, turn: TurnUnderWay | None) -> Promotion | None:
-    """Over what an exact prefix may grow; a conversation keeps all that its next turn builds on."""
+def _promotion(arranged: Arranged, turn: RunningTurn | None) -> Promotion | None:
+    """The promotion that may extend an exact prefix; None in a conversation, whose next turn continues this one."""
     return arranged.promotion if turn is None else None

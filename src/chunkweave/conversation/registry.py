@@ -1,4 +1,4 @@
-"""The conversations that are going on: a bounded number, each tenant's apart, idle ones forgotten."""
+"""The registry of active conversations: bounded, separate by tenant, idle ones expire."""
 
 import hashlib
 import time
@@ -20,20 +20,20 @@ from chunkweave.prompt.parts import PromptPart
 from chunkweave.types import SegmentId
 
 Key = tuple[str, str]
-"""(cache salt, conversation id): ids of different tenants never meet."""
+"""(cache salt, conversation id): ids of different salts are independent."""
 
 _MOST_FORGOTTEN = 16_384
-"""Names of forgotten conversations that are remembered of each tenant, as hashes."""
+"""Maximum number of forgotten conversations per tenant whose ids are remembered, as hashes."""
 
 OnSegments = Callable[[Collection[SegmentId]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryPart:
-    """A part that a conversation's context holds, and the segment with the KV that its answers were decoded over.
+    """A part of a conversation's history, and the segment with the KV that its answers were decoded over.
 
-    It is the conversation's `own` if other requests can hardly use it: a turn, or a chunk that was computed after one
-    or woven for this conversation.
+    `own` segments are of little use to other requests: turns, and chunks that were computed after one or woven for this
+    conversation.
     """
 
     part: PromptPart
@@ -43,13 +43,13 @@ class HistoryPart:
 
 @dataclass(frozen=True, slots=True)
 class PastTurn:
-    """The chunks that were new in a turn, and as the last part its question with the answer."""
+    """The chunks that were new in a turn; the last part is its question with the answer."""
 
     parts: tuple[HistoryPart, ...]
 
     @property
     def chunks(self) -> tuple[PromptPart, ...]:
-        """The chunks that were sent with it."""
+        """The chunks that were sent with the turn."""
         return tuple(one.part for one in self.parts[:-1])
 
     @property
@@ -60,12 +60,12 @@ class PastTurn:
 
 @dataclass(frozen=True, slots=True)
 class ConversationState:
-    """A conversation as it is between two turns. `system` is its instruction, None the template's own."""
+    """A conversation between two turns. `system` is its instruction; None means the template's."""
 
     turns: tuple[PastTurn, ...] = ()
     system: str | None = None
     turn_count: int = 0
-    """Turns so far, with those that were cut off."""
+    """Number of turns so far, including those that were cut off."""
 
 
 @dataclass(slots=True)
@@ -77,13 +77,13 @@ class _Entry:
 
 
 class Conversations:
-    """The conversations of one engine: `ChunkMap` of CRAFT §4.3, with the turns that hold its chunks.
+    """The conversations of one engine: `ChunkMap` of CRAFT §4.3, with the turns that contain its chunks.
 
-    A turn begins with `begin` and ends with `commit` or `abandon`; in between no other turn of it may begin.
-    Conversations live in this process alone; a restarted one finds segments in its store, not conversations. Where
-    there are too many, the one idle for longest is forgotten, of a tenant that has more than its share. `kept` is
-    called with segments that only conversations can use when they join one, `released` when no conversation has them
-    any more: it was cut, expired or closed. Thread-safe; both are called without the lock held.
+    A turn starts with `begin` and ends with `commit` or `abandon`; until then no other turn of the conversation can
+    start. Conversations are kept in this process only; after a restart the store still has their segments. If there are
+    too many, the one that is idle longest is forgotten, among tenants above their share. `kept` is called with `own`
+    segments when they join a conversation, `released` when no conversation holds them any more (cut, expired or
+    closed). Thread-safe; both are called without the lock.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class Conversations:
         self._kept = kept
         self._released = released
         self._lock = Lock()
-        self._entries: dict[Key, _Entry] = {}  # the one idle for longest first
-        self._forgotten: dict[str, dict[bytes, None]] = {}  # hashes of keys by tenant, the oldest first
+        self._entries: dict[Key, _Entry] = {}  # longest idle first
+        self._forgotten: dict[str, dict[bytes, None]] = {}  # hashes of keys by tenant, oldest first
         self._holders: Counter[SegmentId] = Counter()
         self._freed: set[SegmentId] = set()
 
@@ -108,36 +108,36 @@ class Conversations:
         return len(self._entries)
 
     def state(self, key: Key) -> ConversationState | None:
-        """A conversation as of its last finished turn; None if there is none of that key."""
+        """A conversation after its last finished turn, or None."""
         with self._changing():
             self._expire()
             entry = self._entries.get(key)
             return None if entry is None else entry.state
 
     def open(self, key: Key, system: str | None = None) -> None:
-        """Begin a conversation that has no turn yet, with an instruction of its own.
+        """Create a conversation without turns, with its own instruction.
 
         Raises:
-            UsageError: there is one of that key.
-            QueueFullError: there are as many as may be, and none can be forgotten now.
+            UsageError: the key is in use.
+            QueueFullError: the limit on conversations is reached, and none can be forgotten now.
         """
         with self._changing():
             self._expire()
             if key in self._entries:
-                raise UsageError(f"there is a conversation {key[1]!r} already: go on with it, or close it")
+                raise UsageError(f"the conversation {key[1]!r} already exists: continue it, or close it")
             self._enter(key, "", ConversationState(system=system))
 
     def begin(self, key: Key, *, tenant: str = "", turn: int | None = None) -> ConversationState:
-        """Begin a turn of a `tenant`'s conversation, of a new one if there is none of that key.
+        """Start a turn of a `tenant`'s conversation, or of a new one if the key is unknown.
 
-        With the number of the `turn`, from 1, that is done for the first turn alone. Without one, a conversation that
-        was forgotten is not begun anew, as long as its name is remembered: `_MOST_FORGOTTEN` are of each tenant.
+        With a `turn` number (from 1), a new conversation is created only for turn 1. Without a number, a forgotten
+        conversation is not created again while its id is remembered (`_MOST_FORGOTTEN` per tenant).
 
         Raises:
             ConversationBusyError: its last turn has not ended.
-            ConversationEndedError: it was forgotten, or there is none and this is a later turn.
+            ConversationEndedError: it was forgotten, or it does not exist and `turn` is above 1.
             ConversationTurnError: another turn comes next.
-            QueueFullError: there are as many as may be, and none can be forgotten now.
+            QueueFullError: the limit on conversations is reached, and none can be forgotten now.
         """
         with self._changing():
             self._expire()
@@ -145,8 +145,8 @@ class Conversations:
             gone = _digest(key) in self._forgotten.get(tenant, ()) if turn is None else turn > 1
             if entry is None and gone:
                 raise ConversationEndedError(
-                    f"there is no conversation {key[1]!r} here any more: it was idle for too long, made room for "
-                    f"others, or this process began later; turn 1 begins it anew"
+                    f"the conversation {key[1]!r} no longer exists: it was idle for too long, was forgotten to make "
+                    f"room, or this process was restarted; turn 1 starts it again"
                 )
             entry = entry or self._enter(key, tenant, ConversationState())
             if entry.busy:
@@ -155,13 +155,13 @@ class Conversations:
                 )
             if turn not in (None, entry.state.turn_count + 1):
                 raise ConversationTurnError(
-                    f"turn {entry.state.turn_count + 1} of the conversation {key[1]!r} comes next here, not turn {turn}"
+                    f"the next turn of the conversation {key[1]!r} is turn {entry.state.turn_count + 1}, not {turn}"
                 )
             entry.busy = True
             return entry.state
 
     def commit(self, key: Key, before: ConversationState, after: ConversationState) -> None:
-        """End a turn that began with `before`: the conversation is as `after` says, unless it was closed meanwhile."""
+        """End a turn that started from `before`: the state becomes `after`, unless the conversation was closed."""
         with self._changing():
             if self._rest(key, before):
                 self._entries[key].state = after
@@ -171,17 +171,17 @@ class Conversations:
             self._kept(held)
 
     def holds(self, segment: SegmentId) -> bool:
-        """Whether a segment is some conversation's own, so that it goes when no conversation has it any more."""
+        """Whether a segment is a conversation's own, so that it is dropped when no conversation holds it any more."""
         with self._lock:
             return self._holders[segment] > 0
 
     def abandon(self, key: Key, before: ConversationState) -> None:
-        """End a turn without an answer: the conversation is as it was `before`. A second time is harmless."""
+        """End a turn without an answer: the state stays `before`. Idempotent."""
         with self._lock:
             self._rest(key, before)
 
     def close(self, key: Key) -> bool:
-        """Forget a conversation, whatever it is doing; False if it is not known."""
+        """Forget a conversation, even while it is being answered; False if it is unknown."""
         with self._changing():
             if key not in self._entries:
                 return False
@@ -189,13 +189,13 @@ class Conversations:
             return True
 
     def expire(self) -> int:
-        """Forget those that were idle for too long; returns how many. It happens with every turn that begins, too."""
+        """Forget conversations that were idle for too long; returns how many. Every `begin` does this too."""
         with self._changing():
             return self._expire()
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Hold the lock; afterwards, without it, release the segments that no conversation holds any more."""
+        """Hold the lock; afterwards, without it, call `released` for segments that no conversation holds any more."""
         try:
             with self._lock:
                 yield
@@ -214,7 +214,7 @@ class Conversations:
         return entry
 
     def _dispensable(self, tenant: str) -> Key:
-        """What makes room for another conversation of `tenant`: the one idle longest of those above their share."""
+        """The conversation to forget for a new one of `tenant`: the longest idle of tenants above their share."""
         held = Counter(entry.tenant for entry in self._entries.values())
         held[tenant] += 1
         equal = self.config.max_conversations // len(held)
@@ -234,7 +234,7 @@ class Conversations:
         self._drop(key)
 
     def _rest(self, key: Key, before: ConversationState) -> bool:
-        """Whether the turn that began with `before` is still going on; from now on it is not."""
+        """End the turn that started from `before`; False if it had already ended."""
         entry = self._entries.get(key)
         if entry is None or not entry.busy or entry.state is not before:
             return False

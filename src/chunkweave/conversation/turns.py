@@ -1,4 +1,4 @@
-"""Turns of conversations: what goes into a turn's prompt, and what the next one goes on from (CRAFT §4.3)."""
+"""Turns of conversations: a turn's prompt, and the state from which the next turn continues (CRAFT §4.3)."""
 
 import hashlib
 import time
@@ -18,15 +18,15 @@ from chunkweave.store.records import segment_id
 from chunkweave.types import Chunk, ChunkId, SegmentId, Span
 
 Build = Callable[[Request, PromptLimit], Prompt]
-"""Makes the prompt of a request that belongs to no conversation."""
+"""Builds the prompt of a request without a conversation id."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextTurn:
-    """What the next prompt holds between instruction and question.
+    """The content of the next prompt between instruction and question.
 
-    `kept` are the turns that stay, of which `cut` older ones were cut off; `new` are the chunks to send, `not_sent`
-    those that are there already, or were given twice.
+    `kept` are the turns that stay; `cut` older ones were cut off. `new` are the chunks to send, `not_sent` those that
+    are already in the prompt or were given twice.
     """
 
     kept: tuple[PastTurn, ...]
@@ -36,17 +36,17 @@ class NextTurn:
 
     @property
     def history(self) -> tuple[HistoryPart, ...]:
-        """All parts of the turns that stay."""
+        """All parts of the kept turns."""
         return tuple(part for turn in self.kept for part in turn.parts)
 
     @property
     def history_tokens(self) -> int:
-        """Tokens of the turns that stay."""
+        """Tokens of the kept turns."""
         return sum(turn.tokens for turn in self.kept)
 
     @property
     def tokens(self) -> int:
-        """Tokens of the turns that stay and of the new chunks."""
+        """Tokens of the kept turns and the new chunks."""
         return self.history_tokens + sum(map(len, self.new))
 
 
@@ -60,9 +60,9 @@ def next_turn(
 ) -> NextTurn:
     """The latest turns and new chunks that together have at most `room` tokens.
 
-    All turns if they fit. Else the oldest are cut off: of the rest as many stay as fit and have at most `keep_tokens`.
-    A chunk whose turn was cut off is new again. If nothing can stay and the new chunks alone do not fit, the result is
-    larger than `room`. Without `deduplicate` all chunks are sent, as they are given.
+    All turns are kept if they fit. Else the oldest are cut off, until the rest fits and has at most `keep_tokens`. A
+    chunk whose turn was cut off is new again. If no turn can be kept and the new chunks alone do not fit, the result
+    exceeds `room`. Without `deduplicate` all chunks are sent as given.
     """
     sent_in: dict[ChunkId | None, int] = {}
     given = list(chunks)
@@ -92,16 +92,16 @@ def _others(chunks: Sequence[PromptPart], new: Sequence[PromptPart]) -> Iterator
 
 
 _ANSWER_SHARE = 4
-"""At most the context over this is kept free for an answer; history is not cut for one that may be longer."""
+"""At most this fraction (1/4) of the context is reserved for an answer; history is not cut for a longer one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TurnUnderWay:
+class RunningTurn:
     """A question of a conversation that is being answered.
 
-    `before` is the conversation's state before it, `system` its instruction, `content` what of it and of the new chunks
-    is in the prompt. `closing` are the tokens that end the turn after its answer. `held` tells of a segment whether it
-    is a conversation's own.
+    `before` is the conversation's state before the turn, `system` its instruction, `content` the history and new chunks
+    in the prompt. `closing` are the tokens that end the turn after its answer. `held` returns whether a segment is a
+    conversation's own.
     """
 
     key: Key
@@ -112,7 +112,7 @@ class TurnUnderWay:
     held: Callable[[SegmentId], bool]
 
     def places(self, prompt: Prompt) -> Mapping[int, SegmentId]:
-        """The segments of the history by the place of their part in the turn's prompt."""
+        """The segments of the history by index of their part in the turn's prompt."""
         first = next(
             (place for place, part in enumerate(prompt.parts) if part.kind not in (PartKind.START, PartKind.SYSTEM)), 0
         )
@@ -120,17 +120,16 @@ class TurnUnderWay:
 
 
 _MOST_SENT_CHARACTERS = 32 << 20
-"""Of all chunks that `SentChunks` remembers together."""
+"""Limit on the characters of all chunks in `SentChunks`."""
 
 
 class SentChunks:
-    """The chunks that were sent with each question of clients that send all messages again: `ChunkMap` without ids.
+    """The chunks sent with each question, for clients that resend all messages: `ChunkMap` without ids.
 
-    CRAFT §4.3 keeps what a session's context holds under its id. Here a turn is known by its content: the salt, the
-    instruction, all questions and answers before it, and its own question. Its own answer does not count: a turn is
-    found whatever became of that. There are at most as many turns as conversations may be, and none that was idle
-    for longer than one may be; of more, the one idle for longest is forgotten of the salt that holds the most text.
-    What was sent with a forgotten turn is not in the prompt, and is sent again. Thread-safe.
+    CRAFT §4.3 keeps the chunks in a session's context by session id. Here the key of a turn is its content: the salt,
+    the instruction, all earlier questions and answers, and its own question, but not its answer. The limits on the
+    number and idle time of conversations apply to turns. Beyond them, the longest idle turn of the salt with the most
+    text is forgotten; its chunks are then not in the prompt and are sent again. Thread-safe.
     """
 
     def __init__(self, config: ConversationConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -144,12 +143,12 @@ class SentChunks:
         return sum(map(len, self._turns.values()))
 
     def before(self, request: Request) -> tuple[tuple[Chunk, ...], ...]:
-        """For each question of a request's history the chunks that were new with it; none where that is not known."""
+        """For each question of a request's history, the chunks that were new with it; empty if unknown."""
         with self._lock:
             return tuple(self._found(request.cache_salt, key) for key in _turn_keys(request)[:-1])
 
     def note(self, request: Request, chunks: Sequence[Chunk]) -> None:
-        """A request was answered whose prompt had these new chunks, in this order, before its question."""
+        """Note that a request was answered with these new chunks, in this order, before its question."""
         salt, key = request.cache_salt, _turn_keys(request)[-1]
         with self._lock:
             self._forget(salt, key)
@@ -186,7 +185,7 @@ def _characters(chunks: Sequence[Chunk]) -> int:
 
 
 def _turn_keys(request: Request) -> list[bytes]:
-    """A hash of what was said up to each question, the request's own last."""
+    """A hash of the messages up to each question; the request's own question is last."""
     digest, keys = hashlib.blake2b(repr(request.system).encode(), digest_size=16), []
     for question, answer in (*request.history, (request.question, "")):
         digest.update(repr(question.strip()).encode())
@@ -196,7 +195,7 @@ def _turn_keys(request: Request) -> list[bytes]:
 
 
 class TurnBuilder:
-    """Begins and ends turns with one model's builder. What has been said is in `conversations`."""
+    """Starts and ends turns with one model's builder. `conversations` holds the history."""
 
     def __init__(self, builder: PromptBuilder, conversations: Conversations, max_positions: int) -> None:
         self.conversations = conversations
@@ -205,14 +204,14 @@ class TurnBuilder:
         self._max_positions = max_positions
 
     def without_id(self, request: Request, build: Build, most_tokens: int) -> tuple[Request, Prompt, NextTurn | None]:
-        """The prompt of a request that belongs to no conversation, and the request as it was made.
+        """The prompt of a request without a conversation id, and the request that it was built from.
 
-        With `deduplicate`, the chunks that were sent with the questions of its history stand before these again, where
-        their KV is, and are not sent another time. Where all of it does not fit, those of the oldest turns are left
-        out; what stood there is new again. The history itself is never cut.
+        With `deduplicate`, chunks sent with earlier questions are placed before these again, where their KV matches,
+        and are not sent a second time. If the prompt does not fit, the chunks of the oldest turns are omitted there and
+        are new again. The history itself is never cut.
 
         Raises:
-            UsageError, PromptTooLongError: what `build` raises.
+            UsageError, PromptTooLongError: raised by `build`.
         """
         if not self.conversations.config.deduplicate:
             return request, build(request, PromptLimit(most_tokens)), None
@@ -236,24 +235,24 @@ class TurnBuilder:
         return asked, prompt, NextTurn((), 0, (), not_sent)
 
     def answered(self, request: Request, chunks: Sequence[Chunk | str]) -> None:
-        """A request that belongs to no conversation was answered with these new `chunks` in this order."""
+        """Note that a request without a conversation id was answered with these new `chunks`, in this order."""
         if self.conversations.config.deduplicate:
             self._sent.note(request, [_chunk(one) for one in chunks])
 
-    def begin(self, request: Request, *, most_tokens: int | None = None) -> tuple[TurnUnderWay, Prompt]:
-        """The turn that `request` asks for and its prompt; `end` or `abandon` it.
+    def begin(self, request: Request, *, most_tokens: int | None = None) -> tuple[RunningTurn, Prompt]:
+        """Start the turn of `request`; returns it with its prompt. End it with `end` or `abandon`.
 
-        The oldest turns are cut off where prompt and answer would have more than `most_tokens` or the model's context.
+        The oldest turns are cut off if prompt and answer would exceed `most_tokens` or the model's context.
 
         Raises:
-            UsageError: an empty question or chunk, or a chat template that takes no second turn.
-            PromptTooLongError: not even the new turn fits.
+            UsageError: an empty question or chunk, or a chat template that does not support a second turn.
+            PromptTooLongError: the new turn alone does not fit.
             ConversationBusyError: the conversation's last question is still being answered.
             ConversationEndedError: it was forgotten.
-            ConversationTurnError: the request's is not the turn that comes next.
+            ConversationTurnError: the request's `turn` is not the next turn.
             QueueFullError: too many conversations are being answered.
         """
-        assert request.conversation_id is not None, "a turn is one of a conversation"
+        assert request.conversation_id is not None, "a turn needs a conversation id"
         positions = min(self._max_positions, most_tokens or self._max_positions)
         limit = PromptLimit(positions)
         closing = self._builder.turn_break_ids
@@ -278,23 +277,23 @@ class TurnBuilder:
             )
             if fixed + content.tokens > most:
                 raise PromptTooLongError(
-                    f"the new turn alone has {fixed + content.tokens} tokens, but a turn of a conversation may have "
-                    f"{most} here; send fewer or smaller chunks"
+                    f"the new turn alone has {fixed + content.tokens} tokens, but a turn of a conversation may have at "
+                    f"most {most}; send fewer or smaller chunks"
                 )
         except BaseException:
             self.conversations.abandon(key, before)
             raise
         parts = (*opening, *(one.part for one in content.history), *content.new, question)
-        return TurnUnderWay(key, before, system, content, closing, self.conversations.holds), Prompt(parts)
+        return RunningTurn(key, before, system, content, closing, self.conversations.holds), Prompt(parts)
 
-    def said(self, turn: TurnUnderWay, prompt: Prompt, answer_ids: Sequence[int]) -> PromptPart:
-        """The part that a turn is in later prompts: its question, the complete answer, and what ends it."""
+    def said(self, turn: RunningTurn, prompt: Prompt, answer_ids: Sequence[int]) -> PromptPart:
+        """The turn as a part of later prompts: its question, the complete answer, and the tokens that end it."""
         return self._builder.turn_part(prompt.parts[-1], answer_ids, cache_salt=turn.key[0])
 
     def end(
-        self, turn: TurnUnderWay, prompt: Prompt, said: PromptPart, history: Sequence[HistoryPart] | None = None
+        self, turn: RunningTurn, prompt: Prompt, said: PromptPart, history: Sequence[HistoryPart] | None = None
     ) -> None:
-        """Keep what was `said` for the turns to come, behind the `history`; without one, the KV is kept elsewhere."""
+        """Add the turn `said` to the conversation, after `history`; None if the KV is kept outside our store."""
         assert said.id is not None, "a turn has an id"
         own = history is not None
         if history is None:
@@ -313,8 +312,8 @@ class TurnBuilder:
         after = ConversationState(tuple(turns), turn.system, turn.before.turn_count + 1)
         self.conversations.commit(turn.key, turn.before, after)
 
-    def abandon(self, turn: TurnUnderWay) -> None:
-        """Let the conversation be as it was before; harmless once the turn has ended."""
+    def abandon(self, turn: RunningTurn) -> None:
+        """Discard the turn: the conversation stays in its earlier state. Does nothing after the turn has ended."""
         self.conversations.abandon(turn.key, turn.before)
 
 
@@ -322,12 +321,12 @@ def _chunk(chunk: Chunk | str) -> Chunk:
     return Chunk(chunk) if isinstance(chunk, str) else chunk
 
 
-def history_after(prompt: Prompt, plan: Plan, turn: TurnUnderWay, woven: Collection[Span]) -> tuple[HistoryPart, ...]:
-    """Chunks and turns of a prompt with the segments that hold them as they were prefilled; call it before storing.
+def history_after(prompt: Prompt, plan: Plan, turn: RunningTurn, woven: Collection[Span]) -> tuple[HistoryPart, ...]:
+    """Chunks and turns of a prompt with the segments of their prefilled KV. Call it before storing.
 
-    Parts whose spans are in `woven` are kept as they were recomputed. A chunk may be taken from what is a
-    conversation's own: from an earlier turn of this one, which may have been cut off, or from another one. It is this
-    one's own too then, so that it stays.
+    Parts whose spans are in `woven` are kept in their recomputed form. A chunk may have been taken from a
+    conversation's own segments: of an earlier turn of this conversation, even a cut one, or of another conversation. It
+    then becomes this conversation's own too, so that it is kept.
     """
     history: list[HistoryPart] = []
     behind_turn = False

@@ -1,4 +1,4 @@
-"""The engine for many requests at once: asynchronous streams over a thread that runs the steps."""
+"""The engine for many concurrent requests: asynchronous streams over a thread that runs the steps."""
 
 import asyncio
 import itertools
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class AnswerStream:
-    """One request's answer as it comes: an asynchronous iterator whose last event carries the whole `Answer`.
+    """A stream of one request's answer: an asynchronous iterator whose last event carries the whole `Answer`.
 
-    Belongs to the event loop that it was made for. Leaving it early does not end the request; `aclose` does, and so
-    does leaving an `async with`.
+    Belongs to one event loop. Breaking out of the iteration does not end the request; `aclose` does, and so does
+    leaving an `async with`.
 
     >>> import asyncio
     >>> from chunkweave import AsyncEngine, Engine, Request
@@ -56,11 +56,11 @@ class AnswerStream:
     ) -> None:
         self.id = number
         self.begun = False
-        """Whether there is, or was, a first piece to be read, or the reason why there is none."""
+        """Whether an event was delivered: a piece of text, or the error."""
         self.failed = False
-        """Whether it has ended, or will as soon as it is read, without an answer."""
+        """Whether the last delivered event is an error, read or not."""
         self.on_confirm: Callable[[], None] = lambda: None
-        """What `confirm` does; the engine's."""
+        """Called by `confirm`; set by the engine."""
         self._abort = abort
         self._loop = loop
         self._events: asyncio.Queue[StreamEvent | Exception] = asyncio.Queue()
@@ -70,10 +70,10 @@ class AnswerStream:
         return self
 
     async def __anext__(self) -> StreamEvent:
-        """The next piece.
+        """The next event.
 
         Raises:
-            RequestEndedError: there will be no answer: deadline, abort, or it failed twice.
+            RequestEndedError: there is no answer: deadline passed, aborted, or failed twice.
             ChunkweaveError: the request itself was wrong.
         """
         if self._ended:
@@ -92,22 +92,22 @@ class AnswerStream:
         await self.aclose()
 
     async def answer(self) -> Answer:
-        """Wait for the whole answer; raises what iterating raises."""
+        """Wait for the whole answer. Raises what iterating raises."""
         async for event in self:
             if event.answer is not None:
                 return event.answer
         raise UsageError(f"the stream of request {self.id} was read to its end already")
 
     def confirm(self) -> None:
-        """Make a speculative request an ordinary one, or count it as asked for if it has its answer already.
+        """Make a speculative request an ordinary one; if it has its answer already, count it as requested.
 
         Raises:
-            QueueFullError: it would have to wait, and as many wait as may. It is still a speculation then.
+            QueueFullError: it would be pending, and the queue is full. It stays a speculation.
         """
         self.on_confirm()
 
     def abort(self) -> None:
-        """End the request, which raises `RequestAbortedError` where it is read, unless it has ended."""
+        """Abort the request unless it has ended; readers get `RequestAbortedError`."""
         with suppress(UnknownRequestError):  # it has ended meanwhile
             self._abort(self.id)
 
@@ -118,7 +118,7 @@ class AnswerStream:
             self.abort()
 
     def deliver(self, event: StreamEvent | Exception) -> None:
-        """Put an event in, from any thread. After the loop has ended it is dropped."""
+        """Add an event, from any thread. Dropped if the event loop is closed."""
         self.failed = isinstance(event, Exception)
         self.begun = True
         with suppress(RuntimeError):  # the loop is closed
@@ -130,7 +130,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A request whose stream has not had its last event."""
+    """A request whose last event was not delivered yet."""
 
     request: RequestState
     stream: AnswerStream
@@ -138,10 +138,10 @@ class _Open:
 
 
 class AsyncEngine:
-    """Answers many requests at once with one engine's model and store; one thread of its own runs the steps.
+    """Answers many requests concurrently with one engine's model and store; its own thread runs the steps.
 
-    All methods may be called from any thread. The engine that it was made of must not be used until this one is closed,
-    which does not close that, but for what is handed to `between_steps`.
+    All methods are thread-safe. The engine passed in must not be used until this one is closed, except in
+    `between_steps`. Closing does not close that engine.
 
     >>> import asyncio
     >>> from chunkweave import AsyncEngine, Engine, Request
@@ -185,7 +185,7 @@ class AsyncEngine:
 
     @property
     def stats(self) -> BatchingStats:
-        """What is going on now, and what has been done."""
+        """Current state and counters since the start."""
         with self._changed:
             stats = self._core.stats
             waiting = max(0, len(self._open) - stats.running)
@@ -200,23 +200,23 @@ class AsyncEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits or runs, be it in the background or a shadow check."""
+        """Whether no request is pending or running, background work and shadow checks included."""
         return not self._open and not self._core.can_check
 
     @property
     def closed(self) -> bool:
-        """Whether it takes nothing more: it was closed, or ended by a bug that the log tells."""
+        """Whether it accepts no more requests: it was closed, or an internal error stopped it (see the log)."""
         return self._closing
 
     @property
     def reorders(self) -> bool:
-        """Whether a request of free order is the same with its chunks in another sequence."""
+        """Whether requests with free order ignore the sequence of their chunks."""
         arranger = self._preparer.arranger
         return arranger is not None and arranger.reorders
 
     @property
     def most_tokens(self) -> int:
-        """No prompt with more tokens is taken, however long the model's context is."""
+        """Most tokens of a prompt, also if the model's context is longer."""
         return self._core.most_tokens
 
     def submit(
@@ -230,23 +230,23 @@ class AsyncEngine:
         tenant: str = "",
         **options: Unpack[MethodOptions],
     ) -> AnswerStream:
-        """Let a request wait for its turn; returns the stream of its answer at once.
+        """Queue a request; returns the stream of its answer at once.
 
-        `options` say how chunks are reused, as in `Engine.generate`, unless `method_request` does. `loop` is the event
-        loop that will read the stream (None: the one that runs here). Name it to call this from another thread: the
-        prompt is tokenized before it returns, which takes a while for a long one.
+        `options` say how chunks are reused, as in `Engine.generate`, unless `method_request` is given. `loop` is the
+        event loop that reads the stream (None: the running one). Pass it to call this from another thread: the prompt
+        is tokenized before this returns, which takes time for a long one.
 
-        After `deadline_s` seconds (None: the configured ones) the request ends with `DeadlineError`. A `speculative`
-        request runs when there is nothing else to do, and delays no other by more than a layer until it is confirmed.
-        Tenants share queue, steps, places and memory by their weights (`BatchingConfig.tenant_weight`).
+        After `deadline_s` seconds (None: the configured deadline) the request ends with `DeadlineError`. A
+        `speculative` request runs only when nothing else does, and delays others by at most one layer until it is
+        confirmed. Tenants share queue, steps, running slots and memory by weight (`BatchingConfig.tenant_weight`).
 
         Raises:
-            QueueFullError: as many requests wait as may, and the tenant's share of them; this is the back-pressure to
-                pass on. For requests that are not speculative, speculations do not count.
+            QueueFullError: the queue, and the tenant's share of it, is full: pass this back-pressure on. Ordinary
+                requests do not count speculations.
             RequestAbortedError: the engine is closed.
             UsageError: as `Engine.generate`, or a deadline that is not positive.
-            RuntimeError: no loop is named, and none runs here.
-            PromptTooLongError: it fits neither the model's context nor the engine's KV memory.
+            RuntimeError: no loop is given and none is running.
+            PromptTooLongError: the prompt exceeds the model's context or the engine's KV memory.
         """
         arrived_s = time.perf_counter()
         loop = loop or asyncio.get_running_loop()
@@ -278,13 +278,13 @@ class AsyncEngine:
         without: Collection[ChunkId] = (),
         cache_salt: str = "",
     ) -> Iterator[PreparedRequest]:
-        """What `compute` is to be given one after the other, so that a chunk is stored as `Engine.precompute` does it.
+        """The requests to pass to `compute`, in order, so that a chunk is stored as `Engine.precompute` stores it.
 
-        Chunks of the pool that have left meanwhile are those `without` which it is done.
+        `without` are chunks that have left the pool; they are not used as context.
 
         Raises:
             UsageError: an empty chunk, or one that is not in the pool.
-            PromptTooLongError: it fits neither the model's context nor the engine's KV memory.
+            PromptTooLongError: the chunk exceeds the model's context or the engine's KV memory.
         """
         most_tokens = self._core.most_tokens
         return self._preparer.prepare_beforehand(
@@ -294,10 +294,10 @@ class AsyncEngine:
     def compute(
         self, beforehand: PreparedRequest, *, loop: asyncio.AbstractEventLoop | None = None, tenant: str = ""
     ) -> AnswerStream:
-        """Compute and store one of `beforehand`, behind all that is asked.
+        """Compute and store one request of `beforehand`, in the background.
 
-        It takes the tokens that others leave of their steps, and as many as they do at once. Once the stream has ended,
-        it is stored as far as there is room. `loop` is as in `submit`.
+        It uses the tokens that other requests leave of their steps. When the stream ends, the result is stored if there
+        is room. `loop` is as in `submit`.
 
         Raises:
             RequestAbortedError: the engine is closed.
@@ -309,21 +309,21 @@ class AsyncEngine:
         )
 
     def confirm(self, number: int) -> None:
-        """A speculation is wanted: from now on it is a request like others. A second time is harmless.
+        """Make a speculative request an ordinary one. Idempotent.
 
         Raises:
-            UnknownRequestError: no request of that id is under way; its stream may have its answer already.
-            QueueFullError: it would have to wait, and as many wait as may. It is still a speculation then.
+            UnknownRequestError: no pending or running request has this id; its stream may have its answer already.
+            QueueFullError: it would be pending, and the queue is full. It stays a speculation.
         """
         with self._changed:
             one = self._known(number)
         self._confirm(one)
 
     def abort(self, number: int) -> None:
-        """End a request; its stream raises `RequestAbortedError`.
+        """Abort a request; its stream raises `RequestAbortedError`.
 
         Raises:
-            UnknownRequestError: no request of that id is under way.
+            UnknownRequestError: no pending or running request has this id.
         """
         with self._changed:
             self._known(number)
@@ -331,9 +331,9 @@ class AsyncEngine:
             self._command(number, self._core.abort)
 
     def between_steps(self, work: Callable[[], ResultT]) -> "Future[ResultT]":
-        """Have the thread that owns model and store do `work` before its next step; everything else waits meanwhile.
+        """Run `work` before the next step, in the thread that owns model and store. Requests wait meanwhile.
 
-        What `work` raises, the future raises. Cancelled before it began, it is not done.
+        The future gets the result or the exception. If it is cancelled before it starts, `work` does not run.
 
         Raises:
             RequestAbortedError: the engine is closed.
@@ -341,7 +341,7 @@ class AsyncEngine:
         future: Future[ResultT] = Future()
         with self._changed:
             if self._closing:
-                raise RequestAbortedError("the engine is closed and does no more work")
+                raise RequestAbortedError("the engine is closed and accepts no more work")
             self._errands.append(future)
             self._commands.append(lambda: self._run_errand(future, work))
             self._changed.notify()
@@ -358,7 +358,7 @@ class AsyncEngine:
         self.between_steps(self._store.check).result()
 
     def close(self) -> None:
-        """End what is under way with `RequestAbortedError` and stop the thread; once is enough."""
+        """Abort all requests with `RequestAbortedError` and stop the thread. Idempotent."""
         with self._changed:
             self._closing = self._urgent = True
             self._changed.notify()
@@ -366,7 +366,7 @@ class AsyncEngine:
             self._thread.join()
 
     def _enter(self, make: Callable[[int, Deliver], RequestState], loop: asyncio.AbstractEventLoop) -> AnswerStream:
-        """Let the request that `make` makes of a number wait; raises what `_refuse_if_full` does."""
+        """Queue the request that `make` returns for a new id; raises what `_refuse_if_full` raises."""
         with self._changed:
             number = next(self._numbers)
             stream = AnswerStream(number, self.abort, loop)
@@ -384,7 +384,7 @@ class AsyncEngine:
             return stream
 
     def _confirm(self, one: _Open) -> None:
-        """A speculation is wanted, whether it is under way or has its answer; one that failed was of no use."""
+        """Confirm a speculation, running or finished; a failed one is ignored."""
         with self._changed:
             number = one.request.id
             if one.confirmed or (one.stream.failed and number not in self._open):
@@ -400,7 +400,7 @@ class AsyncEngine:
 
     def _refuse_if_closed(self) -> None:
         if self._closing:
-            raise RequestAbortedError("the engine is closed and takes no more requests")
+            raise RequestAbortedError("the engine is closed and accepts no more requests")
 
     def _refuse_if_full(self, tenant: str, *, speculative: bool = False) -> None:
         self._refuse_if_closed()
@@ -411,7 +411,7 @@ class AsyncEngine:
     def _known(self, number: int) -> _Open:
         one = self._open.get(number)
         if one is None:
-            raise UnknownRequestError(f"request {number} is not under way: it never was, or it has ended")
+            raise UnknownRequestError(f"request {number} is neither pending nor running: unknown id, or it has ended")
         return one
 
     def _run_errand(self, future: "Future[ResultT]", work: Callable[[], ResultT]) -> None:
@@ -420,12 +420,12 @@ class AsyncEngine:
             return
         try:
             future.set_result(work())
-        except Exception as error:  # the future raises it; the requests under way go on
+        except Exception as error:  # the future raises it; running requests continue
             logger.debug("work between two steps failed", exc_info=True)
             future.set_exception(error)
 
     def _command(self, number: int, command: Callable[[int], None]) -> None:
-        """Have the thread do something with a request, unless it has ended by then."""
+        """Queue a command on a request; it is skipped if the request has ended by then."""
         self._commands.append(lambda: command(number) if number in self._open else None)
         self._changed.notify()
 
@@ -436,7 +436,7 @@ class AsyncEngine:
         stream.deliver(event)
 
     def _work(self) -> None:
-        """What the thread does: steps as long as there is work, and in between what others ask for."""
+        """The thread's loop: steps while there is work, and queued commands between steps."""
         try:
             while self._wait_for_work():
                 self._urgent, self._arrived = False, []
@@ -446,7 +446,7 @@ class AsyncEngine:
                     self._core.step()
                 if self._core.can_check and not self._commands:
                     self._core.check_shadow()
-        except Exception:  # a bug of ours; better ended streams than some that wait for ever
+        except Exception:  # an internal error: end all streams, so that none waits for ever
             logger.exception("the batching engine stopped")
         with self._changed:
             self._closing = True
@@ -460,7 +460,7 @@ class AsyncEngine:
             self._checks.close()
 
     def _wait_for_work(self) -> bool:
-        """Return once there is something to do, and whether it is not to stop."""
+        """Wait until there is work; returns False if the thread must stop."""
         with self._changed:
             self._changed.wait_for(lambda: self._commands or self._core.busy or self._core.can_check or self._closing)
             return not self._closing

@@ -1,4 +1,4 @@
-"""The step loop of a batching engine: admit, choose, run, deliver. One thread's, and without a thread of its own."""
+"""The step loop of a batching engine: admit, choose, run, deliver. Used by one thread; starts none."""
 
 import logging
 import time
@@ -10,7 +10,7 @@ import torch
 
 from chunkweave.conversation.answer import Durations, StreamEvent
 from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
-from chunkweave.conversation.turns import TurnUnderWay
+from chunkweave.conversation.turns import RunningTurn
 from chunkweave.engine.decode import DecodeState
 from chunkweave.engine.prefill import PrefillJob, PrefillOptions
 from chunkweave.engine.request_state import RequestState, RequestStatus
@@ -41,7 +41,7 @@ _NOTHING = torch.empty(0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CoreParts:
-    """What an engine's step loops work with. Woven answers are offered to `checks`, which outlive a loop."""
+    """The components that an engine's step loops share. Woven answers are offered to `checks`, which outlive a loop."""
 
     preparer: RequestPreparer
     runner: Runner
@@ -49,18 +49,19 @@ class CoreParts:
 
 
 class BatchingCore:
-    """Works on many requests at once, a step at a time (RAGCache §5.2 for the order of admission).
+    """Works on many requests at once, one step at a time (order of admission: RAGCache §5.2).
 
-    A step takes one token of every decoding request and as much of the prefills as its budget allows, in one flat
-    batch. A prefill whose segments are still being read goes by layers, through those that have come in and as far as
-    the budget allows: no step waits for a layer as long as there is other work.
+    A step computes one token of every decoding request, and prefill tokens up to its budget, in one flat batch. A
+    prefill whose segments are still being read runs by layers: through those that are loaded, within the budget. No
+    step waits for a layer while there is other work.
 
-    The `Scheduler` decides which requests run. A preempted request is prefilled again later: its prompt by the same
+    The `Scheduler` decides which requests run. A preempted request is prefilled again later: its prompt with the same
     plan, then the tokens that it had generated.
 
-    A speculative request (RAGCache §5.3) starts before retrieval has confirmed its chunks. It yields to all others: a
-    step of speculative requests is stopped between two layers when a request arrives, and made again later. So is a
-    step of requests in the background alone, and any step if a tenant asks that was served less (`Scheduler.stops`).
+    A speculative request (RAGCache §5.3) starts before retrieval has confirmed its chunks. It yields to all others:
+    when a request arrives, a step of speculative requests stops between two layers and is repeated later. The same
+    applies to a step of background requests only, and to any step if a less served tenant sends a request
+    (`Scheduler.stops`).
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class BatchingCore:
         interrupt: Callable[[], bool] | None = None,
         arrived: Callable[[], Sequence[RequestState]] = tuple,
     ) -> None:
-        """Nothing waits yet.
+        """Make a loop without requests.
 
-        `interrupt` is asked between the layers of a step of requests that yield whether to stop it; of any other step
-        `arrived` is asked for the requests that have come since it began.
+        `interrupt` is called between the layers of a step in which all requests yield; True stops the step. For other
+        steps, `arrived` returns the requests that arrived since the step began.
         """
         self._preparer = parts.preparer
         self._runner = parts.runner
@@ -93,18 +94,18 @@ class BatchingCore:
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request is pending or running."""
         return bool(self._scheduler.requests)
 
     @property
     def can_check(self) -> bool:
-        """Whether there is an answer to check in the shadow, and time for it."""
+        """Whether a shadow check is pending and few enough requests are active."""
         checks = self._checks
         return checks is not None and bool(checks) and len(self._scheduler.requests) <= checks.beside
 
     @property
     def stats(self) -> BatchingStats:
-        """A snapshot."""
+        """A snapshot of the counters."""
         requests = tuple(self._scheduler.requests.values())
         running = [request for request in requests if request.runs]
         return replace(
@@ -123,19 +124,19 @@ class BatchingCore:
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of a prompt that may grow, its answer among them: conversations are cut down to it."""
+        """Most tokens of a conversation's prompt with its answer; longer conversations are cut."""
         return min(self.pool.tokens, self._config.max_prompt_tokens or self.pool.tokens)
 
     def fitting(self, prepared: PreparedRequest) -> PreparedRequest:
-        """The request with no more tokens to generate than its KV could ever have room for. From any thread.
+        """The request, its answer limited to what the KV memory can hold. Safe from any thread.
 
         Raises:
-            PromptTooLongError: not even its prompt has, or it is longer than the configuration allows.
+            PromptTooLongError: the prompt does not fit the KV memory, or exceeds `max_prompt_tokens`.
         """
         most = self._config.max_prompt_tokens
         if most is not None and len(prepared.prompt) > most:
             raise PromptTooLongError(
-                f"the prompt has {len(prepared.prompt)} tokens, and at most {most} are allowed; "
+                f"the prompt has {len(prepared.prompt)} tokens, but at most {most} are allowed; "
                 f"send fewer or smaller chunks"
             )
         room = self.pool.tokens - len(prepared.prompt) - len(prepared.closing)
@@ -147,48 +148,48 @@ class BatchingCore:
         return replace(prepared, room=min(prepared.room, room))
 
     def submit(self, request: RequestState) -> None:
-        """Let a new request wait, whose `prepared` is one that `fitting` gave. Ids are never used twice."""
+        """Queue a new request, whose `prepared` came from `fitting`. An id is never used twice."""
         self._scheduler.add(request)
 
     def confirm(self, number: int) -> None:
-        """A speculation is wanted: from now on it is a request like others. A second time is harmless.
+        """Make a speculative request an ordinary one. Idempotent.
 
         Raises:
-            UnknownRequestError: it neither waits nor runs.
+            UnknownRequestError: it is neither pending nor running.
         """
-        request = self._under_way(number)
+        request = self._active(number)
         if request.speculative:
             self._scheduler.confirm(request)
             request.waits_since_s = self._clock()
             self.count(request)
 
     def count(self, request: RequestState) -> None:
-        """Tell the store what a request that is asked for has looked up and used: once, when its first plan is made.
+        """Report to the store what a request looked up and used: once, at its first plan.
 
-        A speculation is counted when it is confirmed, be it under way or ended.
+        A speculation is counted when it is confirmed, running or finished.
         """
         if request.use is not None and not request.counted:
             request.counted = True
             self._runner.store.note_request(request.use)
 
     def abort(self, number: int) -> None:
-        """End a request without an answer. The parts that it has computed whole by then stay stored.
+        """End a request without an answer. Parts whose KV is complete stay stored.
 
         Raises:
-            UnknownRequestError: it neither waits nor runs.
+            UnknownRequestError: it is neither pending nor running.
         """
-        request = self._under_way(number)
+        request = self._active(number)
         self._count(aborted=1)
         self._end(request, RequestAbortedError(f"request {number} was aborted"))
 
     def close(self) -> None:
-        """Abort whatever is under way; nothing can be submitted afterwards."""
+        """Abort all pending and running requests; nothing can be submitted afterwards."""
         for number in list(self._scheduler.requests):
             self.abort(number)
         self._scheduler.queue.close()
 
     def step(self) -> None:
-        """One round: end what is overdue, admit what fits, and run what the budget allows."""
+        """One round: end overdue requests, admit those that fit, and run what the budget allows."""
         self._count(steps=1)
         self._expire()
         for request in self._scheduler.admit():
@@ -204,7 +205,7 @@ class BatchingCore:
                 self._guarded(group.requests, partial(self._compute, group))
 
     def check_shadow(self) -> None:
-        """One piece of a shadow check, if there is one; whatever comes of it, no request ends by it."""
+        """Run one piece of a pending shadow check, if any. A failure affects no request."""
         if self._checks is not None:
             self._checks.step(self.pool)
 
@@ -223,7 +224,7 @@ class BatchingCore:
             if request.deadline_s is not None and now > request.deadline_s:
                 why = f"was not answered within {now - request.arrived_s:.3g} s"
             elif timeout_s is not None and not_begun and now - request.waits_since_s > timeout_s:
-                why = f"waited {now - request.arrived_s:.3g} s without being begun"
+                why = f"waited {now - request.arrived_s:.3g} s without being started"
             else:
                 continue
             self._count(timed_out=1)
@@ -231,12 +232,12 @@ class BatchingCore:
 
     @property
     def _prefetched_bytes(self) -> int:
-        """Bytes that are taken for requests that wait; those of running ones are taken anyway. From any thread."""
+        """Bytes prefetched for pending requests; those of running ones are allocated anyway. Safe from any thread."""
         waiting = (one.prefetch for one in tuple(self._scheduler.requests.values()) if not one.runs)
         return sum(prefetch.nbytes for prefetch in waiting if prefetch is not None)
 
     def _look_ahead(self) -> None:
-        """Begin to read, from slow levels, what the next requests will need (Cache-Craft §3.5), as far as it fits."""
+        """Prefetch segments of the next requests from slow tiers (Cache-Craft §3.5), within the byte limit."""
         for request in self._scheduler.queue.next(self._config.prefetch_requests):
             left = self._prefetch_bytes - self._prefetched_bytes
             if left <= 0:
@@ -249,8 +250,8 @@ class BatchingCore:
         prepared = request.prepared
         try:
             prefetch = self._runner.prefetch(prepared.prompt, prepared.method, max_bytes=max_bytes)
-        except Exception:  # whatever it is, the request's own prefill finds out, and it alone pays for it
-            logger.warning("nothing is read ahead for request %d", request.id, exc_info=True)
+        except Exception:  # the request's own prefill will raise it again, for that request only
+            logger.warning("prefetch failed for request %d", request.id, exc_info=True)
             return
         if prefetch.nbytes:
             request.prefetch = prefetch
@@ -279,13 +280,15 @@ class BatchingCore:
             self.count(request)
 
     def _method(self, request: RequestState) -> ReuseMethod:
-        """The method of a request that is admitted; others would pay for what hides the loading of this one."""
+        """The method of an admitted request. Its recompute ratio is raised only if no other request would wait for
+        that.
+        """
         others = (one for one in self._scheduler.requests.values() if one is not request and not one.yields)
         alone = next(others, None) is None
         return request.prepared.raised(self._runner.loading(request.prefetch) if alone else None)
 
     def _groups(self) -> list[StepGroup]:
-        """What this step runs, after prefills whose segments are known to be lost were planned again."""
+        """The groups that this step runs. First, prefills that lost segments are planned again."""
         for request in self._scheduler.running:
             if request.job is not None:
                 self._guarded([request], partial(_plan_again, request.job))
@@ -294,15 +297,15 @@ class BatchingCore:
     def _preempting(self, request: RequestState) -> None:
         self._count(preempted=1, speculations_preempted=int(request.speculative))
         if request.speculative and request.decode is None:
-            request.admitted_s = None  # it begins anew: its time until now is no part of its answer's
+            request.admitted_s = None  # it starts over: the time until now does not count towards its answer
 
     def _store_parts(self, request: RequestState) -> None:
-        """Store each part as soon as its last layer is done: others may wait for it, and this prefill be given up."""
+        """Store each part once its last layer is done: others may wait for it, and this prefill may be preempted."""
         if request.job is not None:
             try:
                 self._runner.store_computed(request.job)
-            except Exception:  # what cannot be stored costs time later, and nothing now
-                logger.exception("parts that request %d computed are not stored", request.id)
+            except Exception:  # a failed store costs later requests time, and this one nothing
+                logger.exception("parts computed by request %d could not be stored", request.id)
 
     def _compute(self, group: StepGroup) -> None:
         decodes = [
@@ -331,7 +334,7 @@ class BatchingCore:
             return
         except SegmentLost as lost:
             [(job, _)] = pieces
-            job.go_on_without(lost)
+            job.plan_without(lost)
             return
         done = [(request, tokens) for (request, _), (_, tokens) in zip(group.pieces, pieces, strict=True)]
         group = replace(group, pieces=done)
@@ -349,11 +352,11 @@ class BatchingCore:
                 self._store_parts(request)
 
     def _stopping(self) -> RequestState | None:
-        """The request that has come since the step began and stops it."""
+        """The request that arrived since the step began and stops it; None if there is none."""
         return next((one for one in tuple(self._arrived()) if self._scheduler.stops(one)), None)
 
     def _prefilled(self, request: RequestState) -> None:
-        """A prefill is done: choose the next token, and store what is new unless this is the second time."""
+        """After a prefill: choose the next token, and store new segments unless the request was preempted before."""
         assert request.job is not None, "a prefilled request has a job"
         prefilled = request.job.prefilled
         assert prefilled is not None, "the job is done"
@@ -361,8 +364,8 @@ class BatchingCore:
         request.status, request.last_token_s = RequestStatus.DECODING, self._clock()
         if request.decode is not None:
             if prefilled.lease is not None:
-                prefilled.lease.release()  # nothing is stored a second time
-            request.decode.go_on_with(prefilled)
+                prefilled.lease.release()  # the first prefill stored everything
+            request.decode.continue_with(prefilled)
             self._advance(request, prefilled.logits)
             return
         decode = DecodeState(request.prepared, prefilled, self._preparer.builder.tokenizer, self._runner.store)
@@ -373,8 +376,8 @@ class BatchingCore:
         self._show(request)
         try:
             self._runner.store_new(prefilled)
-        except Exception:  # what cannot be stored costs time later, and this request nothing
-            logger.exception("what request %d computed is not stored", request.id)
+        except Exception:  # a failed store costs later requests time, and this one nothing
+            logger.exception("segments of request %d could not be stored", request.id)
         decode.without_captures()
         self._finish_if_done(request)
 
@@ -398,8 +401,8 @@ class BatchingCore:
         try:
             if request.prepared.turn is not None:
                 self._end_turn(request.prepared.turn, decode)
-        except Exception:  # what cannot be stored costs time in the conversation's next turn
-            logger.exception("what request %d said is not stored", request.id)
+        except Exception:  # a failed store costs the conversation's next turn time
+            logger.exception("the turn of request %d could not be stored", request.id)
         assert request.admitted_s is not None, "a running request was admitted"
         durations = Durations(
             ttft_s=request.first_token_s - request.arrived_s,
@@ -413,23 +416,23 @@ class BatchingCore:
         if self._checks is not None and request.prepared.mean is None:
             self._checks.offer(decode, greedy=request.prepared.request.sampling.greedy)
 
-    def _end_turn(self, turn: TurnUnderWay, decode: DecodeState) -> None:
-        """Keep a complete answer for the conversation's turns to come: its tokens, and their KV in the store."""
+    def _end_turn(self, turn: RunningTurn, decode: DecodeState) -> None:
+        """Record a complete answer for later turns of its conversation: its tokens, and their KV in the store."""
         turns, prefilled = self._preparer.turn_builder, decode.prefilled
         said = turns.said(turn, prefilled.prompt, decode.token_ids)
         try:
             self._runner.store_answer(prefilled, said)
-        finally:  # what cannot be stored is computed again; what was said stays said
+        finally:  # the turn counts even if its KV is not stored: it is computed again then
             turns.end(turn, prefilled.prompt, said, decode.history)
 
     def _guarded(self, requests: Sequence[RequestState], work: Callable[[], None]) -> None:
-        """Do `work` for these requests; if it fails, each of them is tried once more, and apart from all others.
+        """Run `work` for these requests. If it fails, retry each of them once, apart from all others.
 
-        The culprit need not be known: of those that ran together, only the culprit fails again.
+        The failing request need not be known: of those that ran together, only it fails again.
         """
         try:
             if len(requests) == 1:
-                requests[0].context.copy().run(work)  # a copy, since one piece of work may be part of another
+                requests[0].context.copy().run(work)  # a copy, because a context cannot be entered twice
             else:
                 work()
         except UsageError as error:
@@ -442,7 +445,7 @@ class BatchingCore:
 
     def _try_again(self, request: RequestState, error: Exception) -> None:
         if request.apart:
-            failed = RequestFailedError(f"request {request.id} failed twice, the second time with {error!r}")
+            failed = RequestFailedError(f"request {request.id} failed, and its retry failed with {error!r}")
             failed.__cause__ = error
             self._give_up(request, failed)
         else:
@@ -459,10 +462,10 @@ class BatchingCore:
         self._preparer.abandon(request.prepared)
         request.deliver(last)
 
-    def _under_way(self, number: int) -> RequestState:
+    def _active(self, number: int) -> RequestState:
         request = self._scheduler.requests.get(number)
         if request is None:
-            raise UnknownRequestError(f"request {number} is not under way: it never was, or it has ended")
+            raise UnknownRequestError(f"request {number} is neither pending nor running: unknown id, or it has ended")
         return request
 
     def _count(self, **more: int) -> None:
@@ -470,11 +473,11 @@ class BatchingCore:
 
 
 def _plan_again(job: PrefillJob) -> None:
-    """Let a job go on without the segments that are known to be lost."""
-    while (lost := job.lost) is not None:  # asked once: what was late may have come in a moment later
-        job.go_on_without(lost)
+    """Plan a job again without the segments that are known to be lost."""
+    while (lost := job.lost) is not None:  # read once: a late segment may arrive in between
+        job.plan_without(lost)
 
 
 def _done(job: PrefillJob, tokens: int) -> int:
-    """What was computed of a piece, as tokens through all layers: a part of it if others' answers were held by it."""
-    return tokens if job.under_way is None else round(tokens * job.under_way.run.part_done)
+    """The work done of a piece, as tokens through all layers: part of it if the pass was left between two layers."""
+    return tokens if job.open_pass is None else round(tokens * job.open_pass.run.part_done)

@@ -1,4 +1,4 @@
-"""One request from its first token to its last: sampling, text, and its answer."""
+"""One request from its first token to its last: sampling, detokenizing, and the answer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ from chunkweave.types import Geometry, SegmentId
 
 
 class Sampler:
-    """Greedy or nucleus sampling for one request; owns the request's random state."""
+    """Greedy or nucleus sampling for one request; owns its random state."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
@@ -39,10 +39,10 @@ class Sampler:
             self._generator.seed()
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token id from `logits` `[vocab]`; the first of equals when greedy."""
+        """The next token id from `logits` `[vocab]`; when greedy, the first of equal maxima."""
         if self._params.temperature == 0.0:
             return int(logits.argmax())
-        behind_best = logits.double().cpu() - logits.max().double().cpu()  # so that no temperature is too low for it
+        behind_best = logits.double().cpu() - logits.max().double().cpu()  # at most 0: no overflow at low temperature
         probabilities = torch.softmax(behind_best / self._params.temperature, dim=-1)
         if self._params.top_p < 1.0:
             probabilities = _nucleus(probabilities, self._params.top_p)
@@ -50,10 +50,10 @@ class Sampler:
 
 
 def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Zero all but the fewest most likely tokens, one at least, whose probabilities reach `top_p`."""
+    """Zero all but the fewest most likely tokens whose probabilities sum to `top_p`; at least one stays."""
     ranked, order = probabilities.sort(descending=True, stable=True)
     outside = ranked.cumsum(0) - ranked >= top_p
-    outside[0] = False  # `top_p` may be too small to be told from 0
+    outside[0] = False  # `top_p` may round to 0
     return probabilities.index_fill(0, order[outside], 0.0)
 
 
@@ -61,9 +61,9 @@ _INCOMPLETE = "\ufffd"
 
 
 class Detokenizer:
-    """Text of one answer so far: holds back half characters and whatever may become a stop text.
+    """Text of one answer so far; holds back incomplete characters and possible beginnings of stop texts.
 
-    `text` is what may be shown; it only grows, until `finish` adds what was held back.
+    `text` is safe to show. It only grows; `finish` adds what was held back.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
@@ -74,7 +74,9 @@ class Detokenizer:
         self.stopped = False
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """All ids so far -> the text that is new since the last call. Sets `stopped` at a stop text (left out)."""
+        """The text added since the last call, given all token ids so far. Sets `stopped` at a stop text, which is left
+        out.
+        """
         self._whole = self._decode(token_ids)
         cut = min((i for i in (self._whole.find(text) for text in self._stop) if i >= 0), default=-1)
         if cut >= 0:
@@ -84,7 +86,7 @@ class Detokenizer:
         return self._show(len(self._whole) - self._held_back())
 
     def finish(self) -> str:
-        """The text that was held back, now that no more comes."""
+        """The text that was held back, once generation has ended."""
         return self._show(len(self._whole))
 
     def _show(self, length: int) -> str:
@@ -102,7 +104,7 @@ class Detokenizer:
 
 
 class DecodeState:
-    """What has been generated for one prefilled request, and what its report needs."""
+    """The tokens generated for one prefilled request, and the data for its report."""
 
     def __init__(
         self,
@@ -111,10 +113,10 @@ class DecodeState:
         tokenizer: TextTokenizer,
         store: TieredStore[SegmentSource],
     ) -> None:
-        """A request without a token yet.
+        """Make the state of a request without tokens.
 
-        Make it before what was loaded is promoted and what is new stored: where segments were found is noted here, and
-        storing may evict them.
+        Call it before loaded segments are promoted and new ones stored: it records each segment's tier, and storing may
+        evict them.
         """
         self.prefilled = prefilled
         self.token_ids: list[int] = []
@@ -122,7 +124,7 @@ class DecodeState:
         woven = {capture.part.span for capture in prefilled.woven}
         prompt, plan, turn = prefilled.prompt, prefilled.plan, prepared.turn
         self.history = () if turn is None else history_after(prompt, plan, turn, woven)
-        """Of a conversation, what its next turn goes on from, but for this question and answer."""
+        """In a conversation, the next turn's history, without this question and answer."""
         self._prepared = prepared
         self._sampler = Sampler(prepared.request.sampling)
         self._detokenizer = Detokenizer(tokenizer.decode, prepared.request.sampling.stop)
@@ -131,7 +133,7 @@ class DecodeState:
         self._records = {
             segment: record
             for segment in prefilled.plan.segments()
-            if (record := store.record(segment)) is not None  # it may have left since
+            if (record := store.record(segment)) is not None  # it may be evicted by now
         }
         self._computed = 0
 
@@ -142,7 +144,7 @@ class DecodeState:
 
     @property
     def generated(self) -> tuple[int, ...]:
-        """The tokens after the prompt that are known so far, with those that end a conversation's turn."""
+        """The tokens after the prompt so far, including those that close a conversation's turn."""
         return (*self.token_ids, *self._behind)
 
     @property
@@ -151,24 +153,24 @@ class DecodeState:
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """What its cache holds no KV of yet, and the next step is to compute."""
+        """The tokens without KV in the cache; the next step computes them."""
         behind = max(0, self._computed - len(self.token_ids))
         return (*self.token_ids[self._computed :], *self._behind[behind:])
 
     @property
     def position(self) -> int:
-        """Position of the first token pending."""
+        """Prompt position of the first pending token."""
         return len(self.prefilled.prompt) + self._computed
 
     @property
     def done(self) -> bool:
-        """Whether the answer is complete, and of a conversation the KV of its turn too."""
+        """Whether the answer is complete; in a conversation, also the KV of its turn."""
         return self.finish_reason is not None and (self._prepared.turn is None or not self.pending)
 
     def advance(self, logits: torch.Tensor) -> str:
-        """Choose the next token from its logits `[vocab]`; returns the text that may be shown now.
+        """Choose the next token from its logits `[vocab]`; returns the new text that may be shown.
 
-        `logits` are those after the last known token. Once the answer is complete, none is chosen.
+        `logits` belong to the last known token. If the answer is complete, no token is chosen.
         """
         self._computed = len(self.token_ids) + len(self._behind)
         if self.finish_reason is not None:
@@ -186,26 +188,26 @@ class DecodeState:
         return text
 
     def let_go(self) -> None:
-        """Free its KV, and what was captured for the store."""
+        """Free the KV cache, and what was captured for the store."""
         self.prefilled.cache.free()
         self.without_captures()
 
     def without_captures(self) -> None:
-        """Forget what the prefill captured, once that is stored, and unpin; it is as large as the prompt's KV."""
+        """Drop what the prefill captured, once it is stored, and unpin; it is as large as the prompt's KV."""
         if self.prefilled.lease is not None:
             self.prefilled.lease.release()
         self.prefilled = replace(self.prefilled, captures=(), attention=None, loaded=(), woven=(), lease=None)
 
-    def go_on_with(self, prefilled: Prefilled) -> None:
-        """It was prefilled again with its tokens so far; its answer will tell of the first time."""
+    def continue_with(self, prefilled: Prefilled) -> None:
+        """Continue with the cache of a second prefill, after preemption; the report stays that of the first."""
         self.prefilled = replace(self.prefilled, cache=prefilled.cache)
 
     def finish(self) -> str:
-        """The text that was held back, now that no more comes."""
+        """The text that was held back, once generation has ended."""
         return self._detokenizer.finish()
 
     def answer(self, geometry: Geometry, durations: Durations) -> Answer:
-        """The whole answer with its report and the reasons for its plan."""
+        """The whole answer, with its report and an explanation of its plan."""
         prepared = self._prepared
         report = make_report(
             self.prefilled,
@@ -238,10 +240,10 @@ def make_report(
     *,
     content: NextTurn | None = None,
 ) -> ReuseReport:
-    """The report of a prefill, and of the answer behind it.
+    """The report of a prefill and its answer.
 
-    `tiers` has the tier of each segment (host if it has none), `choice` why the method was chosen, `arranged` how the
-    chunks were ordered, `content` is what is known of a conversation.
+    `tiers` maps segments to tiers (default `host`), `choice` says why the method was chosen, `arranged` how the chunks
+    were ordered, `content` describes the conversation's turn.
     """
     plan, tiers = prefilled.plan, tiers or {}
     recomputed = [position for span in prefilled.recomputed for position in range(span.start, span.stop)]

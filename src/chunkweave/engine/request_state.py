@@ -1,4 +1,4 @@
-"""A request of the step loop, from its arrival to its end, and where it waits. Imports no torch."""
+"""State of one request in the step loop, and the queue of pending requests. No torch here."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -22,11 +22,11 @@ if TYPE_CHECKING:  # they import torch
     from chunkweave.weaving.segments import Prefetch
 
 Deliver = Callable[[StreamEvent | Exception], None]
-"""Takes each event of a request as it comes; the last one has the answer, or is the reason why there is none."""
+"""Receives each event of a request; the last one has the answer or is the error."""
 
 
 class RequestStatus(Enum):
-    """Where a request is between its arrival and its end. Only the scheduler and the core change it."""
+    """Status of a request. Only the scheduler and the core change it."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -36,10 +36,10 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request of a batching engine, from its arrival to its end.
+    """One request of a batching engine, from arrival to end.
 
-    It waits, is prefilled (`job`) or decodes, and holds `blocks` of KV memory unless it waits. Times are those of the
-    core's clock.
+    It is pending, prefilling (`job`) or decoding, and holds `blocks` of KV memory unless pending. Times are in seconds
+    of the core's clock.
     """
 
     id: int
@@ -48,84 +48,84 @@ class RequestState:
     arrived_s: float
     deadline_s: float | None = None
     speculative: bool = False
-    """It started before retrieval has confirmed its chunks, and yields to all requests that are not speculative."""
+    """Started before retrieval confirmed its chunks; yields to all ordinary requests."""
     tenant: str = ""
-    """Whose it is, for those who share the engine."""
+    """The tenant that owns the request."""
     background: bool = False
-    """Nobody waits for its answer: it computes something to be stored, and yields to all that is asked."""
+    """Background request: it computes segments to store, has no reader, and yields to all ordinary requests."""
     status: RequestStatus = RequestStatus.WAITING
     number: int = -1
-    """Its place in the order of arrival, or of confirmation; speculative requests have an order of their own."""
+    """Order of arrival, or of confirmation; background requests are numbered after all others."""
     place: "Waiting[RequestState] | None" = None
-    """Its place in the cache-aware queue, kept while it runs."""
+    """Its entry in the cache-aware queue, kept while it runs."""
     waits_since_s: float = field(init=False)
-    """Since when its time in the queue counts: its arrival, or when it was confirmed."""
+    """Start of its time in the queue: arrival or confirmation."""
     admitted_s: float | None = None
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     owner: "RequestState | None" = None
-    """The running request that computes parts which it waits for. Until then it is not in the queue."""
+    """The running request that computes parts which this one waits for, outside the queue."""
     awaited: frozenset[ChunkId] = frozenset()
     """The parts that it waits for."""
     waited_for: frozenset[ChunkId] = frozenset()
-    """Parts that it has waited for to the end: if the store did not take them, it does not wait again."""
+    """Parts that it waited for until they were done. If the store refused them, it does not wait again."""
     prefetch: "Prefetch | None" = None
     looked_ahead: bool = False
-    """Whether its segments were read ahead, or would have been, while it waits."""
+    """Whether its segments were considered for prefetching while it was pending."""
     blocks: int = 0
     job: "PrefillJob | None" = None
     passed_over: int = 0
-    """Steps in a row in which its prefill got nothing."""
+    """Consecutive steps in which its prefill got no tokens."""
     decode: "DecodeState | None" = None
-    """From its first token on, preempted or not."""
+    """Decoding state, from the first token on; kept across preemption."""
     plan: Plan | None = None
-    """What it was woven by, if another plan could give other tokens."""
+    """The plan of its first prefill, if another plan could give other tokens."""
     use: RequestUse | None = None
-    """What it counts for in the store, from its first plan until it is counted."""
+    """Its use of the store, from its first plan on."""
     counted: bool = False
-    """Whether the store has counted it."""
+    """Whether the store has counted `use`."""
     displaced: float = 0.0
-    """Tokens computed for others that were thrown away for it: its tenant pays for them."""
+    """Tokens computed for others and discarded for this request; its tenant is charged for them."""
     apart: bool = False
-    """It has failed once, and runs apart from all others."""
+    """It failed once, and its retry runs apart from all others."""
     shown: int = 0
     """Characters of its text that were delivered."""
     context: Context = field(default_factory=copy_context)
-    """That of its submission: what is done for it alone is done there, so that logs tell whose it is."""
+    """Context of its submission. Work for this request alone runs in it, so that logs name the request."""
 
     def __post_init__(self) -> None:
         self.waits_since_s = self.arrived_s
 
     @property
     def yields(self) -> bool:
-        """Whether its place and its memory go to any request that waits."""
+        """Whether any ordinary request may take its slot and memory."""
         return self.speculative or self.background
 
     @property
     def runs(self) -> bool:
-        """Whether it was admitted and has not ended."""
+        """Whether it is admitted and unfinished."""
         return self.status in (RequestStatus.PREFILLING, RequestStatus.DECODING)
 
     @property
     def generated(self) -> tuple[int, ...]:
-        """Its tokens so far."""
+        """Its tokens after the prompt so far."""
         return () if self.decode is None else self.decode.generated
 
     @property
     def tokens(self) -> int:
-        """Tokens that it must have room for when it is admitted: what is known of it, and one to come."""
+        """Tokens to reserve at admission: all known ones and one to come."""
         return len(self.prepared.prompt) + len(self.generated) + 1
 
     @property
     def path(self) -> tuple[ChunkId, ...]:
-        """Its place in the queue's eyes: the ids of its stored parts, as far as its method may reuse them."""
+        """Queue key: ids of its cacheable parts, as far as its method may reuse them."""
         wanted = self.wanted
         weaves = wanted.woven is not None and bool(wanted.chunks)
         return waiting_path(wanted.chunks, weaves=weaves, recomputed=1.0 - (wanted.woven or 0.0))
 
     @property
     def wanted(self) -> Wanted:
-        """What it could take from the store, as far as its method may reuse it."""
+        """What it could read from the store, as far as its method may reuse it."""
         prompt, choice = self.prepared.prompt, self.prepared.choice
         parts = [] if reuses_nothing(choice.method, choice.reuse) else [part for part in prompt.parts if part.id]
         share = choice.recomputed_share
@@ -142,7 +142,7 @@ class RequestState:
         return [] if self.job is None else self.job.in_progress()
 
     def stop_reading(self) -> None:
-        """End what is read for its prefill, and that with it; idempotent."""
+        """Close its prefill and prefetch, and stop reading for them; idempotent."""
         self.looked_ahead = False
         if self.job is not None:
             self.job.close()
@@ -155,14 +155,14 @@ class RequestState:
 Fits = Callable[[RequestState], bool]
 
 _BEHIND_ALL = 1 << 60
-"""Numbers of requests in the background: they are younger than all others."""
+"""First number of background requests, which count as younger than all others."""
 
 
 class RequestQueue:
-    """The tenants' cache-aware queues; behind them speculations, then what is computed in the background, by arrival.
+    """Cache-aware queues of all tenants; after them speculations, then background requests, by arrival.
 
-    A speculation that is confirmed takes its place in the queue then, as if it had arrived only now, so speculation
-    never lets a request overtake others. Used by one thread.
+    A confirmed speculation enters the queue as if it arrived at that moment, so speculation never lets a request
+    overtake others. Used by one thread.
     """
 
     def __init__(self, tree: StoredPrefixes, time: VirtualTime, *, window: int) -> None:
@@ -176,11 +176,11 @@ class RequestQueue:
 
     @property
     def requests(self) -> int:
-        """How many of those that wait are confirmed."""
+        """Number of confirmed pending requests."""
         return len(self._queue)
 
     def add(self, request: RequestState) -> None:
-        """Let a request wait, and give it its number."""
+        """Queue a request and assign its number."""
         request.number = next(self._numbers) + (_BEHIND_ALL if request.background else 0)
         if request.yields:
             self._yielding(request)[request.number] = request
@@ -189,7 +189,7 @@ class RequestQueue:
             request.place = queue.submit(request, request.path, len(request.prepared.prompt))
 
     def put_back(self, request: RequestState) -> None:
-        """Let a request that was taken out wait again in its old place."""
+        """Return a popped request to its old position."""
         if request.yields:
             self._yielding(request)[request.number] = request
         else:
@@ -197,7 +197,7 @@ class RequestQueue:
             self._queue.of(request.tenant).put_back(request.place)
 
     def confirm(self, request: RequestState) -> None:
-        """A speculation becomes a request like others, whether it waits or runs."""
+        """Make a speculation an ordinary request, pending or running."""
         waits = self._speculations.pop(request.number, None) is not None
         request.speculative = False
         if waits:
@@ -208,25 +208,25 @@ class RequestQueue:
             request.number = next(self._numbers)
 
     def remove(self, request: RequestState) -> None:
-        """A request is given up; one that does not wait is left alone."""
+        """Remove a request; no effect if it is not pending."""
         if request.yields:
             self._yielding(request).pop(request.number, None)
         else:
             self._queue.of(request.tenant).remove(request)
 
     def forget(self, tenant: str) -> None:
-        """A tenant has no confirmed request any more."""
+        """Drop the queue of a tenant without confirmed requests."""
         self._queue.forget(tenant)
 
     def pop(self, fits: Fits, promised: Mapping[str, float], may: Callable[[str], bool]) -> RequestState | None:
-        """Take out the confirmed request that is served next among those that fit; see `FairQueue.pop`."""
+        """Pop the next confirmed request among those that fit; see `FairQueue.pop`."""
         place = self._queue.pop(lambda one: fits(one.request), promised, may)
         return None if place is None else place.request
 
     def pop_yielding(self, fits: Fits) -> RequestState | None:
-        """Take out the oldest speculation, or else what waits longest in the background, if no confirmed request waits.
+        """Pop the oldest speculation, or else the oldest background request, if no confirmed request is pending.
 
-        None also if that does not fit.
+        Returns None if it does not fit.
         """
         waiting = self._speculations or self._background
         oldest = min(waiting, default=None)
@@ -235,11 +235,11 @@ class RequestQueue:
         return waiting.pop(oldest)
 
     def next(self, count: int) -> list[RequestState]:
-        """The confirmed requests that would be served next now."""
+        """The next `count` confirmed requests in serving order."""
         return [place.request for place in self._queue.next(count)]
 
     def close(self) -> None:
-        """Follow the tree no longer; the queue is of no use afterwards."""
+        """Stop following the tree; the queue cannot be used afterwards."""
         self._queue.close()
 
     def _yielding(self, request: RequestState) -> dict[int, RequestState]:

@@ -1,4 +1,4 @@
-"""Runs prompts through the model: look up, plan, weave, first logits; then decode steps over many requests."""
+"""Runs prompts through the model: lookup, plan, weave, first logits; then decode steps over many requests."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from chunkweave.prompt.contexts import MeanShare
 from chunkweave.prompt.parts import Prompt, PromptPart
 from chunkweave.store.records import SegmentRecord, all_read
 from chunkweave.store.store import TieredStore
-from chunkweave.tiers.device import host_memory_for, streams_of
+from chunkweave.tiers.device import Staging, host_memory_for, streams_of
 from chunkweave.tiers.preload import LoadOrder
 from chunkweave.types import SegmentId
 from chunkweave.weaving.means import Means
@@ -38,9 +38,9 @@ __all__ = ["Decoding", "Prefilled", "Runner"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoding:
-    """A request that decodes: its cache, the tokens that it holds no KV of, and the first one's position.
+    """A decoding request: its cache, the tokens without KV, and the position of the first of these.
 
-    That is its last token; after an answer of a conversation also the tokens that end the turn.
+    That is its last token; at the end of a conversation's answer, also the tokens that close the turn.
     """
 
     cache: RequestCache
@@ -49,7 +49,7 @@ class Decoding:
 
 
 class Runner:
-    """Owns the way from a prompt to logits for one model and one store. Not thread-safe: one caller at a time."""
+    """Computes logits from prompts, for one model and one store. Not thread-safe: one caller at a time."""
 
     def __init__(
         self,
@@ -60,15 +60,17 @@ class Runner:
         load_order: LoadOrder = LoadOrder.LAYERS,
         capture: CaptureConfig | None = None,
         compute: ComputeConfig | None = None,
+        staging: Staging | None = None,
     ) -> None:
-        """Put a runner between a model and a store.
+        """Make a runner for a model and a store.
 
-        With a `cost` model, segments that load slower than they compute are computed, and a layer that comes later
-        than that is given up. `load_order` is for comparison only. `capture` says what is kept of a prefill for later
-        ones (None: the defaults), `compute` how the model runs on its device.
+        With a `cost` model, segments that load slower than they compute are computed, and a layer that exceeds that
+        time is given up. `load_order` is for comparisons only. `capture` says what a prefill keeps for later ones
+        (None: the defaults), `compute` how the model runs on its device, `staging` how much is sent to it ahead (None:
+        no limit).
 
         Raises:
-            UsageError: `compute` asks for a kernel that does not run here.
+            UsageError: `compute` names a kernel that does not run here.
         """
         self.model = model
         self.store = store
@@ -79,14 +81,14 @@ class Runner:
         self.attention = make_attention(self.compute.attention, model.geometry, dtype=model.dtype, device=model.device)
         self.graphed = self._graphed_decode()
         self.means = Means()
-        self._send = streams_of(model.device).send
+        self._send, self._staging = streams_of(model.device).send, staging
         self._memory = host_memory_for(model.device, self.compute.pinned_bytes)
 
     def room_for_new_tokens(self, prompt: Prompt) -> int:
-        """How many tokens the context leaves for the answer.
+        """Tokens that the context leaves for the answer.
 
         Raises:
-            PromptTooLongError: it leaves none; the message says how long the prompt and its longest part are.
+            PromptTooLongError: none are left; the message gives the length of the prompt and of its longest part.
         """
         return prompt.room_in(self.model.geometry.max_positions)
 
@@ -104,12 +106,12 @@ class Runner:
         unseen: bool = False,
         mean: MeanShare | None = None,
     ) -> Prefilled:
-        """Make the prompt's KV cache by the method's plan, with room for `new_tokens` more.
+        """Compute the prompt's KV cache by the method's plan, with room for `new_tokens` more.
 
-        Segments stay pinned while they are read. Nothing is stored here: `store_new` does that. With `capture=False`
-        nothing can be stored afterwards. With `profiles` it is stored with what its tokens attend to; None leaves that
-        to the runner's `capture`, and then to the method: whether it reads them itself. It counts as a request if it
-        was `asked` for. For `unseen` and `mean` see `PrefillOptions`.
+        Segments are pinned while they are read. This stores nothing; `store_new` does. With `capture=False` nothing can
+        be stored afterwards. With `profiles`, segments are stored with what their tokens attend to; None: as the
+        runner's `capture` says, or else if the method reads profiles. If `asked`, it counts as a request in the store's
+        statistics. For `unseen` and `mean` see `PrefillOptions`.
         """
         self.room_for_new_tokens(prompt)
         if profiles is None:
@@ -123,17 +125,17 @@ class Runner:
             return self.run([job])[0]
 
     def run(self, jobs: Sequence[PrefillJob]) -> list[Prefilled]:
-        """Execute prefills to their end: together, but for those whose segments are still being read."""
+        """Run prefills to their end: together, except those whose segments are still being read."""
         while left := [job for job in jobs if job.prefilled is None]:
             reading = [job for job in left if job.loading or job.lost is not None]
             try:
                 self.step([], [(job, None) for job in (reading[:1] or left)])
             except SegmentLost as lost:
-                (reading or left)[0].go_on_without(lost)
+                (reading or left)[0].plan_without(lost)
         return [job.prefilled for job in jobs if job.prefilled is not None]
 
     def start(self, prompt: Prompt, method: ReuseMethod, options: PrefillOptions) -> PrefillJob:
-        """Plan a prefill that `step` executes, piece by piece; close it."""
+        """Plan a prefill, which `step` executes piece by piece. The caller closes it."""
         return PrefillJob(PrefillContext(self.model, self._weaving_store, self.capture), prompt, method, options)
 
     @torch.inference_mode()
@@ -145,18 +147,18 @@ class Runner:
         interrupt: Callable[[], bool] | None = None,
         late: Callable[[float], bool] | None = None,
     ) -> torch.Tensor:
-        """One run through all layers for one more token of some requests and a piece of others' prefills.
+        """One run through all layers: one more token of some requests and a piece of others' prefills.
 
-        A job gives at most so many tokens of a pass that can be cut, and takes in what comes of them. Returns the
-        logits of those `decoding`, `[requests, vocab]`. `interrupt` is asked before every layer whether to stop there,
-        `late` between two layers, with the part that was run, whether those decoding continue alone: then the jobs have
-        a pass `under_way`.
+        Each job contributes at most its number of tokens if its pass can be cut, and takes the result. Returns the
+        logits of `decoding`, `[requests, vocab]`. Before every layer, `interrupt` may stop the step. Between two
+        layers, `late`, called with the share of layers done, may take the jobs out; the decoding requests then finish
+        alone, and each job has an `open_pass`.
 
         Raises:
-            PassInterrupted: it said so. Nothing has changed; the same step may be made again.
-            SegmentLost: a job was still loading, and a segment does not come; no other job may be in that step.
+            PassInterrupted: `interrupt` stopped the step. Nothing has changed; the same step may run again.
+            SegmentLost: a segment of a job that was still loading is lost; a step with such a job has no other job.
         """
-        plain = all(one.cache.kept_from is None for one in decoding)  # a conversation keeps its keys before RoPE
+        plain = all(one.cache.kept_from is None for one in decoding)  # graphs do not keep a conversation's keys
         if self.graphed is not None and not prefilling and plain:
             decodes_one = ((one.cache, one.token_ids[0], one.position) for one in decoding)
             logits = self.graphed.decode(*zip(*decodes_one, strict=True))
@@ -190,12 +192,12 @@ class Runner:
         return logits[: len(decodes)]
 
     def _left(self, job: PrefillJob, rows: ActiveRows, run: PassRun, times: LoopTimes, since_s: float) -> bool:
-        """Take a job out of a run, to go on by layers in a later step; False if its pass has ended."""
+        """Take a job out of a run, to be resumed by layers in a later step; False if its pass has ended."""
         own = LoopTimes(times.load_s)
         rest = run.take_out(rows, own)
         if rest is None:
             return False
-        job.under_way = LayeredPass(rows, rest, own, time.perf_counter() - since_s)
+        job.open_pass = LayeredPass(rows, rest, own, time.perf_counter() - since_s)
         return True
 
     @torch.inference_mode()
@@ -207,19 +209,19 @@ class Runner:
         interrupt: Callable[[], bool] | None = None,
         late: Callable[[], bool] | None = None,
     ) -> int:
-        """Go on with a job's next pass, by itself, through the layers that are in memory; returns the work done.
+        """Run a job's next pass alone, through the layers that are in memory; returns the work done.
 
-        Work is counted as tokens through all layers: at most `tokens`, but for a first layer, which is run whatever it
-        takes, and is waited for. `interrupt` is asked before every layer whether to stop there, `late` before every
-        further one.
+        Work is counted as tokens through all layers. It is at most `tokens`, except that the first layer always runs
+        and is waited for. `interrupt` is called before every layer and may stop there, `late` before every layer but
+        the first.
 
         Raises:
-            SegmentLost: the layer that was waited for does not come.
+            SegmentLost: the layer that was waited for is lost.
         """
-        if job.under_way is None:
+        if job.open_pass is None:
             rows, times = job.next_rows(), LoopTimes()
-            job.under_way = LayeredPass(rows, PassRun(self.model, [rows], times, self.attention), times)
-        started, going = time.perf_counter(), job.under_way
+            job.open_pass = LayeredPass(rows, PassRun(self.model, [rows], times, self.attention), times)
+        started, going = time.perf_counter(), job.open_pass
         layers, first, done = self.model.geometry.num_layers, going.run.layer, 0
         while not going.run.done and not (interrupt is not None and interrupt()):
             begun = going.run.layer > first
@@ -233,24 +235,24 @@ class Runner:
         logits = self.model.logits(going.run.hidden)[0] if ends and going.rows.answers else None
         going.spent_s += time.perf_counter() - started
         if ends:
-            job.under_way = None
+            job.open_pass = None
             job.take(going.rows, logits, weave_s=going.spent_s - going.times.load_s, load_s=going.times.load_s)
         return -(-done // layers)
 
     def prefetch(self, prompt: Prompt, method: ReuseMethod, *, max_bytes: int | None = None) -> Prefetch:
-        """Start reading what `prefill` may read, while the request still waits; pass it to `prefill`, then close it.
+        """Start reading what `prefill` will need, while the request is pending; pass it to `prefill`, then close it.
 
-        Of segments that together take more than `max_bytes` the first ones of the prompt are read, as many as fit.
+        If the segments exceed `max_bytes`, the first ones of the prompt that fit are read.
         """
         plan = self._weaving_store.plan(self.store.lookup(prompt), method)
         return self._weaving_store.prefetch(plan, max_bytes=max_bytes, windows=self.model.geometry.windows)
 
     def loading(self, prefetched: Prefetch | None = None) -> Loading | None:
-        """What bringing segments in takes now; None without a cost model."""
+        """The current cost of loading segments; None without a cost model."""
         return self._weaving_store.loading(prefetched)
 
     def wait(self) -> None:
-        """Return once the device has done what it was given."""
+        """Wait until the device has finished its queued work."""
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
 
@@ -258,16 +260,16 @@ class Runner:
     def decode(
         self, caches: Sequence[RequestCache], token_ids: Sequence[int], positions: Sequence[int]
     ) -> torch.Tensor:
-        """One more token for each request: its last token at its position -> logits `[requests, vocab]`."""
+        """One more token per request: its last token at its position -> logits `[requests, vocab]`."""
         rows = zip(caches, token_ids, positions, strict=True)
         return self.step([Decoding(cache, (token,), position) for cache, token, position in rows], [])
 
     def store_new(self, prefilled: Prefilled) -> frozenset[SegmentId]:
-        """Store what the prefill computed and promote what it loaded; returns the new segments that the store took.
+        """Store what the prefill computed and promote what it loaded; returns the new segments that the store accepted.
 
-        Among them are reused chunks that were largely recomputed: as variants of this prompt's context they save the
-        same prompt that recomputation next time, with the same KV. What the prefill found is not evicted for it, and
-        unpinned afterwards.
+        These include reused chunks that were largely recomputed, as variants for this prompt's context: the same prompt
+        reuses them next time without recomputation, with the same KV. Segments found by the prefill are not evicted for
+        this; they are unpinned afterwards.
         """
         prompt, plan, owner = prefilled.prompt, prefilled.plan, prefilled.owner
         with prefilled.lease or nullcontext():
@@ -281,9 +283,9 @@ class Runner:
             return frozenset(record.id for record, kv in (*new, *woven) if self.store.insert(record, kv))
 
     def store_answer(self, prefilled: Prefilled, said: PromptPart) -> None:
-        """Store the KV of a conversation's turn, its question and the answer, which the cache has kept.
+        """Store the KV of a conversation's turn (question and answer), which the cache has kept.
 
-        Nothing is stored if a segment that was reused is not there any more: it may have been removed.
+        Nothing is stored if a reused segment is gone: it may have been removed by command.
         """
         assert said.id is not None, "a turn has an id"
         *_, read = reads_of(prefilled.plan, self.store)
@@ -303,18 +305,25 @@ class Runner:
         self.store.insert(record, kv)
 
     def store_computed(self, job: PrefillJob) -> int:
-        """Store the parts that a job has computed whole since the last call; returns how many the store took."""
+        """Store the parts that a job completed since the last call; returns how many the store accepted."""
         return sum(self.store.insert(record, kv) for record, kv in job.computed())
 
     @property
     def _weaving_store(self) -> WeavingStore:
         model = self.model
         return WeavingStore(
-            self.store, model.geometry, model.device, self.cost, self.load_order, self._send, self._memory
+            self.store,
+            model.geometry,
+            model.device,
+            self.cost,
+            self.load_order,
+            self._send,
+            self._memory,
+            staging=self._staging,
         )
 
     def _graphed_decode(self) -> "GraphedDecode | None":
-        """Recorded decode steps, if they are asked for and this is a GPU that our kernel runs on."""
+        """Recorded decode steps, if configured and on a GPU that runs the Triton kernel."""
         device = self.model.device
         if not self.compute.decode_graphs or device.type != "cuda" or isinstance(self.attention, SdpaAttention):
             return None

@@ -1,8 +1,8 @@
-"""Decides which requests wait and run, which are preempted, and what a step runs. The core computes.
+"""Decides which requests are pending or running, which are preempted, and what a step runs. The core computes.
 
-Between two tokens of an answer others' prefills run for `step_time_s` at most. And of several tenants none is slowed by
-others' work more than if the machine were divided by weight: a step that a tenant's answers wait for takes no longer
-than they take alone, divided by the tenant's share. That holds against tenants that were served more. Imports no torch.
+Between two tokens of an answer, prefills of others run for at most `step_time_s`. Tenants are isolated: a step that a
+tenant's answers wait for takes at most the time that they need alone, divided by the tenant's share. This limit applies
+to tenants that were served more. No torch here.
 """
 
 import time
@@ -19,18 +19,18 @@ from chunkweave.scheduling.in_progress import PartInProgress, Saving, saving_of
 from chunkweave.scheduling.queue import DECODED_COST, ChunkStore, StoredTokens, TenantWeights, VirtualTime
 
 _LEAST_SHARE = 1 / 8
-"""What prefills get at least of the time in which the answers beside them decode, so that they come to an end."""
+"""Minimum share of the decoding time beside them that prefills get, so that they finish."""
 
 _LONGEST_S = 1.0
-"""How long a request that decodes waits at most for answers of tenants that were served less."""
+"""Longest time that a decoding request waits for answers of less served tenants."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepGroup:
-    """Requests that share one run through the layers: those that decode, and so many tokens of some prefills.
+    """Requests that share one run through the layers: decoding requests, and pieces of prefills in tokens.
 
-    One prefill goes `by_layers`, alone, if it is still read, or was left between two layers since it held answers for
-    too long: as many as the work of so many tokens allows.
+    With `by_layers`, the group is one prefill alone, whose segments are still being read or which was left between two
+    layers because it delayed answers. It runs as many layers as its piece's tokens pay for.
     """
 
     decoding: Sequence[RequestState]
@@ -44,27 +44,27 @@ class StepGroup:
 
 
 class StepPlanner:
-    """Shares out steps, and learns from them how much work fits into the time that answers may be held.
+    """Shares out steps, and learns how much work fits into the time that answers may be delayed.
 
-    Used by one thread, which says what each step has done.
+    Used by one thread, which reports what each step ran.
     """
 
     def __init__(
         self, shares: VirtualTime, step_time_s: float | None, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`shares` says whose turn it is. Without `step_time_s` a prefill holds answers for a step of any length."""
+        """`shares` orders tenants. Without `step_time_s` a prefill may delay answers by a step of any length."""
         self.pace = StepPace()
         self._shares = shares
         self._step_time_s = inf if step_time_s is None else step_time_s
         self._clock = clock
         self._answering: Counter[str] = Counter()
         self._decoding_s = 0.0
-        self._decoded_s: float | None = None  # when the last step of answers ended, if there are any
+        self._decoded_s: float | None = None  # end of the last step with answers; None: no answers now
         self._credit_s = 0.0
-        self._limited: frozenset[RequestState] = frozenset()  # of this step's prefills those that it is for
+        self._limited: frozenset[RequestState] = frozenset()  # prefills of this step that spend `_credit_s`
 
     def begin(self, requests: Sequence[RequestState]) -> None:
-        """A step is made of `requests`, which are then shared out."""
+        """Begin a step over `requests`; `share` follows."""
         self._answering = Counter(request.tenant for request in requests if request.job is None)
         if not self._answering:
             self._decoded_s = None
@@ -73,15 +73,17 @@ class StepPlanner:
         self._add_credit([request for request in requests if request.job is not None])
 
     def share(self, requests: Sequence[RequestState], budget: TokenBudget) -> list[StepGroup]:
-        """What of `requests` goes into a step, together or by layers; notes in each prefill if it was passed over.
+        """The part of `requests` that runs in this step, as groups; updates `passed_over` of each prefill.
 
-        All of it shares one budget. Prefills none of whose layers has come in wait, and are not passed over.
+        All groups share one budget. Prefills without a loaded layer wait, and do not count as passed over.
         """
         decoding = self._next_tokens([request for request in requests if request.job is None])
         self._decoding_s = self.pace.decoding_s(len(decoding))
         seen, by_layers, prefilling = [], set[int](), {}
         jobs = [(request, request.job) for request in requests if request.job is not None]
         for request, job in jobs:
+            # One unit for both kinds of work: tokens through all layers. A pass by layers asks for the tokens that its
+            # loaded layers are worth; a slice by position asks for whole positions.
             layers, next_tokens = job.layers_ready, job.next_tokens
             if layers == 0:
                 continue
@@ -99,10 +101,11 @@ class StepPlanner:
                     request.passed_over,
                     request.background,
                     self._shares.of(request.tenant),
-                    self._shares.under_way(request.tenant) == 1,
+                    self._shares.active(request.tenant) == 1,
                     most,
                 )
             )
+        # `number` (order of arrival) names a request here, because the budget breaks ties by it; `id` is the caller's.
         pieces = {piece.number: piece.tokens for piece in budget.pieces(len(decoding), seen)}
         whole: list[tuple[RequestState, int]] = []
         layered: list[tuple[RequestState, int]] = []
@@ -110,22 +113,23 @@ class StepPlanner:
             request.passed_over = 0 if number in pieces else request.passed_over + 1
             if number in pieces:
                 (layered if number in by_layers else whole).append((request, pieces[number]))
+        # Work by layers cannot join the flat batch, which runs all layers: it starts or stops between two layers.
         together = [StepGroup(decoding, whole)] if decoding or whole else []
         return [*together, *(StepGroup((), [piece], by_layers=True) for piece in layered)]
 
     @property
     def holds(self) -> bool:
-        """Whether there are answers, which the step holds."""
+        """Whether there are answers, which the step delays."""
         return self._decoded_s is not None
 
     def late(self, part_done: float = 0.0) -> bool:
-        """Whether prefills have held answers for long enough, if of their next tokens that part is computed."""
+        """Whether prefills have delayed answers long enough, if `part_done` of this step's decoding is done."""
         if self._decoded_s is None:
             return False
         return self._clock() - part_done * self._decoding_s >= self._decoded_s + self._step_time_s
 
     def ran(self, group: StepGroup, since_s: float) -> None:
-        """A step that `holds` answers has run what `group` says, since then."""
+        """Record what a step that `holds` answers ran, and since when."""
         now = self._clock()
         tokens, seconds = sum(tokens for _, tokens in group.pieces), now - since_s
         if group.decoding:
@@ -141,9 +145,9 @@ class StepPlanner:
                 self._credit_s -= max(0.0, seconds)
 
     def _next_tokens(self, answers: Sequence[RequestState]) -> list[RequestState]:
-        """The requests that decode in this step: in turns, those of tenants that were served more as far as is fair.
+        """The requests that decode in this step: least served tenants first, the others as far as is fair.
 
-        The one that waits longest does after `step_time_s`, or after `_LONGEST_S`, whatever is fair.
+        The one that has waited longest always decodes after `step_time_s`, or after `_LONGEST_S`.
         """
         chosen: list[RequestState] = []
         now, wait_s = self._clock(), min(self._step_time_s, _LONGEST_S)
@@ -156,7 +160,7 @@ class StepPlanner:
         return chosen
 
     def _fair_s(self, request: RequestState) -> float:
-        """Longest step that a request may be in, for the answers of other tenants that were served less."""
+        """Longest fair step for a request, given the answers of less served tenants."""
         least = inf
         for tenant, requests in self._answering.items():
             served_less = request.background or self._shares.of(tenant) < self._shares.of(request.tenant)
@@ -166,9 +170,9 @@ class StepPlanner:
         return least
 
     def _add_credit(self, prefilling: Sequence[RequestState]) -> None:
-        """Let prefills have this step's part of the time that is fair, or what is left of it after what they overdrew.
+        """Add this step's fair prefill time to the credit, less earlier overdraft.
 
-        A pass that cannot be cut takes one layer at least, however long that is, and pauses for it afterwards.
+        A pass that cannot be cut runs at least one layer, however long that takes, and then pauses to pay for it.
         """
         fair = {request: self._fair_s(request) for request in prefilling}
         self._limited = frozenset(request for request, fair_s in fair.items() if isfinite(fair_s))
@@ -177,7 +181,7 @@ class StepPlanner:
         self._credit_s = min(more_s, self._credit_s + more_s)
 
     def _most_tokens(self, request: RequestState, *, by_layers: bool) -> int:
-        """Tokens that all prefills together may have with this one among them."""
+        """Most tokens that all prefills together may compute in a step that includes this one."""
         if self._decoded_s is None:
             return maxsize
         if self.pace.stale:
@@ -194,13 +198,13 @@ class StepPlanner:
 
 @dataclass(frozen=True, slots=True)
 class BatchingStats:
-    """What a batching engine does now and has done so far; blocks are those of its KV memory.
+    """State and counters of a batching engine; blocks are those of its KV memory.
 
-    `pending` requests wait for, or are in, prefill: the size of RAGCache's pool. `speculating` are those, waiting or
-    running, that were not confirmed yet, `speculations_running` how many of them run. Of what was `preempted`,
-    `speculations_preempted` had not been confirmed; `interrupted` are steps that were stopped between two layers,
-    since a request arrived before which theirs yield. `prefetched_bytes` are held for requests that wait. `shared` is
-    how often a request waited for parts that another one's prefill was computing, `sharing` how many do now.
+    `pending` counts requests waiting for prefill or in it: the size of RAGCache's pool. `speculating` counts
+    unconfirmed requests, waiting or running; `speculations_running` those that run. `preempted` includes
+    `speculations_preempted` unconfirmed ones. `interrupted` counts steps stopped between two layers because a request
+    with priority arrived. `prefetched_bytes` are held for waiting requests. `shared` counts how often a request waited
+    for parts that another prefill was computing; `sharing` how many do now.
     """
 
     waiting: int = 0
@@ -227,27 +231,27 @@ class BatchingStats:
 
 
 _BURST_STEPS = 16
-"""Steps of which a tenant that asks seldom may have all tokens before it takes turns: a few prompts with answers."""
+"""Burst of a rarely active tenant before it takes turns, in steps: about a few prompts with answers."""
 
 
 class Scheduler:
-    """Owns the requests from their arrival to their end, and the blocks that those hold which run.
+    """Owns all requests from arrival to end, and the KV blocks of the running ones.
 
-    A request is admitted if what is known of it fits, and grows as it decodes. Where no block is left, the youngest
-    request gives its KV up and waits again with its tokens kept. The oldest is never preempted for others, and no
-    request may be larger than the whole memory: so there is always one that ends. Speculations yield their places and
-    blocks to all others, and run only in steps in which no other request could. So does what is computed in the
-    background, but that it also takes the tokens that others leave of their steps.
+    A request is admitted if its known tokens fit, and grows as it decodes. When no block is free, the youngest request
+    gives up its KV and is pending again with its tokens kept. The oldest is never preempted for others, and no request
+    may exceed the whole memory, so one request always finishes. Speculations yield their slots and blocks to all
+    others, and run only in steps in which no other request can. Background requests yield too, but also use the tokens
+    that others leave of their steps.
 
-    Of several tenants the one that was served least is next, by its weight. What one holds beyond its share of places
-    and memory is lent: a request of another one that is within its own takes it back, the youngest first, but never the
-    last that a tenant has running.
+    Among tenants, the least served one, by weight, is next. What a tenant holds beyond its share of slots and memory is
+    lent: a request of a tenant within its own share takes it back, youngest first, but never the last running request
+    of a tenant.
 
-    A request that needs parts which a running prefill computes waits for them, out of the queue, where that is sooner
-    than computing them too. It holds nothing meanwhile, and waits for running requests only, never for one that yields
-    if it does not: so no request waits for one that waits for it. If the owner ends, fails or is preempted before the
-    parts are stored, the request is back in its old place: one of those that waited computes them, and the others wait
-    for it. Used by one thread.
+    A request that needs parts which a running prefill computes waits for them outside the queue, if that is sooner than
+    computing them. It holds nothing meanwhile. It waits for running requests only, and an ordinary request never for
+    one that yields, so waits cannot form a chain. If the owner ends, fails or is preempted before the parts are stored,
+    the waiting requests return to their old queue positions: one of them computes the parts, and the others wait for
+    it. Used by one thread.
     """
 
     def __init__(
@@ -258,20 +262,20 @@ class Scheduler:
         preempting: Callable[[RequestState], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Nothing waits yet. `preempting` is called with a request that is about to lose its memory."""
+        """Make a scheduler without requests. `preempting` is called before a request loses its memory."""
         self._store = store
         self.pool = BlockPool(config.kv_tokens // config.block_tokens, config.block_tokens)
         self._time = VirtualTime(TenantWeights.parse(config.tenant_weight), burst=_BURST_STEPS * config.step_tokens)
         self.planner = StepPlanner(self._time, config.step_time_s, clock=clock)
         self.queue = RequestQueue(StoredTokens(store), self._time, window=config.window)
         self.requests: dict[int, RequestState] = {}
-        """All that wait or run, by id."""
+        """All pending and running requests, by id."""
         self.awaiting: dict[int, RequestState] = {}
-        """Those that wait for parts of a running request, by id; they are not in the queue."""
+        """Requests waiting for parts of a running request, by id; they are not in the queue."""
         self.shared = 0
-        """How often a request began to wait so."""
+        """How often a request started to wait for another's parts."""
         self._in_progress: dict[RequestState, list[PartInProgress]] = {}
-        """What running requests compute, as far as this round of admission has asked: no prefill advances in it."""
+        """Parts that running requests compute, cached for one round of admission: no prefill advances within it."""
         self._running: list[RequestState] = []  # in the order of admission
         self._preempting = preempting
         self._budget = TokenBudget(tokens=config.step_tokens, max_running=config.max_running)
@@ -279,11 +283,11 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[RequestState, ...]:
-        """Those that were admitted and have not ended, a snapshot; from any thread."""
+        """The admitted, unfinished requests; a snapshot, safe from any thread."""
         return tuple(self._running)
 
     def add(self, request: RequestState) -> None:
-        """Let a new request wait."""
+        """Queue a new request."""
         self.requests[request.id] = request
         if not request.yields:
             self._time.join(request.tenant)
@@ -291,18 +295,18 @@ class Scheduler:
         self.queue.add(request)
 
     def stops(self, request: RequestState) -> bool:
-        """Whether a step is stopped for a request that has just come.
+        """Whether a new request stops the current step.
 
-        Its tenant has nothing under way and was served at least a step less than the others by now, and it would be
-        admitted at once. So a tenant that asks seldom does not wait for the steps of one that asks much, and what is
-        thrown away is bounded, since its tenant pays for it (`displaced`).
+        True if its tenant has no active request, was served at least one step less than the others, and the request
+        would be admitted at once. So rare users do not wait for the steps of heavy ones. The discarded work is bounded,
+        because its tenant is charged for it (`displaced`).
         """
         if request.yields or self._time.behind(request.tenant) < self._budget.tokens:
             return False
         return self._giving_way(request) is not None
 
     def confirm(self, request: RequestState) -> None:
-        """A speculation is a request like others from now on."""
+        """Make a speculation an ordinary request."""
         self._wait_no_longer(request)
         if request.runs and self.queue.requests:
             self._preempt(request)  # others wait for memory: the queue decides which is next
@@ -310,10 +314,10 @@ class Scheduler:
         self.queue.confirm(request)
 
     def admit(self) -> Iterator[RequestState]:
-        """Each request that is admitted now, with blocks of its own; it is to be started before the next one is taken.
+        """Yield each request admitted now, with its blocks reserved; start it before taking the next.
 
-        Requests are admitted as if there were none that yield, and nothing lent, whose places they take where need be;
-        then those that yield and still fit. What waits for parts that are stored by now is in the queue before.
+        Ordinary requests come first and take slots of yielding requests and lent ones as needed; then yielding requests
+        that still fit. Before that, requests whose awaited parts are stored return to the queue.
         """
         self._in_progress.clear()
         for waiting in tuple(self.awaiting.values()):
@@ -325,6 +329,7 @@ class Scheduler:
             )
             if request is None:
                 break
+            # Waiting is checked before preempting, so that no request loses its memory for one that then waits.
             if self._waits_for_parts(request):
                 continue
             for other in self._giving_way(request) or ():
@@ -338,9 +343,9 @@ class Scheduler:
                 yield self._admitted(request)
 
     def groups(self) -> list[StepGroup]:
-        """What this step runs: the requests that were asked for, and in the background what they leave tokens for.
+        """The groups of this step: ordinary requests, and background ones with the tokens left over.
 
-        With what time is to spare speculations, or else what runs in the background alone.
+        If no ordinary request can run: speculations, or else background requests alone.
         """
         self._make_room(speculative=False)
         if any(not one.yields for one in self._running):
@@ -352,7 +357,7 @@ class Scheduler:
         return speculations or self._groups([one for one in self._running if one.background], self._budget)
 
     def computed(self, group: StepGroup) -> None:
-        """What a step ran is computed: it counts for the tenants whose requests asked for it."""
+        """Charge the tenants for the work of a finished step."""
         decoded = len(group.decoding)
         cost = self.planner.pace.tokens_worth(decoded, least=DECODED_COST) if decoded else 0.0
         costs = [(request, cost) for request in group.decoding]
@@ -361,13 +366,13 @@ class Scheduler:
                 self._time.charge(request.tenant, cost)
 
     def put_back(self, request: RequestState) -> None:
-        """Let a running request wait again, with its tokens kept and nothing else."""
+        """Return a running request to the queue; only its tokens are kept."""
         self._stop(request)
         request.status = RequestStatus.WAITING
         self.queue.put_back(request)
 
     def end(self, request: RequestState) -> None:
-        """A request neither waits nor runs any more."""
+        """Remove a request, pending or running."""
         if request.runs:
             self._stop(request)
         else:
@@ -388,21 +393,23 @@ class Scheduler:
         self.pool.check(self.requests.values())
         runs = {one for one in self.requests.values() if one.runs}
         if runs != set(self._running) or len(self.queue) + len(self.awaiting) + len(runs) != len(self.requests):
-            raise StoreError("a request neither waits nor runs, or does both")
+            raise StoreError("a request is neither pending nor running, or both")
         if any(one.owner is None or one.owner is one for one in self.awaiting.values()):
-            raise StoreError("a request waits for parts that no other one computes")
+            raise StoreError("a request waits for parts that no other request computes")
         if {one for one in self.requests.values() if one.blocks} != runs:
-            raise StoreError("blocks are not held by the running requests")
+            raise StoreError("KV blocks are not held by exactly the running requests")
         for request in self._running:
             decode = request.decode
             if decode is not None and decode.prefilled.cache.capacity > self.pool.capacity(request):
                 raise StoreError(f"the cache of request {request.id} is larger than its blocks")
 
     def _waits_for_parts(self, request: RequestState) -> bool:
-        """Let a request that was taken out of the queue wait for parts in progress, if that is sooner."""
+        """Let a request that was popped from the queue wait for parts in progress, if that is sooner."""
         wanted = request.wanted
         if not self._running or not wanted.chunks or request.plan is not None:
             return False
+        # Owners are running requests only, and an ordinary request has no yielding owner. Since a running request
+        # waits for none, waits cannot form a cycle.
         best, most = None, Saving()
         needs_profiles = request.prepared.kept.profiles
         for owner in self._running:
@@ -420,12 +427,12 @@ class Scheduler:
         return True
 
     def _still_awaited(self, request: RequestState) -> bool:
-        """Whether the owner still computes what a request waits for."""
+        """Whether the owner still computes the parts that a request waits for."""
         owner = request.owner
         assert owner is not None, "it waits for some request's parts"
         if any(part.chunk in request.awaited for part in self._parts_of(owner)):
             return True
-        if owner.job is not None or owner.decode is not None:  # it has stored them, if the store took them
+        if owner.job is not None or owner.decode is not None:  # the parts are done: stored, or the store refused them
             request.waited_for |= request.awaited
         return False
 
@@ -435,7 +442,7 @@ class Scheduler:
         return self._in_progress[owner]
 
     def _wait_no_longer(self, request: RequestState) -> None:
-        """A request that waits for parts is back in its place in the queue; others are left alone."""
+        """Return a request that waits for parts to its queue position; no effect on others."""
         if self.awaiting.pop(request.id, None) is not None:
             request.owner, request.awaited = None, frozenset()
             self.queue.put_back(request)
@@ -444,7 +451,7 @@ class Scheduler:
         return [request for request in self._running if request.yields]
 
     def _promised(self) -> dict[str, float]:
-        """By tenant, tokens that are still to be prefilled of its running requests."""
+        """By tenant, prefill tokens left of its running requests."""
         promised: dict[str, float] = {}
         for one in self._running:
             if one.job is not None and not one.yields:
@@ -452,12 +459,12 @@ class Scheduler:
         return promised
 
     def _may_have_place(self, tenant: str) -> bool:
-        """Whether a request of a tenant could run as far as places go."""
+        """Whether a slot is available for a request of this tenant."""
         free = len(self._running) - len(self._yielding()) < self._budget.max_running
         return free or bool(self._lent(tenant, self._running, places=1, blocks=0))
 
     def _giving_way(self, request: RequestState) -> list[RequestState] | None:
-        """The running requests whose places or memory one that waits may take and needs; None if they are too few."""
+        """The running requests to preempt for a pending one; None if that would not free enough."""
         leaving: list[RequestState] = []
         while len(self._running) - len(leaving) >= self._budget.max_running or not self.pool.fits(
             request.tokens, without=leaving
@@ -473,9 +480,9 @@ class Scheduler:
         return leaving
 
     def _lent(self, tenant: str, running: Sequence[RequestState], *, places: int, blocks: int) -> list[RequestState]:
-        """Those of `running` that another tenant has, who is furthest above its share and was not served less.
+        """Requests in `running` of the tenant furthest above its share that was not served less than `tenant`.
 
-        None if `tenant` would be above its own with `places` and `blocks` more, unless it has nothing.
+        Empty if `tenant`, with `places` and `blocks` more, would exceed its own share, unless it runs nothing.
         """
         by_tenant: dict[str, list[RequestState]] = {}
         for one in running:
@@ -484,7 +491,7 @@ class Scheduler:
         own = by_tenant.pop(tenant, [])
         if not by_tenant or (own and self._held(own, places, blocks) > self._time.share(tenant)):
             return []
-        least = self._budget.tokens if own else 0  # a prefill is made again: small differences are not worth that
+        least = self._budget.tokens if own else 0  # preemption repeats a prefill: not worth it for small differences
         promised = self._promised()
         times = {one: self._time.of(one, promised.get(one, 0.0)) for one in {*by_tenant, tenant}}
         above = {one: self._held(ones) / self._time.share(one, tenant) for one, ones in by_tenant.items()}
@@ -496,7 +503,7 @@ class Scheduler:
         return by_tenant[max(lent, key=above.__getitem__)] if lent else []
 
     def _held(self, requests: Sequence[RequestState], places: int = 0, blocks: int = 0) -> float:
-        """The part of places or memory that requests hold with so much more, whichever is larger."""
+        """The larger of the requests' shares of slots and of blocks, with `places` and `blocks` added."""
         blocks += sum(one.blocks for one in requests)
         return max((len(requests) + places) / self._budget.max_running, blocks / self.pool.blocks)
 
@@ -508,9 +515,9 @@ class Scheduler:
         return request
 
     def _groups(self, requests: Sequence[RequestState], budget: TokenBudget) -> list[StepGroup]:
-        """The steps of `requests`: one batch, those apart each for itself, and by layers what is still being read.
+        """The groups of `requests`: one batch, each request apart by itself, and one by layers per loading prefill.
 
-        If nothing else is to be done, the first one of these waits for its next layer, in the background only alone.
+        If nothing can run, the first loading prefill waits for its next layer; a background one only if alone.
         """
         self.planner.begin(requests)
         batches = [[one for one in requests if not one.apart], *([one] for one in requests if one.apart)]
@@ -521,9 +528,11 @@ class Scheduler:
         return groups
 
     def _make_room(self, *, speculative: bool) -> None:
-        """Let decoding requests of one kind have room for their last token's KV, the oldest first."""
+        """Reserve blocks for the pending KV of decoding requests of one kind, oldest first; may preempt others."""
         kind = [request for request in self._running if request.speculative is speculative]
         for request in sorted(kind, key=lambda one: one.number):
+            # The oldest grow first and the youngest are preempted, possibly `request` itself: then the loop ends. The
+            # oldest request thus always grows, because the pool holds any single request.
             while request.status is RequestStatus.DECODING:
                 assert request.decode is not None, "a decoding request has a token"
                 if self.pool.grow(request, request.decode.position + len(request.decode.pending)):
@@ -533,12 +542,12 @@ class Scheduler:
                 self._preempt(_youngest(self._yielding() or lent or self._running))
 
     def _preempt(self, request: RequestState) -> None:
-        """Take a running request's memory for others; it waits again."""
+        """Preempt a running request: its memory is freed and it is pending again."""
         self._preempting(request)
         self.put_back(request)
 
     def _stop(self, request: RequestState) -> None:
-        """Take a running request's memory, pins and blocks."""
+        """Release a running request's memory, pins and blocks."""
         request.stop_reading()
         if request.decode is not None:
             request.decode.let_go()

@@ -1,4 +1,4 @@
-"""Shadow checks: what full prefill would have answered, computed beside woven answers when there is time."""
+"""Shadow checks: in idle time, recompute woven answers by full prefill and compare."""
 
 import logging
 from collections import deque
@@ -28,9 +28,9 @@ def kl_divergence(expected: torch.Tensor, actual: torch.Tensor) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Woven:
-    """A woven answer that is to be checked: its prompt, the first token's `logits` `[vocab]`, its tokens.
+    """A woven answer to check: its prompt, the first token's `logits` `[vocab]`, and its tokens.
 
-    `token_ids` are empty if they were sampled, for then greedy decoding need not give them.
+    `token_ids` is empty for sampled answers, because greedy decoding need not reproduce them.
     """
 
     prompt: Prompt
@@ -39,13 +39,13 @@ class Woven:
 
 
 class ShadowCheck:
-    """One answer's check, piece by piece: full prefill in slices, then greedy decoding as long as tokens agree.
+    """The check of one answer, piece by piece: full prefill in slices, then greedy decoding while tokens agree.
 
-    It neither reads nor writes the store. Owns its KV cache; close it.
+    It neither reads nor writes the store. It owns its KV cache; close it.
     """
 
     def __init__(self, runner: Runner, woven: Woven) -> None:
-        """Nothing is computed yet."""
+        """Prepare the check; computes nothing."""
         self._runner = runner
         self._woven = woven
         method = FullPrefill(ReuseConfig())
@@ -56,7 +56,7 @@ class ShadowCheck:
         self._same = 0
 
     def step(self, slice_tokens: int) -> Divergence | None:
-        """Compute at most `slice_tokens` of the prompt, or one token of the answer; what was found, at the end."""
+        """Compute at most `slice_tokens` of the prompt, or one token of the answer; returns the result at the end."""
         if self._prefilled is None:
             self._runner.step([], [(self._job, slice_tokens)])
             self._prefilled = self._job.prefilled
@@ -65,13 +65,13 @@ class ShadowCheck:
         return self._compare(self._runner.decode([self._prefilled.cache], [token], [position])[0])
 
     def close(self) -> None:
-        """Give the memory back; a second time is harmless."""
+        """Free the memory. Idempotent."""
         self._job.close()
         if self._prefilled is not None:
             self._prefilled.cache.free()
 
     def _compare(self, logits: torch.Tensor) -> Divergence | None:
-        """Hold the next token against the woven answer's; None as long as there are more that may agree."""
+        """Compare the next token with the woven answer's; None while more tokens may agree."""
         tokens = self._woven.token_ids
         if self._same < len(tokens) and int(logits.argmax()) == tokens[self._same]:
             self._same += 1
@@ -84,13 +84,13 @@ class ShadowCheck:
 
 
 class ShadowChecks:
-    """The answers that wait to be checked, and the one that is being checked. Owned by the thread that runs the model.
+    """The pending shadow checks and the running one. Owned by the thread that runs the model.
 
-    Whatever goes wrong with a check is counted and logged, and concerns no answer.
+    A failed check is counted and logged; it affects no answer.
     """
 
     def __init__(self, runner: Runner, monitor: ShadowMonitor) -> None:
-        """Nothing to check yet."""
+        """Make an empty queue of checks."""
         self._runner = runner
         self._monitor = monitor
         self._pool: BlockPool | None = None
@@ -98,16 +98,16 @@ class ShadowChecks:
         self._check: ShadowCheck | None = None
 
     def __bool__(self) -> bool:
-        """Whether anything is left to check."""
+        """Whether any check is pending or running."""
         return self._check is not None or bool(self._pending)
 
     @property
     def beside(self) -> int:
-        """How many requests may be under way while a check goes on."""
+        """Most active requests beside which a check may run."""
         return self._monitor.config.beside
 
     def offer(self, decode: DecodeState, *, greedy: bool) -> None:
-        """A request was answered; if it was woven and its turn has come, it waits to be checked."""
+        """Queue the check of an answered request, if it was woven and is sampled."""
         prefilled, config = decode.prefilled, self._monitor.config
         if all(part.kv_source is not KVSource.REUSED for part in prefilled.plan.parts) or not self._monitor.wants():
             return
@@ -118,13 +118,13 @@ class ShadowChecks:
         try:
             self._pending.append(Woven(prefilled.prompt, prefilled.logits.clone(), tuple(tokens)))
         except Exception:  # the boundary between a check and the answers
-            logger.warning("there is no shadow check of an answer", exc_info=True)
+            logger.warning("a shadow check could not be queued; no answer is affected", exc_info=True)
             self._monitor.fail()
 
     def step(self, pool: BlockPool | None = None) -> None:
-        """One piece of a check, if there is one.
+        """Run one piece of a check, if there is one.
 
-        With a `pool`, a check borrows its KV memory there, and ends without a result when a request needs it.
+        With a `pool`, the check borrows KV memory from it, and ends without a result when a request needs that memory.
         """
         try:
             if self._check is None and not self._begin(pool):
@@ -132,7 +132,7 @@ class ShadowChecks:
             assert self._check is not None, "a check has begun"
             divergence = self._check.step(self._monitor.config.slice_tokens)
         except Exception:  # the boundary between a check and the answers
-            logger.warning("a shadow check failed; no answer is concerned", exc_info=True)
+            logger.warning("a shadow check failed; no answer is affected", exc_info=True)
             self._monitor.fail()
             self._end()
             return
@@ -141,12 +141,12 @@ class ShadowChecks:
             self._monitor.take(divergence)
 
     def run(self) -> None:
-        """All that is left, to its end."""
+        """Run all pending checks to their end."""
         while self:
             self.step()
 
     def close(self) -> None:
-        """Drop whatever is left."""
+        """Drop all pending and running checks."""
         for _ in self._pending:
             self._monitor.drop()
         self._pending.clear()
@@ -167,7 +167,7 @@ class ShadowChecks:
         return True
 
     def _taken_back(self) -> None:
-        """A request needs the memory."""
+        """End the running check: a request needs the memory."""
         self._monitor.drop()
         if self._check is not None:
             self._check.close()

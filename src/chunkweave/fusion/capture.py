@@ -1,4 +1,4 @@
-"""What is read off a prefill beside its result: KV of parts to be stored, and where attention goes."""
+"""What a prefill records besides its result: KV of parts to store, and attention mass."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +19,10 @@ from chunkweave.types import ChunkId, Geometry, ScoreRule
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WovenFrom:
-    """The segment that a reused part was taken from: the KV of the tokens that are not recomputed.
+    """The segment that a reused part was read from: the KV of tokens that are not recomputed.
 
-    `attention` is what its tokens attended to, `generation` that of its record. At least `least_tokens` must be
-    recomputed through the last layer, or the woven part is not worth storing.
+    `attention` is what its tokens attended to, `generation` its record's. At least `least_tokens` must be recomputed
+    through the last layer, or the woven part is not worth storing.
     """
 
     segment: SegmentSource
@@ -32,15 +32,14 @@ class WovenFrom:
 
 
 class PartCapture:
-    """Collects keys before RoPE and values of one part, layer by layer, on the device that computes them.
+    """Collects keys before RoPE and values of one part, layer by layer, on the compute device.
 
-    To the host they go when they are stored, behind the first token: a copy a layer would stand in the way of the
-    next layer's work.
+    They move to the host when they are stored, after the first token: a copy per layer would delay the next layer.
 
-    The tokens of a computed part are active at every layer of one pass, those of a reused part as long as the rules
-    let them; either way its rows are one run of the active ones. Where a token was not active, a reused part keeps the
-    KV of the segment that it came from. Over several passes a token's last KV counts. A pass may come in slices of its
-    rows, each through all layers; whether enough of the part was taken shows behind the last one.
+    Tokens of a computed part are active at every layer of one pass, those of a reused part as long as the rules keep
+    them; in both cases the part's rows are contiguous among the active rows. Where a token is not active, a reused part
+    keeps its segment's KV. Over several passes, a token's last KV counts. A pass may run in slices of rows, each
+    through all layers; whether enough tokens were captured is known after the last slice.
     """
 
     def __init__(
@@ -68,15 +67,15 @@ class PartCapture:
         self._in_slices = False
 
     def start(self, *, in_slices: bool = False) -> None:
-        """The next layer to be taken is the first: a pass begins, or a slice of one, with active tokens of its own."""
+        """Begin a pass, or a slice of one: the next layer is the first, with its own active tokens."""
         self._layer = 0
         self._in_slices = in_slices
         self._offsets, self._rows = torch.arange(0), self._rows[:0]
 
     def follow(self, offsets: Sequence[int]) -> bool:
-        """From the next layer on these tokens of the part are active, ascending, 0 its first.
+        """Set the part's tokens that are active from the next layer on: ascending offsets, 0 is its first token.
 
-        False, and never again true, if they are too few for the part to be stored; of a slice they never are.
+        Returns False, and stays False, if they are too few for the part to be stored; never for a slice.
         """
         if len(offsets) < self._least and not self._in_slices:
             self._kv = None
@@ -87,7 +86,7 @@ class PartCapture:
 
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy one layer's fresh `keys` and `values` of the part's active tokens, `[rows, kv_heads, head_dim]`."""
-        assert self._kv is not None, "a part that was given up is not followed"
+        assert self._kv is not None, "a dropped part is not followed"
         layer = self._kv[self._layer]
         for kept, fresh in zip(layer, (keys, values), strict=True):
             if len(self._offsets) == self._tokens:
@@ -99,39 +98,39 @@ class PartCapture:
 
     @property
     def complete(self) -> bool:
-        """Whether enough of the part was followed through all layers, and it can be stored."""
+        """Whether enough tokens were captured at all layers, so that the part can be stored."""
         return self._kv is not None and int(self._fresh[-1].sum()) >= self._least
 
     @property
     def recomputed(self) -> tuple[int, ...]:
-        """The part's tokens that were active at the last layer (all of a computed part), ascending, 0 its first."""
+        """Offsets of tokens active at the last layer (all of a computed part), ascending; 0 is the first token."""
         return tuple(torch.nonzero(self._fresh[-1]).squeeze(1).tolist())
 
     @property
     def changed(self) -> bool:
-        """Whether a token was active at any layer but the first, where KV depends on the token alone."""
+        """Whether any token was active above layer 0, where KV depends on more than the token itself."""
         return bool(self._fresh[1:].any())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the finished segment."""
-        assert self._kv is not None, "a part that was given up has no segment"
+        assert self._kv is not None, "a dropped part has no segment"
         return self._kv.nbytes
 
     @property
     def generation(self) -> int:
-        """Of the finished segment: 0 if all its KV is fresh, else one more than that of the segment it came from."""
+        """Generation of the finished segment: 0 if all its KV is fresh, else one more than its source's."""
         return 0 if self.woven_from is None or self._fresh.all() else self.woven_from.generation + 1
 
     @property
     def attention_before(self) -> AttentionProfile | None:
-        """What the tokens of the segment that a reused part was taken from attended to, if that is known."""
+        """Attention profile of the source segment of a reused part, if known."""
         return None if self.woven_from is None else self.woven_from.attention
 
     @torch.inference_mode()
     def segment(self) -> SegmentKV:
         """The finished segment; call it once, after the last layer."""
-        assert self.complete, "a part was taken for fewer layers than the model has"
+        assert self.complete, "some layers of the part were not captured"
         assert self._kv is not None
         if self.woven_from is not None:
             for layer, (kv, fresh) in enumerate(zip(self._kv, self._fresh, strict=True)):
@@ -141,10 +140,10 @@ class PartCapture:
 
 
 class AttentionCapture:
-    """The attention mass of one prompt's tokens on its parts, summed over the captured layers.
+    """Attention mass of one prompt's tokens on its parts, summed over the captured layers.
 
-    Owned by the request. Its rows tell it which tokens to follow and show it queries and keys layer by layer; the
-    profiles are made from the sums when the request ends. All layers, heads and tokens count alike.
+    Owned by the request. `ActiveRows` sets the tokens to follow and passes queries and keys layer by layer; profiles
+    are made from the sums at the end. All layers, heads and tokens have equal weight.
     """
 
     def __init__(
@@ -156,9 +155,9 @@ class AttentionCapture:
         device: torch.device,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`parts` are all parts of the prompt. Of the captured heads this rank reads its own.
+        """`parts` are all parts of the prompt. This rank reads its own share of the captured heads.
 
-        The last layer is never captured: it is finished for one token only.
+        The last layer is never captured: only one token completes it.
         """
         self._parts = tuple(parts)
         below_last = geometry.num_layers - 1
@@ -166,7 +165,7 @@ class AttentionCapture:
         own = ranks.own_heads(geometry.num_heads)
         captured = evenly_spread(config.heads, geometry.num_heads)
         heads = tuple(head - own.start for head in captured if head in own)
-        self._heads = None if len(heads) == len(own) else heads  # all at once need no copy of their keys
+        self._heads = None if len(heads) == len(own) else heads  # None: all heads, without a copy of their keys
         self._num_heads = len(heads)
         self._ranks = ranks
         self._weight = geometry.num_heads / len(own) * len(heads) / len(captured)
@@ -184,20 +183,20 @@ class AttentionCapture:
         self._marked = self._by_part, self._received
 
     def mark(self) -> None:
-        """Remember the sums as they are, so that `undo` can go back to them."""
+        """Save the sums for `undo`."""
         self._marked = self._by_part.clone(), self._received.clone()
 
     def undo(self) -> None:
-        """Forget what was read since `mark`: the same tokens will be read again."""
+        """Restore the sums at `mark`: the same tokens will be read again."""
         self._by_part, self._received = self._marked
         self._totals = None
 
     def wants(self, layer: int) -> bool:
-        """Whether this layer is captured, and anything is followed."""
+        """Whether this layer is captured and any row is followed."""
         return layer in self._layers and len(self._rows) > 0
 
     def follow(self, rows: Sequence[int], where: Sequence[int]) -> None:
-        """From now on these `rows` of the active ones, which stand at positions `where`, are captured."""
+        """Capture these `rows` of the active ones from now on; `where` has the positions of all active rows."""
         positions = [where[row] for row in rows]
         if positions != self._where:
             self._meters, self._scores = {}, {}
@@ -206,7 +205,7 @@ class AttentionCapture:
         self._rows = torch.tensor(rows, dtype=torch.long, device=self._received.device)
 
     def scores(self, layer: int) -> int:
-        """Attention weights that a `read` of this layer works out: followed tokens by keys that each sees by heads."""
+        """Number of attention weights that a `read` of this layer computes: followed tokens x visible keys x heads."""
         window = self._geometry.window(layer)
         if window not in self._scores:
             self._scores[window] = sum(min(at + 1, window or at + 1) for at in self._where) * self._num_heads
@@ -215,9 +214,9 @@ class AttentionCapture:
     def read(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, measured: Measured | None = None) -> None:
         """Add one layer of the followed tokens.
 
-        `queries` `[active rows, heads, head_dim]` and `keys` `[positions, kv_heads, head_dim]` are after RoPE; the keys
-        start at position 0. `measured` is what the attention kernel summed of the active rows' weights on the way; None
-        if it did not, and they are worked out once more.
+        `queries` `[active rows, heads, head_dim]` and `keys` `[positions, kv_heads, head_dim]` are after RoPE; key i is
+        at position i. `measured` are sums that the attention kernel already made of the active rows' weights; None:
+        compute the weights here.
         """
         self._layers_read.add(layer)
         self._totals = None
@@ -246,7 +245,7 @@ class AttentionCapture:
 
     @property
     def key_parts(self) -> KeyParts:
-        """The part of every key of the prompt, for a kernel that is to sum by part."""
+        """The part of every key of the prompt, for kernels that sum by part."""
         if self._key_parts is None:
             table = torch.full((self._tokens,), -1, dtype=torch.int32)
             for index, part in enumerate(self._parts):
@@ -257,11 +256,11 @@ class AttentionCapture:
     def profile(
         self, part: PartPlan, recomputed: Sequence[int], before: AttentionProfile | None = None
     ) -> AttentionProfile | None:
-        """The profile of a part that was followed through all layers.
+        """The profile of a part whose tokens were followed through all layers.
 
-        None if no layer was captured, or if the model's attention is not finite.
-        Only the tokens `recomputed` (0 is the part's first) have fresh attention; the others' is carried over from the
-        profile `before` of the segment that they came from.
+        None if no layer was captured or the model's attention is not finite. Only the tokens `recomputed` (offsets, 0
+        is the part's first) have fresh attention; for the others it is carried over from `before`, the profile of their
+        source segment.
         """
         if not self._layers_read:
             return None
@@ -271,7 +270,7 @@ class AttentionCapture:
         others = [index for index in earlier if index not in chunks]
         rows = slice(part.span.start, part.span.stop)
         mass = torch.zeros(len(part.span), len(self._parts), dtype=torch.float64)
-        by_part, by_all = self._over_ranks()
+        by_part, by_all = self.over_ranks()
         mass[list(recomputed)] = (by_part[rows].double() / len(self._layers_read)).cpu()[list(recomputed)]
         received = (by_all[rows].double() / len(self._layers_read)).cpu()
         if not (mass.isfinite().all() and received.isfinite().all()):
@@ -287,8 +286,11 @@ class AttentionCapture:
         )
         return woven_profile(fresh, before, recomputed)
 
-    def _over_ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums over the captured heads of all ranks; they are exchanged once, behind the last layer."""
+    def over_ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sums over captured heads of all ranks: by part `[tokens, parts]`, and received `[tokens]`.
+
+        The first call after the last layer exchanges them; every rank makes it at the same point.
+        """
         if self._totals is None:
             weight = self._weight
             self._totals = self._ranks.mean(self._by_part * weight), self._ranks.mean(self._received * weight)
@@ -296,7 +298,7 @@ class AttentionCapture:
 
 
 def evenly_spread(count: int | None, total: int) -> tuple[int, ...]:
-    """`count` of the numbers below `total`, in the middles of as many equal stretches; all if None or too many.
+    """`count` of the numbers below `total`, at the centers of equal intervals; all if `count` is None or too large.
 
     >>> evenly_spread(4, 14)
     (1, 5, 8, 12)
@@ -314,17 +316,17 @@ def _id_of(part: PartPlan) -> ChunkId:
 def woven_profile(
     fresh: AttentionProfile, before: AttentionProfile | None, recomputed: Collection[int]
 ) -> AttentionProfile:
-    """The profile of a variant: `fresh` knows the tokens `recomputed`; that of the others is estimated from `before`.
+    """The profile of a variant: `fresh` for the tokens `recomputed`, estimated from `before` for the others.
 
-    A stored profile has the mass by chunk and the mass by token, but not by both, so a token is taken to have spread
-    its mass over the chunks as the whole segment did. Mass on chunks that stand before it again is carried over. Mass
-    on other chunks goes to those that are new here, in the shares that the recomputed tokens give them: a token that
-    looks out is taken to look out in this context too. Without it, CCI would fall with every generation (§3.1: it is
-    what the chunk's tokens attend to in this context). Where nothing is new that mass is gone. Intra, sink and received
-    mass, which are not kept by token, come over in the share of tokens that were not recomputed.
+    A stored profile has the mass by chunk and by token but not by both, so each token is assumed to spread its mass
+    over chunks as the whole segment did. Mass on chunks that precede it again is carried over. Mass on other chunks
+    moves to the chunks that are new here, in proportion to the recomputed tokens' mass on them: a token that attends to
+    other chunks is assumed to do so in this context too. Otherwise CCI would fall with every generation (§3.1: it is
+    what the chunk's tokens attend to in this context). If no chunk is new, that mass is dropped. Intra, sink and
+    received mass are not stored by token, and are carried over by the share of tokens that were not recomputed.
 
-    Without mass on chunks before (the segment was computed alone, or without a profile) the others are taken to attend
-    as the recomputed ones do on average; they rank behind these.
+    Without mass on earlier chunks (the segment was computed alone, or has no profile) the other tokens are assumed to
+    attend like the average recomputed token; they rank after these.
 
     >>> old = AttentionProfile((ChunkId("a"), ChunkId("b")), (2, 2), (1.0, 3.0), 2.0, 0.4, (1.0, 3.0), (1.0, 0.0))
     >>> new = AttentionProfile((ChunkId("b"),), (2,), (0.5,), 0.3, 0.1, (0.5, 0.0), (0.2, 0.0))
@@ -359,13 +361,13 @@ def woven_profile(
 
 
 def _times(profile: AttentionProfile, factor: float) -> AttentionProfile:
-    """The profile with all masses but those by chunk and by token times a factor."""
+    """The profile with intra, sink and received mass multiplied by `factor`."""
     received = tuple(factor * mass for mass in profile.received)
     return replace(profile, intra=factor * profile.intra, sink=factor * profile.sink, received=received)
 
 
 def _carried(fresh: AttentionProfile, before: AttentionProfile) -> tuple[list[float], float]:
-    """The mass of `before` by the chunks of `fresh`, as `woven_profile` says, and the share of all that it is."""
+    """The mass of `before` by the chunks of `fresh`, as in `woven_profile`, and its share of the total."""
     there, known = _mass_on(before, fresh.chunks), frozenset(before.chunks)
     new = [chunk not in known for chunk in fresh.chunks]
     weights = [mass if is_new else 0.0 for mass, is_new in zip(fresh.inter, new, strict=True)]
@@ -378,7 +380,7 @@ def _carried(fresh: AttentionProfile, before: AttentionProfile) -> tuple[list[fl
 
 
 def _mass_on(profile: AttentionProfile, chunks: Sequence[ChunkId]) -> list[float]:
-    """For each of `chunks` the mass that the profile has on it; one that it lists twice answers in order, each once."""
+    """The profile's mass on each of `chunks`; duplicates in the profile are matched in order, each once."""
     left = list(zip(profile.chunks, profile.inter, strict=True))
     found: list[float] = []
     for chunk in chunks:
@@ -390,12 +392,12 @@ def _mass_on(profile: AttentionProfile, chunks: Sequence[ChunkId]) -> list[float
 
 
 class QuestionWatch:
-    """Combines the attention of one question's tokens on every position, layer by layer, in float32."""
+    """Combines the attention of a question's tokens to every position, layer by layer, in float32."""
 
     def __init__(
         self, watch: Watch, device: torch.device, *, hidden: torch.Tensor | None = None, ranks: Ranks = ALONE
     ) -> None:
-        """`hidden` flags the positions that the question does not see, `[positions]`."""
+        """`hidden` `[positions]` flags the positions that the question does not see."""
         self._ranks = ranks
         question = watch.question
         self.watch = watch
@@ -406,9 +408,9 @@ class QuestionWatch:
         self.attention = torch.zeros(question.stop, device=device)
 
     def look(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None, scores: ScoreRule) -> None:
-        """Take in one layer: `queries` `[question tokens, heads, head_dim]`, `keys` `[positions, kv_heads, head_dim]`.
+        """Add one layer: `queries` `[question tokens, heads, head_dim]`, `keys` `[positions, kv_heads, head_dim]`.
 
-        Both after RoPE; a query sees the `window` keys up to its own (None: all). `scores` are the layer's.
+        Both are after RoPE; a query sees the `window` keys up to its own (None: all). `scores` is the layer's rule.
         """
         watch = self.watch
         found = self._meter(window).combined(
@@ -426,9 +428,9 @@ class QuestionWatch:
 
 
 class FocusWatch:
-    """Shows the question's attention to the tracker, layer by layer, until that has found the focused chunks.
+    """Passes the question's attention to the tracker, layer by layer, until the focused chunks are known.
 
-    The question is few tokens, so that all heads are looked at.
+    The question has few tokens, so all heads are read.
     """
 
     def __init__(self, rule: StopUnfocused, device: torch.device, *, ranks: Ranks = ALONE) -> None:
@@ -443,10 +445,10 @@ class FocusWatch:
     def look(
         self, queries: torch.Tensor, keys: torch.Tensor, window: int | None, scores: ScoreRule
     ) -> frozenset[int] | None:
-        """Indices of the focused chunks once they are known; None until then.
+        """Indices of the focused chunks once known; None until then.
 
-        `queries` `[question tokens, heads, head_dim]` and `keys` `[positions, kv_heads, head_dim]` of the next layer,
-        after RoPE; a query sees the `window` keys up to its own (None: all). `scores` are the layer's.
+        `queries` `[question tokens, heads, head_dim]` and `keys` `[positions, kv_heads, head_dim]` are those of the
+        next layer, after RoPE; a query sees the `window` keys up to its own (None: all). `scores` is the layer's rule.
         """
         mass = self._ranks.mean(self._meter(window).read(queries, keys, scores).by_part.sum(0))
         return self._tracker.update(mass.tolist())

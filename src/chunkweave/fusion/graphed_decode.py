@@ -1,8 +1,8 @@
-"""A decode step over fixed buffers, so that it can be recorded once as a CUDA graph and replayed.
+"""A decode step over fixed buffers, recorded once as a CUDA graph and replayed.
 
 Decoding computes little: for a few requests, launching its hundreds of kernels takes longer than running them. A graph
-is one launch. It reads token ids, positions and the addresses of the requests' caches from buffers that stay where they
-are, so that one recording serves any requests, as many as it was made for.
+is one launch. It reads token ids, positions and the addresses of the requests' caches from buffers at fixed addresses,
+so one recording serves any set of requests of the same size.
 """
 
 import logging
@@ -28,18 +28,19 @@ from chunkweave.models.triton_attention import (
 logger = logging.getLogger(__name__)
 
 _MAX_REQUESTS = 64
-"""More than this and a step is no longer bound by launches."""
+"""With more requests, a step is no longer bound by launches."""
 
 Step = Callable[[], torch.Tensor]
 Record = Callable[[Step], Step]
-"""Makes of a step over fixed buffers one that does the same again, cheaper: `record_cuda_graph`."""
+"""Turns a step over fixed buffers into a cheaper equivalent: `record_cuda_graph`."""
 
 
 @dataclass(slots=True, eq=False)
 class DecodeBuffers:
-    """What a step over so many requests reads: `inputs` int64 `[2, requests]` are token ids and positions, `places`
-    int64 `[layers, requests, 4]` the addresses of each layer's keys and values (the last two stay 0),
-    those of the caches of `versions`.
+    """Inputs of a step over a fixed number of requests.
+
+    `inputs` int64 `[2, requests]` are token ids and positions. `places` int64 `[layers, requests, 4]` are addresses of
+    each layer's keys and values (the last two columns stay 0) in the caches with these `versions`.
     """
 
     inputs: torch.Tensor
@@ -52,7 +53,7 @@ class DecodeBuffers:
 def decode_step(model: LayerwiseModel, buffers: DecodeBuffers, stop: int) -> torch.Tensor:
     """One token of each request through all layers: logits `[requests, vocab]`. Mutates the caches at `places`.
 
-    Issues work to the device and nothing else; `stop` is above every position.
+    Only queues work on the device, without waiting; `stop` is above every position.
     """
     token_ids, positions = buffers.inputs
     ones = (1,) * len(token_ids)
@@ -70,16 +71,16 @@ def decode_step(model: LayerwiseModel, buffers: DecodeBuffers, stop: int) -> tor
 
 
 class GraphedDecode:
-    """Decodes requests by recorded steps, one for each number of requests and of splits of their keys.
+    """Decodes requests by recorded steps, one per number of requests and of key splits.
 
-    Not thread-safe. If recording fails it says so once, and `decode` gives None from then on: the caller goes the
-    ordinary way.
+    Not thread-safe. If recording fails, it logs a warning once, and `decode` returns None from then on; the caller
+    falls back to the layer loop.
     """
 
     def __init__(
         self, model: LayerwiseModel, *, dtype: torch.dtype, device: torch.device, record: Record | None = None
     ) -> None:
-        """Steps of `model`, recorded by `record` (None: as CUDA graphs)."""
+        """Record steps of `model` with `record` (None: as CUDA graphs)."""
         self._model = model
         self._dtype, self._device = dtype, device
         self._record = record or record_cuda_graph()
@@ -88,16 +89,16 @@ class GraphedDecode:
 
     @property
     def in_use(self) -> bool:
-        """Whether steps were recorded, and none failed to be."""
+        """Whether steps were recorded and no recording failed."""
         return bool(self._steps) and not self._broken
 
     def decode(
         self, caches: Sequence[RequestCache], token_ids: Sequence[int], positions: Sequence[int]
     ) -> torch.Tensor | None:
-        """Logits `[requests, vocab]` of each request's next token, or None if this is not for recorded steps."""
+        """Logits `[requests, vocab]` of each request's next token; None if no recorded step applies."""
         if self._broken or not 0 < len(caches) <= _MAX_REQUESTS:
             return None
-        # The next power of two, so that growing contexts seldom need another recording.
+        # Round up to a power of two, so that growing contexts rarely need another recording.
         stop = 1 << max(positions).bit_length()
         blocks = self._blocks(len(caches), stop)
         key = len(caches), blocks.splits
@@ -109,9 +110,9 @@ class GraphedDecode:
             buffers, step = self._steps[key]
             self._fill(buffers, caches, token_ids, positions)
             return step().clone()
-        except Exception as error:  # noqa: BLE001  (whatever the device or a compiler says: the loop decodes as well)
+        except Exception as error:  # noqa: BLE001  (any device or compiler error: the layer loop decodes instead)
             self._broken = True
-            logger.warning("decode steps cannot be recorded here and run one by one: %s", error)
+            logger.warning("CUDA graphs of decode steps cannot be recorded; steps run without them: %s", error)
             return None
 
     def _blocks(self, requests: int, stop: int) -> Blocks:
@@ -138,7 +139,7 @@ class GraphedDecode:
     def _fill(
         self, buffers: DecodeBuffers, caches: Sequence[RequestCache], token_ids: Sequence[int], positions: Sequence[int]
     ) -> None:
-        """Bring this step's numbers to the device; the addresses only if the caches are others, or have grown."""
+        """Copy this step's inputs to the device; addresses only if the caches are others or have grown."""
         buffers.inputs.copy_(to_device([token_ids, positions], self._device, torch.long))
         versions = tuple(cache.version for cache in caches)
         if buffers.versions == versions:
@@ -152,18 +153,18 @@ class GraphedDecode:
 
 
 def record_cuda_graph() -> Record:
-    """Records steps as CUDA graphs that share their memory, since no two of them run at a time."""
+    """Records steps as CUDA graphs. They share memory, because no two run at the same time."""
     pool = torch.cuda.graph_pool_handle()
 
     def record(step: Step) -> Step:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # kernels are compiled, and libraries take their workspaces, before the recording
+        with torch.cuda.stream(side):  # warm up: kernels compile and libraries allocate workspaces before recording
             for _ in range(2):
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile: the loader does.
+        # "thread_local": other threads, such as the loader, may allocate during the recording.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = step()
 

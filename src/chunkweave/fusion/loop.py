@@ -1,9 +1,14 @@
 """The layer loop: executes passes over a flat batch. It knows rules, not methods.
 
-Per layer: load cached KV -> q, k, v of the active tokens -> evidence, refine -> K and V of the survivors over the
+Per layer: load cached KV -> q, k, v of the active tokens -> evidence, refine -> write K and V of the survivors over the
 cache -> attention -> attention mass, and the rest of the layer -> refine for the next one. These are CacheBlend's three
 interfaces (§6): `fetch_kv` is `RequestCache.load_layer`, `prefill_layer` is `_run_layer`, `synchronize` is the stream
 order between them.
+
+Index spaces. A *position* is a token's place in its request's prompt; caches and masks use positions. A *request row*
+counts the active tokens of one request, ascending by position. A *flat row* counts the active tokens of all requests,
+one request after the other; hidden states, q, k and v use flat rows. Positions of different requests overlap, so only a
+request row or a flat row names a token in the batch.
 """
 
 import time
@@ -21,15 +26,15 @@ from chunkweave.models.base import DecoderLayers
 
 @dataclass(slots=True)
 class LoopTimes:
-    """Seconds spent bringing cached KV in; the caller owns it and adds up several passes."""
+    """Seconds spent loading cached KV; owned by the caller, who may sum several passes."""
 
     load_s: float = 0.0
 
 
-class PassInterrupted(Exception):  # noqa: N818 - nothing went wrong
-    """A pass was ended between two layers, since something better is to be done. The same rows may be run again.
+class PassInterrupted(Exception):  # noqa: N818 - a signal, not an error
+    """A pass was stopped between two layers for more urgent work. The same rows may run again.
 
-    `part` is how much of it was done for nothing, from 0 to 1.
+    `part` is the share of its work that was wasted, from 0 to 1.
     """
 
     def __init__(self, part: float) -> None:
@@ -38,12 +43,12 @@ class PassInterrupted(Exception):  # noqa: N818 - nothing went wrong
 
 
 class PassRun:
-    """The active tokens of all requests, run through all layers, or as many as the pass of each has, one by one.
+    """One pass of the active tokens of all requests, run layer by layer, each request to its pass's depth.
 
-    Between two layers its caller can do other work. Mutates each request's cache and active set. `layer` is how many
-    layers were run. Once it is `done`, `hidden` is the hidden state behind the last layer of the last active token of
-    each request whose pass gives answers, `[answering requests, hidden]`, in the order of the batch; in that layer its
-    others give their K and V only. A pass that gives no answers ends with the K and V of its last layer.
+    The caller may do other work between two layers. Mutates each request's cache and active set. `layer` is the number
+    of layers run. Once `done`, `hidden` `[answering requests, hidden]` is the last layer's output for the last active
+    token of each request whose pass gives answers, in batch order; in that layer the request's other tokens compute
+    only K and V. A pass without answers ends with the K and V of its last layer.
     """
 
     def __init__(
@@ -53,7 +58,7 @@ class PassRun:
         times: LoopTimes | None = None,
         attention: FlatAttention | None = None,
     ) -> None:
-        """The tokens are embedded, and nothing else is computed yet. `attention` attends (None: PyTorch's)."""
+        """Embed the tokens; compute nothing else. `attention` is the kernel (None: PyTorch's)."""
         self._model = model
         self._times = times if times is not None else LoopTimes()
         self._attention = attention if attention is not None else SdpaAttention()
@@ -68,14 +73,16 @@ class PassRun:
 
     @property
     def part_done(self) -> float:
-        """How much of it was run, from 0 to 1."""
+        """Share of its layers that were run, from 0 to 1."""
         return self.layer / self._depth
 
     def take_out(self, rows: ActiveRows, times: LoopTimes) -> "PassRun | None":
         """Take a request out between two layers; returns its own run from here on, None if its pass has ended.
 
-        `times` are those of the new run.
+        The new run adds to `times`.
         """
+        # `hidden` has the flat rows of requests whose passes continue. Requests that ended earlier have no rows left:
+        # only passes through all layers give answers.
         live = [(mine, depth) for mine, depth in self._live if depth > self.layer]
         hidden = dict(
             zip((mine for mine, _ in live), torch.split(self.hidden, [len(mine) for mine, _ in live]), strict=True)
@@ -91,7 +98,7 @@ class PassRun:
         return out
 
     def next_layer(self) -> None:
-        """Run one more layer; there must be one."""
+        """Run one more layer; at least one must be left."""
         layer, self.layer = self.layer, self.layer + 1
         self._live = [(rows, depth) for rows, depth in self._live if depth > layer]
         started = time.perf_counter()
@@ -108,11 +115,14 @@ def _run_layer(
     hidden: torch.Tensor,
     live: Sequence[tuple[ActiveRows, int]],
 ) -> torch.Tensor:
-    """One layer for the requests whose passes go on, each with the number of its layers."""
+    """Run one layer for the requests in `live`, each given with the number of layers of its pass."""
     batch, last = [rows for rows, _ in live], [depth == layer + 1 for _, depth in live]
+    # Flat rows at entry: q, k, v and hidden have one row per token that was active after the layer before.
     q, k, v = model.qkv(layer, hidden)
     entered = [len(rows) for rows in batch]
     fresh = zip(batch, torch.split(k, entered), torch.split(v, entered), strict=True)
+    # Refine before writing: evidence compares fresh K and V, before RoPE, with stored KV, which `write` replaces.
+    # From here on flat rows count the survivors only; a dropped token keeps its stored KV on this layer and above.
     keep = _joined([rows.refine(layer, keys, values) for rows, keys, values in fresh], entered, k.device)
     if keep is not None:
         hidden, q, k, v = hidden[keep], q[keep], k[keep], v[keep]
@@ -121,6 +131,9 @@ def _run_layer(
     for rows, ends in zip(batch, last, strict=True):
         if ends:
             rows.end()
+    # Three nested tails of each request's rows: finishing <= queried <= active. In a pass's last layer all rows still
+    # write K and V, but only the answering row (or none) runs attention and MLP. Without an answer, a watch may still
+    # read every query.
     active = [len(rows) for rows in batch]
     finishing = [rows.finishing for rows in batch]
     queried = [rows.queried for rows in batch]
@@ -128,11 +141,13 @@ def _run_layer(
     if querying is not None:
         q, positions = q[querying], positions[querying]
     rotated_q = model.rotate_queries(layer, q, positions)
+    # All K and V are written before any attention, because survivors attend to each other within the layer.
     starts = accumulate(active, initial=0)
     for rows, row in zip(batch, starts, strict=False):
         mine = slice(row, row + len(rows))
         rows.write(layer, k[mine], rotated_k[mine], v[mine])
     states, measured = _attend(attention, layer, rotated_q, batch)
+    # `stay` has request rows among the finishing ones, which are all active rows unless the pass ends here.
     stay = []
     query = 0
     for rows, ends, before, mass in zip(batch, last, entered, measured, strict=True):
@@ -152,9 +167,9 @@ def _run_layer(
 def _attend(
     attention: FlatAttention, layer: int, queries: torch.Tensor, batch: Sequence[ActiveRows]
 ) -> tuple[torch.Tensor, list[Measured | None]]:
-    """Attention of the rows that finish this layer, and what was measured of each request on the way.
+    """Attention of the rows that finish this layer, and the sums measured for each request.
 
-    A request none of whose rows finish has queries all the same, if a watch reads them.
+    A request without finishing rows still has queries, because a watch may read them.
     """
     finishing = [rows for rows in batch if rows.finishing]
     if not finishing:
@@ -168,7 +183,7 @@ def _attend(
 
 
 def _tails(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor | None:
-    """Rows of the flat batch that are among the last `counts` of their request's `lengths`; None if all are."""
+    """Flat rows of the last `counts` of each request's `lengths` rows; None if these are all rows."""
     if list(lengths) == list(counts):
         return None
     stops = accumulate(lengths)
@@ -178,7 +193,7 @@ def _tails(lengths: Sequence[int], counts: Sequence[int], device: torch.device) 
 
 
 def _joined(kept: Sequence[torch.Tensor | None], lengths: Sequence[int], device: torch.device) -> torch.Tensor | None:
-    """Rows of the flat batch that stay, given those of each request (None: all of its `lengths`); None if all do."""
+    """Flat rows to keep, from the request rows to keep (None: all `lengths` rows); None if all are kept."""
     if all(mine is None for mine in kept):
         return None
     starts = accumulate(lengths, initial=0)

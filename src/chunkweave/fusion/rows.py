@@ -1,8 +1,13 @@
-"""One request's share of a flat batch: which of its tokens are active, and how the rules narrow them.
+"""One request's share of a flat batch: which of its tokens are active, and how rules narrow them.
 
-How many rows survive a rule is known beforehand, which ones only the device knows: so the rows are chosen, and
-everything is gathered by them, on the device. The host asks where they are at most once after each rule, and only if
-something on the host has to know: parts that are kept for the store, and attention without a kernel of ours.
+The number of rows that survive a rule is known in advance; only the device knows which. So rows are chosen and gathered
+on the device. The host reads their positions at most once per rule, and only if host code needs them: for parts that
+are captured for the store, and for attention without our kernel.
+
+Index spaces. A *position* is a token's place in the prompt. A *row* counts this request's active tokens, ascending by
+position; `positions[row]` maps a row to its position. Rows change whenever a rule drops tokens, positions never do. So
+what outlives a rule (`kept`, `stop`, evidence) is stored by position, and `_candidates` (rows) is renumbered with every
+drop.
 """
 
 from bisect import bisect_left
@@ -21,10 +26,10 @@ from chunkweave.types import Geometry, Scattered, ScoreRule, Span, spans_of
 
 
 class PassCache(Protocol):
-    """One request's KV, layer by layer: a cache of its own (`RequestCache`), or blocks that vLLM owns.
+    """One request's KV, layer by layer: its own cache (`RequestCache`), or blocks that vLLM owns.
 
-    Shapes, and what each method does, are those of `RequestCache`, where they are documented. A layer is loaded, and
-    then read and written, before the next one is.
+    Shapes and methods are documented at `RequestCache`. A layer is loaded, then read and written, before the next one
+    is loaded.
     """
 
     @property
@@ -42,7 +47,7 @@ class PassCache(Protocol):
 
 
 def flags_of(spans: Sequence[Span | Scattered], tokens: int) -> torch.Tensor:
-    """Which of so many `tokens` are at the positions of `spans`, bool `[tokens]` on the host."""
+    """Bool `[tokens]` on the host: True at the positions of `spans`."""
     flags = torch.zeros(tokens, dtype=torch.bool)
     for span in spans:
         if isinstance(span, Scattered):
@@ -63,10 +68,10 @@ def measure(
 ) -> torch.Tensor:
     """Evidence of each token, `[tokens]` in float32: the L2 norm of fresh minus cached KV (CacheBlend §4.1).
 
-    `keys` and `values` are fresh, `[tokens, kv_heads, head_dim]`, `cached` is `[2, tokens, kv_heads, head_dim]`; all
-    before RoPE, so that the position plays no part. `read` `[tokens]` is what the question gave to each in the pass
-    before, where that counts. The heads are this rank's; the evidence is over those of all `ranks`. The paper says
-    "absolute difference"; here it is the norm of keys and values together.
+    `keys` and `values` are fresh, `[tokens, kv_heads, head_dim]`; `cached` is `[2, tokens, kv_heads, head_dim]`. All
+    are before RoPE, so the position has no influence. `read` `[tokens]` is the question's attention to each token in
+    the pass before, where `by` needs it. Heads are this rank's; the evidence covers those of all `ranks`. Deviation:
+    the paper says "absolute difference"; this is the norm over keys and values together.
     """
     fresh = torch.stack((keys, values)).float()
     deviation = ranks.norm((fresh - cached.float()).pow(2).sum(dim=(0, 2, 3)).sqrt())
@@ -79,11 +84,11 @@ def measure(
 
 
 CountedWork = tuple[LayerWork, torch.Tensor]
-"""The work of a layer without its visible keys, and these as a tensor: only the device knows where its tokens are."""
+"""A layer's work without its visible keys, and these as a tensor: only the device knows the tokens' positions."""
 
 
 def counted(work: Sequence[CountedWork]) -> list[LayerWork]:
-    """The work with its visible keys. Asks the device, so that it is for when a prefill is over."""
+    """The work with its visible keys. Waits for the device, so call it after the prefill."""
     if not work:
         return []
     visible = torch.stack([keys for _, keys in work]).tolist()
@@ -96,8 +101,8 @@ _NO_RULES = Pass(required=())
 class ActiveRows:
     """The active tokens of one request during one pass. Owned and narrowed by the layer loop.
 
-    `positions` `[rows]` ascend; `token_ids` are the ids at the positions that were active first. `stop` is set once a
-    rule has found the focused chunks; `kept` has the positions of the candidates that each layer's rule kept.
+    `positions` `[rows]` ascend; `token_ids` are those of the rows at the start. `stop` is set once a rule has found the
+    focused chunks; `kept` has, by layer, the positions of candidates that the layer's rule kept.
     """
 
     def __init__(
@@ -117,13 +122,13 @@ class ActiveRows:
         decided: Mapping[int, torch.Tensor] | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`token_ids` and `positions` are `[rows]`, on the model's device; no position is at `stop` or behind it.
+        """`token_ids` and `positions` are `[rows]`, on the model's device; all positions are below `stop`.
 
-        `where` are the positions as the host knows them, if it does. `a_pass` has the rules, what is watched, and the
-        number of layers; `candidates` are the rows, ascending, that its rules may drop. `read` `[positions]` is what
-        the question gave to each in the pass before, `hidden` flags the positions that no query sees. Only if it
-        `answers` has the last row logits. `decided` has by layer the positions that its rule keeps, where that was
-        decided before. The heads of keys and queries are this rank's of all `ranks`.
+        `where` are the positions on the host, if known there. `a_pass` has the rules, the watch, and the depth;
+        `candidates` are the rows, ascending, that its rules may drop. `read` `[positions]` is the question's attention
+        to each position in the pass before; `hidden` `[positions]` flags those that no query sees. Only with `answers`
+        does the last row get logits. `decided` has, by layer, the positions that a rule keeps if that was decided
+        earlier. Heads of keys and queries are this rank's among all `ranks`.
         """
         device = positions.device
         unfocused, watch = a_pass.stop_unfocused, a_pass.watch
@@ -136,7 +141,7 @@ class ActiveRows:
         self.stop: Stop | None = None
         self.kept: dict[int, torch.Tensor] = {}
         self.work: list[CountedWork] = []
-        """What each layer computed so far."""
+        """Work of each finished layer."""
         self._rules = {rule.layer: rule for rule in a_pass.keep_top}
         self._decided = decided or {}
         self._ranks = ranks
@@ -168,8 +173,9 @@ class ActiveRows:
     ) -> Self:
         """The rows that `a_pass` starts with; `prompt_ids` `[tokens]` is the whole prompt, on the model's device.
 
-        If the pass starts by `evidence` `[tokens]`, which the pass before found, the rows are chosen on the device: of
-        equal candidates the earlier ones, none that earlier passes `recomputed`. Only the last pass gives `answers`.
+        If the pass starts by `evidence` `[tokens]` from the pass before, the rows are chosen on the device: the highest
+        ranked candidates, earlier ones among equals, none that earlier passes `recomputed`. Only the last pass gives
+        `answers`.
         """
         tokens, device = len(prompt_ids), prompt_ids.device
         required = flags_of(a_pass.required, tokens)
@@ -188,6 +194,8 @@ class ActiveRows:
             last = torch.nonzero(required | candidate)[-1:]
             stop = int(last) + 1 if len(last) else 0
             from_which = torch.nonzero(candidate).squeeze(1).to(device)
+            # `order` indexes `from_which`, not positions. The sort is stable: among equals the earlier positions win,
+            # on every device and rank.
             order = torch.sort(evidence[from_which], descending=True, stable=True).indices
             chosen = from_which[order[: a_pass.start.count]].sort().values
             positions = torch.cat((torch.nonzero(required).squeeze(1).to(device), chosen)).sort().values
@@ -211,9 +219,9 @@ class ActiveRows:
     def keep(
         self, captures: Sequence[PartCapture], attention: AttentionCapture | None, *, in_slices: bool = False
     ) -> None:
-        """Let `captures` take the KV of their parts' rows, and `attention` what those rows attend to.
+        """Let `captures` take the KV of their parts' rows, and `attention` what these rows attend to.
 
-        With `in_slices` these are some of the rows of a pass, and the captures see the others in other slices.
+        With `in_slices` these are some of the pass's rows; the captures receive the others in other slices.
         """
         for capture in captures:
             capture.start(in_slices=in_slices)
@@ -222,11 +230,11 @@ class ActiveRows:
         self._follow()
 
     def __len__(self) -> int:
-        return self.positions.shape[0]  # a tenth of what a tensor's own len takes, and asked for at every layer
+        return self.positions.shape[0]  # ten times faster than len(tensor), and called at every layer
 
     @property
     def where(self) -> Sequence[int]:
-        """The active positions, for the host; asks the device if a rule has narrowed them since."""
+        """The active positions, on the host; reads them from the device if a rule has narrowed them."""
         if self._where is None:
             where: list[int] = self.positions.tolist()
             self._where = where
@@ -239,13 +247,14 @@ class ActiveRows:
 
     @property
     def evidence(self) -> torch.Tensor | None:
-        """What this pass found for the next one, a number a position up to the question's last; None if unwatched."""
+        """Evidence for the next pass, one number per position up to the question's last; None without a watch."""
         return None if self._question is None else self._question.attention
 
     def refine(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
         """Apply this layer's rule to fresh keys and values before RoPE, `[rows, kv_heads, head_dim]`.
 
-        Returns the rows that stay active, ascending, or None if the layer has no rule. Mutates the active set.
+        Returns the rows (numbered as before the rule) that stay active, ascending; None if the layer has no rule.
+        Mutates the active set.
         """
         rule = self._rules.get(layer)
         if rule is None:
@@ -258,16 +267,17 @@ class ActiveRows:
             cached = self.cache.cached_before_rope(layer, self.positions[rows])
             read = None if self._read is None else self._read[self.positions[rows]]
             evidence = measure(rule.by, keys[rows], values[rows], cached, read, ranks=self._ranks)
+            # Kept rows are sorted again: positions must ascend, because attention cuts them into blocks by position
+            # and a capture's rows must be contiguous.
             by_rank = rows[torch.sort(evidence, descending=True, stable=True).indices]
             dropped, candidates = by_rank[rule.count :], by_rank[: rule.count].sort().values
-        self.kept[layer] = self.positions[candidates]
+        self.kept[layer] = self.positions[candidates]  # by position: `_drop` renumbers the rows
         return self._drop(dropped, candidates)
 
     def end(self) -> None:
-        """This layer is the last: behind it only the hidden state of the last token is read, and only for an answer.
+        """Mark this layer as the pass's last: only the last token's output is read, and only for an answer.
 
-        So that one row is attended and finished, or none, and the pass ends with the KV of this layer. Focus does not
-        matter any more.
+        So one row or none runs attention and MLP, and the pass ends with this layer's KV. Focus is no longer tracked.
         """
         self._watch = None
         if not self.answers:
@@ -277,16 +287,16 @@ class ActiveRows:
 
     @property
     def finishing(self) -> int:
-        """How many active tokens, the last ones, go through attention and MLP."""
+        """Number of active tokens, counted from the end, that run attention and MLP."""
         return self._finishing.shape[0]
 
     @property
     def queried(self) -> int:
-        """How many active tokens, the last ones, have their queries read: by attention, or by a watch where it ends."""
+        """Number of active tokens, counted from the end, whose queries are read, by attention or by a watch."""
         return self.finishing or len(self)
 
     def record(self, entered: int) -> None:
-        """Note the work of the layer that was just finished; `entered` rows had q, k, v computed."""
+        """Record the work of the layer just finished; `entered` rows computed q, k, v."""
         window = self.cache.geometry.window(len(self.work))
         if window not in self._visible_keys:
             seen = self._finishing + 1
@@ -294,7 +304,7 @@ class ActiveRows:
         self.work.append((LayerWork(entered, len(self), self.finishing, 0), self._visible_keys[window]))
 
     def write(self, layer: int, keys: torch.Tensor, rotated: torch.Tensor, values: torch.Tensor) -> None:
-        """Put the active rows into the request's cache, and into the captures of parts to be stored."""
+        """Write the active rows to the request's cache, and to the captures of parts to store."""
         if self._hidden_positions is not None:
             self.cache.clear(layer, self._hidden_positions)
         self.cache.write(layer, self.positions, rotated, values)
@@ -304,14 +314,14 @@ class ActiveRows:
             capture.take(keys[rows], values[rows])
 
     def own_queries(self, layer: int) -> OwnQueries:
-        """What the `finishing` rows' queries look at; with the parts of the keys if their mass is to be captured."""
+        """Inputs of attention for the `finishing` rows; with the parts of the keys if their mass is captured."""
         keys, values = self.cache.view(layer, self.key_stop)
         wanted = self._attention is not None and self._attention.wants(layer) and self.finishing == len(self)
         parts = self._attention.key_parts if wanted and self._attention is not None else None
         return OwnQueries(self._queries_of(layer), keys, values, parts, self.cache.geometry.scores(layer))
 
     def _queries_of(self, layer: int) -> ScatteredQueries:
-        """How the `finishing` rows attend on this layer, worked out once for all layers of its window."""
+        """Attention pattern of the `finishing` rows, computed once for all layers with the same window."""
         window = self.cache.geometry.window(layer)
         if window not in self._queries:
             only_last = self.finishing < len(self)
@@ -323,11 +333,11 @@ class ActiveRows:
         return self._queries[window]
 
     def look(self, layer: int, queries: torch.Tensor, measured: Measured | None = None) -> torch.Tensor | None:
-        """After attention of a layer: note what the rows attended to, then drop the candidates in unfocused chunks.
+        """After a layer's attention: record what the rows attended to, then drop candidates in unfocused chunks.
 
-        `queries` `[rows, heads, head_dim]` are those of all active rows, after RoPE; `measured` is what the kernel
-        summed of their weights, if it did. Returns the rows that stay active from the next layer on, ascending, or None
-        if none is dropped. Mutates the active set.
+        `queries` `[rows, heads, head_dim]` are those of all active rows, after RoPE; `measured` are the kernel's sums
+        of their weights, if any. Returns the rows that stay active from the next layer on, ascending; None if none is
+        dropped. Mutates the active set.
         """
         keys, _ = self.cache.view(layer, self.key_stop)
         if self._attention is not None and self._attention.wants(layer):
@@ -335,7 +345,7 @@ class ActiveRows:
             self._note(captured_scores=self._attention.scores(layer))
         if self._question is not None and layer in self._question.watch.layers and self._tells_apart(layer):
             question = self._question.watch.question
-            first = self._row_of(question.start)
+            first = self._row_of(question.start)  # no rule drops the question, so its rows are contiguous
             self._question.look(queries[first : first + len(question)], keys, *self._seen_on(layer))
             self._note_evidence(question, layer)
         if self._watch is None or not self._tells_apart(layer):
@@ -349,16 +359,16 @@ class ActiveRows:
         return self.cache.geometry.window(layer), self.cache.geometry.scores(layer)
 
     def _tells_apart(self, layer: int) -> bool:
-        """Whether this layer's attention says which chunks a question reads.
+        """Whether this layer's attention tells which chunks a question reads.
 
-        One that does not see the beginning would only say which are near. Where no layer sees it, all are read.
+        A layer that does not see the whole prompt only tells which chunks are near. If no layer does, all are used.
         """
         geometry = self.cache.geometry
         reaches = geometry.sees_all(layer, self.key_stop)
         return reaches or not any(geometry.sees_all(other, self.key_stop) for other in range(geometry.num_layers))
 
     def _note_evidence(self, question: Span, layer: int) -> None:
-        """Count the looking in the work of the layer that was just finished."""
+        """Add the keys read for evidence to the work of the layer just finished."""
         window = self.cache.geometry.window(layer)
         keys = sum(min(position + 1, window or position + 1) for position in question.positions())
         self._note(evidence_keys=self.work[-1][0].evidence_keys + keys)
@@ -368,7 +378,7 @@ class ActiveRows:
         self.work[-1] = replace(work, **counts), visible
 
     def _drop_unfocused(self, layer: int, watch: FocusWatch, focused: frozenset[int]) -> torch.Tensor | None:
-        """How many rows go is known only now: the host asks, as it did for the question's attention."""
+        """Drop the candidates in unfocused chunks. Waits for the device: the number of rows is known only now."""
         others = [span for index, span in enumerate(watch.rule.chunks) if index not in focused]
         unfocused = flags_of(others, self.cache.capacity)
         going = unfocused.to(self.positions.device)[self.positions[self._candidates]]
@@ -379,18 +389,19 @@ class ActiveRows:
         return self._drop(dropped, self._candidates[~going]) if self.stop.dropped else None
 
     def _drop(self, dropped: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-        """Make all rows but the `dropped` active, with these `candidates` (ascending); returns those that stay.
+        """Drop these rows, and set the remaining `candidates` (rows, ascending); returns the rows that stay.
 
-        A stable sort by a flag finds them without a count that only the device knows.
+        A stable sort by a flag finds them. A boolean mask would wait for the device to count its True values.
         """
         flags = torch.zeros(len(self), dtype=torch.uint8, device=dropped.device).index_fill_(0, dropped, 1)
         keep = torch.sort(flags, stable=True).indices[: len(self) - len(dropped)]
+        # `keep` maps new rows to old ones and ascends, so searching it maps the candidates' old rows to new ones.
         self._candidates = torch.searchsorted(keep, candidates)
         self._activate(self.positions[keep], None)
         return keep
 
     def _activate(self, positions: torch.Tensor, where: Sequence[int] | None) -> None:
-        """Make `positions` the active ones; everything that follows from them is worked out once, here."""
+        """Set the active positions, and compute everything that derives from them."""
         self.positions = positions
         self._where = where
         self._finish_only(positions)
@@ -400,18 +411,19 @@ class ActiveRows:
         self._follow()
 
     def _finish_only(self, positions: torch.Tensor) -> None:
-        """From now on only the rows at these positions, the last ones, go through attention and MLP."""
+        """Let only the rows at these positions, the last ones, run attention and MLP from now on."""
         self._finishing = positions
         self._queries: dict[int | None, ScatteredQueries] = {}
         self._visible_keys: dict[int | None, torch.Tensor] = {}
 
     def _follow(self) -> None:
-        """Tell the captures which rows are theirs; a part of which too few are left is given up."""
+        """Set the rows of each capture; a part with too few rows left is dropped."""
         if not self._captured:
             return
         followed = []
         for capture, _ in self._captured:
             span = capture.part.span
+            # A part's rows are contiguous, because rows ascend by position; captures take offsets within the part.
             rows = slice(self._row_of(span.start), self._row_of(span.stop))
             if capture.follow([position - span.start for position in self.where[rows]]):
                 followed.append((capture, rows))
@@ -422,12 +434,12 @@ class ActiveRows:
             )
 
     def _row_of(self, position: int) -> int:
-        """The first row at `position` or behind it."""
+        """The first row at or after `position`."""
         return bisect_left(self.where, position)
 
 
 def _weighted(evidence: torch.Tensor, a_pass: Pass, start: TopBy) -> torch.Tensor:
-    """The evidence times the weights of the candidates; where they are no candidates it does not matter."""
+    """The evidence, multiplied by the candidates' weights; values at other positions are not used."""
     if not start.weights:
         return evidence
     where = [position for span in a_pass.candidates for position in span.positions()]

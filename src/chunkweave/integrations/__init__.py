@@ -1,1 +1,1 @@
-"""Classes for frameworks, each with an extra of its own; they talk to a server over HTTP and load no model."""
+"""Classes for frameworks, each with its own extra. They call a server over HTTP and load no model."""

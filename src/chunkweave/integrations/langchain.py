@@ -18,11 +18,11 @@ from chunkweave.planning.method_choice import FIELD
 
 
 class ChatChunkweave(ChatOpenAI):
-    """A chat model of a chunkweave server: `documents` go along as chunks, whose KV is reused, not as text.
+    """A chat model of a chunkweave server. `documents` are sent as chunks, whose KV is reused, not as text.
 
-    With an answer comes the reuse report, as `response_metadata["chunkweave"]`; of a stream, with its last piece. All
-    else is `ChatOpenAI`'s. `reuse` says how documents are reused, for all calls: the fields of `chunkweave` in a
-    request, such as `{"method": "query"}` or `{"quality": "balanced"}`; a call may say so too.
+    The reuse report is in `response_metadata["chunkweave"]` of an answer, or of the last piece of a stream. Everything
+    else is as in `ChatOpenAI`. `reuse` are the fields of `chunkweave` in all requests, such as `{"method": "query"}` or
+    `{"quality": "balanced"}`; a call can override them.
 
         llm = ChatChunkweave(base_url="http://127.0.0.1:8000/v1", api_key="none", model="reader")
         llm.invoke("Who leads the choir?", documents=retriever.invoke("choir"))
@@ -64,13 +64,13 @@ class ChatChunkweave(ChatOpenAI):
 
 
 class CorpusRetriever(BaseRetriever):
-    """The chunks of a server's corpus that are nearest to a question, the best first.
+    """The chunks of a server's corpus that are nearest to a question, best first.
 
-    `base_url` is the server's, with `/v1`. `top_k` None means the server's usual number. A document's metadata has
-    `source` (the document's name), `place`, `score`, `title`, and what it was ingested with.
+    `base_url` is the server's, with `/v1`. `top_k=None` means the server's default. A document's metadata has `source`
+    (the document's name), `place`, `score`, `title`, and the metadata that it was ingested with.
 
     Raises:
-        httpx.HTTPError: the server cannot be reached, or refuses; from `invoke`.
+        httpx.HTTPError: the server cannot be reached or refuses the request; raised by `invoke`.
     """
 
     base_url: str
@@ -99,10 +99,10 @@ class CorpusRetriever(BaseRetriever):
 
 
 def _as_sent(document: Document) -> dict[str, Any]:
-    """What the server reads of a document; other metadata may be no JSON."""
+    """The fields of a document that the server reads. Other metadata may not be valid JSON."""
     metadata = {name: document.metadata[name] for name in ("title", "source") if name in document.metadata}
-    told = {name: value for name, value in metadata.items() if isinstance(value, str)}
-    return {"page_content": document.page_content, "metadata": told, **({"id": document.id} if document.id else {})}
+    strings = {name: value for name, value in metadata.items() if isinstance(value, str)}
+    return {"page_content": document.page_content, "metadata": strings, **({"id": document.id} if document.id else {})}
 
 
 def _add_report(message: Any, whole: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""LlamaIndex: a response synthesizer that sends what was retrieved as documents. Needs the extra `llama-index`."""
+"""LlamaIndex: a response synthesizer that sends retrieved nodes as documents. Needs the extra `llama-index`."""
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,9 +14,9 @@ from chunkweave.planning.method_choice import FIELD
 class WeavingSynthesizer(BaseSynthesizer):
     """Answers a question over retrieved nodes with one request to a chunkweave server, the nodes as its documents.
 
-    `llm` is an `OpenAILike` chat model of that server. `system` is the instruction (None: the server's), `reuse` has
-    the fields of `chunkweave` in a request, such as `{"method": "query"}`. With `streaming` the answer is an iterator
-    of texts.
+    `llm` is an `OpenAILike` chat model of that server. `system` is the instruction (None: the server's default),
+    `reuse` are the fields of `chunkweave` in a request, such as `{"method": "query"}`. With `streaming` the answer is
+    an iterator of texts.
 
         index.as_query_engine(response_synthesizer=WeavingSynthesizer(llm))
     """
@@ -35,7 +35,7 @@ class WeavingSynthesizer(BaseSynthesizer):
         return self._llm.chat(**asked).message.content or ""
 
     async def aget_response(self, query_str: str, text_chunks: Sequence[str], **_: Any) -> str | AsyncIterator[str]:
-        """The same, awaited."""
+        """`get_response`, asynchronous."""
         asked = self._asked(query_str, text_chunks)
         if self._streaming:
             pieces = await self._llm.astream_chat(**asked)
@@ -46,7 +46,7 @@ class WeavingSynthesizer(BaseSynthesizer):
         return {}  # the server's template makes the prompt
 
     def _update_prompts(self, prompts_dict: PromptDictType) -> None:
-        """There are none."""
+        """Does nothing: there are no prompts."""
 
     def _asked(self, question: str, chunks: Sequence[str]) -> dict[str, Any]:
         messages = [ChatMessage(role="user", content=question)]

@@ -1,6 +1,6 @@
-"""A request's keys and values, layer by layer, and the host's memory that KV lies in.
+"""A request's keys and values, layer by layer, and host memory for KV.
 
-KV has pages of its own, huge where there are any, and used again by the next request.
+KV has its own memory mappings, with huge pages where available, reused by later requests.
 """
 
 import ctypes
@@ -21,55 +21,54 @@ from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.types import Geometry, Span
 
 _OWN_PAGES = 256 << 10
-"""From so many bytes on KV has pages of its own."""
+"""From this size on, KV gets its own pages."""
 
 _HUGE_PAGES = 4 << 20
-"""From so many bytes on they may be huge."""
+"""From this size on, the pages may be huge."""
 
 _KEPT = 256 << 20
-"""Most bytes that wait to be used again."""
+"""Most bytes of free pages that are kept for reuse."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""The numbers of two settings of the GNU C library's `mallopt`."""
+"""Numbers of two options of the GNU C library's `mallopt`."""
 
 _SAYS_WHAT_IS_KEPT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def segment_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A fresh tensor of the host for KV that stays; its contents are whatever was there.
+    """An uninitialized host tensor for KV that is stored.
 
-    It has pages of its own, which the system gets back with the last tensor in them. On the heap, segments that come
-    and go leave holes between what stays: a server then holds several times the budget of its store. The system is
-    asked for huge pages: the first write to each small one costs more than the copy that it is for.
+    It has its own pages, which return to the system with the last tensor in them. On the heap, segments that come and
+    go fragment memory: a server would hold several times its store's budget. Huge pages are requested, because the
+    first write to each small page costs more than the copy into it.
     """
     nbytes = prod(shape) * dtype.itemsize
     pages = _own_pages(nbytes) if nbytes >= _OWN_PAGES else None
-    if pages is None:  # too little for pages of its own, or no more mappings: the heap has to do
+    if pages is None:  # too small for its own pages, or no mappings left: use the heap
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
 
 
 class ReusedMemory:
-    """Memory for KV that ends with its request. Thread-safe.
+    """Host memory for KV that lives as long as its request. Thread-safe.
 
-    The system hands out pages filled with zeros, at the first write to each. With huge pages that is half of the time
-    that KV takes to be copied there; where memory is in pieces and the pages are small, thirty times as much. So pages
-    are kept for the next request once the last tensor in them is gone, not sooner: no tensor is ever written by another
-    request.
+    The system fills each new page with zeros at the first write. With huge pages this is half of the time of a copy
+    into new memory; with small pages and fragmented memory, thirty times as much. So pages are kept for the next
+    request, but only once the last tensor in them is gone: no request writes another one's tensor.
     """
 
     def __init__(self, most_bytes: int = _KEPT) -> None:
-        """Nothing is allocated yet; at most `most_bytes` are kept while nobody uses them."""
+        """Make a pool that keeps at most `most_bytes` of free pages; allocates nothing."""
         self._most_bytes = most_bytes
         self._waiting: defaultdict[int, list[mmap.mmap]] = defaultdict(list)  # by size; changed by single list calls
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that are kept and that nobody uses."""
+        """Bytes of free pages that are kept."""
         return sum(size * len(pages) for size, pages in self._waiting.copy().items())
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of the host; its contents are whatever was there."""
+        """An uninitialized host tensor."""
         nbytes = prod(shape) * dtype.itemsize
         size = 1 << max(0, nbytes - 1).bit_length()  # few sizes, so that the next request finds its own
         pages = None
@@ -85,17 +84,17 @@ class ReusedMemory:
         return torch.from_numpy(memory)[:nbytes].view(dtype).view(tuple(shape))
 
     def _give_back(self, size: int, pages: mmap.mmap) -> None:
-        """May run in the middle of anything, in any thread: it takes no lock."""
+        """Return pages to the pool. Runs in a finalizer, in any thread at any time, so it takes no lock."""
         if self.waiting_bytes + size <= self._most_bytes:
             self._waiting[size].append(pages)
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep some freed memory instead of giving it back to the system at once.
+    """Let the C library keep some freed memory instead of returning it to the system at once.
 
-    A layer computes in tensors of a few MB that come and go. By default the GNU C library may give each of them back,
-    and the system fills the next with zeros, page by page: a tenth of a prefill. Left as it is where the environment
-    has settings of its own, or with another library. For a process that is ours.
+    Layers compute in short-lived tensors of a few MB. By default, the GNU C library may return each of them, and the
+    system zeroes the next one page by page: a tenth of a prefill's time. No effect if the environment has settings of
+    its own, or with another C library. Only for processes that we own.
     """
     if any(os.environ.get(name) for name in _SAYS_WHAT_IS_KEPT):
         return
@@ -106,7 +105,7 @@ def keep_freed_memory() -> None:
 
 
 def _own_pages(nbytes: int) -> mmap.mmap | None:
-    """So many bytes from the system; None if it has no more mappings, or none of this kind."""
+    """Anonymous pages from the system; None if it has no mappings left or no such mappings."""
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return None
     try:
@@ -114,7 +113,7 @@ def _own_pages(nbytes: int) -> mmap.mmap | None:
     except OSError:
         return None
     if nbytes >= _HUGE_PAGES:
-        with suppress(AttributeError, OSError):  # a wish: not every system has them
+        with suppress(AttributeError, OSError):  # a hint: not every system has huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
@@ -122,10 +121,10 @@ def _own_pages(nbytes: int) -> mmap.mmap | None:
 _versions = count()
 
 _TOGETHER = 16 << 20
-"""So many bytes of a cache are allocated at a time: enough for huge pages, and there twice while a cache grows."""
+"""Bytes of a cache that are allocated at a time: enough for huge pages. Held twice while a cache grows."""
 
 _memory = ReusedMemory()
-"""What caches on the host lie in, whoever's they are."""
+"""The pool for all caches on the host."""
 
 Rotate = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, keys `[tokens, kv_heads, head_dim]` before RoPE, positions `[tokens]`) -> the same shape after RoPE."""
@@ -133,7 +132,7 @@ Rotate = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """A segment and the positions that it takes in the prompt; on the layers `unseen` nothing will look at it."""
+    """A segment and its positions in the prompt; on the layers `unseen` no query looks at it."""
 
     span: Span
     segment: SegmentSource
@@ -141,17 +140,17 @@ class Placement:
 
 
 class BeforeRope:
-    """A segment whose keys are stored as they are at positions, with the keys before RoPE; a `SegmentSource`."""
+    """Wraps a segment whose keys are stored after RoPE, and returns keys before RoPE; a `SegmentSource`."""
 
     keys_at = None
 
     def __init__(self, source: SegmentSource, unrotate: Rotate, device: torch.device) -> None:
-        """`unrotate` takes keys as they are at positions, and gives them before RoPE; it computes on `device`."""
+        """`unrotate` maps keys after RoPE to keys before it; it computes on `device`."""
         self._source, self._unrotate, self._device = source, unrotate, device
         self.tokens, self.nbytes = source.tokens, source.nbytes
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:
-        """Keys before RoPE and values of one layer, `[2, tokens, kv_heads, head_dim]`. Raises what the source does."""
+        """Keys before RoPE and values of one layer, `[2, tokens, kv_heads, head_dim]`. Raises as the source."""
         keys, values = self._source.layer(index, scratch).to(self._device, non_blocking=True)
         start = self._source.keys_at or 0
         positions = torch.arange(start, start + self.tokens, device=self._device)
@@ -159,7 +158,7 @@ class BeforeRope:
 
 
 def before_rope(placements: Sequence[Placement], unrotate: Rotate, device: torch.device) -> list[Placement]:
-    """The same placements, the keys of all of them before RoPE; for the rest see `BeforeRope`."""
+    """The same placements with all keys before RoPE (see `BeforeRope`)."""
     return [
         one if one.segment.keys_at is None else replace(one, segment=BeforeRope(one.segment, unrotate, device))
         for one in placements
@@ -168,7 +167,7 @@ def before_rope(placements: Sequence[Placement], unrotate: Rotate, device: torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """Placements `[first, last)` that stand side by side, and the positions that they take."""
+    """Adjacent placements `[first, last)` and the positions that they cover."""
 
     first: int
     last: int
@@ -178,7 +177,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Placed:
-    """What is brought on some layers, and the row of each position among all that is."""
+    """The placements loaded on some layers, and for each position its row among the loaded tokens."""
 
     placements: tuple[Placement, ...]
     runs: tuple[_Run, ...]
@@ -188,12 +187,12 @@ class _Placed:
 class RequestCache:
     """Keys after RoPE and values of one request, `[layers][2, capacity, kv_heads, head_dim]`.
 
-    Owned and written by one request; segments are only read. Token-major, so that scattered rows are written with
-    one index copy; attention reads it through a transposed view.
+    Owned and written by one request; segments are only read. The layout is token-major, so that scattered rows are
+    written with one index copy; attention reads a transposed view.
 
-    The keys of positions from `kept_from` on are kept before RoPE too, `[layers][capacity - kept_from, kv_heads,
-    head_dim]`, so that what is said there, question and answer, can be taken out as a segment. What segments bring has
-    its keys before RoPE (`before_rope`).
+    Keys from position `kept_from` on are also kept before RoPE, `[layers][capacity - kept_from, kv_heads, head_dim]`,
+    so that question and answer can be extracted as a segment. Placed segments must have keys before RoPE
+    (`before_rope`).
     """
 
     def __init__(
@@ -209,10 +208,10 @@ class RequestCache:
         self.capacity = capacity
         self.geometry = geometry
         self.version = next(_versions)
-        """Another number for every cache, and after it has grown: as long as it is the same, so are the addresses."""
+        """Unique per cache, and changed when it grows; while it is equal, memory addresses are unchanged."""
         self._layers: list[torch.Tensor | None] = [None] * geometry.num_layers
         self.kept_from = kept_from
-        """From which position on keys are kept before RoPE too; None if they are not."""
+        """First position whose keys are also kept before RoPE; None: none are."""
         self._kept: list[torch.Tensor | None] = [None] * geometry.num_layers
         self._shape: tuple[int, ...] = (2, capacity, geometry.num_kv_heads, geometry.head_dim)
         self._dtype, self._device = dtype, device
@@ -221,13 +220,13 @@ class RequestCache:
         self._raw: tuple[int, list[torch.Tensor]] | None = None
         self._loaded = [not self._placements] * geometry.num_layers
         self._spare: list[torch.Tensor] = []
-        """Layers that have memory and no contents yet."""
+        """Allocated layers without contents."""
 
     def load_layer(self, layer: int, rotate: Rotate) -> None:
-        """Bring all placed segments' KV of `layer` in: keys rotated to their positions, values as they are.
+        """Load the KV of all placed segments for `layer`: keys rotated to their positions, values unchanged.
 
-        Rows that nothing will look at are set to 0: attention multiplies their values by 0, so they have to be finite.
-        Happens once a layer: a later pass must not lose what an earlier one recomputed.
+        Rows that no query sees are set to 0: attention multiplies their values by 0, so they must be finite. Each layer
+        is loaded once, because loading again would overwrite what an earlier pass recomputed.
         """
         if self._loaded[layer]:
             return
@@ -245,7 +244,7 @@ class RequestCache:
             keys.copy_(rotate(layer, keys, run.positions))
 
     def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
-        """Segments' KV at `positions` (all of them placed and seen), `[2, tokens, kv_heads, head_dim]`, before RoPE."""
+        """Segments' KV at `positions` (all placed and seen), `[2, tokens, kv_heads, head_dim]`, before RoPE."""
         return torch.cat(self._rows(layer), dim=1)[:, self._placed_on(layer).row_of[positions]]
 
     def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -255,13 +254,13 @@ class RequestCache:
         cache[1].index_copy_(0, positions, values)
 
     def keep(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> None:
-        """Keep `keys` before RoPE `[tokens, kv_heads, head_dim]` of `positions` `[tokens]`, none below `kept_from`."""
+        """Keep `keys` before RoPE `[tokens, kv_heads, head_dim]` at `positions` `[tokens]`, all from `kept_from` on."""
         assert self.kept_from is not None, "nothing is kept of this request"
         self._kept_layer(layer).index_copy_(0, positions - self.kept_from, keys)
 
     @torch.inference_mode()
     def segment(self, tokens: int) -> SegmentKV:
-        """What the `tokens` positions from `kept_from` on hold, all of them written: a copy in host memory."""
+        """KV of the `tokens` positions from `kept_from` on, all of them written: a copy in host memory."""
         assert self.kept_from is not None, "nothing is kept of this request"
         start, layers = self.kept_from, len(self._layers)
         kv = segment_memory((layers, 2, tokens, *self._shape[2:]), self._dtype)
@@ -271,7 +270,7 @@ class RequestCache:
         return SegmentKV(kv)
 
     def clear(self, layer: int, hidden: torch.Tensor) -> None:
-        """Make the rows at the positions `hidden` finite: attention multiplies their values by 0."""
+        """Set the rows at positions `hidden` to 0: attention multiplies their values by 0, so they must be finite."""
         self._layer(layer).index_fill_(1, hidden, 0)
 
     def view(self, layer: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -280,10 +279,10 @@ class RequestCache:
         return cache[0, :stop], cache[1, :stop]
 
     def grow(self, capacity: int) -> None:
-        """Make room for positions below `capacity`; copies what is there, a few layers after the others.
+        """Make room for positions below `capacity`; copies the contents a few layers at a time.
 
-        So at no time more than those are there twice. Growing by fixed steps rather than doubling wastes no more than a
-        step; the copy costs little, since decoding as many tokens reads the cache that often anyway.
+        So only those few layers are held twice. Fixed steps waste at most one step, unlike doubling. The copy is cheap:
+        decoding that many tokens reads the whole cache that often anyway.
         """
         if capacity <= self.capacity:
             return
@@ -301,7 +300,7 @@ class RequestCache:
                 self._kept_layer(layer)[: len(kept)] = kept
 
     def free(self) -> None:
-        """Give the memory back; the cache is of no use afterwards."""
+        """Free the memory; the cache cannot be used afterwards."""
         self.capacity = 0
         self._layers = [None] * len(self._layers)
         self._kept = [None] * len(self._kept)
@@ -309,7 +308,7 @@ class RequestCache:
         self.release_segments()
 
     def release_segments(self) -> None:
-        """Forget the segments once every layer is loaded; the cache no longer needs them."""
+        """Drop the segments, once every layer is loaded."""
         self._placements, self._placed, self._raw = (), {}, None
 
     def _layer(self, layer: int) -> torch.Tensor:
@@ -320,7 +319,7 @@ class RequestCache:
         return cache
 
     def _some_layers(self) -> list[torch.Tensor]:
-        """Memory of one layer, or on the host of as many as are allocated together."""
+        """Memory of one layer, or on the host of several layers that are allocated together."""
         if self._device.type != "cpu":
             return [torch.empty(self._shape, dtype=self._dtype, device=self._device)]
         left, nbytes = sum(cache is None for cache in self._layers), prod(self._shape) * self._dtype.itemsize
@@ -335,7 +334,7 @@ class RequestCache:
         return kept
 
     def _placed_on(self, layer: int) -> _Placed:
-        """What is brought on a layer; worked out once for all layers with the same."""
+        """What is loaded on a layer; computed once for all layers with the same placements."""
         here = tuple(placement for placement in self._placements if layer not in placement.unseen)
         if here not in self._placed:
             runs = tuple(_runs_of(here, self._device))
@@ -348,7 +347,7 @@ class RequestCache:
         return self._placed[here]
 
     def _rows(self, layer: int) -> list[torch.Tensor]:
-        """Each placed segment's rows of one layer; the last ones asked for are kept, since a check reads them again."""
+        """Each placed segment's rows of one layer; the last result is cached, because a check reads it again."""
         if self._raw is None or self._raw[0] != layer:
             here = self._placed_on(layer).placements
             self._raw = (layer, [p.segment.layer(layer).to(self._device, non_blocking=True) for p in here])
@@ -356,7 +355,7 @@ class RequestCache:
 
 
 def _runs_of(placements: Sequence[Placement], device: torch.device) -> Iterator[_Run]:
-    """Placements, in order of their positions, cut where two of them do not touch."""
+    """Runs of adjacent placements; placements are in order of position."""
     spans = [placement.span for placement in placements]
     edges = [place for place, (one, other) in enumerate(pairwise(spans), 1) if one.stop != other.start]
     for first, last in pairwise([0, *edges, len(spans)] if spans else []):

@@ -1,4 +1,4 @@
-"""The stored KV of one chunk: immutable, for any position; and how its tensors are encoded."""
+"""The stored KV of one chunk, immutable and usable at any position, and codecs for its tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from chunkweave.errors import UnknownMethodError
 class SegmentKV:
     """Keys and values of one chunk.
 
-    The keys are as they are at the positions from `keys_at` on, or before RoPE if that is None. `kv` is `[layers, 2,
-    tokens, kv_heads, head_dim]`, index 0 of the second axis the keys, 1 the values; layer-major, so that one layer of
-    one chunk is one contiguous read. Nobody writes to it after construction: a position shift returns new tensors.
+    Keys are after RoPE at the positions from `keys_at` on, or before RoPE if that is None. `kv` is `[layers, 2, tokens,
+    kv_heads, head_dim]`; index 0 of the second axis is keys, 1 is values. It is layer-major, so that one layer of one
+    chunk is one contiguous read. Immutable after construction: a position shift returns new tensors.
     """
 
     kv: torch.Tensor
@@ -44,7 +44,7 @@ class SegmentKV:
 
 
 class SegmentLost(Exception):  # noqa: N818  (a signal between layers of the library, never seen by its users)
-    """A segment's layer cannot be had: missing, corrupt, or too late. The caller drops it and computes instead."""
+    """A segment's layer cannot be read: missing, corrupt, or too late. The caller drops the segment and computes it."""
 
     def __init__(self, segment: str, reason: str) -> None:
         super().__init__(f"segment {segment}: {reason}")
@@ -52,15 +52,15 @@ class SegmentLost(Exception):  # noqa: N818  (a signal between layers of the lib
 
 
 class SegmentLate(SegmentLost):
-    """A layer did not come in time; the segment itself may be sound."""
+    """A layer was not read in time; the segment itself may be intact."""
 
 
 class SegmentHeldUp(SegmentLate):
-    """What is read before it does not come; where it lies itself nothing need be wrong."""
+    """An earlier read in the same queue is stuck; this segment's own tier may be fine."""
 
 
 class SegmentSource(Protocol):
-    """A segment that is read layer by layer: `SegmentKV` itself, or one whose layers still lie on disk."""
+    """A segment that is read layer by layer: `SegmentKV`, or one whose layers are still on disk."""
 
     @property
     def tokens(self) -> int:
@@ -68,20 +68,20 @@ class SegmentSource(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors once they are in memory."""
+        """Bytes of the tensors in memory."""
 
     @property
     def keys_at(self) -> int | None:
-        """The position of the first token that the keys are rotated to; None: they are before RoPE."""
+        """First position that the keys are rotated to; None: they are before RoPE."""
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:
         """Keys and values of one layer, `[2, tokens, kv_heads, head_dim]`; may read and block.
 
-        `scratch` (uint8, one dimension) may be read into, and the result may be a view of it: reused or already
-        mapped memory saves the page faults of fresh memory, which cost as much as reading from a fast disk.
+        The layer may be read into `scratch` (uint8, one dimension), and the result may be a view of it. Mapped memory
+        avoids the page faults of new memory, which cost as much as reading from a fast disk.
 
         Raises:
-            SegmentLost: this layer cannot be had.
+            SegmentLost: the layer cannot be read.
         """
 
 
@@ -89,12 +89,12 @@ Shape = tuple[int, ...]
 
 
 class EncodingError(ValueError):
-    """KV that a codec cannot represent; nothing was written."""
+    """A codec cannot represent this KV; nothing was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """One of the tensors that an encoded layer consists of; `suffix` follows the layer's name in a file."""
+    """One of the tensors of an encoded layer; `suffix` is appended to the layer's name in a file."""
 
     suffix: str
     dtype: torch.dtype
@@ -106,28 +106,28 @@ class TensorLayout:
 
 
 class Codec(Protocol):
-    """Turns one layer's KV `[2, tokens, kv_heads, head_dim]` into the tensors that are stored, and back."""
+    """Encodes one layer's KV `[2, tokens, kv_heads, head_dim]` as tensors to store, and decodes them."""
 
     @property
     def name(self) -> str:
-        """What `make_codec` knows it by; stands in every file."""
+        """The name for `make_codec`, stored in every file."""
 
     def layout(self, shape: Shape, dtype: torch.dtype) -> tuple[TensorLayout, ...]:
-        """The encoded tensors of a layer of `shape` and `dtype`, in their order in a file."""
+        """The encoded tensors of a layer of `shape` and `dtype`, in file order."""
 
     def encode_layer(self, kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tensors of `layout`, contiguous and in memory of the host.
+        """The tensors of `layout`, contiguous and in host memory.
 
         Raises:
-            EncodingError: this KV cannot be represented.
+            EncodingError: the codec cannot represent this KV.
         """
 
     def decode_layer(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """KV of `dtype` from the tensors of `layout`; may be a view of them."""
+        """KV in `dtype` from the tensors of `layout`; may be a view of them."""
 
 
 class RawCodec:
-    """The dtype as it is: no error, and the only codec that takes infinities and NaN."""
+    """Stores the dtype unchanged: lossless, and the only codec that accepts infinities and NaN."""
 
     name = "raw"
 
@@ -146,12 +146,12 @@ class RawCodec:
 
 @dataclass(frozen=True, slots=True)
 class PerChannelCodec:
-    """One byte an element, and one fp32 scale for each (K or V, head, dimension) over the chunk's tokens.
+    """One byte per element, and one fp32 scale per (K or V, head, dimension) over the chunk's tokens.
 
-    Symmetric: a channel's greatest magnitude becomes `limit`. Keys are stored before RoPE, where outliers keep to
-    fixed channels (KIVI, arXiv:2402.02750 §3, which also quantizes keys per channel; values here likewise, for one
-    layout). fp16 scales would save 2 bytes in `tokens + 4` and overflow on bf16 outliers, so scales are fp32.
-    Scales come first: whatever the number of tokens, both tensors of a layer then start aligned.
+    Symmetric: a channel's greatest magnitude becomes `limit`. Keys are stored before RoPE, where outliers stay in fixed
+    channels (KIVI, arXiv:2402.02750 §3, which also quantizes keys per channel; here values too, for one layout). Scales
+    are fp32: fp16 would save 2 bytes in `tokens + 4` and overflow on bf16 outliers. Scales come first, so that both
+    tensors of a layer are aligned for any number of tokens.
     """
 
     name: str
@@ -166,14 +166,14 @@ class PerChannelCodec:
         """Scales and the quantized layer; a channel of zeros has scale 1.
 
         Raises:
-            EncodingError: the layer holds infinities or NaN, which have no scale.
+            EncodingError: the layer has infinities or NaN, which have no scale.
         """
         wide = kv.detach().to(device="cpu", dtype=torch.float32)
         scales = wide.abs().amax(dim=1) / self.limit
         if not bool(torch.isfinite(scales).all()):
             raise EncodingError(f"codec {self.name}: KV with infinities or NaN cannot be quantized")
         scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-        # Rounding must not carry the greatest fp32 to infinity on the way back.
+        # Decoding must not round the greatest fp32 up to infinity.
         scales = scales.clamp_(max=torch.finfo(torch.float32).max / self.limit * (1 - 2**-22))
         scaled = (wide / scales.unsqueeze(1)).clamp_(-self.limit, self.limit)
         if not self.stored.is_floating_point:
@@ -189,10 +189,10 @@ class PerChannelCodec:
 
 
 def _e4m3_as_half(values: torch.Tensor) -> torch.Tensor:
-    """Finite e4m3 values as fp16, 256 times too small: sign, exponent and mantissa moved to where fp16 has them.
+    """Finite e4m3 values as fp16, 256 times too small: sign, exponent and mantissa shifted to fp16's bits.
 
-    Exact, denormals included (exponent bias 7 against 15), and several times faster than torch's own conversion on
-    a CPU. The sign arrives twice, in bits 15 and 14; the mask drops the second.
+    Exact, denormals included (exponent bias 7 against 15), and several times faster than torch's own conversion on a
+    CPU. The sign ends up in bits 15 and 14; the mask clears the second.
     """
     bits = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
     return bits.bitwise_and_(~(1 << 14)).view(torch.float16)
@@ -209,7 +209,7 @@ CODECS: dict[str, Codec] = {
 
 
 def make_codec(name: str) -> Codec:
-    """The codec of that name; raises `UnknownMethodError` if there is none."""
+    """The codec with this name; raises `UnknownMethodError` if there is none."""
     if name not in CODECS:
         raise UnknownMethodError(f"no codec {name!r}; known: {', '.join(sorted(CODECS))}")
     return CODECS[name]

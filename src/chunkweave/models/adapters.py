@@ -1,6 +1,6 @@
-"""LoRA adapters in PEFT's format: found, read, and merged into the weights of a loaded model.
+"""LoRA adapters in PEFT's format: find, read, and merge them into the weights of a loaded model.
 
-The package `peft` is not needed. Importing this loads neither torch nor transformers.
+The package `peft` is not needed. Importing this module loads neither torch nor transformers.
 """
 
 import json
@@ -39,7 +39,7 @@ _REFUSED = {
     "alora_invocation_tokens": "it is active from certain tokens on, and merged weights always are",
 }
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Ways to start training that leave the base weights alone."""
+"""Initializations for training that leave the base weights unchanged."""
 _READ = {
     "r",
     "lora_alpha",
@@ -70,15 +70,15 @@ _IDLE = {
     "corda_config",
     "ensure_weight_tying",
 }
-"""What is in a configuration and says nothing of the merged weights."""
+"""Configuration fields without effect on merged weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """What PEFT's `LoraConfig` says of the merged weights.
+    """The fields of PEFT's `LoraConfig` that affect merged weights.
 
-    `targets` and `excluded` are a regular expression, or ends of module names. `layers` are those that are adapted
-    (empty: all), found behind a name of `layer_names` (empty: any).
+    `targets` and `excluded` are a regular expression, or suffixes of module names. `layers` are the adapted layers
+    (empty: all), whose number follows a name in `layer_names` (empty: any).
     """
 
     rank: int
@@ -96,7 +96,7 @@ class LoraSettings:
         return _of_pattern(self.ranks, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """By what a module's product B A is multiplied."""
+        """The factor on a module's product B A."""
         rank = self.rank_of(module)
         return _of_pattern(self.alphas, module, self.alpha) / (sqrt(rank) if self.rank_stabilized else rank)
 
@@ -124,21 +124,21 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter's folder, read but for its weights. `key` tells adapters apart by what they do to a model."""
+    """An adapter's folder and settings, without weights. `key` identifies its effect on a model."""
 
     name: str
     folder: Path
     settings: LoraSettings
     base: str
-    """What its configuration says that it was trained on; may be empty."""
+    """The base model named in its configuration; may be empty."""
     key: str
 
 
 def adapter_folder(adapter: str | Path) -> Path:
-    """Where an adapter lies: a folder, or the bundled one of that name where no folder here is called so.
+    """The folder of an adapter: an existing folder, or else a bundled adapter of that name.
 
     Raises:
-        ModelNotFoundError: there is none.
+        ModelNotFoundError: neither exists.
     """
     path = Path(adapter)
     if path.is_dir():
@@ -157,10 +157,10 @@ def bundled_adapters() -> Mapping[str, Path]:
 
 
 def read_adapter(adapter: str | Path) -> Adapter:
-    """Look an adapter's folder over.
+    """Read and check an adapter's folder.
 
     Raises:
-        ModelNotFoundError: the folder or a file in it is missing or cannot be read.
+        ModelNotFoundError: the folder or a file in it is missing or unreadable.
         UnsupportedModelError: it is no LoRA adapter, or has a feature that cannot be merged.
     """
     folder = adapter_folder(adapter)
@@ -181,11 +181,11 @@ def read_adapter(adapter: str | Path) -> Adapter:
 def merge_adapter(model: Any, adapter: Adapter) -> None:
     """Add an adapter to the weights of a transformers model: W + scale * B A, in float32, rounded once.
 
-    Changes `model` in place. Of each module one weight at a time is held in float32.
+    Mutates `model`. Holds one module's weight in float32 at a time.
 
     Raises:
         ModelNotFoundError: the weights file is damaged.
-        UnsupportedModelError: the adapter does not fit the model; the model is then not to be used.
+        UnsupportedModelError: the adapter does not fit the model; do not use the model afterwards.
     """
     import torch
 
@@ -204,14 +204,14 @@ def merge_adapter(model: Any, adapter: Adapter) -> None:
 
 
 def warn_of_other_base(adapter: Adapter, model: str) -> None:
-    """Log that an adapter says it was made for another model than `model`; a part of a name will do."""
+    """Log a warning if an adapter names another base model than `model`; a partial name matches."""
     base, name = Path(adapter.base).name.lower(), model.lower()
     if base and base not in name and name not in base:
-        logger.warning("the adapter %s says that it was made for %s, not for %s", adapter.name, adapter.base, model)
+        logger.warning("the adapter %s names %s as its base model, not %s", adapter.name, adapter.base, model)
 
 
 def _merged(name: str, weight: "torch.Tensor", halves: "dict[str, torch.Tensor]", adapter: Adapter) -> "torch.Tensor":
-    """The new weight of one module, `[out, in]` in float32, from its A `[rank, in]` and B `[out, rank]`."""
+    """The new weight of one module, `[out, in]` in float32, from A `[rank, in]` and B `[out, rank]`."""
     import torch
 
     rank = adapter.settings.rank_of(name)
@@ -224,7 +224,7 @@ def _merged(name: str, weight: "torch.Tensor", halves: "dict[str, torch.Tensor]"
     down, up = (halves[half].to(weight.device, torch.float32) for half in "AB")
     merged = weight.float().addmm_(up, down, alpha=adapter.settings.scale_of(name))
     if not bool(torch.isfinite(merged.to(weight.dtype)).all()):
-        _does_not_fit(adapter, f"{name} would get weights that are no numbers in {weight.dtype}")
+        _does_not_fit(adapter, f"{name} would get weights that are not finite in {weight.dtype}")
     return merged
 
 
@@ -242,7 +242,7 @@ def _adaptable(model: Any, adapter: Adapter) -> Iterator[tuple[str, Any]]:
 
 
 def _read_halves(adapter: Adapter) -> "dict[str, dict[str, torch.Tensor]]":
-    """By module, its matrices A and B."""
+    """The matrices A and B of each module."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -269,16 +269,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"{path} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise ModelNotFoundError(f"{path} cannot be read: it holds no object")
+        raise ModelNotFoundError(f"{path} cannot be read: it is no JSON object")
     return config
 
 
 def _settings_of(config: Mapping[str, Any], folder: Path) -> LoraSettings:
-    """What a configuration says, once nothing in it is of effect that is not known here.
+    """Parse a configuration; every field with an effect must be known here.
 
     Raises:
-        ModelNotFoundError: a value of a wrong kind.
-        UnsupportedModelError: a feature that is not merged.
+        ModelNotFoundError: a value of a wrong type.
+        UnsupportedModelError: a feature that cannot be merged.
     """
     if config.get("peft_type") != "LORA":
         _refuse(folder, f"it is of the type {config.get('peft_type')}; only LORA is supported")
@@ -292,7 +292,7 @@ def _settings_of(config: Mapping[str, Any], folder: Path) -> LoraSettings:
         _refuse(folder, f"init_lora_weights={started} is not supported: it changes the base weights as well")
     for name, value in config.items():
         if value and name not in _READ | _IDLE:
-            _refuse(folder, f"{name} is not supported: what it does to the weights is not known here")
+            _refuse(folder, f"{name} is not supported: its effect on the weights is unknown")
     if config.get("layers_to_transform") is not None and isinstance(config.get("target_modules"), str):
         _refuse(folder, "layers_to_transform is for lists of target_modules, not for a regular expression")
     try:
@@ -319,7 +319,7 @@ def _positive(value: Any) -> int:
 
 
 def _pattern_or_names(value: Any) -> str | tuple[str, ...]:
-    """A regular expression, or ends of names; names have no order."""
+    """A regular expression, or suffixes of names, sorted."""
     if isinstance(value, str):
         re.compile(value)
         return value
@@ -337,7 +337,7 @@ def _names(pattern: str | tuple[str, ...], module: str) -> bool:
 
 
 def _of_pattern(patterns: tuple[tuple[str, _Number], ...], module: str, usual: _Number) -> _Number:
-    """What the first pattern says that fits the end of a module's name."""
+    """The value of the first pattern that matches the end of a module's name, else `usual`."""
     fits = (value for pattern, value in patterns if re.match(rf"(.*\.)?({pattern})$", module))
     return next(fits, usual)
 

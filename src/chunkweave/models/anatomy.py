@@ -1,7 +1,7 @@
-"""What the layers of each model family look like: which norms stand where, how queries and keys are made, what rotates.
+"""The layers of each model family: norms and their order, projections of queries and keys, and rotation.
 
-A family is one declaration. The names are those of the modules in its file in transformers; a model whose type is not
-declared is taken for one with Llama's layers, and refused if it has other modules.
+A family is one declaration, with module names as in its transformers file. A model of an undeclared type is assumed to
+have Llama's layers, and refused if its modules differ.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class NormOver(StrEnum):
-    """The states that a norm of queries or keys wants."""
+    """The shape of states that a norm of queries or keys takes."""
 
     HEAD = "head"
     """`[tokens, heads, head_dim]`."""
@@ -28,41 +28,41 @@ def _everywhere(_: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """Modules of a layer, in the order in which a token passes them; Llama's, unless it is said otherwise.
+    """Modules of a layer, in the order that a token passes them; defaults are Llama's.
 
     An empty name is a step that the family does not have.
     """
 
     before_attention: str = "input_layernorm"
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    """Three modules of the attention, or one that gives queries, keys and values side by side."""
+    """Three modules of the attention, or one that returns queries, keys and values concatenated."""
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
-    """Norms of queries and of keys, in those models of the family that have them."""
+    """Norms of queries and of keys, in models of the family that have them."""
     norm_over: NormOver = NormOver.HEAD
     norms_behind_rope: bool = False
     rotates: Callable[[Any], bool] = _everywhere
-    """Whether a layer's attention module rotates; without, positions change nothing in its keys."""
+    """Whether a layer's attention rotates keys; if not, they are independent of positions."""
     rope_by_layer_type: bool = False
-    """Whether windowed and full layers have angles of their own."""
+    """Whether windowed and full layers have different angles."""
     half_angles: bool = False
-    """Whether the model's own RoPE wants each angle once, not for both halves of what it turns."""
+    """Whether the model's RoPE takes each angle once instead of repeated for both halves."""
     capped: bool = False
-    """Whether the configuration may cap attention scores, and logits: c becomes cap * tanh(c / cap)."""
+    """Whether the configuration may cap attention scores and logits: c becomes cap * tanh(c / cap)."""
     sinks: str = ""
-    """Parameter of the attention: logits by query head that join the softmax and belong to no key."""
+    """Parameter of the attention: logits per query head that join the softmax and belong to no key."""
     output: str = "o_proj"
     behind_attention: str = ""
     before_mlp: str = "post_attention_layernorm"
     behind_mlp: str = ""
     parallel: bool = False
-    """Whether the MLP reads what the attention reads, instead of what comes out of it."""
+    """Whether the MLP reads the attention's input instead of its output."""
     final_norm: str = "norm"
     logit_scale: str = ""
-    """Attribute of the model by which logits are multiplied."""
+    """Attribute of the model that scales logits."""
 
     @property
     def differs(self) -> str:
-        """What is otherwise than in Llama's layers, in words."""
+        """Differences from Llama's layers, in words."""
         said = {
             "no norms before attention and MLP": not self.before_attention,
             "norms behind attention and MLP": bool(self.behind_attention),
@@ -140,7 +140,7 @@ FAMILIES: Mapping[str, Anatomy | Callable[[Any], Anatomy]] = MappingProxyType(
         "gpt_oss": replace(LLAMA, half_angles=True, sinks="sinks"),
     }
 )
-"""By `model_type` of the configuration; where it depends on more, a function of the configuration."""
+"""By `model_type` of the configuration; a function of the configuration where it depends on more."""
 
 _MLA = ("multi-head latent attention (MLA)", "its cached KV has no per-head keys before RoPE")
 _STATE = ("state-space (Mamba) layers", "their state depends on every earlier token")
@@ -161,7 +161,7 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "t5": ("an encoder-decoder architecture", "only decoder-only models have chunk caches"),
     }
 )
-"""What cannot be woven, or not yet, by `model_type`: the feature, and why. Others are refused by what they have."""
+"""Unsupported architectures by `model_type`: the feature, and why. Others are refused by their modules."""
 
 
 def anatomy_of(config: Any) -> Anatomy:
@@ -174,7 +174,7 @@ def anatomy_of(config: Any) -> Anatomy:
 class Family:
     """A model family, and whether it can be woven.
 
-    `why` says what its layers have otherwise than Llama's, or why it is refused.
+    `why` lists its differences from Llama's layers, or the reason why it is refused.
     """
 
     model_type: str
@@ -183,6 +183,6 @@ class Family:
 
 
 def families() -> list[Family]:
-    """Those that are declared and those that are refused by name, each in the order of the alphabet."""
+    """Declared families, then those refused by name, each in alphabetical order."""
     woven = [Family(name, True, anatomy_of(SimpleNamespace(model_type=name)).differs) for name in sorted(FAMILIES)]
     return woven + [Family(name, False, f"{REFUSED[name][0]}: {REFUSED[name][1]}") for name in sorted(REFUSED)]

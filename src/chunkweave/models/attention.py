@@ -1,17 +1,18 @@
 """Attention of queries at any positions over the KV caches of their requests.
 
-Query i at position p sees the keys at positions <= p, on layers with a sliding window only the last so many. Where the
+Query i at position p sees the keys at positions <= p, on sliding-window layers only the last `window` of these. If the
 queries end in a run of consecutive positions that begins near the start, the run takes the causal path. Other queries
 are sorted by position and cut into blocks; a block reads keys only up to its last position, so that little beyond the
-visible half is computed. The query heads that share a key head become rows of one query block: on CPUs that is up to a
+visible half is computed. Query heads that share a key head become rows of one query block: on CPUs this is up to a
 fifth faster than SDPA's own grouped-query path, whose blocks of few scattered queries are too small for its matrix
-kernels. Rejected: plain matmul and softmax, which rounds the scores to bfloat16; on CPUs `onednn_attention` is faster
+kernels. Rejected: plain matmul and softmax, which rounds scores to bfloat16; on CPUs, `onednn_attention` is faster
 without that.
 
-SDPA knows neither capped scores nor sinks. Where a model has them, scores and softmax are written out in float32.
+SDPA supports neither capped scores nor sinks. For models that have them, scores and softmax are computed explicitly in
+float32.
 
-Sums of the weights, which no kernel gives away, are measured beside: how much queries give to parts of the prompt, to
-their own key, and to each key.
+No kernel returns sums of attention weights, so these are measured separately: the mass of queries on parts of the
+prompt, on their own key, and on each key.
 """
 
 from bisect import bisect_left
@@ -34,12 +35,12 @@ _DEVICE_BLOCK_QUERIES = 128
 
 _MAX_MASK_BYTES = 128 << 20
 _MAX_BEFORE = 0.25
-"""A run of queries goes through the causal path if the positions before it are at most this share of its length."""
+"""A run takes the causal path if the positions before it are at most this share of its length."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryBlock:
-    """Queries `[start, stop)` see keys in `[key_start, key_stop)`, as `mask` says (additive, `[queries, keys]`)."""
+    """Queries `[start, stop)` see keys in `[key_start, key_stop)` by `mask` (additive, `[queries, keys]`)."""
 
     start: int
     stop: int
@@ -52,7 +53,7 @@ class QueryBlock:
 
 
 class ScatteredQueries:
-    """How a set of query positions is attended; made once and used for every layer that has the same set."""
+    """The attention pattern of a set of query positions; made once and used for every layer with the same set."""
 
     def __init__(
         self,
@@ -64,12 +65,11 @@ class ScatteredQueries:
         where: Sequence[int] | None = None,
         window: int | None = None,
     ) -> None:
-        """`positions` is `[queries]`, ascending, on the device of the queries.
+        """`positions` is `[queries]`, ascending, on the queries' device.
 
-        `hidden` flags the positions whose keys no query sees, `[positions]` on the same device; their values must
-        still be finite. `where` are the positions as the host knows them; None if it would have to ask the device,
-        which happens at the first `attend`, and never if another kernel attends. A query sees the `window` keys up to
-        its own (None: all).
+        `hidden` `[positions]` on the same device flags positions whose keys no query sees; their values must still be
+        finite. `where` are the positions on the host. If None, the first `attend` reads them from the device; other
+        kernels never need them. A query sees the `window` keys up to its own (None: all).
         """
         self.positions = positions
         self.hidden = hidden
@@ -85,7 +85,7 @@ class ScatteredQueries:
 
     @property
     def where(self) -> Sequence[int]:
-        """The positions for the host; asks the device if nobody has told."""
+        """The positions on the host; read from the device if not given."""
         if self._where is None:
             where: list[int] = self.positions.tolist()
             self._where = where
@@ -100,10 +100,11 @@ class ScatteredQueries:
         *,
         written_out: bool = False,
     ) -> torch.Tensor:
-        """Exact causal attention by position; `written_out` in float32 in any case, at every call or at none.
+        """Exact causal attention by position; with `written_out` always computed explicitly in float32.
 
         `queries` is `[queries, heads, head_dim]` after RoPE; `keys` and `values` are `[positions, kv_heads, head_dim]`
-        from position 0 on. Either all layers have plain `scores` or none. Returns `[queries, heads * head_dim]`.
+        from position 0 on. All layers must have plain `scores`, or none; the same holds for `written_out` over all
+        calls. Returns `[queries, heads * head_dim]`.
         """
         blocks, run = self._ways = self._ways or self._cut(runs=scores.plain and not written_out)
         out = [
@@ -123,7 +124,7 @@ class ScatteredQueries:
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _cut(self, *, runs: bool = True) -> tuple[list[QueryBlock], tuple[int, int] | None]:
-        """The blocks of queries, and the causal run behind them: its first query and the positions before it."""
+        """The blocks of queries, and the causal run after them: its first query, and the positions before it."""
         where = self.where
         window = self.window if where and self.window is not None and where[-1] >= self.window else None
         runs = runs and self.hidden is None and window is None
@@ -143,7 +144,7 @@ class ScatteredQueries:
         return blocks, run
 
     def _mask(self, block: QueryBlock) -> torch.Tensor | None:
-        """0 where a key is visible and -inf where not; None for a single query that sees all keys before it."""
+        """Mask with 0 for visible keys and -inf for others; None for a single query that sees all keys before it."""
         if len(block) == 1 and self.hidden is None:
             return None
         positions = self.positions[block.start : block.stop]
@@ -155,13 +156,13 @@ class ScatteredQueries:
 
 
 def seen_keys(keys: torch.Tensor, positions: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """Which of the `keys`, by position, queries at `positions` see, bool; the two broadcast."""
+    """Bool: which `keys` (positions) queries at `positions` see; the two broadcast."""
     causal = keys <= positions
     return causal if window is None else causal & (keys > positions - window)
 
 
 def _causal_from(where: Sequence[int]) -> int:
-    """The first query of the run at the end that is worth the causal path; how many queries there are if none is."""
+    """Index of the first query of the final run, if the causal path pays; else the number of queries."""
     if not where:
         return 0
     last = len(where) - 1
@@ -171,9 +172,9 @@ def _causal_from(where: Sequence[int]) -> int:
 
 
 def _causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, before: int) -> torch.Tensor:
-    """A run of positions up to the last key, through SDPA's causal path; `before` empty queries stand in for the rest.
+    """SDPA's causal path for a run of positions up to the last key; `before` zero queries pad its start.
 
-    Heads are made contiguous, which pays for itself where every key is read many times.
+    Heads are made contiguous, which pays off because every key is read many times.
     """
     padded = F.pad(queries, (0, 0, 0, 0, before, 0)) if before else queries
     q, k, v = (states.transpose(0, 1).contiguous().unsqueeze(0) for states in (padded, keys, values))
@@ -191,9 +192,9 @@ def attend_masked(
     *,
     written_out: bool = False,
 ) -> torch.Tensor:
-    """Attention of `queries` `[queries, heads, head_dim]`, `[queries, heads * head_dim]`.
+    """Attention of `queries` `[queries, heads, head_dim]` -> `[queries, heads * head_dim]`.
 
-    `keys` and `values` are `[keys, kv_heads, head_dim]`; `mask` is added to the scores, `[queries, keys]`.
+    `keys` and `values` are `[keys, kv_heads, head_dim]`; `mask` `[queries, keys]` is added to the scores.
     """
     if written_out or not scores.plain:
         return _written_out(queries, keys, values, mask, scores)
@@ -210,7 +211,7 @@ def attend_masked(
 def _written_out(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, rule: ScoreRule
 ) -> torch.Tensor:
-    """The same in float32, scores by query head: `[heads, queries, keys]`."""
+    """`attend_masked` computed explicitly in float32, with scores `[heads, queries, keys]`."""
     n, heads, dim = queries.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
@@ -222,7 +223,7 @@ def _written_out(
 
 
 def capped(scores: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
-    """Scaled scores, soft-capped where the rule says so."""
+    """Scaled scores, soft-capped if the rule has a cap."""
     return scores if rule.cap is None else torch.tanh(scores / rule.cap) * rule.cap
 
 
@@ -236,9 +237,9 @@ def attention_weights(scores: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyParts:
-    """The part that each key belongs to: int32 `[at least as many as keys]`, -1 for none, and how many parts there are.
+    """The part of each key, int32 `[at least the number of keys]`, -1 for none, and the number of parts.
 
-    A request that has one wants to know its queries' mass by part.
+    A request that has it wants its queries' mass by part.
     """
 
     table: torch.Tensor
@@ -247,9 +248,9 @@ class KeyParts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnQueries:
-    """One request's share of the batch: where its queries stand, and the keys and values that they look at.
+    """One request's share of the batch: its query positions, and its keys and values.
 
-    `keys` (after RoPE) and `values` are `[positions, kv_heads, head_dim]`, from position 0 on to the last query's.
+    `keys` (after RoPE) and `values` are `[positions, kv_heads, head_dim]`, from position 0 to the last query's.
     `scores` is the same for all requests of a batch.
     """
 
@@ -262,9 +263,9 @@ class OwnQueries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
-    """What a kernel summed of one request's weights on the way, in float32.
+    """A kernel's sums of one request's attention weights, in float32.
 
-    `by_part` `[queries, heads, parts]` leaves a query's own key out, whose weight is `own` `[queries, heads]`;
+    `by_part` `[queries, heads, parts]` excludes a query's own key, whose weight is `own` `[queries, heads]`;
     `log_sum_exp` `[queries, heads]` is that of the scaled scores.
     """
 
@@ -275,7 +276,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatResult:
-    """`states` `[rows, heads * head_dim]`, and for each request what was measured, if it was asked for and can be."""
+    """`states` `[rows, heads * head_dim]`, and for each request its measured sums, if requested and supported."""
 
     states: torch.Tensor
     measured: Sequence[Measured | None]
@@ -285,11 +286,11 @@ class FlatAttention(Protocol):
     """Exact attention, causal by position, for all rows of a flat batch."""
 
     def attend(self, queries: torch.Tensor, owners: Sequence[OwnQueries]) -> FlatResult:
-        """`queries` `[rows, heads, head_dim]` after RoPE, those of each owner behind those of the one before."""
+        """`queries` `[rows, heads, head_dim]` after RoPE, concatenated in the order of `owners`."""
 
 
 class SdpaAttention:
-    """One request after the other through PyTorch's own kernels. Works everywhere; measures nothing on the way."""
+    """One request after the other through PyTorch's own kernels. Works everywhere; measures no sums."""
 
     def attend(self, queries: torch.Tensor, owners: Sequence[OwnQueries]) -> FlatResult:
         """Attend each owner's queries by its `ScatteredQueries`."""
@@ -302,9 +303,10 @@ class SdpaAttention:
 
 
 class Ranks:
-    """Tensor-parallel ranks: each computes its share of a layer's heads, and what all heads decide is combined.
+    """Tensor-parallel ranks: each computes its share of a layer's heads; decisions over all heads are combined.
 
-    Every rank calls the same methods in the same order and gets the same. This is the one rank of an undivided model.
+    Every rank calls the same methods in the same order and gets equal results. This base class is the single rank of an
+    undivided model.
     """
 
     def own_heads(self, num_heads: int) -> range:
@@ -312,36 +314,36 @@ class Ranks:
         return range(num_heads)
 
     def mean(self, states: torch.Tensor) -> torch.Tensor:
-        """Mean over the ranks of a tensor of one shape."""
+        """Mean over the ranks of tensors of equal shape."""
         return states
 
     def maximum(self, states: torch.Tensor) -> torch.Tensor:
-        """Greatest of the ranks' tensors, element by element."""
+        """Element-wise maximum over the ranks' tensors."""
         return states
 
     def norm(self, norms: torch.Tensor) -> torch.Tensor:
-        """The L2 norm over all heads from the norms over each rank's own."""
+        """The L2 norm over all heads, from each rank's norm over its own."""
         return norms
 
 
 ALONE = Ranks()
-"""What a model computes that runs in one piece."""
+"""The single rank of an undivided model."""
 
 
 _CPU_BLOCK_WEIGHTS = 1 << 19
-"""Weights of one block on a CPU: 2 MiB, which stay in its cache between softmax and sums."""
+"""Weights per block on a CPU: 2 MiB, which stay in its cache between softmax and sums."""
 
 _DEVICE_BLOCK_WEIGHTS = 1 << 24
-"""Weights of one block on an accelerator: 64 MiB, few kernels a prompt and still no work for keys far ahead."""
+"""Weights per block on an accelerator: 64 MiB; few kernels per prompt, without work for keys far ahead."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMass:
     """Sums of attention weights, mean over heads, in float32.
 
-    `by_part` `[queries, parts]` is the mass on each part, a query's own key left out; `own` `[queries]` is the weight
-    of that key (the diagonal). `received` `[positions]` is what each key got from the queries in its own part, the
-    diagonal left out again; 0 for a key outside all parts.
+    `by_part` `[queries, parts]` is the mass on each part without the query's own key; `own` `[queries]` is that key's
+    weight (the diagonal). `received` `[positions]` is what each key gets from queries in its own part, also without the
+    diagonal; 0 for a key outside all parts.
     """
 
     by_part: torch.Tensor
@@ -352,13 +354,13 @@ class AttentionMass:
 class AttentionMeter:
     """Sums the attention of queries at fixed positions; made once and used for every layer with the same queries.
 
-    Attention kernels keep their weights to themselves, so the softmax is written out here, block by block
-    in float32, each block summed at once. A head of a layer costs about a hundredth of a layer that way (0.5B
-    parameters, 3k tokens), so callers look at few heads and layers, or at few queries.
+    Attention kernels do not return weights, so the softmax is computed here, block by block in float32. One head of a
+    layer costs about a hundredth of a layer (0.5B parameters, 3k tokens), so callers read few heads and layers, or few
+    queries.
     """
 
-    # Rejected: one more call of the fused kernel with the parts' membership as values. It gives the mass on parts
-    # alone; the diagonal needs its log-sum-exp on top, and what a key receives needs a second product.
+    # Rejected: another call of the fused kernel with part membership as values. It gives only the mass on parts; the
+    # diagonal also needs the log-sum-exp, and what a key receives needs a second product.
 
     def __init__(
         self,
@@ -370,12 +372,11 @@ class AttentionMeter:
         where: Sequence[int] | None = None,
         window: int | None = None,
     ) -> None:
-        """A meter for queries at `positions` `[queries]`, ascending, on the device of the queries.
+        """A meter for queries at `positions` `[queries]`, ascending, on the queries' device.
 
-        `parts` are the spans of keys whose mass is wanted, ascending and disjoint; `heads` the query heads to average
-        over (None: all). `hidden` flags the positions that no query sees, `[positions]` on the same device. `where`
-        are the positions as the host knows them (None: it asks the device). A query sees the `window` keys up to its
-        own (None: all).
+        `parts` are the spans of keys to sum over, ascending and disjoint; `heads` the query heads to average over
+        (None: all). `hidden` `[positions]` on the same device flags positions that no query sees. `where` are the
+        positions on the host (None: read from the device). A query sees the `window` keys up to its own (None: all).
         """
         self._positions = positions
         self._hidden = hidden
@@ -396,8 +397,8 @@ class AttentionMeter:
     def read(self, queries: torch.Tensor, keys: torch.Tensor, scores: ScoreRule = PLAIN_SCORES) -> AttentionMass:
         """The mass of `queries` `[queries, heads, head_dim]` over `keys` `[positions, kv_heads, head_dim]`.
 
-        Both after RoPE; key i stands at position i, and a query sees the keys at positions up to its own. `scores` are
-        those of all heads.
+        Both are after RoPE; key i is at position i, and a query sees keys at positions up to its own. `scores` covers
+        all heads.
         """
         rule = self._of_chosen(scores)
         q, k = self._by_head(queries, keys)
@@ -426,11 +427,10 @@ class AttentionMeter:
         log_sum_exp: torch.Tensor,
         scores: ScoreRule = PLAIN_SCORES,
     ) -> AttentionMass:
-        """What `read` would give, where a kernel has summed the mass already; only what keys received is worked out.
+        """The result of `read`, from sums that a kernel already made; computes only what keys received.
 
-        `by_part` `[queries, heads, parts]`, `own` and `log_sum_exp` `[queries, heads]` are that kernel's, of all heads:
-        with the log-sum-exp, which is over their sinks too, a key's weight needs no other keys, so that each part looks
-        at its own alone.
+        `by_part` `[queries, heads, parts]`, `own` and `log_sum_exp` `[queries, heads]` are the kernel's, for all heads.
+        The log-sum-exp includes sinks. With it, a key's weight needs no other keys, so each part reads only its own.
         """
         q, k = self._by_head(queries, keys)
         heads = slice(None) if self._heads is None else self._heads
@@ -456,10 +456,10 @@ class AttentionMeter:
         scores: ScoreRule = PLAIN_SCORES,
         ranks: Ranks = ALONE,
     ) -> torch.Tensor:
-        """Attention that each key gets, own keys included, combined over heads and then over queries, `[positions]`.
+        """Attention to each key, own keys included, combined over heads and then queries, `[positions]`.
 
-        A sum over heads is taken as their mean, which ranks alike. Shapes are those of `read`; the heads are this
-        rank's, and combined over all `ranks`.
+        A sum over heads is computed as their mean, which has the same ranking. Shapes are those of `read`; heads are
+        this rank's, combined over all `ranks`.
         """
         rule = self._of_chosen(scores)
         q, k = self._by_head(queries, keys)
@@ -477,7 +477,7 @@ class AttentionMeter:
     def _by_head(self, queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scaled queries `[key heads, group, queries, head_dim]` and keys `[key heads, head_dim, positions]`, float32.
 
-        Query heads that share a key head are a group; of chosen heads each gets a copy of its key head to itself.
+        Query heads that share a key head form a group; each chosen head gets its own copy of its key head.
         """
         n, heads, dim = queries.shape
         kv_heads = keys.shape[1]
@@ -495,7 +495,7 @@ class AttentionMeter:
         return replace(scores, sinks=tuple(scores.sinks[head] for head in self._chosen))
 
     def _blocks(self, heads: int, device: torch.device) -> Iterator[tuple[slice, int]]:
-        """Rows of each block, and the position up to which they may see keys."""
+        """Rows of each block, and the end of the positions that they may see."""
         most = _CPU_BLOCK_WEIGHTS if device.type == "cpu" else _DEVICE_BLOCK_WEIGHTS
         size = max(1, most // max(1, heads * self._stop))
         for start in range(0, len(self), size):

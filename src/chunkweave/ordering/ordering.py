@@ -1,7 +1,7 @@
-"""How chunks are put in order: who may choose, what an ordering is, and those of this package.
+"""Ordering of chunks: who may choose, the contract of an ordering, and the bundled ones.
 
-An ordering is a class that has `name` and `order`; it is found by its name in `plugins.ORDERINGS`, from this package
-or another one (docs/extending.md). Nothing else in the project needs to know.
+An ordering is a class with `name` and `order`. It is found by name in `plugins.ORDERINGS`, in this package or another
+one (docs/extending.md); no other registration is needed.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ from chunkweave.types import ChunkId
 
 
 class ChunkOrder(StrEnum):
-    """What a request says about the order of its chunks."""
+    """Whether a request's chunks may be reordered."""
 
     FREE = "free"
-    """They may stand in any order; the caller's is how well they fit, the best first."""
+    """Any order is allowed; the caller's is by relevance, best first."""
     FIXED = "fixed"
-    """They stand where the caller put them."""
+    """Keep the caller's order."""
 
     @classmethod
     def parse(cls, text: str) -> "ChunkOrder":
-        """By its name.
+        """Parse a name.
 
         Raises:
-            UsageError: there is no such order.
+            UsageError: no such order.
         """
         try:
             return cls(text)
@@ -38,18 +38,18 @@ class ChunkOrder(StrEnum):
 
 
 _EVERY_PATH = {Place.COMMANDS: None, Place.ENGINE: None, Place.VLLM: None}
-"""Commands and servers keep every exact path: a command counts its own few questions only."""
+"""Commands and servers keep every exact path: a command counts only its own few questions."""
 
 
 @configuration(PROGRAMS)
 @dataclass(frozen=True, slots=True)
 class OrderingConfig:
-    """How requests of free order are arranged (CRAFT §4), and what is promoted.
+    """Order of chunks (CRAFT §4), and promotion.
 
-    An exact method keeps an exact path only over promoted chunks; without a `promotion_threshold` over all. A method
-    that weaves computes the chunk right behind the exact prefix in full, so that the prefix grows, once
-    `continuation_threshold` requests began with that path. That costs several times what weaving saves each later
-    request, so it is the path that must come back; by CRAFT's rule, the chunk, nearly every request would pay for it.
+    An exact method stores an exact path only over promoted chunks; without a `promotion_threshold` over all. A weaving
+    method computes the chunk after the exact prefix in full, so that the prefix grows, once `continuation_threshold`
+    requests began with that path. This costs several times what weaving saves each later request, so the whole path
+    must recur; by CRAFT's rule, which counts the chunk, nearly every request would pay for it.
 
     >>> from chunkweave import Engine, OrderingConfig
     >>> with Engine.load("reader", order="free", ordering=OrderingConfig("tree-greedy")) as engine:
@@ -59,31 +59,31 @@ class OrderingConfig:
 
     ordering: str = setting(
         "frequency",
-        "How a free order is chosen.",
+        "Ordering, if the order is free.",
         plugins=ORDERINGS,
     )
     window: int = setting(
         1000,
-        "Latest requests over which chunks are counted (CRAFT §6.2.4).",
+        "Latest requests in which chunks are counted (CRAFT §6.2.4).",
         name="ordering_window",
         places=SERVERS,
         least=1,
     )
     promotion_threshold: int | None = setting(
         2,
-        "With a free order, promote a chunk that so many of the counted requests took (CRAFT §6.2.5); none: all.",
+        "With a free order, promote a chunk after this many counted requests with it (CRAFT §6.2.5); none: all.",
         defaults=_EVERY_PATH,
         least=1,
     )
     continuation_threshold: int | None = setting(
         4,
-        "With a free order, weaving methods grow a prefix that so many counted requests began with; none: never.",
+        "With a free order, weaving methods grow a prefix after this many counted requests with it; none: never.",
         defaults={Place.COMMANDS: None},
         least=1,
     )
     path_chunks: int | None = setting(
         None,
-        "With full and prefix, store only so many of a prompt's first chunks (RAGCache §8); none: all.",
+        "With full and prefix, number of a prompt's first chunks that are stored (RAGCache §8); none: all.",
         least=1,
     )
 
@@ -93,10 +93,10 @@ class OrderingConfig:
 
 @dataclass(frozen=True, slots=True)
 class Unordered:
-    """The chunks of one request, the best first, and what is known of them.
+    """The chunks of one request, best first, and what is known of them.
 
-    `counts` says how many recent requests asked for each, `tokens` how long each is. `place` is the end of what stands
-    before them in the tree of stored paths; None if that is not stored, so that nothing behind it can be.
+    `counts` is the number of recent requests for each, `tokens` its length. `place` is the node of the stored-path tree
+    that ends the parts before them; None if these are not stored, so nothing after them can be.
     """
 
     chunks: Sequence[ChunkId]
@@ -105,28 +105,29 @@ class Unordered:
     place: TreePlace[ChunkId] | None = None
 
     def by_count(self) -> list[int]:
-        """Their numbers by falling count, of equal counts by id."""
+        """Indices by decreasing count; equal counts by id."""
         return sorted(range(len(self.chunks)), key=lambda number: (-self.counts[number], self.chunks[number]))
 
 
 class Ordering(Protocol):
-    """Decides in which order chunks stand."""
+    """Decides the order of chunks."""
 
     @property
     def name(self) -> str:
-        """As it is written on the command line and in reports."""
+        """The name on the command line and in reports."""
 
     def order(self, given: Unordered) -> list[int]:
-        """The numbers of all chunks as they are to stand. Pure: of equal sets with equal counts the orders are equal,
-        unless the ordering is to keep the caller's.
+        """Indices of all chunks in their new order.
+
+        Pure: equal sets with equal counts get equal orders, unless the ordering keeps the caller's.
         """
 
 
 def make_ordering(name: str) -> Ordering:
-    """The ordering of that name.
+    """The ordering with this name.
 
     Raises:
-        UnknownMethodError: no such ordering; the message lists those there are.
+        UnknownMethodError: no such ordering; the message lists the known ones.
         UsageError: it cannot be imported.
     """
     ordering: Ordering = ORDERINGS.get(name)()
@@ -134,20 +135,20 @@ def make_ordering(name: str) -> Ordering:
 
 
 class OriginalOrder:
-    """`original`: chunks stand as they came, the best first. What the other orderings are compared with."""
+    """`original`: keeps the caller's order, best first. The baseline for other orderings."""
 
     name = "original"
 
     def order(self, given: Unordered) -> list[int]:
-        """As they are."""
+        """The given order."""
         return list(range(len(given.chunks)))
 
 
 class FrequencyOrder:
-    """`frequency`: by falling count, so that shared chunks come at the same place in every request (CRAFT §4.2).
+    """`frequency`: by decreasing count, so that shared chunks have the same place in every request (CRAFT §4.2).
 
-    The paper's `sort(C, -freq(c))` says nothing of equal counts. Of these a chunk goes first that continues the path of
-    the chunks before it in the tree of stored paths, then the one of the lesser id: equal sets get equal orders.
+    The paper's `sort(C, -freq(c))` does not define ties. Here a chunk that continues the path of the chunks before it
+    in the tree of stored paths goes first, then the one with the lower id: equal sets get equal orders.
     """
 
     name = "frequency"
@@ -158,7 +159,7 @@ class FrequencyOrder:
 
 
 def by_frequency(given: Unordered, by_count: Sequence[int], place: TreePlace[ChunkId] | None) -> list[int]:
-    """`by_count`, some numbers of `given` by falling count, with ties broken by what is stored behind `place`."""
+    """`by_count`, indices into `given` by decreasing count, with ties broken by what is stored after `place`."""
     waiting, ordered = list(by_count), []
     while waiting and place is not None:
         chosen, place = _next(given, waiting, place)
@@ -168,7 +169,7 @@ def by_frequency(given: Unordered, by_count: Sequence[int], place: TreePlace[Chu
 
 
 def _next(given: Unordered, waiting: Sequence[int], place: TreePlace[ChunkId]) -> tuple[int, TreePlace[ChunkId] | None]:
-    """Of the first of `waiting` and those of its count the first that is stored behind `place`, and where that is."""
+    """The first of `waiting`, among those with the highest count, that is stored after `place`, with its node."""
     for number in waiting:
         if given.counts[number] != given.counts[waiting[0]]:
             break
@@ -179,16 +180,16 @@ def _next(given: Unordered, waiting: Sequence[int], place: TreePlace[ChunkId]) -
 
 
 MOST_NODES = 100
-"""Nodes looked at before the best path found so far is taken: of ten chunks, drawn by Zipf's law from 1000 and every
-path stored, 20 nodes already save 99.8 % of what 5000 save.
+"""Nodes visited before the best path so far is taken. With ten chunks drawn by Zipf's law from 1000 and every path
+stored, 20 nodes already save 99.8 % of what 5000 save.
 """
 
 
 class TreeGreedyOrder:
-    """`tree-greedy`: first the stored path with the most tokens that chunks of this request make up, then the others.
+    """`tree-greedy`: first the stored path with the most tokens that this request's chunks can form, then the others.
 
-    It saves the most that any order can save this request. Chunks that continue no path follow by falling count, so
-    that what is stored anew is what will be asked for again.
+    No other order saves this request more. The remaining chunks follow by decreasing count, so that newly stored paths
+    are likely to recur.
     """
 
     name = "tree-greedy"
@@ -204,10 +205,10 @@ class TreeGreedyOrder:
 
 
 def heaviest_path(given: Unordered, numbers: Sequence[int], place: TreePlace[ChunkId]) -> list[int]:
-    """Those of `numbers`, in order, whose path behind `place` is stored and has the most tokens.
+    """The indices in `numbers`, in order, whose path after `place` is stored and has the most tokens.
 
-    Of equal ones that which is found first, trying `numbers` in their order: a depth-first search that leaves a branch
-    as soon as all that is left could not make it the best. A chunk that comes twice is followed once.
+    Ties go to the path found first, trying `numbers` in order. Depth-first search that leaves a branch when its
+    remaining tokens cannot make it the best. A duplicate chunk is followed once.
     """
     own: dict[ChunkId, int] = {}
     for number in numbers:

@@ -1,6 +1,5 @@
-"""Templates and static files of the page."""
+"""The static files of the server's page, and the templates of HTML files."""
 
-from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -9,12 +8,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from chunkweave.metrics import parameter_text
 
-STATIC = {"htmx.min.js": "text/javascript", "page.js": "text/javascript", "page.css": "text/css"}
-"""The static files, with their types."""
+STATIC = {
+    "page.html": "text/html",
+    "page.js": "text/javascript",
+    "drawing.js": "text/javascript",
+    "page.css": "text/css",
+}
+"""The static files, with their media types."""
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of this package, filled. Every value is escaped."""
+    """Fill a template of this package. Every value is escaped."""
     return _environment().get_template(template).render(**values)
 
 
@@ -23,7 +27,7 @@ def asset(name: str) -> str:
     """A static file.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: there is no file of that name.
     """
     if name not in STATIC:
         raise KeyError(name)
@@ -39,9 +43,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters.update(
-        seconds=_seconds, percent=_percent, count=_count, size=_size, clock=_clock, parameter=parameter_text
-    )
+    made.filters.update(seconds=_seconds, count=_count, parameter=parameter_text)
     return made
 
 
@@ -51,21 +53,5 @@ def _seconds(value: float | None) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
 
 
-def _percent(value: float) -> str:
-    return f"{value:.0%}"
-
-
 def _count(value: float) -> str:
     return f"{value:,.0f}".replace(",", "\N{NARROW NO-BREAK SPACE}")
-
-
-def _size(value: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
-
-
-def _clock(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s, UTC).astimezone().strftime("%H:%M:%S")

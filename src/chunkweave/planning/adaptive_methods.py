@@ -1,4 +1,4 @@
-"""Methods around another one: more recomputation where loading is slow, longer exact prefixes where they come back."""
+"""Methods that wrap another one: more recomputation where loading is slow, longer exact prefixes where they recur."""
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
@@ -23,11 +23,11 @@ from chunkweave.types import ChunkId, Geometry
 
 
 def method_for(choice: MethodChoice, promotion: Promotion | None, loading: Loading | None) -> ReuseMethod:
-    """The method that a request's plan is made with, by both backends, when its turn has come.
+    """The method that makes a request's plan when it is admitted, for both backends.
 
-    With `loading` the loading controller may raise its ratio. Give None for a request that says how much is to be
-    recomputed, and if others wait or run then: recomputing more is free for a request that is alone, and costs others
-    their time. With a `promotion` exact prefixes grow.
+    With `loading`, the loading controller may raise the method's ratio. Pass None if the request sets its own budget,
+    or if other requests are pending or running: extra recomputation is free only for a request that is alone. With a
+    `promotion`, exact prefixes grow.
     """
     method: ReuseMethod
     if loading is None:
@@ -38,30 +38,30 @@ def method_for(choice: MethodChoice, promotion: Promotion | None, loading: Loadi
 
 
 class FirstPassMethod:
-    """What a chunk is computed by behind neutral passages: an exact prefix is reused, the last part is computed.
+    """Computes a chunk after neutral passages: an exact prefix is reused, the last part is always computed.
 
-    That also if it is stored by now: another call may have computed it since this one was prepared.
+    The last part is computed even if it is stored: another call may have stored it since this one was prepared.
     """
 
     name = "prefix"
     budget = None
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
-        """One pass over the last part, and over those that are not stored."""
+        """One pass over the last part and all parts that are not stored."""
         return _last_computed(self.name, lookup, reuse_exact_prefix)
 
 
 class ContextMethod:
-    """What a mean's contexts are computed by: all parts before the last are reused, the last one is computed.
+    """Computes one context of a mean: all parts before the last are reused, the last one is computed.
 
-    So a context costs the chunk's own tokens, and no others.
+    So a context costs only the chunk's own tokens.
     """
 
     name = "full-reuse"
     budget = None
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
-        """One pass over the last part, and over those that are not stored."""
+        """One pass over the last part and all parts that are not stored."""
         return _last_computed(self.name, lookup, lambda before: reuse_every_hit(before, prefer_least_read))
 
 
@@ -72,16 +72,16 @@ def _last_computed(name: str, lookup: PromptLookup, reuse: Callable[[PromptLooku
 
 
 class LoadAwareMethod:
-    """A method that recomputes as much as configured, and more where segments load slowly (CacheBlend §5.1).
+    """Recomputes as much as configured, and more where segments load slowly (CacheBlend §5.1).
 
-    Loading time is summed over what is left to read of the segments that the method takes. The ratio r whose
-    recomputation takes as long is a floor for the method's budget: a ratio becomes at least r, an alpha
-    at least so large that the share r is recomputed. A method without a budget is not changed. Where the question is
-    computed first (`query`), loading hides behind recomputation only after the last layer of that first pass.
+    Loading time is summed over the bytes left to read of the segments in the plan. The ratio r whose recomputation
+    takes as long is a lower bound of the method's budget: a ratio is raised to r, an alpha until the share r is
+    recomputed. A method without a budget is not changed. If the question is computed first (`query`), loading hides
+    behind recomputation only after the last layer of that first pass.
     """
 
     def __init__(self, name: str, config: ReuseConfig, loading: Loading) -> None:
-        """Wrap the method `name`; what `config` says of its budget is the least.
+        """Wrap the method `name`; `config` has the minimum of its budget.
 
         Raises:
             UnknownMethodError: no such method.
@@ -93,7 +93,7 @@ class LoadAwareMethod:
         self._loading = loading
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
-        """The wrapped method's plan at the budget that hides its loading; `raised_to` says if that is more."""
+        """The wrapped method's plan with the budget that hides loading; `raised_to` is set if that is higher."""
         plan = self._least.plan(lookup, geometry)
         if self.budget is None:
             return plan
@@ -105,7 +105,7 @@ class LoadAwareMethod:
         return replace(raised, raised_to=value)
 
     def choose(self, plan: Plan, geometry: Geometry) -> LoadingChoice:
-        """The share of a plan's reused tokens whose recomputation hides its loading, and the delays expected then."""
+        """The share of reused tokens whose recomputation hides loading, with the expected delays."""
         load_s = sum(
             self._loading.seconds(part.segment, len(part.span))
             * (1 - len(plan.unseen_layers(part, geometry.windows)) / geometry.num_layers)
@@ -117,7 +117,7 @@ class LoadAwareMethod:
         return ratio_that_hides(prefill_s, load_s, least_ratio=0.0, head_s=head_s)
 
     def _head_s(self, plan: Plan, num_layers: int, load_s: float) -> float:
-        """Seconds of the question's own pass: as long as its layers take to load, or to compute."""
+        """Seconds of the question's own pass: the longer of loading and computing its layers."""
         share = plan.head_share(num_layers)
         if not share:
             return 0.0
@@ -128,9 +128,9 @@ class LoadAwareMethod:
 class PrefixGrowingMethod:
     """A reuse method whose exact prefixes grow as a request's `promotion` says.
 
-    An exact method stores exact paths over promoted chunks only. With a method that weaves no exact prefix would ever
-    grow, since what follows it is inexact. So the next chunk behind the exact prefix is computed in full if the path
-    over it comes back often enough: one chunk a request, which the next request with that beginning then has for free.
+    An exact method stores exact paths over promoted chunks only. With a weaving method no exact prefix would ever grow,
+    because everything after a reused chunk is inexact. So the chunk after the exact prefix is computed in full if the
+    path with it recurs often enough: one chunk per request, which later requests with that beginning reuse exactly.
     """
 
     def __init__(self, method: ReuseMethod, promotion: Promotion) -> None:
@@ -140,7 +140,7 @@ class PrefixGrowingMethod:
         self._promotion = promotion
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
-        """The wrapped method's plan, with less stored or one more chunk computed."""
+        """The wrapped method's plan, with fewer parts stored or one more chunk computed."""
         if self.name not in EXACT_METHODS:
             return self._method.plan(continuing(lookup, self._promotion.continued), geometry)
         plan = self._method.plan(lookup, geometry)
@@ -149,10 +149,10 @@ class PrefixGrowingMethod:
 
 
 def promoted_length(hot: Sequence[bool], stored: int) -> int:
-    """How many chunks of a path may be held: those `stored`, and the run of `hot` ones that goes on from there.
+    """Number of chunks of a path that may be stored: the `stored` ones and the run of `hot` ones after them.
 
-    CRAFT §4.2: a prefix is promoted if all its chunks reached the threshold; one that is reused is extended by the next
-    chunk if that did. What is held already stays, whatever its count has become.
+    CRAFT §4.2: a prefix is promoted if all its chunks reached the threshold; a reused one is extended by the next chunk
+    if that reached it. Chunks already stored stay, whatever their count is now.
 
     >>> promoted_length([False, True, True, False, True], stored=1)
     3
@@ -164,7 +164,7 @@ def promoted_length(hot: Sequence[bool], stored: int) -> int:
 
 
 def admitting(plan: Plan, lookup: PromptLookup, hot: Set[ChunkId]) -> Plan:
-    """The plan that stores no chunk behind the stored exact prefix and the run of `hot` chunks that goes on from it."""
+    """The plan, storing no chunk after the stored exact prefix and the run of `hot` chunks that follows it."""
     chunks = [number for number, entry in enumerate(lookup.parts) if entry.part.kind is PartKind.CHUNK]
     stored = sum(lookup.parts[number].exact is not None for number in chunks)
     length = promoted_length([lookup.parts[number].part.id in hot for number in chunks], stored)
@@ -176,7 +176,7 @@ def admitting(plan: Plan, lookup: PromptLookup, hot: Set[ChunkId]) -> Plan:
 
 
 def continuing(lookup: PromptLookup, chunks: Set[ChunkId]) -> PromptLookup:
-    """The lookup as if nothing were stored of the first chunk behind the exact prefix, if it is one of `chunks`."""
+    """The lookup, with the first chunk after the exact prefix as not stored, if it is in `chunks`."""
     for number, entry in enumerate(lookup.parts):
         if entry.part.kind is PartKind.CHUNK and entry.exact is None:
             if entry.part.id not in chunks:

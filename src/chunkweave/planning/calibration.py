@@ -1,4 +1,4 @@
-"""Calibration records: what was measured of one model, what each quality target means by it, and where they lie."""
+"""Calibration records: measurements of one model, the meaning of each quality target, and where records are stored."""
 
 import json
 import logging
@@ -25,26 +25,26 @@ logger = logging.getLogger(__name__)
 ConfigT = TypeVar("ConfigT", ReuseConfig, QueryConfig)
 
 CANDIDATES = ("cachecraft", "cacheblend", "query", "query:whole:late:stored")
-"""The methods that are measured if none are named, as `make_contenders` reads them: what won somewhere."""
+"""Methods measured by default, as `make_contenders` reads them; each was the best in some setting."""
 
 _NO_METHODS = "capture"
-"""The field of `ReuseConfig` that concerns no method: what an engine keeps of a prefill is its own affair."""
+"""The field of `ReuseConfig` that concerns no method: what an engine keeps of a prefill."""
 
 
 class Quality(StrEnum):
-    """How close to full prefill of the same model a request wants to be."""
+    """How close to full prefill of the same model an answer must be."""
 
     EXACT = "exact"
-    """Full prefill's KV: only exact prefixes are reused."""
+    """Equal to full prefill's KV: only exact prefixes are reused."""
     BALANCED = "balanced"
     FAST = "fast"
 
     @classmethod
     def parse(cls, text: Any) -> "Quality":
-        """From its name.
+        """Parse a target's name.
 
         Raises:
-            UsageError: there is no such target.
+            UsageError: no such target.
         """
         try:
             return cls(text)
@@ -54,14 +54,14 @@ class Quality(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How far a quality lets answers stray from full prefill of the same model on the same prompt.
+    """Largest deviation of answers from full prefill, for the same model and prompt.
 
-    Over the tokens of full prefill's own greedy continuation: at least `agreement` of them are also what the method
-    expects most, and D_KL(full || method) is at most `kl` nats a token, both in the mean over questions. None demands
-    nothing.
+    Over the tokens of full prefill's own greedy continuation: at least the share `agreement` of them are the method's
+    most likely token, and D_KL(full || method) is at most `kl` nats per token, both averaged over questions. None: no
+    requirement.
 
     Raises:
-        UsageError: a number out of range, or nothing is demanded.
+        UsageError: a number out of range, or no requirement at all.
     """
 
     agreement: float | None
@@ -69,38 +69,38 @@ class Bounds:
 
     def __post_init__(self) -> None:
         if self.agreement is not None and not 0.0 < self.agreement <= 1.0:
-            raise UsageError(f"a target's top-1 agreement is above 0 and at most 1, not {self.agreement:g}")
+            raise UsageError(f"a target's top-1 agreement must be above 0 and at most 1, not {self.agreement:g}")
         if self.kl is not None and not 0.0 < self.kl < math.inf:
-            raise UsageError(f"a target's KL is above 0, not {self.kl:g}")
+            raise UsageError(f"a target's KL must be above 0, not {self.kl:g}")
         if self.agreement is None and self.kl is None:
-            raise UsageError("a target demands an agreement, a KL, or both")
+            raise UsageError("a target needs an agreement, a KL, or both")
 
     def __str__(self) -> str:
         agreement = [] if self.agreement is None else [f"top-1 agreement at least {self.agreement:.1%}"]
         return ", ".join([*agreement, *([] if self.kl is None else [f"KL at most {self.kl:g}"])])
 
     def met(self, agreement: float, kl: float) -> bool:
-        """Whether an agreement and a divergence are within."""
+        """Whether an agreement and a divergence are within the bounds."""
         return (self.agreement is None or agreement >= self.agreement) and (self.kl is None or kl <= self.kl)
 
     def excess(self, point: "CurvePoint") -> float:
-        """How many times what is allowed a point strays, at the ends that speak against it; up to 1 is within."""
+        """A point's deviation relative to the allowed one, at the pessimistic interval ends; within bounds up to 1."""
         apart = 0.0 if self.agreement is None else (1.0 - point.agreement_low) / max(1.0 - self.agreement, 1e-9)
         return max(apart, 0.0 if self.kl is None else point.kl_high / self.kl)
 
 
 BOUNDS: dict[Quality, Bounds] = {Quality.BALANCED: Bounds(0.95, 0.05), Quality.FAST: Bounds(0.9, 0.1)}
-"""What an approximate quality promises, unless the calibration sets something else."""
+"""The bounds of approximate qualities, unless the calibration sets others."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
     """One method at one value of its parameter, over all questions of a calibration.
 
-    `method` is written as in benchmarks, with settings after colons; `warm` says how its chunks were computed before.
-    `kl` (nats) and `agreement` are means over questions of the mean over positions, `speedup` is the median over
-    questions of full prefill's time to first token by this one's in the same run, `recompute_fraction` a mean. The
-    `_low` and `_high` ends are 95 % bootstrap percentiles by question. What has no parameter has value 0.
+    `method` is written as in benchmarks, with settings after colons; `warm` says how its chunks were computed ahead.
+    `kl` (nats) and `agreement` are means over questions of the mean over positions. `speedup` is the median over
+    questions of full prefill's time to first token divided by this method's, in the same run. `recompute_fraction` is a
+    mean. `_low` and `_high` are 95 % bootstrap percentiles over questions. A method without a parameter has value 0.
     """
 
     method: str
@@ -120,9 +120,9 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What one quality means: the least value of each method's parameter that stays within its bounds.
+    """What one quality means: for each method, the lowest value of its parameter within the bounds.
 
-    `method` is, of those that do, the one that recomputes least; None if none does.
+    `method` is the one of these that recomputes least; None if no method is within the bounds.
     """
 
     bounds: Bounds
@@ -131,18 +131,18 @@ class Target:
 
     def __post_init__(self) -> None:
         if self.method is not None and self.least.get(self.method) is None:
-            raise ValueError(f"{self.method} is to be used, but does not reach the target")
+            raise ValueError(f"{self.method} was chosen, but does not reach the target")
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRecord:
-    """A finished calibration: what was measured, how, and what came out.
+    """A finished calibration: measurements, how they were made, and the resulting targets.
 
-    It holds for the model of `fingerprint` (weights and dtype) and says something about prompts like those of
-    `dataset`. `dtype` also says to what weights were rounded, if they were. `reuse` has the configuration of each
-    method beside its parameter. `references` are full prefill in slices (how far arithmetic alone strays) and full KV
-    reuse, for each way in which chunks were warmed. Speed-ups are those of `machine`; `commits` are the sources' when
-    questions were measured, `commit` when the record was made.
+    It applies to the model of `fingerprint` (weights and dtype), and to prompts like those of `dataset`. `dtype`
+    includes the rounding of weights, if any. `reuse` has each method's configuration besides its parameter.
+    `references` are full prefill in slices (the deviation of arithmetic alone) and full KV reuse, for each way of
+    warming chunks. Speed-ups were measured on `machine`; `commits` are the sources' when questions were measured,
+    `commit` when the record was made.
     """
 
     fingerprint: str
@@ -169,7 +169,7 @@ class CalibrationRecord:
     command: str = ""
 
     def config(self, quality: Quality) -> tuple[str, ReuseConfig] | None:
-        """Method and its settings for a target; None if no method reaches it (and for EXACT, which needs none)."""
+        """Method and settings of a target; None if no method reaches it (and for EXACT, which needs none)."""
         target = self.targets.get(quality)
         if target is None or target.method is None:
             return None
@@ -179,7 +179,7 @@ class CalibrationRecord:
         return method, replace(self.reuse[target.method], **changes)
 
     def chosen(self, quality: Quality) -> tuple[CurvePoint, ...]:
-        """The measured points that a target resolves to, one for each way in which chunks were warmed."""
+        """The measured points that a target resolves to, one per way of warming chunks."""
         target = self.targets.get(quality)
         if target is None or target.method is None:
             return ()
@@ -187,12 +187,12 @@ class CalibrationRecord:
         return tuple(point for point in self.points if (point.method, point.value) == wanted)
 
     def nearest(self, quality: Quality) -> CurvePoint | None:
-        """The point that strays least beyond a target's bounds."""
+        """The point that exceeds a target's bounds least."""
         target = self.targets.get(quality)
         return None if target is None else min(self.points, key=target.bounds.excess, default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """JSON-compatible values."""
         data = asdict(self)
         for reuse in data["reuse"].values():
             del reuse[_NO_METHODS]
@@ -200,10 +200,10 @@ class CalibrationRecord:
 
     @classmethod
     def of_dict(cls, data: Mapping[str, Any]) -> Self:
-        """From what `as_dict` gave.
+        """Parse the result of `as_dict`.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError: it is no such thing, or what it says cannot be used.
+            ValueError, KeyError, TypeError, AttributeError: the data is no such record, or has unusable values.
         """
         targets = {Quality(name): _target_of(target) for name, target in data["targets"].items()}
         record = cls(
@@ -238,17 +238,17 @@ NO_LONGER: dict[str, Any] = {
     "mixed_share": 0.0,
     "until": 1.0,
 }
-"""Settings that the version before wrote in records and sent to vLLM, and the one value of each that this one knows."""
+"""Settings of the previous version, still found in records and sent to vLLM, with the only value accepted now."""
 
 
 def _reuse_of(data: Mapping[str, Any]) -> ReuseConfig:
-    """What was written of a configuration."""
+    """Parse a stored configuration."""
     reuse = _with_written(ReuseConfig(), {name: value for name, value in data.items() if name != "query"})
     return replace(reuse, query=_with_written(QueryConfig(), data.get("query", {})))
 
 
 def _with_written(usual: ConfigT, data: Mapping[str, Any]) -> ConfigT:
-    """`usual` with the values of a record; JSON's lists and texts become what the fields hold."""
+    """`usual` with the values of a record; JSON's lists and strings are converted to the fields' types."""
     if other := [name for name in data if name in NO_LONGER and data[name] != NO_LONGER[name]]:
         raise ValueError(f"this version lacks {', '.join(other)}")
     kept = {name: value for name, value in data.items() if name not in NO_LONGER}
@@ -257,13 +257,12 @@ def _with_written(usual: ConfigT, data: Mapping[str, Any]) -> ConfigT:
 
 
 def choose_target(points: Sequence[CurvePoint], bounds: Bounds) -> Target:
-    """What a target means, given the curves of some methods (Cache-Craft eq. 13, on a grid).
+    """Resolve a target from the curves of some methods (Cache-Craft eq. 13, on a grid).
 
-    A point counts by the ends of its intervals that speak against it: lowest agreement, highest divergence. A value is
-    within the bounds if its point is, and if the *fitted* curve is there too, so that one lucky point does not count;
-    a method whose chunks were warmed in several ways has to be within them by each. A method's least value is the
-    cheapest such one. Of the methods that have one, that which recomputes least is named; of those that recompute as
-    much, to the per cent, the one that strays least.
+    A point is judged by the pessimistic ends of its intervals: lowest agreement, highest divergence. A value is within
+    the bounds if both its point and the *fitted* curve are, so that one lucky point does not count; if chunks were
+    warmed in several ways, it must be within the bounds for each. A method's result is its lowest such value. The
+    chosen method recomputes least; among methods equal to the per cent, it deviates least.
     """
     least: dict[str, float | None] = {}
     costs: dict[str, tuple[float, float]] = {}
@@ -291,10 +290,10 @@ def _within(points: Sequence[CurvePoint], bounds: Bounds) -> set[float]:
 
 
 def rising_fit(values: Sequence[float]) -> list[float]:
-    """The never-falling sequence closest to `values` in least squares (isotonic regression, by its min-max formula).
+    """The non-decreasing sequence closest to `values` in least squares (isotonic regression, by its min-max formula).
 
-    More recomputation hardly makes answers worse; where what was measured falls it is taken for noise, and neighbours
-    are averaged.
+    More recomputation hardly makes answers worse, so falling measurements are treated as noise, and neighbours are
+    averaged.
 
     >>> rising_fit([0.5, 0.75, 0.25, 1.0])
     [0.5, 0.5, 0.5, 1.0]
@@ -307,34 +306,34 @@ def rising_fit(values: Sequence[float]) -> list[float]:
 
 CALIBRATION_FILE = "chunkweave-calibration.json"
 PARTIAL_FILE = "chunkweave-calibration.partial.jsonl"
-"""Beside the record while a calibration is not finished."""
+"""Exists beside the record while a calibration is unfinished."""
 
 _FORMAT = 2
 
 
 class OtherFormatError(DocumentError):
-    """A calibration record of a version of chunkweave that this one does not know."""
+    """The calibration record has a format of another version of chunkweave."""
 
 
 def record_path(cache_dir: Path | None, folder: Path | None, fingerprint: str) -> Path:
-    """Where `chunkweave calibrate` writes: into the cache folder if there is one, else beside the model.
+    """Path that `chunkweave calibrate` writes: in the cache folder if there is one, else beside the model.
 
     Raises:
-        UsageError: there is no place: no cache folder, and a model without a folder that can be written to.
+        UsageError: no cache folder, and the model has no folder or one that cannot be written.
     """
     if cache_dir is not None:
         return cache_dir / fingerprint / CALIBRATION_FILE
     if folder is None:
-        raise UsageError("a model without a folder has its record in a cache folder: give --cache-dir")
+        raise UsageError("the record of a model without a folder needs a cache folder: give --cache-dir")
     if not os.access(folder, os.W_OK):
         raise UsageError(f"the record cannot be written into {folder}: give --cache-dir")
     return folder / CALIBRATION_FILE
 
 
 def stored_calibration(cache_dir: Path | None, folder: Path | None, fingerprint: str) -> CalibrationRecord | None:
-    """The first record of this model: in the cache folder (one's own data), beside the model, shipped; or None.
+    """The first record of this model: in the cache folder, beside the model, or shipped; None if there is none.
 
-    A file that cannot be read, and one that only has records of other models, are logged and passed over.
+    Files that cannot be read, or have only records of other models, are logged and skipped.
     """
     folders = (cache_dir and cache_dir / fingerprint, folder)
     for path in (one / CALIBRATION_FILE for one in folders if one is not None):
@@ -358,17 +357,17 @@ def stored_calibration(cache_dir: Path | None, folder: Path | None, fingerprint:
 
 @cache
 def shipped_records() -> tuple[CalibrationRecord, ...]:
-    """Records of models whose weights come from elsewhere (SmolLM2); they are found by fingerprint alone."""
+    """Records of models whose weights are not in this package (SmolLM2), found by fingerprint."""
     path = Path(str(files("chunkweave") / "assets" / "smollm2" / CALIBRATION_FILE))
     return read_records(path) if path.exists() else ()
 
 
 def read_records(path: Path) -> tuple[CalibrationRecord, ...]:
-    """Every record of a file: one for each dtype that its model was calibrated in.
+    """All records of a file: one per dtype in which its model was calibrated.
 
     Raises:
         OtherFormatError: another version of chunkweave wrote the file.
-        DocumentError: it cannot be read, or holds something else.
+        DocumentError: the file cannot be read, or is no calibration record.
     """
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -386,14 +385,14 @@ def read_records(path: Path) -> tuple[CalibrationRecord, ...]:
 
 
 def save_record(path: Path, record: CalibrationRecord) -> None:
-    """Add a record to a file, whole or not at all; it replaces one of the same model or of the same dtype.
+    """Add a record to a file atomically; it replaces one of the same fingerprint or dtype.
 
-    Two dtypes are two fingerprints, and which one a machine computes in depends on its CPU: so a file beside a model
-    can hold both. A damaged file is replaced; one of another format is not.
+    Two dtypes are two fingerprints, and a machine's CPU decides which dtype it uses, so a file beside a model can hold
+    both. A damaged file is replaced; one of another format is not.
 
     Raises:
         OtherFormatError: another version of chunkweave wrote the file.
-        UsageError: it cannot be written.
+        UsageError: the file cannot be written.
     """
     others = existing_records(path)
     kept = [one for one in others if one.fingerprint != record.fingerprint and one.dtype != record.dtype]
@@ -408,7 +407,7 @@ def save_record(path: Path, record: CalibrationRecord) -> None:
 
 
 def existing_records(path: Path) -> tuple[CalibrationRecord, ...]:
-    """What a new record will stand beside: nothing where there is no file, or a damaged one, which is logged.
+    """The records already in a file; empty if there is none, or a damaged one, which is logged.
 
     Raises:
         OtherFormatError: another version of chunkweave wrote the file.

@@ -1,4 +1,4 @@
-"""What computing and loading cost on a machine: measured or estimated, kept in a file, and what follows from it."""
+"""Costs of computing and loading on a machine: measured or estimated, stored in a file, and decisions based on them."""
 
 import json
 import logging
@@ -26,8 +26,8 @@ FORMAT = 1
 class CostModel:
     """Prefill times over a grid of (cached, new) tokens, and each tier's throughput.
 
-    `prefill_s[i][j]` is the time to compute `new_tokens[j]` tokens behind `cached_tokens[i]` cached ones (RAGCache §5.1
-    profiles the same table for PGDSF). `tier_bytes_per_s` is what a layer-wise read reaches. Axes ascend.
+    `prefill_s[i][j]` is the time to compute `new_tokens[j]` tokens after `cached_tokens[i]` cached ones (RAGCache §5.1
+    profiles the same table for PGDSF). `tier_bytes_per_s` is the throughput of layer-wise reads. Axes ascend.
     """
 
     cached_tokens: tuple[int, ...]
@@ -45,7 +45,7 @@ class CostModel:
             raise ValueError("the prefill table does not fit its axes")
 
     def prefill(self, new: float, cached: float = 0.0) -> float:
-        """Seconds to compute `new` tokens behind `cached` ones: bilinear, proportional outside the grid."""
+        """Seconds to compute `new` tokens after `cached` ones: bilinear, proportional outside the grid."""
         if new <= 0:
             return 0.0
         low, high, at = _bracket(self.cached_tokens, min(cached, self.cached_tokens[-1]))
@@ -53,9 +53,9 @@ class CostModel:
         return first + at * (second - first)
 
     def load(self, tokens: float, tier: str) -> float:
-        """Seconds to bring the KV of `tokens` tokens in from `tier`: bytes over throughput (CacheBlend §5.1).
+        """Seconds to load the KV of `tokens` tokens from `tier`: bytes over throughput (CacheBlend §5.1).
 
-        A tier that was not measured costs nothing: it is memory.
+        A tier without a measurement is memory, and costs nothing.
         """
         throughput = self.tier_bytes_per_s.get(tier)
         return tokens * self.kv_bytes_per_token / throughput if throughput else 0.0
@@ -63,21 +63,21 @@ class CostModel:
     def _along_new(self, row: Sequence[float], new: float) -> float:
         axis = self.new_tokens
         if new <= axis[0]:
-            return row[0]  # a layer loop of few tokens costs what its overhead costs
+            return row[0]  # with few tokens, the layer loop's overhead dominates
         if new >= axis[-1]:
             return row[-1] * new / axis[-1]
         low, high, at = _bracket(axis, new)
         return row[low] + at * (row[high] - row[low])
 
     def save(self, path: Path) -> None:
-        """Write as JSON, whole or not at all."""
+        """Write as JSON, atomically."""
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n", encoding="utf-8")
         partial.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what `save` wrote.
+        """Read a file written by `save`.
 
         Raises:
             DocumentError: the file cannot be read or is no cost model; the message says to measure again.
@@ -99,7 +99,7 @@ class CostModel:
 
 
 def _bracket(axis: Sequence[int], value: float) -> tuple[int, int, float]:
-    """Neighbouring places around `value` and how far it lies between them, 0 to 1."""
+    """Indices of the neighbours of `value`, and its relative distance between them, 0 to 1."""
     high = min(bisect_right(axis, value), len(axis) - 1)
     low = max(high - 1, 0)
     if axis[high] == axis[low] or value <= axis[low]:
@@ -109,20 +109,21 @@ def _bracket(axis: Sequence[int], value: float) -> tuple[int, int, float]:
 
 COST_FILE = "cost-model.json"
 MEASURED_BY_ENGINE = "prefill-engine.json"
-"""Beside it, what a start of our own engine has measured for its eviction policy, and below, one of vLLM."""
+"""Prefill times measured at a start, for the eviction policy: here by our own engine, below by vLLM."""
 MEASURED_BY_VLLM = "prefill-vllm.json"
 
 
 def cost_model_path(cache_dir: Path, fingerprint: str) -> Path:
-    """Where `chunkweave profile` writes it, and where it is looked for."""
+    """Path that `chunkweave profile` writes and that is read at a start."""
     return cache_dir / fingerprint / COST_FILE
 
 
 def given_cost_model(path: Path | None, fingerprint: str | None) -> CostModel | None:
-    """The cost model that a setting names, of any model if no `fingerprint` is given; None if it names none.
+    """The cost model in the file that a setting names; None without a file. Any model is accepted without
+    `fingerprint`.
 
     Raises:
-        UsageError: it cannot be read, or was measured with another model.
+        UsageError: the file cannot be read, or was measured with another model.
     """
     if path is None:
         return None
@@ -136,16 +137,16 @@ def given_cost_model(path: Path | None, fingerprint: str | None) -> CostModel | 
 
 
 def stored_cost_model(cache_dir: Path | None, fingerprint: str, name: str = COST_FILE) -> CostModel | None:
-    """The cost model measured for this cache folder and model, if there is one that can be read.
+    """The cost model stored in this cache folder for this model; None if there is none that can be used.
 
-    One of another model is refused as much as one that is damaged: logged, and done without.
+    A damaged file, and one of another model, is logged and ignored.
     """
     if cache_dir is None or not (path := cost_model_path(cache_dir, fingerprint).with_name(name)).exists():
         return None
     try:
         cost = CostModel.read(path)
     except DocumentError as error:
-        logger.warning("%s; nothing is known about what loading costs", error)
+        logger.warning("%s; loading costs are unknown", error)
         return None
     if cost.fingerprint != fingerprint:
         logger.warning("%s was measured with another model; it is not used", path)
@@ -154,7 +155,7 @@ def stored_cost_model(cache_dir: Path | None, fingerprint: str, name: str = COST
 
 
 TimePrefill = Callable[[int, int], float]
-"""Computes so many new tokens behind so many cached ones, and returns the seconds that took: `(cached, new)`."""
+"""`(cached, new)` -> seconds to compute `new` tokens after `cached` ones."""
 
 _QUICK_TOKENS = (16, 64, 256, 1024)
 
@@ -168,12 +169,13 @@ def measured_quickly(
     agreed: Callable[[bool], bool] = bool,
     **about: Any,
 ) -> CostModel:
-    """A cost model of few prefills, for a server that starts without one: RAGCache §5.1 profiles a whole table offline.
+    """A cost model from few prefills, for a server that starts without one (RAGCache §5.1 profiles a whole table
+    offline).
 
-    New tokens alone, from few to more as long as about `most_s` allow it, then, if they allow it again, behind as many
-    cached ones. No prompt has more than `most_tokens`. Ranks that compute together have `agreed` whether to go on.
-    `about` are the other fields of the model. Beyond its axes times are proportional, so that what attention adds to
-    prompts longer than those measured is left out.
+    Times prefills of few to more new tokens, for about `most_s` seconds, then, if time is left, the same after as many
+    cached tokens. No prompt exceeds `most_tokens`. Ranks that compute together use `agreed` to decide alike whether to
+    continue. `about` are the other fields of the model. Beyond the axes, times are proportional, so attention's extra
+    cost in longer prompts is not included.
     """
     until_s = clock() + most_s
 
@@ -183,7 +185,7 @@ def measured_quickly(
                 return
             found_s = time_prefill(cached, new)
             yield found_s
-            expected_s = 2 * found_s * axis[min(place + 1, len(axis) - 1)] / new  # it is run once before it is timed
+            expected_s = 2 * found_s * axis[min(place + 1, len(axis) - 1)] / new  # a warm-up run and a timed one
 
     alone = tuple(row(0, [new for new in _QUICK_TOKENS if new <= most_tokens] or [most_tokens]))
     axis = ([new for new in _QUICK_TOKENS if new <= most_tokens] or [most_tokens])[: len(alone)]
@@ -206,15 +208,15 @@ def analytic_cost(
     element_bytes: int = 2,
     tier_bytes_per_s: Mapping[str, float] | None = None,
 ) -> CostModel:
-    """Prefill as its floating-point operations over `flops_per_s`, plus `overhead_s` a prefill.
+    """Prefill time as floating-point operations over `flops_per_s`, plus `overhead_s` per prefill.
 
-    The table has the axes' powers of two up to 262 144 tokens; between them it is interpolated like a measured one.
+    The axes are powers of two up to 262 144 tokens; values between them are interpolated as for measured tables.
 
     Raises:
         ValueError: the speed is not positive.
     """
     if not flops_per_s > 0:
-        raise ValueError(f"a machine computes at a positive speed, not {flops_per_s} FLOP/s")
+        raise ValueError(f"the speed must be positive, not {flops_per_s} FLOP/s")
     return CostModel(
         cached_tokens=_CACHED_TOKENS,
         new_tokens=_NEW_TOKENS,
@@ -229,7 +231,7 @@ def analytic_cost(
 
 @dataclass(frozen=True, slots=True)
 class KnownShape:
-    """The family whose layers a model has, its sizes, and the base of its rotary embedding."""
+    """A model's family, sizes, and RoPE base."""
 
     family: str
     geometry: Geometry
@@ -268,10 +270,10 @@ KNOWN_SHAPES: dict[str, KnownShape] = {
 
 
 def known_shape(name: str) -> KnownShape:
-    """The shape of that name.
+    """The shape with this name.
 
     Raises:
-        UnknownMethodError: there is none; the message lists them.
+        UnknownMethodError: no such shape; the message lists the known ones.
     """
     if name not in KNOWN_SHAPES:
         raise UnknownMethodError(f"unknown shape {name!r}; there are: {', '.join(KNOWN_SHAPES)}")
@@ -280,7 +282,7 @@ def known_shape(name: str) -> KnownShape:
 
 @dataclass(frozen=True, slots=True)
 class StorageDevice:
-    """A place that could hold segments: its name in the cost model, its throughput, and its price."""
+    """A device that can store segments: its name in the cost model, its throughput, and its price."""
 
     name: str
     bytes_per_s: float
@@ -289,9 +291,9 @@ class StorageDevice:
 
 @dataclass(frozen=True, slots=True)
 class LoadingChoice:
-    """What the controller decided, with the delays that it expects in seconds.
+    """The loading controller's decision, with the expected delays in seconds.
 
-    `head_s` passes before recomputation begins: where the question is computed first, over layers that must be loaded.
+    `head_s` passes before recomputation starts: if the question is computed first, over layers that must be loaded.
     """
 
     ratio: float
@@ -301,16 +303,16 @@ class LoadingChoice:
 
     @property
     def ttft_s(self) -> float:
-        """Loading and recomputation overlap layer by layer, so the longer one counts."""
+        """The longer of the two, because loading and recomputation overlap layer by layer."""
         return max(self.load_s, self.head_s + self.recompute_s)
 
 
 def ratio_that_hides(prefill_s: float, load_s: float, *, least_ratio: float, head_s: float = 0.0) -> LoadingChoice:
-    """The ratio at which recomputing takes as long as loading, but at least `least_ratio` (r*) and at most 1.
+    """The ratio at which recomputing takes as long as loading, at least `least_ratio` (r*) and at most 1.
 
-    `prefill_s` is the time to compute all the tokens anew, `load_s` to load them; `T_recompute(r) = r prefill_s`. On a
-    slow device the time is spent anyway, so more tokens are recomputed for free. Recomputation begins after `head_s`:
-    only the loading that is left then can hide behind it.
+    `prefill_s` is the time to compute all the tokens, `load_s` the time to load them; `T_recompute(r) = r prefill_s`.
+    On a slow device that time passes anyway, so recomputing more tokens is free. Recomputation starts after `head_s`,
+    so only the loading left at that point can hide behind it.
 
     >>> ratio_that_hides(1.0, 0.5, least_ratio=0.15)
     LoadingChoice(ratio=0.5, load_s=0.5, recompute_s=0.5, head_s=0.0)
@@ -336,9 +338,9 @@ def choose_device(cost: CostModel, tokens: int, devices: Sequence[StorageDevice]
 
 
 def preload_depth(num_layers: int, prefill_s: float, load_s: float) -> int:
-    """Layers to have in before the first one computes, so that none later waits (Cache-Craft eq. 16).
+    """Layers to load before the first one computes, so that no later one waits (Cache-Craft eq. 16).
 
-    `Lp = max(1, ceil((L - 1)(1 - T_prefill / T_load) + 1))`, at most L; 1 where loading is the faster.
+    `Lp = max(1, ceil((L - 1)(1 - T_prefill / T_load) + 1))`, at most L; 1 if loading is faster.
 
     >>> preload_depth(32, prefill_s=1.0, load_s=2.0)
     17
@@ -352,9 +354,9 @@ def preload_depth(num_layers: int, prefill_s: float, load_s: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What it takes to bring segments in from where they are when a plan is made.
+    """The cost of loading segments from their current tiers when a plan is made.
 
-    `tier_of` says where one is, `left` what share of it is still to be read: 0 of one that was read ahead whole.
+    `tier_of` gives a segment's tier, `left` the share of it that is still to be read: 0 if it was prefetched whole.
     """
 
     cost: CostModel
@@ -362,18 +364,18 @@ class Loading:
     left: Callable[[SegmentId], float] = lambda _: 1.0
 
     def seconds(self, segment: SegmentId, tokens: int) -> float:
-        """Seconds until a segment of so many tokens is in memory, if nothing else is read."""
+        """Seconds until a segment of `tokens` tokens is in memory, if nothing else is read."""
         return self.left(segment) * self.cost.load(tokens, self.tier_of(segment) or "")
 
     def pays(self, segment: SegmentId, span: Span) -> bool:
-        """Whether bringing a segment in is no slower than computing its tokens anew at `span`."""
+        """Whether loading a segment is no slower than computing its tokens at `span`."""
         return self.seconds(segment, len(span)) <= self.cost.prefill(len(span), span.start)
 
 
 def pipelined_s(layer_load_s: Sequence[float], layer_compute_s: Sequence[float], head_start_s: float = 0.0) -> float:
-    """Seconds from the start of computing to its end if layer l may compute once layers 0..l are loaded.
+    """Seconds to compute all layers, if layer l computes after layers 0..l are loaded.
 
-    Loading runs ahead by `head_start_s`. With an empty head start this is CacheBlend Figure 10 (a), layer by layer.
+    Loading starts `head_start_s` earlier. Without a head start this is CacheBlend Figure 10 (a), layer by layer.
 
     >>> pipelined_s([1.0, 1.0, 1.0], [2.0, 2.0, 2.0])
     7.0
@@ -384,7 +386,7 @@ def pipelined_s(layer_load_s: Sequence[float], layer_compute_s: Sequence[float],
 
 
 def staged_s(layer_load_s: Sequence[float], passes_s: Sequence[Sequence[float]], head_start_s: float = 0.0) -> float:
-    """The same over several passes, each of which may end early: a layer is loaded once, and waited for once.
+    """The same over several passes, each of which may end early: each layer is loaded and waited for once.
 
     >>> staged_s([1.0, 1.0, 1.0], [[0.5, 0.5, 0.5], [2.0, 2.0, 2.0]])  # the question over all layers, then recomputed
     9.5
@@ -400,9 +402,9 @@ def staged_s(layer_load_s: Sequence[float], passes_s: Sequence[Sequence[float]],
 
 
 def too_slow(lookup: PromptLookup, loading: Loading) -> frozenset[SegmentId]:
-    """Segments of which loading what is left takes longer than computing them anew at their place.
+    """Segments whose remaining bytes take longer to load than their tokens take to compute.
 
-    Each is held against its own tokens. What is kept then loads in no more time than computing all of it would take.
+    Each segment is compared with its own tokens. So loading all others takes no longer than computing them.
     """
     return frozenset(
         record.id

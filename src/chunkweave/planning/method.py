@@ -1,7 +1,7 @@
-"""The contract of reuse methods, what they share, and the registry.
+"""The contract of reuse methods, shared helpers, and lookup by name.
 
-A method is a class that has `name`, `budget` and `plan`; it is found by its name in `plugins.METHODS`, from this
-package or another one (docs/extending.md). Nothing else in the project needs to know.
+A method is a class with `name`, `budget` and `plan`. It is found by name in `plugins.METHODS`, in this package or
+another one (docs/extending.md); no other registration is needed.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,8 +24,8 @@ ALPHA = "alpha"
 class Budget:
     """The one setting by which a method trades quality for time.
 
-    `parameter` is its field of `ReuseConfig`; 0 recomputes nothing. `reaching(plan, share)` is the least value at which
-    the method would recompute that share (0 to 1) of the tokens that `plan` reuses, or as many as it ever does.
+    `parameter` is its field of `ReuseConfig`; 0 recomputes nothing. `reaching(plan, share)` is the lowest value at
+    which the method recomputes that share (0 to 1) of the tokens that `plan` reuses, or its maximum.
     """
 
     parameter: str
@@ -37,13 +37,13 @@ def _ratio_reaching(_plan: Plan, share: float) -> float:
 
 
 RATIO_BUDGET = Budget(RATIO, _ratio_reaching)
-"""Of methods whose setting is that share itself."""
+"""For methods whose parameter is that share itself."""
 
 
 def _alpha_reaching(plan: Plan, share: float) -> float:
-    """Least alpha with sum over parts of min(1, alpha impact) tokens = share of all (Cache-Craft eq. 12 for a prompt).
+    """Lowest alpha with sum over parts of min(1, alpha impact) tokens = share of all (Cache-Craft eq. 12 for a prompt).
 
-    The sum rises in straight pieces that end where a part is recomputed whole, at alpha = 1/impact.
+    The sum is piecewise linear in alpha; a piece ends where a part is recomputed whole, at alpha = 1/impact.
     """
     parts = [(part.score.impact, len(part.span)) for part in plan.parts if part.score is not None and part.score.impact]
     wanted = share * sum(len(part.span) for part in plan.parts if part.score is not None)
@@ -57,48 +57,47 @@ def _alpha_reaching(plan: Plan, share: float) -> float:
 
 
 ALPHA_BUDGET = Budget(ALPHA, _alpha_reaching)
-"""Of methods that say with each part how much it needs (`RecomputeScore.impact`), and scale that."""
+"""For methods that score each part (`RecomputeScore.impact`) and scale the scores."""
 
 
 MethodSettings = Mapping[str, Mapping[str, Any]]
-"""By the name of a setting, the fields of `ReuseConfig` that it sets: `{"no-focus": {"focus": False}}`.
+"""Maps names of settings to the fields of `ReuseConfig` that they set: `{"no-focus": {"focus": False}}`.
 
-Of a field that is itself a configuration (`query`) it has the fields that are set, by name. A name that ends in `=`
-takes a number: in place of its value is the type that reads it.
+For a field that is itself a configuration (`query`), the value maps its fields. A name ending in `=` takes a number;
+its value is then the type that parses the number.
 """
 
 
 class ReuseMethod(Protocol):
-    """Decides what of a prompt is taken from the store and which tokens are computed at which layers.
+    """Decides which parts of a prompt are read from the store, and which tokens are computed at which layers.
 
-    A method may also have `needs_profiles`, `reuses_nothing`, `reads_question` and `asks_again`, each a class attribute
-    or, where it depends on the configuration, a property; left out they are False. The functions of these names say
-    what they mean.
+    A method may also have `needs_profiles`, `reuses_nothing`, `reads_question` and `asks_again`, each as a class
+    attribute or, if it depends on the configuration, as a property; the default is False. The functions of these names
+    explain them.
 
-    `parameters` are the fields of `ReuseConfig` that it reads beside that of its budget (left out: none): a request may
-    give these and no others. `settings` are short names of values (`MethodSettings`), written after colons behind the
-    method's name.
+    `parameters` are the fields of `ReuseConfig` that it reads besides its budget's (default: none); a request may set
+    these and no others. `settings` are short names of values (`MethodSettings`), written after the method's name,
+    separated by colons. The first line of the class's docstring is shown to people who choose a method.
     """
 
     @property
     def name(self) -> str:
-        """As it is written on the command line and in requests."""
+        """The name on the command line and in requests."""
 
     @property
     def budget(self) -> Budget | None:
-        """What sets how much it recomputes; None if nothing does."""
+        """The setting of how much it recomputes; None if there is none."""
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
         """The plan for one prompt, given what is stored for it. Pure: equal inputs give equal plans."""
 
 
 def make_method(name: str, config: ReuseConfig | None = None, known: Plugins = METHODS) -> ReuseMethod:
-    """The method of that name among the `known` ones, set up with `config`.
+    """The method with this name among the `known` ones, constructed with `config`.
 
     Raises:
-        UnknownMethodError: no such method; the message lists those there are.
-        UsageError: it cannot be imported, calls itself otherwise, lacks `name` or `budget`, or names parameters that
-            there are not.
+        UnknownMethodError: no such method; the message lists the known ones.
+        UsageError: it cannot be imported, has another `name`, lacks `name` or `budget`, or lists unknown parameters.
     """
     method: ReuseMethod = known.get(name)(config or ReuseConfig())
     for needed, what in (("name", f"{name!r}"), ("budget", "RATIO_BUDGET, or None")):
@@ -115,7 +114,7 @@ _PARAMETERS = {one.name for one in fields(ReuseConfig)} - {"capture"}
 
 
 def parameter_of(name: str, known: Plugins = METHODS) -> str | None:
-    """The field of `ReuseConfig` that sets how much a method recomputes; None if it takes none.
+    """The field of `ReuseConfig` that sets how much a method recomputes; None if there is none.
 
     Raises:
         UnknownMethodError: no such method.
@@ -128,7 +127,7 @@ def parameter_of(name: str, known: Plugins = METHODS) -> str | None:
 
 
 def parameters_of(name: str, known: Plugins = METHODS) -> tuple[str, ...]:
-    """The fields of `ReuseConfig` that a method takes, that of its budget first.
+    """The fields of `ReuseConfig` that a method reads, its budget's first.
 
     Raises:
         UnknownMethodError: no such method.
@@ -141,19 +140,31 @@ def parameters_of(name: str, known: Plugins = METHODS) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*own, *getattr(method, "parameters", ()))))
 
 
+def about_method(name: str, known: Plugins = METHODS) -> str:
+    """What a method does, for people who choose one: the first line of its docstring.
+
+    Raises:
+        UnknownMethodError: no such method.
+
+    >>> about_method("full")
+    'Computes the whole prompt and reuses nothing: the answer that others are compared with.'
+    """
+    return (type(make_method(name, known=known)).__doc__ or "").strip().partition("\n")[0]
+
+
 def method_named(spec: str) -> str:
-    """The method of a specification such as `query:two-rounds`."""
+    """The method name in a specification such as `query:two-rounds`."""
     return spec.partition(":")[0]
 
 
 def settings_changes(spec: str, known: Plugins = METHODS, others: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields of `ReuseConfig` that the settings of a specification set; none for a method's name alone.
+    """The fields of `ReuseConfig` that a specification's settings change; empty for a name alone.
 
-    Messages list the `others` that the caller has, too.
+    Error messages also list `others`, the caller's additional settings.
 
     Raises:
         UnknownMethodError: no such method.
-        UsageError: the method has no such setting, or two of them set the same.
+        UsageError: the method has no such setting, or two settings change the same field.
 
     >>> settings_changes("query:whole:late")
     {'query': {'tail': None, 'layers': <WatchedLayers.LATE: 'late'>}}
@@ -171,7 +182,7 @@ def settings_changes(spec: str, known: Plugins = METHODS, others: Sequence[str] 
 
 
 def _setting_changes(name: str, one: str, settings: MethodSettings, others: Sequence[str]) -> Mapping[str, Any]:
-    """What one setting of a method sets."""
+    """The fields that one setting of a method changes."""
     key, equals, text = one.partition("=")
     found = settings.get(key + equals)
     if found is None or (equals and not text):
@@ -190,14 +201,14 @@ def _with_number(one: str, text: str, changes: Mapping[str, Any]) -> dict[str, A
             try:
                 found[field] = value(text)
             except ValueError as error:
-                raise UsageError(f"{one!r} needs a number behind =, such as 4") from error
+                raise UsageError(f"{one!r} needs a number after =, such as 4") from error
         else:
             found[field] = value
     return found
 
 
 def changed(reuse: ReuseConfig, changes: Mapping[str, Any]) -> ReuseConfig:
-    """A configuration with what `settings_changes` found.
+    """A configuration with the result of `settings_changes` applied.
 
     Raises:
         UsageError: a value out of range.
@@ -210,33 +221,33 @@ def changed(reuse: ReuseConfig, changes: Mapping[str, Any]) -> ReuseConfig:
 
 
 def exact_part(entry: PartLookup) -> PartPlan | None:
-    """The part as it is taken if it belongs to the longest exact prefix, else None."""
+    """The plan of a part in the longest exact prefix; None for other parts."""
     return PartPlan(entry.part, entry.span, KVSource.EXACT, entry.exact.id) if entry.exact else None
 
 
 def settled_part(entry: PartLookup) -> PartPlan | None:
-    """The part as it is taken if there is nothing to choose or to recompute: exact prefix and history; else None."""
+    """The plan of a part without a choice (exact prefix or history); None for other parts."""
     if entry.settled:
         return PartPlan(entry.part, entry.span, KVSource.REUSED, entry.variants[0].id, fresh=entry.fresh)
     return exact_part(entry)
 
 
 def reuse_nothing(lookup: PromptLookup) -> tuple[PartPlan, ...]:
-    """Every part computed."""
+    """Compute every part."""
     return tuple(PartPlan(entry.part, entry.span, KVSource.COMPUTED) for entry in lookup.parts)
 
 
 def reuse_exact_prefix(lookup: PromptLookup) -> tuple[PartPlan, ...]:
-    """The longest exact prefix from the store, the rest computed."""
+    """Reuse the longest exact prefix and compute the rest."""
     return tuple(exact_part(entry) or PartPlan(entry.part, entry.span, KVSource.COMPUTED) for entry in lookup.parts)
 
 
 def reuse_every_hit(
     lookup: PromptLookup, choose: Callable[[Sequence[SegmentRecord]], SegmentRecord | None]
 ) -> tuple[PartPlan, ...]:
-    """The longest exact prefix, then history as it is, and for each other part the variant that `choose` picks.
+    """Reuse the exact prefix, history unchanged, and for each other part the variant that `choose` picks.
 
-    The rest is computed.
+    Parts without a variant are computed.
     """
     parts: list[PartPlan] = []
     for entry in lookup.parts:
@@ -254,10 +265,10 @@ def reuse_every_hit(
 
 
 def prefer_mean(variants: Sequence[SegmentRecord]) -> SegmentRecord | None:
-    """The mean over most contexts, else the variant behind neutral passages, else the last used one with a context.
+    """The mean over most contexts, else the variant after neutral passages, else the last used one with a context.
 
-    Of equal ones, the one of an earlier generation (`SegmentRecord`). One that was computed alone comes last:
-    it reads as the beginning of a prompt, and is the furthest from full prefill (docs/methods.md).
+    Among equals, an earlier generation wins (`SegmentRecord`). A variant that was computed alone comes last: it is like
+    the beginning of a prompt, and deviates most from full prefill (docs/methods.md).
     """
 
     def general(record: SegmentRecord) -> tuple[int, bool, bool, int]:
@@ -267,17 +278,17 @@ def prefer_mean(variants: Sequence[SegmentRecord]) -> SegmentRecord | None:
 
 
 def prefer_least_read(variants: Sequence[SegmentRecord]) -> SegmentRecord | None:
-    """The variant that a mean's contexts are woven from: behind neutral passages, else the mean that has read least.
+    """The variant to weave a mean's contexts from: after neutral passages, else the mean that has read least.
 
-    Only these, and last one that was computed alone: what has read a mean is removed with all that the mean has read,
-    so it should be little.
+    No others, except, last, one that was computed alone. What a mean has read is removed together with the mean, so it
+    should be little.
     """
     fitting = [record for record in variants if record.serves_contexts or record.alone]
     return min(fitting, key=lambda record: (record.alone, not record.neutral, len(record.sources)), default=None)
 
 
 def required_spans(parts: Sequence[PartPlan], also: Sequence[int] = ()) -> tuple[Span, ...]:
-    """Positions of all computed parts and of `also`, as few spans as possible."""
+    """Positions of all computed parts and of `also`, as the fewest spans."""
     return joined([*(part.span for part in parts if part.kv_source is KVSource.COMPUTED), *spans_of(also)])
 
 
@@ -287,19 +298,19 @@ def one_pass(name: str, parts: Sequence[PartPlan], also: Sequence[int] = ()) -> 
 
 
 def reused_spans(parts: Sequence[PartPlan]) -> tuple[Span, ...]:
-    """The spans of reused (not exact) parts: where recomputation can help. It cannot where all tokens are fresh."""
+    """Spans of reused (not exact) parts with tokens that are not fresh: there recomputation can help."""
     return tuple(part.span for part in parts if part.kv_source is KVSource.REUSED and len(part.fresh) < len(part.span))
 
 
 def stale_offsets(part: PartPlan) -> tuple[int, ...]:
-    """Offsets of a reused part's tokens whose KV may differ from this prompt's, ascending; none of another part."""
+    """Offsets of a reused part's tokens whose KV may differ from this prompt's, ascending; empty for other parts."""
     if part.kv_source is not KVSource.REUSED:
         return ()
     return tuple(offset for offset in range(len(part.span)) if offset not in part.fresh)
 
 
 def stale_spans(parts: Sequence[PartPlan]) -> tuple[Span, ...]:
-    """What `reused_spans` gives, without the tokens that an earlier turn recomputed; never joined over parts."""
+    """The spans of `reused_spans`, less tokens that an earlier turn recomputed; never joined across parts."""
     reused = [part for part in parts if part.kv_source is KVSource.REUSED]
     return tuple(
         span
@@ -311,7 +322,7 @@ def stale_spans(parts: Sequence[PartPlan]) -> tuple[Span, ...]:
 
 
 def reads_question(method: str, reuse: ReuseConfig) -> bool:
-    """Whether what is recomputed depends on the question.
+    """Whether the choice of recomputed tokens depends on the question.
 
     >>> reads_question("query", ReuseConfig()), reads_question("cacheblend", ReuseConfig())
     (True, False)
@@ -320,9 +331,10 @@ def reads_question(method: str, reuse: ReuseConfig) -> bool:
 
 
 def asks_again(method: str, reuse: ReuseConfig) -> bool:
-    """Whether the question is asked again over what was recomputed, which is then recomputed no more.
+    """Whether the question is read again after a first round of recomputation, whose tokens are then final.
 
-    What was recomputed first saw the KV of that time: beside KV that is finished it would come out otherwise.
+    Tokens of the first round saw KV before the second round, so computing them again over the finished KV would give
+    another result.
 
     >>> asks_again("query", ReuseConfig())
     False
@@ -331,7 +343,7 @@ def asks_again(method: str, reuse: ReuseConfig) -> bool:
 
 
 def needs_profiles(method: str, reuse: ReuseConfig) -> bool:
-    """Whether segments are scored by what their tokens attended to when they were computed (`AttentionProfile`).
+    """Whether segments are scored by what their tokens attended to when computed (`AttentionProfile`).
 
     >>> needs_profiles("cachecraft", ReuseConfig()), needs_profiles("query", ReuseConfig())
     (True, False)
@@ -340,7 +352,7 @@ def needs_profiles(method: str, reuse: ReuseConfig) -> bool:
 
 
 def reuses_nothing(method: str, reuse: ReuseConfig) -> bool:
-    """Whether every part is computed, whatever is stored: where nothing else answers, nothing need be kept.
+    """Whether every part is computed, whatever is stored; if no other method is in use, nothing needs storing.
 
     >>> reuses_nothing("full", ReuseConfig()), reuses_nothing("prefix", ReuseConfig())
     (True, False)
@@ -353,7 +365,7 @@ def _declares(method: str, reuse: ReuseConfig, attribute: str) -> bool:
 
 
 def without(lookup: PromptLookup, segments: Collection[SegmentId]) -> PromptLookup:
-    """The lookup as if `segments` were not stored; the exact prefix ends before the first one left out."""
+    """The lookup with `segments` as not stored; the exact prefix ends before the first of them."""
     if not segments:
         return lookup
     parts = []
@@ -367,10 +379,10 @@ def without(lookup: PromptLookup, segments: Collection[SegmentId]) -> PromptLook
 
 
 def with_history(lookup: PromptLookup, history: Mapping[int, SegmentRecord]) -> PromptLookup:
-    """The lookup in which the parts of a conversation's `history`, by place, have their own segment and nothing else.
+    """The lookup in which parts of a conversation's `history` (segments by part index) have only that segment.
 
-    What belongs to the longest exact prefix stays that. The KV of the rest is what this conversation's answers were
-    decoded over, wherever it was computed: all its tokens count as fresh, so that no method recomputes one of them.
+    Parts in the longest exact prefix stay exact. The other segments are what this conversation's answers were decoded
+    over: all their tokens count as fresh, so no method recomputes them.
     """
     parts = []
     for place, entry in enumerate(lookup.parts):

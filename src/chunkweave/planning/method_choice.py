@@ -1,4 +1,4 @@
-"""Which method answers a request: the one it names, the calibrated one, or the exact one."""
+"""Choice of a request's method: the one it names, the calibrated one, or the exact one."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,35 +24,35 @@ from chunkweave.plugins import METHODS
 logger = logging.getLogger(__name__)
 
 _MOST_LAYERS = 1000
-"""Far more than any model has: so many numbers are looked at one by one."""
+"""Far more than any model has; each number in a longer list would be checked one by one."""
 
 EXACT_METHOD = "prefix"
-"""What answers unless another method is named or calibrated: it is exact."""
+"""The exact method, used unless another one is named or calibrated."""
 
 EXACT_METHODS = ("full", EXACT_METHOD)
-"""Methods that reuse nothing but exact prefixes."""
+"""Methods that reuse exact prefixes at most."""
 
 
 class Why(StrEnum):
-    """What a method was chosen for."""
+    """Why a method was chosen."""
 
     EXACT = "exact"
     """No approximate method was requested."""
     OUT_OF_REACH = "target not reached"
-    """No method came within the bounds of the requested quality when the model was calibrated: the answer is exact."""
+    """At calibration no method met the bounds of the requested quality, so the answer is exact."""
     CALIBRATED = "calibrated"
     ASKED_FOR = "asked for"
     SWITCHED_OFF = "switched off"
-    """Something approximate was to answer, but shadow checks found that it strays too far (`scheduling.shadow`)."""
+    """An approximate method was chosen, but shadow checks found that it deviates too far (`scheduling.shadow`)."""
 
 
 class MethodOptions(TypedDict, total=False):
-    """What every call that answers a question takes about the method: the arguments of `MethodRequest.of`.
+    """Method options of every call that answers a question: the arguments of `MethodRequest.of`.
 
     `method` says how chunks are reused, with settings after colons if it has any (`query:whole:late:stored`); `quality`
-    (`exact`, `balanced`, `fast`) how close to full prefill the answer is to be: give one of the two. With neither it is
-    what the engine was made with. `recompute_ratio`, `check_layers`, `alpha` and `focus` are given to the method in
-    place of the configured ones (`ReuseConfig`); what it does not take is refused.
+    (`exact`, `balanced`, `fast`) says how close to full prefill the answer must be. Give at most one of the two; with
+    neither, the engine's defaults apply. `recompute_ratio`, `check_layers`, `alpha` and `focus` override the configured
+    values (`ReuseConfig`); the request is refused if the method does not take them.
     """
 
     method: str | None
@@ -65,10 +65,10 @@ class MethodOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class MethodRequest:
-    """What a caller says about the method; every part may be left open.
+    """A caller's request for a method; every field may be left out.
 
     `method` may have settings after colons. `recompute_ratio`, `check_layers`, `alpha` and `focus` are those of
-    `ReuseConfig`: the method gets them instead of the configured values, and must take them.
+    `ReuseConfig`: they override the configured values, and the method must take them.
     """
 
     method: str | None = None
@@ -88,17 +88,17 @@ class MethodRequest:
         alpha: float | None = None,
         focus: bool | None = None,
     ) -> "MethodRequest":
-        """With the quality by its name.
+        """Make a request; `quality` is given by name.
 
         Raises:
-            UsageError: there is no such quality.
+            UsageError: no such quality.
         """
         layers = None if check_layers is None else tuple(check_layers)
         return cls(method, None if quality is None else Quality.parse(quality), recompute_ratio, layers, alpha, focus)
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "MethodRequest":
-        """From the fields of a request as JSON has them; keys that do not concern the method are left out.
+        """Make a request from the JSON fields of an HTTP request; other keys are ignored.
 
         Raises:
             UsageError: a value has the wrong type or is out of range.
@@ -107,24 +107,24 @@ class MethodRequest:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The fields of `ReuseConfig` that are given."""
+        """The fields of `ReuseConfig` that are set."""
         names = ("recompute_ratio", "check_layers", "alpha", "focus")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def sets_budget(self) -> bool:
-        """Whether it says how much is to be recomputed, so that the loading controller must not raise it."""
+        """Whether it sets the budget, so that the loading controller must not raise it."""
         return self.recompute_ratio is not None or self.alpha is not None
 
     def refuse_layers_beyond(self, num_layers: int) -> None:
-        """Refuse check layers that a model with `num_layers` lacks.
+        """Refuse check layers that a model with `num_layers` layers does not have.
 
         Raises:
             UsageError: there is such a layer.
         """
         if self.check_layers and max(self.check_layers) >= num_layers:
             layer = max(self.check_layers)
-            raise UsageError(f"layer {layer} is to be checked, but the model has {num_layers} layers")
+            raise UsageError(f"check_layers has layer {layer}, but the model has {num_layers} layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,37 +137,36 @@ class MethodChoice:
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """What the method takes and the values, as JSON has them, that of its budget first; empty if it takes none."""
+        """The method's parameters and values, JSON-compatible, the budget's first; empty if it has none."""
         return {name: _plain(getattr(self.reuse, name)) for name in parameters_of(self.method)}
 
     def parameters_raised(self, value: float | None) -> Mapping[str, Any]:
-        """`parameters` with the value that the loading controller raised the budget's to (None: it did not)."""
+        """`parameters`, with the budget that the loading controller raised to `value` (None: not raised)."""
         parameter = parameter_of(self.method)
         return self.parameters if value is None or parameter is None else {**self.parameters, parameter: value}
 
     @property
     def recomputed_share(self) -> float | None:
-        """About the share of reused chunks that is computed again; None if nothing is reused but exact prefixes.
+        """Approximate share of reused chunks that is recomputed; None if only exact prefixes are reused.
 
-        What a method without a ratio computes again is known once it is planned: until then the usual ratio stands in.
+        For a method without a ratio the share is known only from its plan; until then this is the default ratio.
         """
         if self.method in EXACT_METHODS:
             return None
         return 0.0 if parameter_of(self.method) is None else self.reuse.recompute_ratio
 
     def made_exact(self) -> "MethodChoice":
-        """What answers instead while approximate reuse is switched off; itself, if it is exact."""
+        """The choice while approximate reuse is switched off; unchanged if it is exact."""
         return self if self.method in EXACT_METHODS else MethodChoice(EXACT_METHOD, self.reuse, Why.SWITCHED_OFF)
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is kept of a request's prefill for later ones: what its own method or the usual one can read, no more.
+    """What a request's prefill keeps for later ones: what its own method or the default one can read, no more.
 
-    `kv` is that of the parts that it computed, `profiles` what their tokens attended to. Both cost time to the first
-    token, and a request is not to pay for methods that nobody has chosen. So what a method finds of another one's
-    chunks depends on the usual method: where that keeps no profiles, `cachecraft` finds none for chunks that others
-    computed, and falls back as it says there.
+    `kv` is the KV of the parts that it computed, `profiles` what their tokens attended to. Both delay the first token,
+    so no request pays for methods that were not chosen. As a consequence, chunks computed for another method have
+    profiles only if the default method needs them; without, `cachecraft` falls back as documented there.
     """
 
     kv: bool = True
@@ -175,7 +174,7 @@ class Kept:
 
     @classmethod
     def by(cls, own: MethodChoice, usual: MethodChoice, profiles: bool | None) -> "Kept":
-        """What a request keeps that is answered by `own`; what is set of `profiles` wins (`CaptureConfig.profile`)."""
+        """What a request answered by `own` keeps; `profiles`, if set (`CaptureConfig.profile`), takes precedence."""
         choices = (own, usual)
         kv = bool(profiles) or not all(reuses_nothing(one.method, one.reuse) for one in choices)
         if profiles is None:
@@ -185,10 +184,10 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class MethodChooser:
-    """What an engine knows when it is asked for an answer.
+    """Resolves method requests.
 
-    `usual` is for calls that name neither method nor quality, `reuse` holds the parameters of a named method, `record`
-    is what a calibration found (None: there was none, and `how_to_calibrate` is the command).
+    `usual` applies to calls that name neither method nor quality, `reuse` holds the parameters of a named method,
+    `record` is the calibration record (None: there is none, and `how_to_calibrate` is the command to make one).
     """
 
     usual: MethodRequest = field(default_factory=MethodRequest)
@@ -197,22 +196,21 @@ class MethodChooser:
     how_to_calibrate: str = "chunkweave calibrate"
 
     def choose(self, request: MethodRequest) -> MethodChoice:
-        """What answers a request.
+        """The choice for a request.
 
-        A target resolves to what the record says, with the settings that were calibrated; where no method reached it,
-        to the exact one. With nothing named at all it is `balanced` if there is a record, else exact. Parameters
-        replace those that a named method would get. A calibrated one takes only the parameter that was calibrated, and
-        only if no target was named.
+        A target resolves to the record's method and settings; if no method reached it, to the exact method. Without
+        method and target, it is `balanced` if there is a record, else exact. Parameters override those of a named
+        method. A calibrated method accepts only the calibrated parameter, and only if no target was named.
 
         Raises:
-            UsageError: a target without a record; a method and a quality; parameters that the
-                method does not take, or with a target; a parameter out of range.
+            UsageError: a target without a record; both a method and a quality; parameters that the method does not
+                take, or together with a target; a parameter out of range.
         """
         method, quality = request.method, request.quality
         if method is None and quality is None:
             method, quality = self.usual.method, self.usual.quality
         given = request.parameters
-        replace(self.reuse, **given)  # a value out of range is refused as such
+        replace(self.reuse, **given)  # raises for a value out of range
         if method is not None:
             if quality is not None:
                 raise UsageError(f"quality {quality.value!r} and method {method!r} are both given: give one of them")
@@ -236,7 +234,7 @@ class MethodChooser:
         return MethodChoice(method, calibrated, Why.CALIBRATED)
 
     def _named(self, spec: str, given: Mapping[str, Any], *, of_request: bool) -> MethodChoice:
-        """A method that is named, with the settings after its name and the parameters that are `given`."""
+        """The choice of a named method, with settings after its name and the parameters `given`."""
         method, changes = method_named(spec), settings_changes(spec)
         refuse_untaken(method, given)
         if twice := sorted(given.keys() & changes.keys()) if of_request else []:
@@ -244,7 +242,7 @@ class MethodChooser:
         return MethodChoice(method, replace(changed(self.reuse, changes), **given), Why.ASKED_FOR)
 
     def _exact(self, why: Why, given: Mapping[str, Any]) -> MethodChoice:
-        """The exact method, where none is named."""
+        """The choice of the exact method."""
         if given:
             raise UsageError(
                 f"{', '.join(given)} can only be given with a method that takes it: {EXACT_METHOD!r}, which answers "
@@ -253,12 +251,12 @@ class MethodChooser:
         return MethodChoice(EXACT_METHOD, self.reuse, why)
 
     def kept(self, choice: MethodChoice, profiles: bool | None = None) -> Kept:
-        """What a request with that method keeps; `profiles` in place of what is configured."""
+        """What a request with this choice keeps; `profiles` overrides the configuration."""
         configured = self.reuse.capture.profile
         return Kept.by(choice, self.choose(MethodRequest()), configured if profiles is None else profiles)
 
     def choose_usual(self) -> MethodChoice:
-        """What answers requests that say nothing. A target that no method reaches is logged as a warning.
+        """The choice for requests that name nothing. Logs a warning if no method reaches the target.
 
         Raises:
             UsageError: as `choose`.
@@ -267,8 +265,8 @@ class MethodChooser:
         if choice.why is Why.OUT_OF_REACH and self.record is not None:
             quality = self.usual.quality or Quality.BALANCED
             logger.warning(
-                "no method came within what %s promises (%s) when %s was calibrated: only exact prefixes are reused "
-                "unless a method is named",
+                "no method met the bounds of %s (%s) when %s was calibrated: only exact prefixes are reused unless a "
+                "request names a method",
                 quality,
                 self.record.targets[quality].bounds if quality in self.record.targets else "no such target",
                 self.record.model,
@@ -285,7 +283,7 @@ class MethodChooser:
 
 
 def _plain(value: Any) -> Any:
-    """A parameter's value as JSON has it."""
+    """A parameter's value, JSON-compatible."""
     if isinstance(value, QueryConfig):
         return {name: str(one) if isinstance(one, StrEnum) else one for name, one in asdict(value).items()}
     return list(value) if isinstance(value, tuple) else value
@@ -295,7 +293,7 @@ def refuse_untaken(method: str, given: Iterable[str]) -> None:
     """Refuse parameters that a method does not take.
 
     Raises:
-        UsageError: it does not take one of those `given`; the message names those that it takes.
+        UsageError: the method does not take one of `given`; the message lists those it takes.
     """
     taken = parameters_of(method)
     if others := sorted({*given} - {*taken}):
@@ -303,24 +301,24 @@ def refuse_untaken(method: str, given: Iterable[str]) -> None:
 
 
 FIELD = "chunkweave"
-"""The key in a request, and of the report in its answer."""
+"""The key of our fields in a request, and of the report in its answer."""
 
 
 def refuse_unknown_keys(given: Iterable[Any], known: Collection[str]) -> None:
-    """Refuse a field with keys that mean nothing.
+    """Refuse unknown keys of a field.
 
     Raises:
-        UsageError: there are such keys; the message names them, and those there are.
+        UsageError: there are unknown keys; the message lists them and the known ones.
     """
     if unknown := unknown_names(given, known):
         raise UsageError(f"unknown fields of {FIELD}: {unknown}; there are {', '.join(sorted(known))}")
 
 
 def checked_method(value: Any) -> str:
-    """A reuse method's name, with settings after colons if there are any.
+    """Parse a reuse method's name, with settings after colons if there are any.
 
     Raises:
-        UnknownMethodError: there is no such method.
+        UnknownMethodError: no such method.
         UsageError: the method has no such setting.
     """
     if not isinstance(value, str) or method_named(value) not in METHODS.names:
@@ -330,10 +328,10 @@ def checked_method(value: Any) -> str:
 
 
 def checked_ratio(value: Any) -> float:
-    """A recompute ratio.
+    """Parse a recompute ratio.
 
     Raises:
-        UsageError: it is no number between 0 and 1.
+        UsageError: no number between 0 and 1.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise UsageError(f"recompute_ratio must be a number between 0 and 1, not {value!r}")
@@ -341,19 +339,19 @@ def checked_ratio(value: Any) -> float:
 
 
 def checked_alpha(value: Any) -> float:
-    """Cache-Craft's alpha.
+    """Parse Cache-Craft's alpha.
 
     Raises:
-        UsageError: it is no number from 0 on.
+        UsageError: no number, or a negative one.
     """
     return ReuseConfig(alpha=checked_number(value, "alpha")).alpha
 
 
 def checked_layers(value: Any) -> tuple[int, ...]:
-    """CacheBlend's check layers.
+    """Parse CacheBlend's check layers.
 
     Raises:
-        UsageError: it is no list of ascending layer numbers from 1 on.
+        UsageError: no list of ascending layer numbers from 1 on.
     """
     if not isinstance(value, list | tuple):
         raise UsageError("check_layers must be a list of layer numbers")
@@ -363,10 +361,10 @@ def checked_layers(value: Any) -> tuple[int, ...]:
 
 
 def checked_flag(value: Any, name: str) -> bool:
-    """True or false.
+    """Parse a boolean.
 
     Raises:
-        UsageError: it is neither; the message calls it `name`.
+        UsageError: not true or false; the message calls it `name`.
     """
     if not isinstance(value, bool):
         raise UsageError(f"{name} must be true or false, not {value!r}")
@@ -374,10 +372,10 @@ def checked_flag(value: Any, name: str) -> bool:
 
 
 def checked_whole(value: Any, name: str) -> int:
-    """A whole number.
+    """Parse a whole number.
 
     Raises:
-        UsageError: it is none; the message calls it `name`.
+        UsageError: no whole number; the message calls it `name`.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise UsageError(f"{name} must be a whole number, not {value!r}")
@@ -385,10 +383,10 @@ def checked_whole(value: Any, name: str) -> int:
 
 
 def checked_number(value: Any, name: str) -> float:
-    """A number.
+    """Parse a number.
 
     Raises:
-        UsageError: it is none, or too large for one; the message calls it `name`.
+        UsageError: no number, or too large; the message calls it `name`.
     """
     try:
         if not isinstance(value, bool) and isinstance(value, int | float):
@@ -406,4 +404,4 @@ _FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "alpha": checked_alpha,
     "focus": partial(checked_flag, name="focus"),
 }
-"""The fields of `MethodRequest`, and what reads each."""
+"""The parser of each field of `MethodRequest`."""

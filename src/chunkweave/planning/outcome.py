@@ -1,4 +1,4 @@
-"""What became of a plan: the work of each layer and its FLOPs, and each part of the prompt explained."""
+"""The outcome of a plan: work and FLOPs of each layer, and an explanation of each part of the prompt."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,12 +13,12 @@ from chunkweave.types import ChunkId, Geometry, SegmentId, Span
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """What one layer of one pass computed.
+    """Work of one layer of one pass.
 
-    `entered_tokens` had q, k, v computed; `kept_tokens` of them survived this layer's rule; `finished_tokens` of these
-    went through attention and MLP (in the last layer only the one whose logits are needed). `visible_keys` sums the
-    keys that the finished tokens see (position + 1); `evidence_keys` those of tokens whose attention was computed again
-    for a rule. `captured_scores` counts (token, visible key, head) triples computed again for profiles of new segments.
+    `entered_tokens` computed q, k, v; `kept_tokens` of them survived this layer's rule; `finished_tokens` of these ran
+    attention and MLP (in the last layer only the one whose logits are needed). `visible_keys` sums the keys that the
+    finished tokens see (position + 1); `evidence_keys` those of tokens whose attention was computed again for a rule.
+    `captured_scores` counts (token, visible key, head) triples computed again for profiles of new segments.
     """
 
     entered_tokens: int
@@ -30,9 +30,9 @@ class LayerWork:
 
 
 def layer_flops(geometry: Geometry, work: LayerWork) -> float:
-    """FLOPs of one layer: two per weight and token in the linear maps, four per head dim, query and visible key.
+    """FLOPs of one layer: two per weight and token in linear maps, four per head dimension, query and visible key.
 
-    Evidence and captures take half of that for queries times keys, and two more a head for the sum by parts.
+    Evidence and captures cost half of that for queries times keys, and two more per head for the sum by parts.
     """
     g = geometry
     q_width, kv_width = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
@@ -44,12 +44,12 @@ def layer_flops(geometry: Geometry, work: LayerWork) -> float:
 
 
 def prefill_flops(geometry: Geometry, layers: list[LayerWork]) -> float:
-    """FLOPs of a prefill to the first token's logits: all layers of all passes and one row of the output head."""
+    """FLOPs of a prefill up to the first token's logits: all layers of all passes, and one row of the output head."""
     return sum(layer_flops(geometry, work) for work in layers) + 2.0 * geometry.hidden_size * geometry.vocab_size
 
 
 def full_prefill_flops(geometry: Geometry, new_tokens: int, cached_tokens: int = 0) -> float:
-    """FLOPs of computing `new_tokens` behind `cached_tokens`; the last layer is finished for the last token only."""
+    """FLOPs of computing `new_tokens` after `cached_tokens`; only the last token finishes the last layer."""
     new, tokens = new_tokens, cached_tokens + new_tokens
     last = geometry.num_layers - 1
     visible = {window: _visible(cached_tokens, tokens, window) for window in (None, *geometry.windows)}
@@ -59,23 +59,23 @@ def full_prefill_flops(geometry: Geometry, new_tokens: int, cached_tokens: int =
 
 
 def recompute_fraction(plan: Plan, work: int, num_layers: int) -> float:
-    """Share of reused tokens that was computed again: `work` is how many in each layer, summed over all layers."""
+    """Share of reused tokens that was recomputed; `work` sums the recomputed tokens over all layers."""
     reused = plan.tokens(KVSource.REUSED)
     return work / (num_layers * reused) if reused else 0.0
 
 
 def _visible(first: int, stop: int, window: int | None) -> int:
-    """Keys that the tokens at positions from `first` to `stop` see, summed."""
+    """Number of keys that the tokens at positions `[first, stop)` see, summed."""
     edge = stop if window is None else min(max(first, window), stop)
     growing = (edge - first) * (first + edge + 1) // 2
     return growing + (stop - edge) * (window or 0)
 
 
 def reasons_of(part: PartPlan) -> dict[str, float]:
-    """Why so many tokens of a reused part are computed again, rounded for reports; empty where nothing is scored.
+    """Reasons for the recomputed share of a reused part, rounded for reports; empty if the method has no scores.
 
     `overlap` is beta' (Cache-Craft eq. 8), `cci` eq. 11, `cfo` eq. 12, `coverage` the share of the tokens before the
-    part that were before it then too, `generation` of the variant that is reused: 0 was computed whole.
+    part that were also before it when it was computed, `generation` that of the reused variant (0: computed whole).
     """
     score = part.score
     if score is None:
@@ -85,20 +85,20 @@ def reasons_of(part: PartPlan) -> dict[str, float]:
 
 
 def check_layers_of(plan: Plan) -> tuple[int, ...]:
-    """The layers at which a plan's rules choose among the active tokens (CacheBlend §4.3), ascending."""
+    """Layers at which a plan's rules choose among the active tokens (CacheBlend §4.3), ascending."""
     return tuple(sorted({rule.layer for one in plan.passes for rule in one.keep_top}))
 
 
 _NEUTRAL = "neutral passages"
 _SHOWN_ID = 8
-"""Digits of an id that stand for it where its chunk has no name in this prompt."""
+"""Digits of an id shown for a chunk without a name in this prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Where the recomputation of unfocused chunks ended: layers from `layer` on went without the tokens `dropped`.
+    """The end of recomputing unfocused chunks: from `layer` on, the tokens `dropped` were not active.
 
-    `focused` are the spans of the chunks whose recomputation went on.
+    `focused` are the spans of the chunks that were still recomputed.
     """
 
     layer: int
@@ -107,18 +107,18 @@ class Stop:
 
     @property
     def layer_if_dropped(self) -> int | None:
-        """`layer`, if there it went on without some tokens."""
+        """`layer`, if any tokens were dropped; else None."""
         return self.layer if self.dropped else None
 
 
 @dataclass(frozen=True, slots=True)
 class PartExplanation:
-    """One part of the prompt: what was taken for it, why, and which of its tokens were computed again.
+    """One part of the prompt: the source of its KV, why, and which of its tokens were recomputed.
 
-    Spans count from the part's own start. `context` names the chunks that the variant was computed behind (None if
-    unknown), for a mean those of all its `contexts`; `alone` says that nothing but BOS was before it. `recomputed` were
-    active up to the last layer, `partly` only below `stopped_at_layer`. `cci`, `overlap` and `cfo` are the method's
-    reasons, if it has any (Cache-Craft §3.1-3.2).
+    Spans are relative to the part's start. `context` names the chunks before the variant when it was computed (None if
+    unknown); for a mean, those of all its `contexts`. `alone`: only BOS was before it. `recomputed` tokens were active
+    up to the last layer, `partly` only below `stopped_at_layer`. `cci`, `overlap` and `cfo` are the method's scores, if
+    any (Cache-Craft §3.1-3.2).
     """
 
     kind: PartKind
@@ -139,7 +139,7 @@ class PartExplanation:
 
     @property
     def recomputed_tokens(self) -> int:
-        """Tokens that were computed again up to the last layer."""
+        """Tokens that were recomputed up to the last layer."""
         return sum(len(span) for span in self.recomputed)
 
 
@@ -154,7 +154,7 @@ class PlanExplanation:
     stop: Stop | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """JSON-compatible values."""
         return asdict(self)
 
 
@@ -166,13 +166,13 @@ def explain_plan(
     records: Mapping[SegmentId, SegmentRecord],
     stop: Stop | None = None,
 ) -> PlanExplanation:
-    """What a plan said and what was done.
+    """Explain a plan and what was done.
 
     Args:
         plan: as the method made it.
         num_layers: of the model.
         recomputed: positions of reused parts that were active at the last layer.
-        records: of the segments that the plan takes; one that is missing has an unknown context.
+        records: records of the plan's segments; a missing one has an unknown context.
         stop: where unfocused chunks were dropped, if they were.
     """
     names = {part.part.id: part.part.source or str(part.part.kind) for part in plan.parts}
@@ -220,7 +220,7 @@ def describe_pass(a_pass: Pass) -> str:
         for rule in a_pass.keep_top
     ]
     if a_pass.stop_unfocused is not None:
-        said.append(f"only focused chunks go on once {a_pass.stop_unfocused.window} layers agree which they are")
+        said.append(f"only focused chunks continue once {a_pass.stop_unfocused.window} layers agree which they are")
     if a_pass.watch is not None:
         said.append("the question's attention is summed up for the next pass")
     return "; ".join(said)
@@ -229,7 +229,9 @@ def describe_pass(a_pass: Pass) -> str:
 def _context(
     record: SegmentRecord, names: Mapping[ChunkId | None, str], instructions: Collection[ChunkId | None]
 ) -> tuple[str, ...]:
-    """Names of the chunks that a segment was computed behind; one that this prompt lacks has the start of its id."""
+    """Names of the chunks before a segment when it was computed; a chunk outside this prompt is named by its id's
+    start.
+    """
     if record.neutral:
         return (_NEUTRAL,)
     before: Sequence[ChunkId] = record.attention.chunks if record.attention is not None else record.context
@@ -240,6 +242,6 @@ def _context(
 
 
 def _inside(part: Span, spans: Iterable[Span]) -> tuple[Span, ...]:
-    """What of `spans` lies in `part`, counted from its start."""
+    """The intersection of `spans` with `part`, relative to its start."""
     cut = (span.within(part.start, part.stop) for span in spans)
     return tuple(Span(one.start - part.start, one.stop - part.start) for one in cut if one)

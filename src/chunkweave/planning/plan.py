@@ -1,8 +1,8 @@
-"""A plan: what is to happen to each part of one prompt, as plain data that any layer loop can execute.
+"""A plan: what happens to each part of one prompt, as plain data that any layer loop can execute.
 
 A method makes the plan, a loop executes it; the loop knows rules, not methods. Within a layer the order is: q, k, v of
 the active tokens -> evidence on KV, refine -> K and V of the survivors are written over the cached ones -> attention
-and the rest of the layer. What a rule drops keeps its cached KV from that layer on.
+and the rest of the layer. Tokens that a rule drops keep their cached KV from that layer on.
 """
 
 from bisect import bisect
@@ -20,23 +20,23 @@ from chunkweave.types import Scattered, SegmentId, Span, joined
 
 
 class KVSource(StrEnum):
-    """What happens to a part's KV."""
+    """The source of a part's KV."""
 
     EXACT = "prefix-exact"
-    """Taken from the store as it is: equal to what full prefill would give."""
+    """Read from the store unchanged: equal to full prefill's KV."""
     REUSED = "reused"
-    """Taken from the store, position-shifted, and recomputed as far as the passes say."""
+    """Read from the store, shifted in position, and recomputed as the passes say."""
     COMPUTED = "computed"
-    """Not in the store (or not stored at all): every token is active at every layer."""
+    """Not in the store (or never stored): every token is active at every layer."""
 
 
 class Evidence(StrEnum):
-    """By what tokens are ranked when a rule keeps the best of them."""
+    """The ranking of tokens when a rule keeps the highest."""
 
     KV_DEVIATION = "kv_deviation"
     """L2 norm over heads and dims of fresh minus cached (K, V), both before RoPE (CacheBlend §4.1)."""
     READ_DEVIATION = "deviation_times_question_attention"
-    """That, times the question's attention on the token in the pass before: what differs and is read."""
+    """KV deviation times the question's attention to the token in the pass before: what deviates and is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +50,18 @@ class KeepTop:
 
 @dataclass(frozen=True, slots=True)
 class StopUnfocused:
-    """Once the question keeps attending to the same chunks, the candidates in the others are dropped.
+    """Once the question's focused chunks are stable, candidates in all other chunks are dropped.
 
-    After each layer the attention mass of the `question` on each of `chunks` is added up. When the chunks that
-    `focused` finds by it were the same for `window` layers, candidates in the unfocused ones are dropped from the next
-    layer on, once (Cache-Craft §3.2.2). Candidates outside `chunks` stay. With fewer than three chunks it never
-    happens.
+    After each layer the attention mass of the `question` on each of `chunks` is added up. When `focused` has found the
+    same chunks for `window` layers, candidates in the others are dropped from the next layer on, once (Cache-Craft
+    §3.2.2). Candidates outside `chunks` stay. With fewer than three chunks nothing is dropped.
     """
 
     chunks: tuple[Span, ...]
     question: Span
     window: int = FOCUS_WINDOW
     focused: FindFocused = field(default=focused_by_gap, repr=False)
-    """Not in the `repr`, which ranks compare: that of a function is another in each process."""
+    """Not in the `repr`, which ranks compare: a function's `repr` differs between processes."""
 
 
 Rule = KeepTop | StopUnfocused
@@ -70,11 +69,11 @@ Rule = KeepTop | StopUnfocused
 
 @dataclass(frozen=True, slots=True)
 class TopBy:
-    """Of a pass's candidates only the `count` that the question attended to most start active.
+    """Only the `count` candidates of a pass that the question attended to most start active.
 
-    The attention is what the pass before noted, as its `Watch` says. `weights` multiply it, one for each candidate
-    token in the order of the candidates (empty: all 1). Ties go to the earlier position. Tokens that an earlier pass
-    recomputed are left out.
+    The attention is that of the pass before (its `Watch`), multiplied by `weights`, one per candidate token in the
+    order of the candidates (empty: all 1). Ties go to the earlier position. Tokens that an earlier pass recomputed are
+    excluded.
     """
 
     count: int
@@ -83,10 +82,10 @@ class TopBy:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What of a question's attention a pass notes, for what the next one starts with (ProphetKV).
+    """The part of a question's attention that a pass records, for the start of the next one (ProphetKV).
 
     In each of `layers` (ascending) the attention weights of the tokens of `question` (all of it, or its end), softmax
-    over all keys that each sees, are combined to one number a position: over heads, then tokens, then layers.
+    over all visible keys, are combined to one number per position: over heads, then tokens, then layers.
     """
 
     question: Span
@@ -98,7 +97,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeScore:
-    """How much of a reused part is to be recomputed, and why (Cache-Craft §3.1-3.2)."""
+    """How much of a reused part to recompute, and why (Cache-Craft §3.1-3.2)."""
 
     cci: float
     """Cache context impact: how much the part attended to the chunks before it, 0.5 to 1 (eq. 11)."""
@@ -107,11 +106,11 @@ class RecomputeScore:
     cfo: float
     """Cache fix overhead: the share of its tokens to recompute, 0 to 1 (eq. 12)."""
     tokens: int
-    """That many they are."""
+    """The number of tokens to recompute."""
     coverage: float = 1.0
-    """Share of the tokens before the part that were before it then too, 0 to 1."""
+    """Share of the tokens before the part that were also before it when it was computed, 0 to 1."""
     generation: int = 0
-    """That of the variant which is reused (`SegmentRecord.generation`)."""
+    """Generation of the reused variant (`SegmentRecord.generation`)."""
 
     @property
     def impact(self) -> float:
@@ -121,11 +120,11 @@ class RecomputeScore:
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """One part of the prompt with the source of its KV and, if it is taken from the store, the segment.
+    """One part of the prompt with the source of its KV and, if it is read from the store, the segment.
 
     `score` says how the tokens to recompute were chosen, if the method scores segments. `fresh` are offsets of tokens
     of a reused part whose KV already fits this context: recomputing them gains nothing. A computed part is stored
-    afterwards unless `kept` is false. `contexts` is over how many the segment is a mean; 0: it is none.
+    afterwards if `kept`. `contexts` is the number of contexts that the segment is a mean over; 0 if it is no mean.
     """
 
     part: PromptPart
@@ -148,10 +147,10 @@ class PartPlan:
 class Pass:
     """One run over the layers.
 
-    `required` positions are active at every layer. `candidates` (reused-chunk tokens, none named twice) are active from
-    layer 0 on, all or those that `start` picks, until a rule drops them. `watch` says what of a question's attention is
-    noted for the next pass. A pass before the last gives no logits and may end early, after `depth` layers (None: all);
-    no token sees what is `hidden`: chunks that only a later pass computes.
+    `required` positions are active at every layer. `candidates` (tokens of reused chunks, without duplicates) are
+    active from layer 0 on, all or those that `start` picks, until a rule drops them. `watch` says what of a question's
+    attention is recorded for the next pass. A pass before the last gives no logits and may end after `depth` layers
+    (None: all). No token sees the `hidden` spans: chunks that only a later pass computes.
     """
 
     required: tuple[Span, ...]
@@ -164,16 +163,16 @@ class Pass:
 
     @property
     def keep_top(self) -> tuple[KeepTop, ...]:
-        """The rules that act at a layer known beforehand, by falling count."""
+        """The rules at layers known in advance, by decreasing count."""
         return tuple(rule for rule in self.rules if isinstance(rule, KeepTop))
 
     @property
     def stop_unfocused(self) -> StopUnfocused | None:
-        """The rule that acts when the question's attention has settled, if there is one."""
+        """The rule that acts when the question's attention is stable, if there is one."""
         return next((rule for rule in self.rules if isinstance(rule, StopUnfocused)), None)
 
     def candidates_at(self, layer: int) -> int:
-        """Candidates that may be active at a layer: all that `start` picks and no `KeepTop` has dropped."""
+        """Most candidates that are active at a layer: those that `start` picks, less those dropped by `KeepTop`."""
         left = (rule.count for rule in self.keep_top if rule.layer <= layer)
         return min(left, default=self.starting_tokens)
 
@@ -193,9 +192,9 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The KV sources of all parts and the passes that finish the prompt's KV cache.
+    """The KV sources of all parts, and the passes that complete the prompt's KV cache.
 
-    `raised_to` is the value of the method's budget where the loading controller set it above the configured one.
+    `raised_to` is the method's budget if the loading controller raised it above the configured value.
     """
 
     method: str
@@ -208,13 +207,14 @@ class Plan:
         return self.parts[-1].span.stop if self.parts else 0
 
     def head_share(self, num_layers: int) -> float:
-        """Share of the layers that must be loaded, and watched, before the pass that recomputes can begin."""
+        """Share of the layers that must be loaded and watched before the recomputing pass can start."""
         first = self.passes[0]
         return 0.0 if first.depth is None else first.depth / num_layers
 
     def tokens_behind_loading(self, num_layers: int) -> float:
-        """Tokens, computed through all layers, whose computation loading can hide behind: what comes once all layers
-        were waited for is left out.
+        """Tokens, counted through all layers, whose computation can hide loading.
+
+        Passes after the first one through all layers are not counted: by then all layers are loaded.
         """
         tokens = 0.0
         for a_pass in self.passes:
@@ -226,14 +226,14 @@ class Plan:
         return tokens
 
     def segments(self) -> tuple[SegmentId, ...]:
-        """Every segment that the plan takes from the store, each once, in prompt order."""
+        """Every segment that the plan reads, without duplicates, in prompt order."""
         return tuple(dict.fromkeys(part.segment for part in self.parts if part.segment is not None))
 
     def saved(self) -> dict[SegmentId, float]:
-        """What each segment adds to its f_r by this reuse: 1 / max(CCI (1 - beta'), 1/|C|), by part (Cache-Craft §3.3).
+        """This reuse's addition to each segment's f_r: 1 / max(CCI (1 - beta'), 1/|C|), by part (Cache-Craft §3.3).
 
-        An exact part has beta' = 1, so that it adds its tokens. One that the method did not score has no CFO: it adds
-        1, the least that a reuse can.
+        An exact part has beta' = 1, so it adds its number of tokens. A part without a score has no CFO: it adds 1, the
+        minimum for a reuse.
         """
         saved: dict[SegmentId, float] = {}
         for part in self.parts:
@@ -243,11 +243,11 @@ class Plan:
         return saved
 
     def unseen_layers(self, part: PartPlan, windows: Sequence[int | None]) -> frozenset[int]:
-        """Layers on which nothing looks at a part that comes from the store, so that its KV there need not be brought.
+        """Layers at which no token looks at a stored part, so that its KV there need not be loaded.
 
-        `windows` are those of the layers (`Geometry.windows`; empty: every layer sees all). Layers with a window look
-        at a part if one of its tokens may be computed, or the next token behind it that may be sees its last one; that
-        is the first new token if none before is.
+        `windows` are those of the layers (`Geometry.windows`; empty: every layer sees all). A windowed layer looks at a
+        part if one of its tokens may be computed, or if the nearest computed token after it sees its last token; that
+        is the first new token if none before may be computed.
         """
         if part.segment is None or not any(windows):
             return frozenset()
@@ -264,7 +264,7 @@ class Plan:
         return frozenset(layer for layer, window in enumerate(windows) if window is not None and window <= distance)
 
     def loaded_fraction(self, windows: Sequence[int | None]) -> float:
-        """Share of the KV of the parts from the store that some layer looks at; 1 without windows."""
+        """Share of the stored parts' KV that some layer looks at; 1 without windows."""
         taken = [part for part in self.parts if part.segment is not None]
         if not any(windows) or not taken:
             return 1.0
@@ -272,25 +272,25 @@ class Plan:
         return 1.0 - unseen / (len(windows) * sum(len(part.span) for part in taken))
 
     def spans(self, kv_source: KVSource) -> tuple[Span, ...]:
-        """The spans of all parts of that KV source, in prompt order."""
+        """The spans of all parts with that KV source, in prompt order."""
         return tuple(part.span for part in self.parts if part.kv_source is kv_source)
 
     def tokens(self, kv_source: KVSource) -> int:
-        """Tokens in parts of that KV source."""
+        """Tokens in parts with that KV source."""
         return sum(len(span) for span in self.spans(kv_source))
 
     def reused_among(self, positions: Iterable[int]) -> list[int]:
-        """Those of `positions` that lie in reused parts, in the order given."""
+        """Those of `positions` that are in reused parts, in the given order."""
         reused = {position for span in self.spans(KVSource.REUSED) for position in span.positions()}
         return [position for position in positions if position in reused]
 
     def computed_tokens_of(self, a_pass: Pass) -> int:
-        """Required tokens of a pass outside reused parts: active at all its layers, and no recomputation."""
+        """Required tokens of a pass outside reused parts: active at all its layers, and not a recomputation."""
         required = {position for span in a_pass.required for position in span.positions()}
         return len(required) - len(self.reused_among(required))
 
     def validate(self, num_layers: int) -> None:
-        """Check the rules against the model that is to execute them.
+        """Check the plan against the model that will execute it.
 
         Raises:
             UsageError: a rule names a layer that the model does not have.
@@ -303,7 +303,7 @@ class Plan:
         _validate_watches(self.method, self.passes, num_layers)
         for a_pass in self.passes:
             if not _cover(self.spans(KVSource.COMPUTED), *a_pass.hidden):
-                raise ValueError(f"{self.method}: only what is yet to be computed can be hidden")
+                raise ValueError(f"{self.method}: only parts that a later pass computes can be hidden")
             tokens = (span.hull() if isinstance(span, Scattered) else span for span in a_pass.candidates if len(span))
             if not _cover(reused, *tokens):
                 raise ValueError(f"{self.method}: only tokens of reused chunks can be candidates")
@@ -328,9 +328,9 @@ def _validate_watches(method: str, passes: Sequence[Pass], num_layers: int) -> N
         if not (watch.question and _cover(a_pass.required, watch.question)):
             raise ValueError(f"{method}: the question that is watched must be required")
         if not 0 <= watch.layers[-1] < num_layers:
-            raise UsageError(f"{method}: layer {watch.layers[-1]} is to be watched, but there are {num_layers} layers")
+            raise UsageError(f"{method}: the watch has layer {watch.layers[-1]}, but the model has {num_layers} layers")
         if watch.layers[-1] >= depth:
-            raise ValueError(f"{method}: a watched layer lies behind the last one of its pass")
+            raise ValueError(f"{method}: a watched layer is after the last layer of its pass")
 
 
 def _validate_rules(method: str, a_pass: Pass, num_layers: int) -> None:
@@ -339,7 +339,7 @@ def _validate_rules(method: str, a_pass: Pass, num_layers: int) -> None:
     if layers != sorted(set(layers)) or counts != sorted(counts, reverse=True):
         raise ValueError(f"{method}: rules must go up in layers and down in counts")
     if layers and not 0 <= layers[-1] < num_layers:
-        raise UsageError(f"{method}: layer {layers[-1]} is to be checked, but the model has {num_layers} layers")
+        raise UsageError(f"{method}: a rule checks layer {layers[-1]}, but the model has {num_layers} layers")
     if a_pass.start is None and any(rule.by is Evidence.READ_DEVIATION for rule in a_pass.keep_top):
         raise ValueError(f"{method}: a rule needs what the question read, but the pass does not start by it")
     if len(a_pass.rules) > len(layers) + 1:
@@ -357,7 +357,7 @@ def _validate_focus(method: str, rule: StopUnfocused, a_pass: Pass) -> None:
 
 
 def _cover(outer: Iterable[Span], *inner: Span) -> bool:
-    """Whether every position of `inner` lies in `outer`."""
+    """Whether every position of `inner` is in `outer`."""
     runs = joined(outer)
     starts = [run.start for run in runs]
     places = [(span, bisect(starts, span.start) - 1) for span in inner]
@@ -365,17 +365,17 @@ def _cover(outer: Iterable[Span], *inner: Span) -> bool:
 
 
 def can_be_cut(a_pass: Pass) -> bool:
-    """Whether the tokens of a pass do not depend on one another but for causal attention.
+    """Whether the tokens of a pass depend on each other only by causal attention.
 
-    Then those of lower positions may go through all layers first. Rules, a start by evidence and a watched question
-    look at all active tokens of a layer together; so such a pass runs whole, as does one that ends early or hides keys.
+    Then lower positions may run through all layers first. Rules, a start by evidence and a watched question need all
+    active tokens of a layer together; so such a pass runs whole, as does one that ends early or hides keys.
     """
     looks_around = a_pass.candidates or a_pass.rules or a_pass.start or a_pass.watch
     return not looks_around and a_pass.depth is None and not a_pass.hidden
 
 
 def cut(a_pass: Pass, tokens: int) -> tuple[Pass, Pass | None]:
-    """The first `tokens` (at least 1) positions of a pass that can be cut, and the others, None if there are none."""
+    """The first `tokens` (at least 1) positions of a pass that can be cut, and the rest, None if empty."""
     head: list[Span] = []
     tail: list[Span] = []
     left = tokens
@@ -388,10 +388,10 @@ def cut(a_pass: Pass, tokens: int) -> tuple[Pass, Pass | None]:
 
 
 def clipped(a_pass: Pass, first: int, stop: int) -> Pass:
-    """The pass without the positions below `first` and from `stop` on.
+    """The pass restricted to positions in `[first, stop)`.
 
-    Of what rules and start keep there are as many as the stretch has of the candidates, rounded up. A question that is
-    watched or followed must lie in it.
+    Counts of rules and start shrink to this range's share of the candidates, rounded up. A watched or followed question
+    must be within the range.
     """
     required = tuple(inside for span in a_pass.required if (inside := span.within(first, stop)))
     flags = [first <= position < stop for span in a_pass.candidates for position in span.positions()]

@@ -1,8 +1,9 @@
-"""Cache-Craft's scores: how much a stored chunk depends on its old context, and how much of that is there again.
+"""Cache-Craft's scores: how much a stored chunk depends on its old context, and how much of that context is present
+again.
 
-All are pure. What does not depend on the prompt (a and b of eq. 9, CCI of eq. 11) the profile works out itself, once.
-The system part and BOS enter none of them. A prefix is a set of chunks: one that stands in it twice
-counts once, with its mass from both places, and is ordered by its first place.
+All functions are pure. Values that do not depend on the prompt (a and b of eq. 9, CCI of eq. 11) are properties of the
+profile, computed once. The system part and BOS are not counted. A prefix is a set of chunks: a duplicate counts once,
+with the mass of both occurrences, at its first index.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,10 +15,10 @@ from chunkweave.types import ChunkId
 
 
 def prefix_overlap(profile: AttentionProfile, prefix: Collection[ChunkId]) -> float:
-    """The share beta of the mass on the old prefix that went to chunks which are in the new `prefix` too (eq. 6).
+    """The share beta of the mass on the old prefix that is on chunks of the new `prefix` too (eq. 6).
 
-    If the old prefix is empty: 1 if the new one is empty too, else 0. If nothing of it was looked at,
-    each of its chunks counts the same.
+    If the old prefix is empty: 1 if the new one is empty too, else 0. If there is no mass on it, each of its chunks
+    counts the same.
 
     >>> profile = AttentionProfile((ChunkId("a"), ChunkId("b")), (4, 8), (1.0, 0.5), 0.8, 0.7, (0.9, 0.6), (0.8, 0.0))
     >>> round(prefix_overlap(profile, {ChunkId("a"), ChunkId("c")}), 4)  # 1 / 1.5
@@ -26,7 +27,7 @@ def prefix_overlap(profile: AttentionProfile, prefix: Collection[ChunkId]) -> fl
     old = profile.mass_on
     if not old:
         return 0.0 if prefix else 1.0
-    if len(prefix) < len(old):  # look through the shorter one
+    if len(prefix) < len(old):  # iterate over the shorter one
         common = [old[chunk] for chunk in prefix if chunk in old]
     else:
         common = [mass for chunk, mass in old.items() if chunk in prefix]
@@ -34,10 +35,10 @@ def prefix_overlap(profile: AttentionProfile, prefix: Collection[ChunkId]) -> fl
 
 
 def order_penalty(old: Iterable[ChunkId], prefix: Mapping[ChunkId, int]) -> float:
-    """The order penalty gamma: normalized Kendall tau distance of the m chunks of both prefixes, 0 if m < 2 (eq. 7).
+    """The order penalty gamma: normalized Kendall tau distance of the m chunks in both prefixes, 0 if m < 2 (eq. 7).
 
-    `old` are the different chunks of the old prefix in their order; `prefix` gives each chunk of the new one its first
-    place there.
+    `old` are the distinct chunks of the old prefix in order; `prefix` maps each chunk of the new one to its first
+    index.
 
     >>> a, b, c, d = map(ChunkId, "abcd")
     >>> order_penalty([a, b, c], {a: 0, c: 1, d: 2, b: 3})  # of three pairs (b, c) is discordant
@@ -49,7 +50,7 @@ def order_penalty(old: Iterable[ChunkId], prefix: Mapping[ChunkId, int]) -> floa
 
 
 def recompute_share(alpha: float, impact: float) -> float:
-    """Cache fix overhead CFO: the share of a chunk to recompute, `impact` being CCI (1 - beta') (eq. 12, clamped).
+    """Cache fix overhead CFO: the share of a chunk to recompute, with `impact` = CCI (1 - beta') (eq. 12, clamped).
 
     >>> recompute_share(2.0, 0.75 * (1 - 0.75))
     0.375
@@ -60,10 +61,10 @@ def recompute_share(alpha: float, impact: float) -> float:
 
 
 def coverage(old: Iterable[ChunkId], prefix: Mapping[ChunkId, int]) -> float:
-    """Share of the new prefix's tokens that the `old` one had too; 1 if the new one is empty.
+    """Share of the new prefix's tokens that the `old` one also had; 1 if the new one is empty.
 
-    `prefix` gives each chunk of the new prefix its tokens. Not in the paper: beta does not see chunks that came
-    before a chunk only now.
+    `prefix` maps each chunk of the new prefix to its number of tokens. Not in the paper: beta ignores chunks that are
+    only in the new prefix.
 
     >>> coverage({ChunkId("a")}, {ChunkId("a"): 30, ChunkId("b"): 10})
     0.75
@@ -73,17 +74,17 @@ def coverage(old: Iterable[ChunkId], prefix: Mapping[ChunkId, int]) -> float:
 
 
 FOCUS_WINDOW = 3
-"""Layers in a row with the same focused set after which it is believed (w of Algorithm 1)."""
+"""Consecutive layers with the same focused set after which it is accepted (w of Algorithm 1)."""
 
 LEAST_CHUNKS = 3
-"""Fewer have too few gaps to tell focused chunks from others."""
+"""With fewer chunks there are too few gaps to tell focused chunks from others."""
 
 
 def focused_by_gap(mass: Sequence[float]) -> frozenset[int]:
-    """Indices of the focused chunks, those above the greatest gap of `mass` `[chunks]`, which is cumulated.
+    """Indices of the focused chunks: those above the greatest gap of `mass` `[chunks]`, cumulated over layers.
 
-    The plain reading of Algorithm 1; as it is printed the first gap is never the cut (docs/papers.md). The first of
-    several equal gaps is the cut. Without a gap, or with fewer than three chunks, all are focused.
+    The plain reading of Algorithm 1; as printed, the first gap is never the cut (docs/papers.md). Of equal gaps the
+    first is the cut. Without a gap, or with fewer than three chunks, all are focused.
 
     >>> sorted(focused_by_gap([0.1, 0.9, 0.5, 0.8]))
     [1, 2, 3]
@@ -96,14 +97,14 @@ def focused_by_gap(mass: Sequence[float]) -> frozenset[int]:
 
 
 FindFocused = Callable[[Sequence[float]], frozenset[int]]
-"""Indices of the focused chunks, given each chunk's cumulated mass."""
+"""Cumulated mass of each chunk -> indices of the focused chunks."""
 
 
 class FocusTracker:
-    """Follows the question's attention from layer to layer until the set of focused chunks stays the same."""
+    """Tracks the question's attention from layer to layer until the set of focused chunks is stable."""
 
     def __init__(self, window: int = FOCUS_WINDOW, focused: FindFocused = focused_by_gap) -> None:
-        """`window` is the number of layers in a row that must agree on what `focused` finds.
+        """`window` is the number of consecutive layers that must agree on the result of `focused`.
 
         Raises:
             ValueError: a window below 1.
@@ -119,11 +120,11 @@ class FocusTracker:
     def update(self, layer_mass: Sequence[float]) -> frozenset[int] | None:
         """Add one layer's attention mass of the question on each chunk, `[chunks]`.
 
-        Returns the focused chunks' indices once the last `window` layers agree on them, None until then. With fewer
-        than three chunks it is None always: there is nothing to tell apart.
+        Returns the focused chunks' indices once the last `window` layers agree on them, None until then. Always None
+        with fewer than three chunks.
 
         Raises:
-            ValueError: not as many chunks as in the layers before.
+            ValueError: the number of chunks differs from earlier layers.
         """
         if self._last is not None and len(layer_mass) != len(self._cumulated):
             raise ValueError(f"attention mass on {len(layer_mass)} chunks after that on {len(self._cumulated)}")

@@ -1,4 +1,4 @@
-"""Instruction, chunks and question into a `Prompt`, every part tokenized apart."""
+"""Builds a `Prompt` from instruction, chunks and question; each part is tokenized separately."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,18 +12,18 @@ from chunkweave.prompt.tokenizer import TextTokenizer, TokenCache
 from chunkweave.types import Chunk, ChunkId
 
 _USUAL_CHARACTERS = 8
-"""A text of more characters for each token that fits is looked at in slices first; ordinary text has 2 to 6."""
+"""Characters per token above which a text's length is first estimated from slices. Ordinary text has 2 to 6."""
 
 _SLICE_CHARACTERS = 1 << 16
 _CUT_TOKENS = 256
-"""How many tokens more a slice may have than its characters have in the whole text. A cut changes but a few."""
+"""Most additional tokens that cutting a slice out of a text can cause. A cut usually changes only a few."""
 
 
 class PromptLimit:
-    """Stops the tokenizing of a prompt that is far too long, so that it costs no more than the longest that fits.
+    """Stops tokenizing a prompt that is far too long, so that it costs no more than the longest that fits.
 
-    A prompt of at most `most_tokens` is never refused here, whatever it consists of; one that is only somewhat longer
-    is tokenized to its end, since whoever has it can say then how long it is. For one prompt, used by one thread.
+    A prompt of at most `most_tokens` is never refused here. One that is only somewhat longer is tokenized wholly, so
+    that the caller can report its length. For one prompt and one thread.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -32,10 +32,10 @@ class PromptLimit:
         self._counted: set[ChunkId] = set()
 
     def check(self, tokenizer: TextTokenizer, text: str, what: str) -> None:
-        """Refuse `text`, the next part's, before it is tokenized as a whole.
+        """Refuse `text`, which is the next part, before it is tokenized as a whole.
 
         Raises:
-            PromptTooLongError: the parts before it have twice the tokens that fit, or it has more than fit.
+            PromptTooLongError: the earlier parts have more than twice the tokens that fit, or `text` has more than fit.
         """
         if self._tokens > 2 * self.most_tokens:
             raise self._error(f"the parts of the prompt before {what} have {self._tokens} tokens")
@@ -46,17 +46,17 @@ class PromptLimit:
             slice_tokens = len(tokenizer.encode(text[start : start + _SLICE_CHARACTERS]))
             tokens += max(0, slice_tokens - _CUT_TOKENS)
             if tokens > self.most_tokens:
-                raise self._error(f"{what} has {len(text)} characters, of which the first ones are {tokens} tokens")
+                raise self._error(f"{what} has {len(text)} characters, and its beginning alone has {tokens} tokens")
 
     def doubts(self, text: str) -> bool:
-        """Whether `text` is so long that `check` has to tokenize slices of it to find out."""
+        """Whether `text` is so long that `check` must tokenize slices of it."""
         return len(text) > self._usual_characters
 
     def check_characters(self, count: int, what: str) -> None:
-        """Refuse what has to be rendered by a template before it can be tokenized.
+        """Refuse texts that a template must render before they can be tokenized.
 
         Raises:
-            PromptTooLongError: it has more characters than ordinary text has that fits.
+            PromptTooLongError: they have more characters than ordinary text that fits.
         """
         if count > self._usual_characters:
             raise self._error(f"{what} have {count} characters")
@@ -66,7 +66,7 @@ class PromptLimit:
         return max(_SLICE_CHARACTERS, _USUAL_CHARACTERS * self.most_tokens)
 
     def count(self, part: PromptPart) -> None:
-        """A part was tokenized. The same chunk counts once, a conversation does not send it again; turns count each."""
+        """Count a tokenized part. A repeated chunk counts once, since conversations do not resend it."""
         if part.kind is PartKind.TURN or part.id not in self._counted:
             self._tokens += len(part)
             if part.id is not None:
@@ -79,11 +79,11 @@ class PromptLimit:
 
 
 class PromptBuilder:
-    """Builds prompts for one model: its tokenizer, its template, its fingerprint.
+    """Builds prompts for one model: its tokenizer, template and fingerprint.
 
-    A chunk's token ids depend on its text and the template alone, so they are the same wherever it stands.
-    Ids of chunks are remembered, up to `cache_tokens`, for each cache salt apart: how long a prompt takes to build
-    tells nobody what others asked about.
+    A chunk's token ids depend only on its text and the template, so they are the same at every position. They are
+    cached, up to `cache_tokens`, separately for each cache salt: the time to build a prompt does not reveal other
+    tenants' chunks.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class PromptBuilder:
         self._tail_ids = self._rendered_ids(Rendered(template.tail, ordinary.tail))
 
     def alike(self, template: PromptTemplate, fingerprint: str) -> "PromptBuilder":
-        """One with another template of the same tokenizer, which reads chunks alike, for other weights; they share ids.
+        """A builder for other weights and another template of the same tokenizer; both share cached token ids.
 
         Raises:
-            UsageError: that template reads chunks otherwise.
+            UsageError: the template formats chunks differently.
         """
         if template.chunk_format != self._template.chunk_format:
-            raise UsageError("both templates have to write chunks alike")
+            raise UsageError("both templates must format chunks alike")
         return PromptBuilder(self.tokenizer, template, fingerprint, cache=self._cache)
 
     def build(
@@ -129,21 +129,21 @@ class PromptBuilder:
         cache_salt: str = "",
         limit: PromptLimit | None = None,
     ) -> Prompt:
-        """START, SYSTEM, a TURN for each of `history`, the chunks in the order given, QUESTION.
+        """Build START, SYSTEM, a TURN for each of `history`, the chunks in the order given, and QUESTION.
 
-        Parts without tokens are left out. `history` are earlier questions with their answers, as text or as all
-        the text between two questions; the `history_chunks` of each are placed before it. An `exchange` is the text
+        Parts without tokens are omitted. `history` are earlier questions, each with its answer or with all rendered
+        text up to the next question; the `history_chunks` of each are placed before it. An `exchange` is the text
         between the question and its answer, in place of the template's tail. `system=None` means the template's
-        instruction, `system=""` none. `question=None` makes a prompt to precompute. No chunks is plain generation. A
-        `limit` refuses what is far too long before all of it is tokenized.
+        instruction, `system=""` none. `question=None` makes a prompt to precompute. Without chunks it is plain
+        generation. A `limit` refuses texts that are far too long before they are wholly tokenized.
 
         Raises:
-            UsageError: a question or a chunk is empty, there is nothing at all, or there is a `history` and the model's
-                chat template takes no second turn.
-            PromptTooLongError: what the `limit` raises.
+            UsageError: a question or a chunk is empty, all parts are empty, `history` and `history_chunks` differ in
+                length, or there is a `history` and the model's chat template does not support a second turn.
+            PromptTooLongError: raised by the `limit`.
         """
         if history_chunks and len(history_chunks) != len(history):
-            raise UsageError(f"there are {len(history)} earlier questions, and chunks of {len(history_chunks)}")
+            raise UsageError(f"there are {len(history)} earlier questions, but chunks for {len(history_chunks)}")
         turns = (
             (*self.chunk_parts(before, cache_salt=cache_salt, limit=limit), self._past_turn(*one, cache_salt, limit))
             for one, before in zip(history, history_chunks or [()] * len(history), strict=True)
@@ -156,7 +156,7 @@ class PromptBuilder:
         if question is not None:
             parts.append(self.question_part(question, exchange=exchange, limit=limit))
         if all(part.kind is PartKind.START for part in parts):
-            raise UsageError("nothing to build a prompt from: no instruction, no chunk, no question")
+            raise UsageError("the prompt is empty: give an instruction, a chunk or a question")
         return Prompt(tuple(parts))
 
     def chunk_part(
@@ -167,11 +167,11 @@ class PromptBuilder:
         number: int | None = None,
         limit: PromptLimit | None = None,
     ) -> PromptPart:
-        """One chunk as it stands in every prompt; `number` names it where it is refused.
+        """The part for one chunk, the same in every prompt; `number` identifies it in errors.
 
         Raises:
             UsageError: the chunk is empty.
-            PromptTooLongError: what the `limit` raises.
+            PromptTooLongError: raised by the `limit`.
         """
         if isinstance(chunk, str):
             chunk = Chunk(chunk)
@@ -185,9 +185,8 @@ class PromptBuilder:
     def neutral_parts(
         self, passages: Sequence[str], most_tokens: int, *, cache_salt: str = ""
     ) -> tuple[PromptPart, ...]:
-        """The first of the neutral `passages` as chunks, as many as have at most `most_tokens` tokens together.
-
-        Their ids are marked (`neutral_id`).
+        """Parts for the first neutral `passages`, with at most `most_tokens` tokens in all. Their ids are
+        `neutral_id`s.
 
         Raises:
             UsageError: a passage is empty.
@@ -210,10 +209,10 @@ class PromptBuilder:
         cache_salt: str = "",
         room: int | None = None,
     ) -> tuple[PromptPart, ...]:
-        """What chunks are computed behind before anybody asks: an opening, and of the neutral `passages` the first.
+        """The preamble that chunks are computed behind ahead of requests: an opening and the first neutral `passages`.
 
-        `opening=None` is that of the template's instruction. START alone if there are to be no `neutral_tokens`, or if
-        the opening has more than `room` tokens; less passages where that leaves less room.
+        `opening=None` means the opening with the template's instruction. The preamble is START alone if
+        `neutral_tokens` is 0 or the opening exceeds `room` tokens; it has fewer passages if `room` is short.
         """
         opening = self.opening(cache_salt=cache_salt) if opening is None else opening
         left = None if room is None else room - sum(map(len, opening))
@@ -225,10 +224,10 @@ class PromptBuilder:
     def opening(
         self, *, system: str | None = None, cache_salt: str = "", limit: PromptLimit | None = None
     ) -> tuple[PromptPart, ...]:
-        """What every prompt begins with: START and SYSTEM, those that have tokens.
+        """The parts that start every prompt: START and SYSTEM, without empty ones.
 
         Raises:
-            PromptTooLongError: what the `limit` raises.
+            PromptTooLongError: raised by the `limit`.
         """
         instruction = self._template.instruction if system is None else system
         text_ids = self._encode(self._template.instruction_text(instruction), "the instruction", limit)
@@ -240,11 +239,11 @@ class PromptBuilder:
     def chunk_parts(
         self, chunks: Sequence[Chunk | str], *, cache_salt: str = "", limit: PromptLimit | None = None
     ) -> tuple[PromptPart, ...]:
-        """The chunks in the order given, as they stand in every prompt.
+        """The parts for chunks, in the order given, the same in every prompt.
 
         Raises:
-            UsageError: one is empty; the message says which.
-            PromptTooLongError: what the `limit` raises.
+            UsageError: a chunk is empty; the message names it.
+            PromptTooLongError: raised by the `limit`.
         """
         return tuple(
             self.chunk_part(chunk, cache_salt=cache_salt, number=n, limit=limit) for n, chunk in enumerate(chunks)
@@ -253,37 +252,37 @@ class PromptBuilder:
     def question_part(
         self, question: str, *, exchange: Rendered | None = None, limit: PromptLimit | None = None
     ) -> PromptPart:
-        """The question as it stands in every prompt, with an `exchange` behind it in the place of the template's tail.
+        """The part for the question, followed by the template's tail or, if given, an `exchange`.
 
         Raises:
-            UsageError: it is empty.
-            PromptTooLongError: what the `limit` raises.
+            UsageError: the question is empty.
+            PromptTooLongError: raised by the `limit`.
         """
         return _counted(self._question(question, "the question", limit, exchange), limit)
 
     def answer_ids(self, answer: str) -> tuple[int, ...]:
-        """An answer as the model would write it behind a prompt, without the token that ends it."""
+        """Token ids of an answer as the model would generate it, without the token that ends it."""
         return tuple(self.tokenizer.encode(answer if self._tail_ids else f" {answer}"))
 
     @cached_property
     def turn_break_ids(self) -> tuple[int, ...]:
-        """What stands between an answer and the next turn.
+        """Token ids between an answer and the next turn.
 
         Raises:
-            UsageError: the model's chat template takes no second turn.
+            UsageError: the model's chat template does not support a second turn.
         """
         text = self._template.turn_break
         if text is None:
             return self.tokenizer.end_ids
         if not text:
-            raise UsageError("the model's chat template takes no second turn: it cannot hold a conversation")
+            raise UsageError("the model's chat template does not support a second turn: no conversations are possible")
         return self._rendered_ids(Rendered(text, self._template.ordinary.turn_break))
 
     def turn_part(self, question: PromptPart, answer_ids: Sequence[int], *, cache_salt: str = "") -> PromptPart:
-        """A question with the tokens of its answer, as they were generated, and what ends a turn.
+        """A question with the generated tokens of its answer and the tokens that end a turn.
 
         Raises:
-            UsageError: the model's chat template takes no second turn.
+            UsageError: the model's chat template does not support a second turn.
         """
         token_ids = (*question.token_ids, *answer_ids, *self.turn_break_ids)
         return self._stored(PartKind.TURN, token_ids, cache_salt)
@@ -291,7 +290,7 @@ class PromptBuilder:
     def _past_turn(
         self, question: str, answer: str | Rendered, cache_salt: str, limit: PromptLimit | None
     ) -> PromptPart:
-        """A turn as somebody tells it; as it was generated its answer may have other tokens."""
+        """A turn given as text; the generated answer may have had other token ids."""
         if not isinstance(answer, str):
             turn = self._question(question, "an earlier question", limit, answer)
             return _counted(self._stored(PartKind.TURN, turn.token_ids, cache_salt), limit)

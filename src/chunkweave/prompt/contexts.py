@@ -1,8 +1,8 @@
-"""Which chunks of a corpus a chunk is computed behind before anybody asks: its nearest ones, in several contexts.
+"""The contexts in which a chunk is computed ahead of requests: its nearest chunks of the corpus, in several groups.
 
-A chunk's KV depends on what is before it. What that will be in a prompt is not known, but it is of the same corpus, and
-what is retrieved together with a chunk most often is what is near to it. So the mean of the KV over several such
-contexts is a guess at what it will be. FusionRAG (arXiv:2601.12904) takes one context of the most similar chunks.
+A chunk's KV depends on the text before it. The text before it in a future prompt is unknown, but it is from the same
+corpus, and the chunks retrieved together with a chunk are mostly near to it. So the mean of its KV over several such
+contexts estimates its KV in that prompt. FusionRAG (arXiv:2601.12904) uses one context of the most similar chunks.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -18,23 +18,23 @@ from chunkweave.prompt.parts import PromptPart
 from chunkweave.types import ChunkId
 
 MOST_CONTEXTS = 32
-"""Of one mean."""
+"""Maximum number of contexts of one mean."""
 
 _COLUMNS = 1024
 _SPREAD = 2654435761
-"""Knuth's multiplicative hash: neighbouring token ids come to different columns."""
+"""Knuth's multiplicative hash: neighbouring token ids map to different columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextRule:
-    """In how many contexts a chunk is computed, each of at least so many `tokens` as far as there are other chunks."""
+    """The number (`count`) of contexts of a chunk, each of at least `tokens` tokens if there are enough chunks."""
 
     count: int = 4
     tokens: int = 400
 
 
 def rule_of(capture: CaptureConfig) -> ContextRule | None:
-    """In which contexts chunks are computed; None: behind neutral passages, once."""
+    """The rule for contexts in a configuration; None: chunks are computed once, behind neutral passages."""
     if capture.contexts is ContextSource.BUNDLED:
         return None
     return ContextRule(capture.context_count, capture.context_tokens)
@@ -42,10 +42,26 @@ def rule_of(capture: CaptureConfig) -> ContextRule | None:
 
 @dataclass(frozen=True, slots=True)
 class MeanShare:
-    """What a prompt computes its last chunk for: one of so many contexts of the mean that `group` names.
+    """Marks a prompt whose last chunk is computed for one of the contexts of a mean.
 
-    One that is computed `anew` takes the place of a mean that is stored. What was removed since `begun_s` (monotonic)
-    is not to be read.
+    `group` names the mean, `of` is its number of contexts. With `anew` it replaces a stored mean. Chunks removed since
+    `begun_s` (monotonic seconds) must not be read.
+
+    Over vLLM a mean takes these requests, each with `max_tokens` 1 and `asked` false:
+
+    1. For each chunk that is in some context, and each chunk without others: `[*instruction, *passages, *chunk]`, with
+       method `prefix` and `neutral`, the number of passages.
+    2. For each chunk and each of its contexts: `[*instruction, *other chunks, *chunk]`, with method `full-reuse` and
+       `"mean": {"group": NAME, "of": N, "anew": false}`. Other chunks are woven from step 1 or from means; the last
+       chunk is computed, whatever is stored of it. When the last share is computed the mean is stored, and nothing
+       else of the prompt.
+    3. `{"forget": {"chunks": [...], "start": [...], "first_passes": true}}` removes the results of step 1 for chunks
+       that have a mean.
+
+    All shares of a mean must go to one engine, whose workers hold sums in float32 of at most 32 unfinished chunks; the
+    oldest of more is dropped. A repeated share counts once; a share that failed or was cancelled must be sent again.
+    `{"stored": {"chunks": [...], "start": [...]}}` asks which of these chunks, by number, have a mean on all workers
+    and which contexts can be woven: `{"means": [0, 2], "contexts": [0, 1, 2]}`.
     """
 
     group: str
@@ -55,13 +71,13 @@ class MeanShare:
 
 
 class ContextPool:
-    """Chunks that may be computed behind each other: those of one corpus, or of one request, under one cache salt.
+    """Chunks that may serve as contexts of each other: those of one corpus or one request, under one cache salt.
 
-    Immutable. May be used by several threads.
+    Immutable and thread-safe.
     """
 
     def __init__(self, parts: Iterable[PromptPart]) -> None:
-        """Take over chunks; one that comes twice counts once. Near are those that share rare tokens."""
+        """A pool of `parts` without duplicates. Chunks that share rare tokens are near."""
         by_id: dict[ChunkId | None, PromptPart] = {}
         for part in parts:
             by_id.setdefault(part.id, part)
@@ -76,13 +92,13 @@ class ContextPool:
         return chunk in self._rows
 
     def nearest(self, part: PromptPart) -> list[PromptPart]:
-        """The other chunks, the nearest first; equally near ones in the pool's order.
+        """The other chunks, nearest first; ties in the pool's order.
 
         Raises:
             UsageError: the chunk is not in the pool.
         """
         if part.id not in self._rows:
-            raise UsageError(f"a chunk ({part.source or part.id}) is not among those that it is to be computed with")
+            raise UsageError(f"the chunk {part.source or part.id} is not in the pool of its contexts")
         row = self._rows[part.id]
         order = np.argsort(-(self.vectors @ self.vectors[row]), kind="stable")
         return [self.parts[other] for other in order if other != row]
@@ -90,7 +106,7 @@ class ContextPool:
     def contexts(
         self, part: PromptPart, rule: ContextRule, *, without: Collection[ChunkId] = ()
     ) -> list[tuple[PromptPart, ...]]:
-        """What a chunk is computed behind, none of it `without`: in each context the nearest last, next to the chunk.
+        """The contexts of a chunk, excluding chunks in `without`; in each the nearest chunk is last, next to `part`.
 
         Raises:
             UsageError: the chunk is not in the pool.
@@ -99,10 +115,10 @@ class ContextPool:
 
 
 def dealt(ranked: Sequence[PromptPart], rule: ContextRule) -> list[tuple[PromptPart, ...]]:
-    """Contexts of `ranked` chunks: context k has the ranks k, k + count, ... until it has the rule's tokens.
+    """Deal `ranked` chunks into contexts: context k gets ranks k, k + count, ... until it has the rule's tokens.
 
-    The last rank comes first, so that the nearest is next to the chunk. With fewer chunks than contexts, as many
-    contexts as there are chunks.
+    Ranks are in reverse, so that the nearest chunk is next to the computed one. With fewer chunks than contexts, each
+    chunk makes one context.
     """
     contexts = []
     for first in range(min(rule.count, len(ranked))):
@@ -118,7 +134,7 @@ def dealt(ranked: Sequence[PromptPart], rule: ContextRule) -> list[tuple[PromptP
 
 
 def fitting(context: Sequence[PromptPart], room: int) -> tuple[PromptPart, ...]:
-    """The last chunks of a context, the nearest ones, that have at most `room` tokens together."""
+    """The last (nearest) chunks of a context with at most `room` tokens in all."""
     taken: list[PromptPart] = []
     for part in reversed(context):
         room -= len(part)
@@ -131,15 +147,15 @@ def fitting(context: Sequence[PromptPart], room: int) -> tuple[PromptPart, ...]:
 def fitted(
     part: PromptPart, contexts: Iterable[Sequence[PromptPart]], *, opening: Iterable[PromptPart], most_tokens: int
 ) -> list[tuple[PromptPart, ...]]:
-    """Contexts cut to what fits between an opening and a chunk: none where nothing does, equal ones once."""
+    """Contexts cut to fit between an opening and a chunk, without empty and duplicate ones."""
     room = most_tokens - len(part) - 1 - sum(map(len, opening))
     return [one for one in dict.fromkeys(fitting(context, room) for context in contexts) if one]
 
 
 def token_vectors(parts: Sequence[PromptPart]) -> NDArray[np.float32]:
-    """Chunks as vectors of length 1, `[chunks, 1024]`: (1 + log n) log(N / df) of each token id, in hashed columns.
+    """Chunks as unit vectors, `[chunks, 1024]`: (1 + log n) log(N / df) of each token id, in hashed columns.
 
-    It needs no embedder, and knows no language. Tokens that all chunks have count nothing.
+    Needs no embedder and is independent of the language. Tokens that occur in all chunks have weight 0.
     """
     found = [np.unique(np.asarray(part.token_ids, dtype=np.int64), return_counts=True) for part in parts]
     ids, with_it = np.unique(np.concatenate([one for one, _ in found] or [np.empty(0, np.int64)]), return_counts=True)

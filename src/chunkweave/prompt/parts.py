@@ -1,9 +1,9 @@
-"""A prompt as a list of parts that are tokenized apart, so that a chunk's ids never depend on its neighbours.
+"""A prompt as a list of parts, tokenized separately, so that a chunk's token ids do not depend on its neighbours.
 
-Among them neutral passages: text that concerns no document, which chunks are computed behind ahead of requests. A chunk
-that is computed with nothing before it reads as the beginning of a prompt: its first tokens become attention sinks, and
-its other tokens spend on each other what in a prompt goes to the passages before. Behind an instruction and a few
-passages of no concern to it, it comes out nearly as it does among others (docs/methods.md).
+Chunks are computed ahead of requests behind neutral passages: text unrelated to any document. A chunk computed with
+nothing before it is treated as the beginning of a prompt: its first tokens become attention sinks, and its other tokens
+give each other the attention that earlier passages would get in a prompt. Behind an instruction and a few unrelated
+passages its KV is close to that among other chunks (docs/methods.md).
 """
 
 import hashlib
@@ -20,17 +20,17 @@ from chunkweave.types import ChunkId, Context, Span
 
 
 class PartKind(StrEnum):
-    """What a part of a prompt is."""
+    """The kinds of prompt parts."""
 
     START = "start"
-    """The model's BOS tokens alone. Never stored (one token), never in a context, always computed."""
+    """Only the model's BOS tokens. Never stored, never in a context, always computed."""
     SYSTEM = "system"
-    """Instruction and everything else before the first chunk. Stored like a chunk."""
+    """The instruction and all other text before the first chunk. Stored like a chunk."""
     CHUNK = "chunk"
     TURN = "turn"
-    """An earlier question of a conversation with the answer that was given. Stored like a chunk."""
+    """An earlier question of a conversation with its answer. Stored like a chunk."""
     QUESTION = "question"
-    """The question and what follows it (the header of the assistant's turn). Never stored, always computed."""
+    """The question and the header of the assistant's turn. Never stored, always computed."""
 
 
 _PLACES = {PartKind.START: 0, PartKind.SYSTEM: 1, PartKind.CHUNK: 2, PartKind.TURN: 2, PartKind.QUESTION: 3}
@@ -60,8 +60,8 @@ class PromptPart:
 class Prompt:
     """Parts in order: at most one START, at most one SYSTEM, any number of CHUNKs, at most one QUESTION.
 
-    In a conversation each TURN stands behind the chunks that were new to it; those behind the last TURN are new now.
-    A prompt without a question is one to precompute. Empty parts are not allowed.
+    In a conversation each TURN follows the chunks that were new in it; chunks after the last TURN are new now. A prompt
+    without a question is for precomputing. Empty parts are not allowed.
     """
 
     parts: tuple[PromptPart, ...]
@@ -86,16 +86,16 @@ class Prompt:
 
     @property
     def history_tokens(self) -> int:
-        """Tokens of earlier turns, with the chunks that stand before their questions."""
+        """Tokens of earlier turns, including the chunks before their questions."""
         last = max((place for place, part in enumerate(self.parts) if part.kind is PartKind.TURN), default=-1)
         opening = (PartKind.START, PartKind.SYSTEM)
         return sum(len(part) for part in self.parts[: last + 1] if part.kind not in opening)
 
     def room_in(self, context_tokens: int) -> int:
-        """How many tokens a context of so many leaves for the answer.
+        """Tokens that a context of `context_tokens` leaves for the answer.
 
         Raises:
-            PromptTooLongError: it leaves none; the message says how long the prompt and its longest part are.
+            PromptTooLongError: none are left; the message names the lengths of the prompt and its longest part.
         """
         if len(self) >= context_tokens:
             longest = max(self.parts, key=len)
@@ -115,7 +115,7 @@ class Prompt:
         return tuple(spans)
 
     def contexts(self) -> tuple[Context, ...]:
-        """For each part the ids of the stored parts before it; START never counts."""
+        """For each part the ids of the stored parts before it, without START."""
         contexts: list[Context] = []
         before: tuple[ChunkId, ...] = ()
         for part in self.parts:
@@ -128,8 +128,8 @@ class Prompt:
 def chunk_id(fingerprint: str, cache_salt: str, token_ids: Sequence[int]) -> ChunkId:
     """BLAKE2b-128 over model fingerprint, cache salt and token ids, as 32 hex digits.
 
-    Every field is preceded by its length, so that no two different inputs are the same bytes. Equal ids are
-    no proof of equal tokens: the store compares the tokens on a hit.
+    Every field is preceded by its length, so different inputs are different bytes. Equal ids do not prove equal tokens:
+    the store compares the tokens on a hit.
     """
     digest = hashlib.blake2b(digest_size=16)
     for text in (fingerprint, cache_salt):
@@ -146,12 +146,12 @@ _MEAN_MARK = b"mean".hex()
 
 
 def neutral_id(chunk: ChunkId) -> ChunkId:
-    """The id of a chunk as a neutral passage: marked as one, so that what was computed behind it is known as such."""
+    """The id of a chunk used as a neutral passage. It is marked, so that segments computed behind it are recognized."""
     return ChunkId(_MARK + chunk[len(_MARK) :])
 
 
 def is_neutral(chunk: ChunkId) -> bool:
-    """Whether an id is one of `neutral_id`'s. An ordinary chunk's id is taken for one once in four billion times.
+    """Whether an id was made by `neutral_id`. False positives: one in four billion ordinary ids.
 
     >>> is_neutral(neutral_id(ChunkId("0" * 32))), is_neutral(ChunkId("0" * 32))
     (True, False)
@@ -160,7 +160,7 @@ def is_neutral(chunk: ChunkId) -> bool:
 
 
 def mean_id(contexts: Iterable[Context]) -> ChunkId:
-    """What takes the place of a context in the record of a mean over `contexts`: no chunk has such an id."""
+    """The id that replaces the context in the record of a mean over `contexts`; no chunk has such an id."""
     digest = hashlib.blake2b(digest_size=16)
     for context in sorted(contexts):
         digest.update(" ".join(context).encode("ascii") + b"\n")
@@ -168,7 +168,7 @@ def mean_id(contexts: Iterable[Context]) -> ChunkId:
 
 
 def is_mean(context: Context) -> bool:
-    """Whether a context is one of `mean_id`'s.
+    """Whether a context is a `mean_id`.
 
     >>> is_mean((mean_id([(ChunkId("0" * 32),)]),)), is_mean((ChunkId("0" * 32),))
     (True, False)
@@ -177,10 +177,10 @@ def is_mean(context: Context) -> bool:
 
 
 def neutral_passages(path: Path | None = None, folder: Path | None = None) -> tuple[str, ...]:
-    """Neutral passages, of the kind of text that the model was made for.
+    """Neutral passages, ideally of the kind of text that the model was trained on.
 
-    Those of the file at `path`; without, those of a file `neutral.txt` in the model's `folder`; without that, the
-    bundled ones: 16 of some 90 tokens each, on as many subjects. Passages are separated by empty lines.
+    They are read from `path` if given, else from `neutral.txt` in the model's `folder` if there is one; else they are
+    the bundled ones: 16 passages of about 90 tokens, each on another subject. Passages are separated by empty lines.
 
     Raises:
         UsageError: the file cannot be read, or has no text.

@@ -1,10 +1,10 @@
-"""A chat template rendered so that no text of a request can be read as a control token of the template.
+"""Renders a chat template so that no text of a request is read as a control token.
 
-Control tokens are found in the rendered text by their characters, so a text could spell one, or complete one that
-begins in the text beside it. Characters that control tokens are made of are therefore replaced in every string of a
-request, keys included, before the template sees it, and put back behind it: their positions are then known, and the
-tokenizer reads no control token there. The stand-ins are drawn for each rendering from characters that none of its
-strings has.
+A tokenizer finds control tokens by their characters, so a request's text could spell one, or complete one that begins
+in the text beside it. Therefore the characters of control tokens are replaced by stand-ins in every string of a
+request, keys included, before the template is rendered, and restored afterwards. Their positions are then known, and
+the tokenizer reads no control token there. The stand-ins are drawn for each rendering from characters that none of its
+strings contains.
 """
 
 import json
@@ -19,7 +19,7 @@ from chunkweave.errors import UsageError
 from chunkweave.prompt.tokenizer import TextTokenizer
 
 Messages = Sequence[Mapping[str, Any]]
-"""Messages of a chat as templates read them."""
+"""Messages of a chat in the form that templates read."""
 
 _FIXED = frozenset(
     {
@@ -27,24 +27,24 @@ _FIXED = frozenset(
         *("description", "parameters", "strict", "system", "user", "assistant", "tool"),
     }
 )
-"""Names and roles of messages and tools, which are the API's and not a request's."""
+"""Names and roles of messages and tools that the API defines, not the request."""
 
 _CONTAINERS = ("function", "tool_calls")
-"""Below these there are names of the API's, too; below others a request names what it likes."""
+"""Fields whose content also has names that the API defines; content of other fields has the request's own names."""
 
 _NAMED = ("role", "type")
-"""What has a value of the API's."""
+"""Fields whose values the API defines."""
 
 _STAND_INS = range(0x20000, 0x110000)
 _USUAL_STAND_INS = range(0x20000, 0x2A6D0)
-"""Rare ideographs: templates can print them, and no change of case or form concerns them."""
+"""Rare ideographs: printable by templates, and unchanged by case folding and normalization."""
 
 _ESCAPED = re.compile(r"\\u(d8[4-9a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """What a chat template writes; no control token holds a character at one of the `ordinary` positions."""
+    """The output of a chat template; no control token includes a character at one of the `ordinary` positions."""
 
     text: str = ""
     ordinary: frozenset[int] = frozenset()
@@ -54,7 +54,7 @@ class Rendered:
         return Rendered(self.text[start:stop], frozenset(at - start for at in self.ordinary if start <= at < stop))
 
     def partition(self, mark: str) -> tuple["Rendered", bool, "Rendered"]:
-        """What comes before the first `mark`, whether there is one, and what comes behind it."""
+        """The text before the first `mark`, whether there is one, and the text after it."""
         at = self.text.find(mark)
         if at < 0:
             return self, False, Rendered()
@@ -63,7 +63,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Texts for the places in a template where the parts of a prompt go; no string of a request has one of them."""
+    """Placeholders for the parts of a prompt in a template; no string of a request contains one."""
 
     instruction: str
     chunks: str
@@ -72,7 +72,7 @@ class Marks:
 
     @classmethod
     def absent_from(cls, *values: Any) -> "Marks":
-        """Random ones that are in none of the strings of some structures."""
+        """Random placeholders that occur in none of the strings of `values`."""
         texts = strings_of(values)
         while True:
             key = secrets.token_hex(16).upper()
@@ -81,7 +81,7 @@ class Marks:
 
 
 class _Seen(set[str]):
-    """The strings of a structure that was walked."""
+    """Collects the strings of a structure."""
 
     def __call__(self, text: str) -> str:
         self.add(text)
@@ -89,7 +89,7 @@ class _Seen(set[str]):
 
 
 def strings_of(value: Any) -> Set[str]:
-    """All strings in a structure of JSON, keys included."""
+    """All strings in a JSON structure, including keys."""
     seen = _Seen()
     _changed(value, seen)
     return seen
@@ -98,10 +98,10 @@ def strings_of(value: Any) -> Set[str]:
 def rendered_chat(
     tokenizer: TextTokenizer, messages: Messages, variables: Mapping[str, Any] | None = None
 ) -> Rendered | None:
-    """What the tokenizer's chat template makes of messages and of the `variables` beside them; None if it has none.
+    """Render messages and `variables` with the tokenizer's chat template; None if it has no template.
 
     Raises:
-        UsageError: the template refuses them, or what it does depends on a word that would be a control token between
+        UsageError: the template refuses them, or its output depends on a word that would become a control token within
             the template's own brackets.
     """
     given = dict(variables or {})
@@ -124,12 +124,12 @@ def rendered_chat(
     exact = render(lambda text: (joins.hidden(text, stand_ins) if text in risky else text).translate(table))
     if exact is None or exact.text != found.text:
         words = ", ".join(sorted(repr(text[:40]) for text in risky)[:3])
-        raise UsageError(f"the chat template cannot take these texts as ordinary ones: {words}")
+        raise UsageError(f"the chat template cannot treat these texts as ordinary text: {words}")
     return exact
 
 
 def _changed(value: Any, change: Callable[[str], str], fixed: Set[str] = frozenset()) -> Any:
-    """A structure with every string changed, keys included, but for those that are `fixed` where the API names them."""
+    """A copy of a structure with `change` applied to all strings and keys, except `fixed` ones that the API defines."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list | tuple):
@@ -150,14 +150,14 @@ def _changed(value: Any, change: Callable[[str], str], fixed: Set[str] = frozens
 def _change_all(
     messages: Messages, variables: Mapping[str, Any], change: Callable[[str], str]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Both with their strings changed. Names of variables are never written by a template, so that they stay."""
+    """Both with `change` applied to their strings. Names of variables stay, since templates never output them."""
     fixed = {"tools": _FIXED}
     changed = {name: _changed(value, change, fixed.get(name, frozenset())) for name, value in variables.items()}
     return _changed(messages, change, _FIXED), changed
 
 
 class _StandIns(dict[str, str]):
-    """Characters in the place of others, each drawn when it is first asked for and absent from all `texts`."""
+    """Maps characters to stand-ins, each drawn at its first use and absent from all `texts`."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class _StandIns(dict[str, str]):
         return drawn
 
     def put_back(self, written: str) -> Rendered:
-        """A text with the characters themselves again, and where they are. Templates may have escaped them as JSON."""
+        """Restore the original characters and record their positions. Templates may have escaped them as JSON."""
         if not self:
             return Rendered(written)
         forms = {stand_in: character for character, stand_in in self.items()}
@@ -195,9 +195,9 @@ class _StandIns(dict[str, str]):
 
 
 class _Joins:
-    """Which texts may be parts of some control tokens by the characters that are not replaced: letters above all.
+    """Finds texts that may become part of control tokens by characters that are not replaced, mostly letters.
 
-    A template that writes a name between brackets of its own may make a control token of it.
+    A template that puts a name between its own brackets may turn it into a control token.
     """
 
     def __init__(self, control_texts: Iterable[str]) -> None:
@@ -210,7 +210,7 @@ class _Joins:
         self._most = max(map(len, wholes), default=0)
 
     def may_take(self, text: str) -> bool:
-        """Whether a text is in a control token, or holds one, or one may begin or end with it."""
+        """Whether a text is part of a control token, contains one, or may be joined with one at its start or end."""
         text = folded(text.strip())
         lengths = range(1, min(self._most, len(text)) + 1)
         return (
@@ -220,7 +220,7 @@ class _Joins:
         )
 
     def hidden(self, text: str, stand_ins: _StandIns) -> str:
-        """A text with stand-ins where a control token would take a character of it."""
+        """A text with stand-ins for characters that a control token would include."""
         word = text.strip()
         begins = text.find(word)
         places = {0, len(word) - 1} if folded(word) == word.casefold() else set(range(len(word)))
@@ -233,13 +233,13 @@ class _Joins:
 
 
 _PIECES = re.compile(r"(?s).{1,128}[^\x00-\x7f]{0,128}")
-"""Pieces of a text that end before an ASCII character, which belongs to nothing before it, or after 256 characters."""
+"""Pieces of a text that end before an ASCII character, which never combines with earlier ones, or after 256."""
 
 
 def folded(text: str) -> str:
-    """A text in compatibility form (NFKC) without case.
+    """A text in compatibility form (NFKC), case-folded.
 
-    Piece by piece: of a long run of combining marks `unicodedata` takes quadratic time, in one call.
+    Works piece by piece: `unicodedata` needs quadratic time for a long run of combining marks.
     """
     if text.isascii():
         return text.casefold()

@@ -1,4 +1,4 @@
-"""What is asked: one question over chunks, as every backend takes it."""
+"""Requests: one question over chunks, the same for every backend."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,16 +9,18 @@ from chunkweave.types import Chunk
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question over chunks, as `Engine.generate_batch` takes them.
+    """One question over chunks, for `Engine.generate_batch`.
 
-    `system=None` means the template's own instruction. `cache_salt` separates tenants: chunks cached under one salt
-    are never found under another. `order` is `free` if the chunks (given best first) may be
-    reordered, `fixed` if not; None leaves it to the engine. With a `conversation_id`, one among those of the same salt,
-    the question is the next turn of that conversation, or the first of a new one; `system=None` is then the
-    conversation's own instruction. Who says the number of the `turn`, from 1, is refused where another one comes next.
-    Conversations are shared out by `tenant`. Without an id `history` are earlier questions with their answers, which
-    stand behind the instruction: nothing is kept of them but KV, which is found again by what they say.
-    `history_chunks` has for each of these the chunks that stand before its question.
+    `system=None` means the template's own instruction. `cache_salt` separates tenants: chunks cached under one salt are
+    never found under another. `order` is `free` if the chunks (given best first) may be reordered, `fixed` if not; None
+    means the engine's setting.
+
+    With a `conversation_id`, which is unique per salt, the question is the next turn of that conversation, or the first
+    turn of a new one; `system=None` then means the conversation's instruction. `turn` (from 1), if given, must be the
+    next turn; otherwise the request is refused. The number of conversations is shared among tenants by `tenant`.
+
+    Without an id, `history` are earlier questions with their answers, placed after the instruction. Only their KV is
+    kept, and found again by their text. `history_chunks` has for each of them the chunks before its question.
 
     >>> from chunkweave import Engine, Request, SamplingParams
     >>> asked = Request("Who leads the choir?", ["The choir is led by Otto Gunmark."], sampling=SamplingParams(16))

@@ -1,4 +1,4 @@
-"""Where the parts of a prompt stand: the fixed text around instruction, chunks and question."""
+"""Prompt templates: the fixed text around instruction, chunks and question."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ INSTRUCTION = (
     "Answer the question from the passages below. Be short and exact. "
     "If the passages do not hold the answer, say that it is not stated."
 )
-"""The instruction of both kinds of template, unless another is given."""
+"""The default instruction of both kinds of template."""
 
 _RESERVED = frozenset(
     {
@@ -33,15 +33,15 @@ _RESERVED = frozenset(
         "truncation",
     }
 )
-"""What says how a template is rendered, or what its prompt is made of: no variable of a request."""
+"""Variables that control how a template is rendered; a request must not set them."""
 
 _CONTROL_NAMES = ("_token", "_tokens")
-"""How variables end that hold control tokens: a request that sets `eos_token` would change the template itself."""
+"""Suffixes of variables that hold control tokens: a request that sets `eos_token` would change the template."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrdinaryCharacters:
-    """Positions in a template's own texts of characters that a request gave: no control token holds one of them."""
+    """Positions of a request's characters in a template's texts: no control token includes one of them."""
 
     head: frozenset[int] = frozenset()
     lead: frozenset[int] = frozenset()
@@ -54,13 +54,13 @@ class PromptTemplate:
     """A prompt is `head` instruction `lead` chunk... question `tail`.
 
     In a conversation each answer follows its question's `tail`, and `turn_break` ends it (None: EOS, as for a base
-    model; "": the template takes no second turn). `head`, `lead`, `tail` and `turn_break` come from the model's
-    template: control tokens in them count as such, but for those of `ordinary` characters. The three formats are
-    ordinary text around what a user gives, never read as control tokens. `instruction` is the default. The builder
-    drops a BOS at the start of `head`, since it places BOS.
+    model; "": the template does not support a second turn). `head`, `lead`, `tail` and `turn_break` come from the
+    model's template: control tokens in them are read as such, except at `ordinary` positions. The three formats are
+    ordinary text around the user's text, never read as control tokens. `instruction` is the default. The builder drops
+    a BOS at the start of `head`, since it adds BOS itself.
 
     Raises:
-        UsageError: a format does not hold its placeholder exactly once.
+        UsageError: a format does not contain its placeholder exactly once.
     """
 
     instruction: str = INSTRUCTION
@@ -80,18 +80,18 @@ class PromptTemplate:
             (self.question_format, "{question}"),
         ):
             if form.count(placeholder) != 1:
-                raise UsageError(f"the format {form!r} must hold {placeholder} exactly once")
+                raise UsageError(f"the format {form!r} must contain {placeholder} exactly once")
 
     def instruction_text(self, instruction: str) -> str:
-        """The instruction as it is tokenized; nothing for an empty one."""
+        """The formatted instruction; "" for an empty one."""
         return self.instruction_format.replace("{instruction}", instruction) if instruction else ""
 
     def chunk_text(self, text: str) -> str:
-        """A chunk's text as it is tokenized."""
+        """The formatted text of a chunk."""
         return self.chunk_format.replace("{text}", text)
 
     def question_text(self, question: str) -> str:
-        """The question as it is tokenized."""
+        """The formatted question."""
         return self.question_format.replace("{question}", question)
 
 
@@ -103,16 +103,15 @@ def plain_template(instruction: str | None = None) -> PromptTemplate:
 def chat_template(
     tokenizer: TextTokenizer, instruction: str | None = None, variables: Mapping[str, Any] | None = None
 ) -> PromptTemplate:
-    """The tokenizer's chat template, rendered once with marks where the parts go, and cut there.
+    """The tokenizer's chat template, rendered once with placeholders for the parts and split at them.
 
-    `variables` are what a request says to the template beside messages, such as `tools`.
-
-    The instruction is the system message. If the template has no system role (it refuses one, or leaves it
-    out), the instruction opens the user's turn instead. What ends a turn is cut out of a second rendering, of two
-    turns, in which templates may put a system message where they like.
+    `variables` are a request's other inputs to the template, such as `tools`. The instruction is the system message. If
+    the template has no system role (it refuses or omits it), the instruction starts the user's turn instead. The end of
+    a turn is taken from a second rendering with two turns, in which the system message may be anywhere.
 
     Raises:
-        UsageError: there is no chat template, or a mark does not come back exactly once and in order.
+        UsageError: there is no chat template, or its output does not contain each placeholder exactly once and in
+            order.
     """
     marks = Marks.absent_from(variables)
     content = marks.chunks + marks.question
@@ -142,7 +141,7 @@ def template_for(tokenizer: TextTokenizer, instruction: str | None = None) -> Pr
     """The chat template if the tokenizer has one, else the plain template.
 
     Raises:
-        UsageError: there is a chat template that cannot be cut; see `chat_template`.
+        UsageError: the chat template cannot be split; see `chat_template`.
     """
     if _has_chat_template(tokenizer):
         return chat_template(tokenizer, instruction)
@@ -150,34 +149,33 @@ def template_for(tokenizer: TextTokenizer, instruction: str | None = None) -> Pr
 
 
 def template_with(tokenizer: TextTokenizer, variables: Mapping[str, Any]) -> PromptTemplate:
-    """The chat template as `variables` of one request make it: `tools`, or what a template reads beside them.
+    """The chat template with the `variables` of one request: `tools` and others that the template reads.
 
     Raises:
-        UsageError: there is no chat template or it cannot be cut, it has no place for tools, or a name is not that of
-            a variable.
+        UsageError: there is no chat template or it cannot be split, it does not support tools, or a name is reserved.
     """
     if not _has_chat_template(tokenizer):
-        raise UsageError("the tokenizer has no chat template: it reads neither tools nor chat_template_kwargs")
+        raise UsageError("the tokenizer has no chat template, so tools and chat_template_kwargs cannot be used")
     if reserved := sorted(name for name in variables if name in _RESERVED or name.endswith(_CONTROL_NAMES)):
         raise UsageError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set")
     template = chat_template(tokenizer, None, variables)
     tools = variables.get("tools")
     if tools and template == chat_template(tokenizer, None, {**variables, "tools": None}):
-        raise UsageError("the model's chat template has no place for tools")
+        raise UsageError("the model's chat template does not support tools")
     return template
 
 
 def rendered_exchange(
     tokenizer: TextTokenizer, messages: Messages, variables: Mapping[str, Any], *, first: bool, answered: bool
 ) -> Rendered:
-    """What the template writes behind a question: what the assistant said, what tools gave, and so on.
+    """The template's text after a question: messages of the assistant, results of tools, and so on.
 
-    Up to where the answer begins, or if it is `answered`, by the last of `messages`, to where the next question does.
-    Some templates write tools into the `first` question's message. Control tokens count in what the template writes,
-    not in what the messages say.
+    It ends where the answer begins; if the last of `messages` is the answer (`answered`), where the next question
+    begins. Some templates write tools into the `first` question's message. Control tokens are read in the template's
+    text, not in the messages' texts.
 
     Raises:
-        UsageError: the template refuses these messages, or leaves out what a tool gave.
+        UsageError: the template refuses these messages, or omits a tool's result.
     """
     marks = Marks.absent_from(messages, variables)
     earlier = [{"role": "user", "content": marks.chunks}, {"role": "assistant", "content": marks.answer}]
@@ -190,22 +188,22 @@ def rendered_exchange(
         rendered = rendered_chat(tokenizer, asked, variables)
     _, found, behind = (rendered or Rendered()).partition(marks.question)
     if answered:
-        behind, goes_on, _ = behind.partition(marks.chunks)
-        found = found and goes_on
+        behind, continued, _ = behind.partition(marks.chunks)
+        found = found and continued
     given = [message["content"] for message in messages if message["role"] == "tool"]
     if not found or not all(_holds(behind.text, text) for text in given):
-        raise UsageError("the model's chat template does not take these messages of the assistant and of tools")
+        raise UsageError("the model's chat template does not support these messages of the assistant and of tools")
     return behind
 
 
 def _holds(rendered: str, text: str) -> bool:
-    """Whether a text is in a rendering, as it is or as a text of JSON; templates may trim it."""
+    """Whether a rendering contains a text, plain or escaped as JSON; templates may trim it."""
     text = text.strip()
     return any(form in rendered for form in (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]))
 
 
 class _NotCuttableError(UsageError):
-    """A mark did not come back exactly once, or not in order."""
+    """The output does not contain a placeholder exactly once, or not in order."""
 
 
 def _cut(
@@ -220,19 +218,19 @@ def _cut(
     for mark in (marks.instruction, marks.chunks, marks.question):
         if (count := rendered.text.count(mark)) != 1:
             raise _NotCuttableError(
-                f"the chat template cannot be cut: a mark in a message comes back {count} times instead of once"
+                f"the chat template cannot be split: its output has a message {count} times instead of once"
             )
     head, _, rest = rendered.partition(marks.instruction)
     lead, found, tail = rest.partition(marks.chunks + marks.question)
     if not found:
-        raise _NotCuttableError("the chat template cannot be cut: it puts the instruction after the user's message")
+        raise _NotCuttableError("the chat template cannot be split: it puts the instruction after the user's message")
     return head, lead, tail
 
 
 def _turn_break(tokenizer: TextTokenizer, variables: Mapping[str, Any] | None, marks: Marks) -> Rendered:
-    """What the template writes between an answer and the next user's message; nothing if it takes no second turn.
+    """The template's text between an answer and the next user's message; empty if it does not support a second turn.
 
-    No template ends a turn with nothing, so that nothing can mean that.
+    No template ends a turn with an empty text, so the meaning is unambiguous.
     """
     messages = [
         {"role": "user", "content": marks.chunks},

@@ -1,4 +1,4 @@
-"""What chunkweave needs of a tokenizer, a Hugging Face one as that, and a cache of token ids."""
+"""The tokenizer protocol, its adapter for Hugging Face tokenizers, and a cache of token ids."""
 
 import ctypes
 import hashlib
@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cache, cached_property
+from itertools import islice
 from threading import Lock
 from typing import Any, Protocol
 
@@ -13,33 +14,33 @@ from chunkweave.errors import UsageError
 
 
 class TextTokenizer(Protocol):
-    """Text to token ids and back. Implementations may be called from several threads."""
+    """Converts text to token ids and back. Implementations must be thread-safe."""
 
     def encode(self, text: str, *, control_tokens: bool = False, ordinary: Set[int] = frozenset()) -> list[int]:
         """Token ids of `text`, without BOS or EOS.
 
-        With `control_tokens=False` text that spells a control token (`</s>`, `<|im_end|>`) is encoded as the
-        ordinary characters that it is, so that a document cannot end a turn or open another. With
-        `control_tokens=True` that holds for control tokens with a character at one of the `ordinary` positions.
+        With `control_tokens=False` text that spells a control token (`</s>`, `<|im_end|>`) is encoded as ordinary
+        characters, so a document cannot end a turn or start another. With `control_tokens=True` this applies only to
+        control tokens with a character at one of the `ordinary` positions.
         """
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`; special tokens are left out."""
+        """Text of `token_ids` without special tokens."""
 
     def control_texts(self, text: str) -> frozenset[str]:
-        """The control tokens that `text` spells, as they are written."""
+        """The control tokens that `text` spells, as text."""
 
     @property
     def control_signs(self) -> frozenset[str]:
-        """Characters of control tokens that are no part of words: brackets and bars."""
+        """Characters of control tokens that do not occur in words: brackets and bars."""
 
     @property
     def start_ids(self) -> tuple[int, ...]:
-        """What the model expects at the head of every prompt (BOS), or nothing."""
+        """Ids that the model expects at the start of every prompt (BOS); may be empty."""
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """What a base model ends a text with (EOS), or nothing."""
+        """Ids that end a text of a base model (EOS); may be empty."""
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -50,12 +51,25 @@ class TextTokenizer(Protocol):
     ) -> str | None:
         """`messages` ({"role", "content"}) through the chat template, with the header of the assistant's turn.
 
-        `variables` are others that the template may read: `tools`, `enable_thinking`. None if the tokenizer has no chat
-        template.
+        `variables` are other inputs that the template may read: `tools`, `enable_thinking`. None if the tokenizer has
+        no chat template.
 
         Raises:
-            UsageError: the template refuses these messages, for example a system role, or cannot read them.
+            UsageError: the template refuses or cannot read these messages, for example a system role.
         """
+
+
+_LOOKED_AT_TEXTS, _LOOKED_AT_CHARACTERS = 20, 500
+
+
+def tokens_a_word(tokenizer: TextTokenizer, texts: Iterable[str]) -> float:
+    """How many tokens the beginnings of the first texts take a word; 0 without words.
+
+    Text of another kind than the tokenizer was made from takes many more than its own.
+    """
+    begun = [text[:_LOOKED_AT_CHARACTERS] for text in islice(texts, _LOOKED_AT_TEXTS)]
+    words = sum(len(text.split()) for text in begun)
+    return sum(len(tokenizer.encode(text)) for text in begun) / words if words else 0.0
 
 
 _MARK = "CHUNKWEAVE-ANSWER-MARK"
@@ -63,24 +77,24 @@ _MARK = "CHUNKWEAVE-ANSWER-MARK"
 _OF_NAMES_AND_QUOTES = "_-.\"'\\"
 
 _LONG_CHARACTERS = 1 << 18
-"""Tokenizing a longer text takes so much memory (some 300 bytes a token) that it is given back to the system."""
+"""After tokenizing a longer text (about 300 bytes per token), freed memory is returned to the system."""
 
 
 class HuggingFaceTokenizer:
-    """Adapter around a `transformers.PreTrainedTokenizerFast` (or what looks like one).
+    """Adapter around a `transformers.PreTrainedTokenizerFast` (or a compatible class).
 
     `stop_ids` are added to those found in the tokenizer, for example the `eos_token_id`s of the model's
     generation config.
 
-    Texts go straight to the tokenizer's Rust core, by the one of its functions that leaves the interpreter to other
-    threads meanwhile (`encode` does not) and computes no offsets: the wrapper's call takes twice the time and memory.
+    Texts go directly to the tokenizer's Rust core, through the function that releases the interpreter's lock (`encode`
+    does not) and computes no offsets: the wrapper's call takes twice the time and memory.
     """
 
     def __init__(self, tokenizer: Any, *, stop_ids: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._lock = Lock()  # a tokenizer without such a core is not made for several threads at once
+        self._lock = Lock()  # a tokenizer without a Rust core is not thread-safe
         self._core = getattr(tokenizer, "backend_tokenizer", None)
-        if self._core is not None:  # what the wrapper's call sets each time
+        if self._core is not None:  # the wrapper's call sets these each time
             self._core.no_truncation()
             self._core.no_padding()
             self._core.encode_special_tokens = getattr(tokenizer, "split_special_tokens", False)
@@ -97,7 +111,7 @@ class HuggingFaceTokenizer:
         found: list[int] = []
         positions = sorted(ordinary)
         for piece, start in self._cut_inside_control(text, ordinary if control_tokens else None):
-            if piece == text:  # its control tokens may stay
+            if piece == text:  # its control tokens may be read
                 return ids
             first, last = (bisect_left(positions, at) for at in (start, start + len(piece)))
             inside = frozenset(at - start for at in positions[first:last])
@@ -110,7 +124,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def control_signs(self) -> frozenset[str]:
-        """Characters of control tokens but for letters, digits, white space, and what JSON escapes or names hold."""
+        """Characters of control tokens except letters, digits, white space, and characters of JSON escapes or names."""
         found = set("".join(self._control.values())) - set(_OF_NAMES_AND_QUOTES)
         return frozenset(one for one in found if not one.isalnum() and not one.isspace())
 
@@ -123,7 +137,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def start_ids(self) -> tuple[int, ...]:
-        """What the tokenizer itself puts before a text: BOS for Llama, nothing for Qwen2."""
+        """Ids that the tokenizer itself adds before a text: BOS for Llama, none for Qwen2."""
         bare = self._ids("a")
         framed: list[int] = list(self._tokenizer("a")["input_ids"])
         for start in range(len(framed) - len(bare) + 1):
@@ -138,7 +152,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """EOS, what the chat template writes after an answer, and the ids given by the caller."""
+        """EOS, the token that the chat template puts after an answer, and the ids given by the caller."""
         found = set(self._given_stop_ids)
         if self._tokenizer.eos_token_id is not None:
             found.add(self._tokenizer.eos_token_id)
@@ -148,7 +162,7 @@ class HuggingFaceTokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
     ) -> str | None:
-        """`messages` through the chat template with the generation prompt, or None without a template.
+        """Render `messages` with the chat template and the generation prompt; None without a template.
 
         Raises:
             UsageError: the template refuses these messages.
@@ -173,7 +187,7 @@ class HuggingFaceTokenizer:
     def _end_of_turn_ids(self) -> list[int]:
         """The first token after an assistant's answer, if it is a control token.
 
-        Asking the template needs no list of the names that models use for it.
+        It is found by rendering the template, which needs no list of the models' names for it.
         """
         conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         try:
@@ -193,15 +207,14 @@ class HuggingFaceTokenizer:
             return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _cut_inside_control(self, text: str, ordinary: Set[int] | None) -> list[tuple[str, int]]:
-        """`text` cut in the middle of what was read as a control token, each piece with where it begins.
+        """`text` split in the middle of each control token that was found in it; each piece with its start.
 
-        Only of those that hold an `ordinary` position, if there are such positions (None: of all).
-
-        Rejected: `split_special_tokens=True`. It sets a flag on the tokenizer that other threads share, and
-        it leaves added tokens that are not marked special (Qwen3's `<think>`) as they are.
+        Only control tokens that include an `ordinary` position are split (None: all). Rejected:
+        `split_special_tokens=True`. It sets a flag on the tokenizer, which other threads share, and does not split
+        added tokens that are not marked special (Qwen3's `<think>`).
         """
         if self._core is None:
-            raise UsageError("this tokenizer does not say where control tokens stand in a text: use a fast tokenizer")
+            raise UsageError("this tokenizer does not report the positions of control tokens: use a fast tokenizer")
         [encoded] = self._core.encode_batch([text], add_special_tokens=False)
         pieces: list[tuple[str, int]] = []
         done = 0
@@ -210,14 +223,14 @@ class HuggingFaceTokenizer:
                 continue
             middle = (start + stop) // 2
             pieces.append((text[done:middle], done))
-            # One character that a normalizer turned into a control token cannot be cut: it is left out.
+            # A single character that a normalizer turned into a control token cannot be split: it is dropped.
             done = stop if stop - start < 2 else middle
         pieces.append((text[done:], done))
         return [(piece, start) for piece, start in pieces if piece]
 
 
 def give_memory_back() -> None:
-    """Return what was freed to the system: glibc would keep it, for each thread apart. Elsewhere nothing happens."""
+    """Return freed memory to the system, which glibc keeps per thread. Does nothing with another C library."""
     if (trim := _malloc_trim()) is not None:
         trim(0)
 
@@ -226,12 +239,12 @@ def give_memory_back() -> None:
 def _malloc_trim() -> Callable[[int], int] | None:
     try:
         return ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError, TypeError):  # another C library, or none that can be asked
+    except (OSError, AttributeError, TypeError):  # another C library, or none that can be called
         return None
 
 
 def _control_tokens(tokenizer: Any) -> Mapping[int, str]:
-    """Added tokens by their ids, but for those that are runs of white space or one ordinary character."""
+    """Added tokens by id, except runs of white space and single ordinary characters."""
     return {
         token_id: str(token.content)
         for token_id, token in tokenizer.added_tokens_decoder.items()
@@ -244,11 +257,10 @@ _LEAST_TEXTS = 64
 
 
 class TokenCache:
-    """Token ids of texts, under a salt. Safe to share by threads.
+    """LRU cache of token ids by salt and text. Thread-safe.
 
-    The least recently used leave first when more than `max_tokens` ids are held. Texts are known by a hash: what is
-    held does not grow with their length. A text without tokens is not held, and there are at most `max_tokens` /
-    `_TOKENS_OF_A_TEXT` texts: a short one costs its entry above all.
+    It holds at most `max_tokens` ids and `max_tokens` / `_TOKENS_OF_A_TEXT` texts, since for a short text the entry
+    itself costs most. Texts are keyed by a hash, so their length does not matter. A text without tokens is not cached.
     """
 
     def __init__(self, max_tokens: int = 500_000) -> None:
@@ -259,7 +271,7 @@ class TokenCache:
         self._lock = Lock()
 
     def get(self, text: str, salt: str = "") -> tuple[int, ...] | None:
-        """The ids of `text`, which becomes the most recently used; None if it is not held."""
+        """The ids of `text`, which becomes the most recently used; None if it is not cached."""
         key = _key(text, salt)
         with self._lock:
             token_ids = self._ids_by_text.get(key)
@@ -268,7 +280,7 @@ class TokenCache:
             return token_ids
 
     def put(self, text: str, token_ids: tuple[int, ...], salt: str = "") -> None:
-        """Hold the ids of `text`, unless they are more than the whole bound."""
+        """Cache the ids of `text`, unless they exceed `max_tokens`."""
         key = _key(text, salt)
         with self._lock:
             self._held_tokens -= len(self._ids_by_text.pop(key, ()))
@@ -285,7 +297,7 @@ class TokenCache:
 
     @property
     def held_tokens(self) -> int:
-        """Number of ids held."""
+        """Number of cached ids."""
         return self._held_tokens
 
 

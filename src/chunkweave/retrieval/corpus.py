@@ -1,9 +1,9 @@
-"""Documents that can be searched: cut into chunks, embedded, kept in a folder or in memory."""
+"""A corpus: documents that are cut into chunks, embedded and searched, in a folder or in memory."""
 
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkweave.errors import DuplicateDocumentError, EmbedderMismatchError, UnknownDocumentError
-from chunkweave.prompt.documents import SplitConfig, split_pieces
+from chunkweave.prompt.documents import SplitConfig, split_located
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument, appended, next_batch, without
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
@@ -22,6 +22,7 @@ from chunkweave.retrieval.faiss_indexes import check_available
 from chunkweave.retrieval.indexes import IndexConfig, IndexKind, check_top_k, checked_vectors
 from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
 from chunkweave.retrieval.searcher import Built, MadeIndex, Searcher, document_chunks
+from chunkweave.retrieval.sections import Place, place_of
 from chunkweave.types import Chunk
 
 _FLOAT_BYTES = 4
@@ -29,9 +30,9 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class GrowthLimits:
-    """Most chunks and bytes of a corpus, and whether to go on; bytes as `document_bytes` counts them.
+    """Maximum chunks and bytes of a corpus during a change; bytes are counted by `document_bytes`.
 
-    `stopped` is asked between chunks, in the thread that changes the corpus.
+    `stopped` is called between chunks, in the thread that changes the corpus; true ends the change.
     """
 
     max_chunks: int = sys.maxsize
@@ -41,47 +42,51 @@ class GrowthLimits:
 
 def document_bytes(document: StoredDocument, dimension: int) -> int:
     """Bytes of a document's names, metadata and chunks in UTF-8, and of its vectors of `dimension` columns."""
-    return _head_bytes(document) + sum(_chunk_bytes(text, dimension) for text in document.chunks)
+    texts = enumerate(document.chunks)
+    return _head_bytes(document) + sum(_chunk_bytes(text, document.place_of(at), dimension) for at, text in texts)
 
 
 class Growth:
-    """What one change may still add to a corpus. Used by one thread."""
+    """Counts what one change adds to a corpus, against its limits. Used by one thread."""
 
     def __init__(self, limits: GrowthLimits, *, chunks: int, nbytes: int, dimension: int) -> None:
-        """For a corpus that has so many `chunks` and bytes now."""
+        """Start from the present number of `chunks` and bytes of a corpus."""
         self._limits = limits
         self._chunks = chunks
         self._nbytes = nbytes
         self._dimension = dimension
 
     def take(
-        self, document: CorpusDocument, pieces: Iterable[str], replaced: StoredDocument | None
+        self, document: CorpusDocument, pieces: Iterable[tuple[int, str]], replaced: StoredDocument | None
     ) -> StoredDocument | None:
-        """The document of these `pieces` in the place of `replaced`, which leaves; the pieces are counted as they come.
+        """The document with these `pieces` as chunks; None if it does not fit, or if the change is stopped.
 
-        None, and no more pieces are asked for, if there is no room for it, or the change is stopped.
+        A piece is the position of its first character in the text, and the piece itself. Pieces are counted one by one;
+        after None no more are read. `replaced` is the document that this one replaces.
         """
         bare = StoredDocument(document.id, document.title, document.digest, (), dict(document.metadata))
         chunks, nbytes = self._chunks, self._nbytes + _head_bytes(bare)
         if replaced is not None:
             chunks, nbytes = chunks - len(replaced.chunks), nbytes - document_bytes(replaced, self._dimension)
         texts: list[str] = []
-        for text in pieces:
-            nbytes += _chunk_bytes(text, self._dimension)
+        places: list[Place] = []
+        for start, text in pieces:
             texts.append(text)
+            places.append(place_of(document.sections, start, start + len(text)))
+            nbytes += _chunk_bytes(text, places[-1], self._dimension)
             full = chunks + len(texts) > self._limits.max_chunks or nbytes > self._limits.max_bytes
             if full or self._limits.stopped():
                 return None
         self._chunks, self._nbytes = chunks + len(texts), nbytes
-        return StoredDocument(bare.id, bare.title, bare.digest, tuple(texts), bare.metadata)
+        return replace(bare, chunks=tuple(texts), places=tuple(places) if document.sections else ())
 
 
 def _head_bytes(document: StoredDocument) -> int:
     return len(json.dumps([document.id, document.title, document.metadata], ensure_ascii=False).encode())
 
 
-def _chunk_bytes(text: str, dimension: int) -> int:
-    return len(text.encode()) + _FLOAT_BYTES * dimension
+def _chunk_bytes(text: str, place: Place, dimension: int) -> int:
+    return len(text.encode()) + len(place.heading.encode()) + _FLOAT_BYTES * dimension
 
 
 Progress = Callable[[int, int], None]
@@ -92,10 +97,10 @@ _EMBED_BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class CorpusChange:
-    """What a call did to a corpus: ids of documents, in the order given.
+    """Result of a change of a corpus: ids of documents, in the given order.
 
-    `gone` are the chunks whose text no document has any more: their KV is of no use, and `Engine.forget` removes it.
-    `left` were neither added nor replaced, since there was no room for the first of them, or the call was stopped.
+    `gone` are chunks whose text is in no document any more; `Engine.forget` removes their KV. `left` were neither added
+    nor replaced, because the first of them did not fit, or the call was stopped.
     """
 
     added: tuple[str, ...] = ()
@@ -107,11 +112,11 @@ class CorpusChange:
 
 
 class Corpus:
-    """Documents by id, searched by meaning or words, whichever its embedder knows.
+    """Documents by id, searched by meaning or by words, depending on the embedder.
 
-    In a folder every call that returns has been written to disk; of one that is interrupted the documents that were
-    committed stay, and the same call again goes on from there (`update` skips what is there). Searches may run in
-    several threads at once; changing it may not run beside anything else.
+    In a folder, a call that returns has been written to disk. After an interrupted call the committed documents stay,
+    and `update` continues from there: it skips unchanged documents. Searches may run in several threads. A change must
+    not run beside another call, except `make_index`.
 
     >>> from chunkweave import Corpus, CorpusDocument
     >>> corpus = Corpus()
@@ -134,8 +139,8 @@ class Corpus:
             embedder: makes the vectors; None = a model if one is installed, else `hashed-ngrams` (`usual_embedder`).
             split: how documents are cut.
             index: how vectors are searched; `flat` is exact and needs no extra.
-            tokenizer: counts the tokens of chunks; None = the bundled one. Give the engine's, and chunks are as long as
-                `split` says in its model's tokens.
+            tokenizer: counts the tokens of chunks; None = the bundled one. With the engine's, `split` counts its
+                model's tokens.
 
         Raises:
             UsageError: the index needs an extra that is not installed.
@@ -155,7 +160,7 @@ class Corpus:
         self._given_tokenizer = tokenizer
         self._parts: tuple[Part, ...] = ()
         self._by_id: dict[str, StoredDocument] = {}
-        self._nbytes: int | None = None  # counted when somebody asks
+        self._nbytes: int | None = None  # counted on first use
         self._searcher = Searcher(self._manifest, (), None, Built())
 
     @classmethod
@@ -168,7 +173,7 @@ class Corpus:
         index: IndexConfig | None = None,
         tokenizer: TextTokenizer | None = None,
     ) -> Self:
-        """An empty corpus in a folder, which is made if need be. Arguments as for `Corpus`.
+        """Create an empty corpus in a folder, and the folder if it is missing. Arguments as for `Corpus`.
 
         Raises:
             UsageError: there is a corpus already, the folder holds other files, or the index needs an extra that is
@@ -186,14 +191,14 @@ class Corpus:
     def open(
         cls, folder: str | Path, embedder: Embedder | None = None, *, tokenizer: TextTokenizer | None = None
     ) -> Self:
-        """The corpus in a folder, with the settings that it was created with.
+        """Open the corpus in a folder, with the settings that it was created with.
 
-        `embedder=None` makes the one that the corpus names.
+        With `embedder=None`, the embedder is made by the name that the corpus has stored.
 
         Raises:
             CorpusError: there is none, or a file of it is missing or damaged.
             EmbedderMismatchError: it was made by another embedder.
-            UsageError: its embedder is of an extra that is not installed.
+            UsageError: its embedder needs an extra that is not installed.
         """
         files = CorpusFiles(Path(folder))
         manifest, parts = files.read()
@@ -217,7 +222,7 @@ class Corpus:
 
     @property
     def embedder(self) -> Embedder:
-        """What makes the vectors."""
+        """The embedder, which makes the vectors."""
         return self._embedder
 
     @property
@@ -227,7 +232,7 @@ class Corpus:
 
     @property
     def index_config(self) -> IndexConfig:
-        """How vectors are searched, as it was configured."""
+        """The configuration of the index."""
         return self._searcher.config
 
     @property
@@ -237,11 +242,11 @@ class Corpus:
 
     @property
     def num_documents(self) -> int:
-        """How many documents there are."""
+        """Number of documents."""
         return len(self._by_id)
 
     def __len__(self) -> int:
-        """How many chunks there are."""
+        """Number of chunks."""
         return sum(map(len, self._parts))
 
     @property
@@ -266,7 +271,7 @@ class Corpus:
         return self._by_id[document]
 
     def holds(self, document: CorpusDocument) -> bool:
-        """Whether this very document is there: its id with the same text, title and metadata."""
+        """Whether the corpus has this document, with the same id, text, title and metadata."""
         stored = self._by_id.get(document.id)
         return stored is not None and stored.digest == document.digest
 
@@ -275,13 +280,14 @@ class Corpus:
         return self._searcher.chunks()
 
     def add(self, documents: Iterable[CorpusDocument], *, progress: Progress | None = None) -> CorpusChange:
-        """Cut, embed and keep documents that are new.
+        """Cut, embed and store new documents.
 
         Raises:
             DuplicateDocumentError: an id is there already, or is given twice.
             EmptyDocumentError: a document has no text.
-            DocumentError: a document has no id, or metadata that is not JSON-able. So far nothing was added.
-            CorpusError: it cannot be written; what was committed before stays.
+            DocumentError: a document has no id, or metadata that is not JSON-able. In these three cases nothing was
+                added.
+            CorpusError: the corpus cannot be written; documents that were committed before stay.
             DimensionMismatchError: the embedder returns vectors of another shape than it says.
         """
         checked = checked_documents(documents)
@@ -297,21 +303,22 @@ class Corpus:
         progress: Progress | None = None,
         limits: GrowthLimits | None = None,
     ) -> CorpusChange:
-        """Add what is new, replace what differs in text, title or metadata, leave what is the same.
+        """Add new documents, replace those that differ in text, title or metadata, and skip unchanged ones.
 
-        With `limits` the first document that has no room, and all behind it, are left as they are.
+        With `limits`, the first document that does not fit, and all after it, are neither added nor replaced.
 
         Raises:
             DuplicateDocumentError: an id is given twice.
             EmptyDocumentError: a document has no text.
-            DocumentError: a document has no id, or metadata that is not JSON-able. So far nothing was changed.
-            CorpusError: it cannot be written; what was committed before stays.
+            DocumentError: a document has no id, or metadata that is not JSON-able. In these three cases nothing was
+                changed.
+            CorpusError: the corpus cannot be written; documents that were committed before stay.
             DimensionMismatchError: the embedder returns vectors of another shape than it says.
         """
         return self._put(checked_documents(documents), progress, limits or GrowthLimits())
 
     def remove(self, documents: Iterable[str]) -> CorpusChange:
-        """Remove documents by id, from the disk too: their part is written again without them.
+        """Remove documents by id, also from the disk: their parts are rewritten without them.
 
         Raises:
             UnknownDocumentError: an id is not there; nothing was removed.
@@ -334,7 +341,10 @@ class Corpus:
         return checked
 
     def search(self, question: str | NDArray[np.float32], k: int) -> tuple[RetrievedChunk, ...]:
-        """The `k` chunks that are nearest to a question, or to the vector of one, the best first.
+        """The `k` chunks nearest to a question, or to the vector of one, best first.
+
+        Of chunks with the same text only the best is returned. Where more than 15 of 16 of the nearest are copies there
+        may be fewer than `k`: copies must not make a search read a whole corpus.
 
         Raises:
             TopKError: there are fewer chunks.
@@ -345,15 +355,15 @@ class Corpus:
         return self._searcher.search(self._vector(question, k), k)
 
     def search_stages(self, question: str | NDArray[np.float32], k: int) -> Iterator[RetrievalStage]:
-        """The same in stages, each with the best chunks so far; those of the last stage are those of `search`.
+        """Search in stages, each with the best chunks so far; the last stage has the chunks of `search`.
 
-        The stages are searched as they are asked for (RAGCache §5.3). Raises what `search` raises, at once.
+        A stage runs when the iterator is advanced (RAGCache §5.3). The call itself raises what `search` raises.
         """
         return self._searcher.stages(self._vector(question, k), k)
 
     @property
     def searched_by(self) -> IndexKind:
-        """Which index searches use now: `flat` where the configured one is for larger corpora, or not made yet."""
+        """The index that searches use now: `flat` if the configured one is for larger corpora, or is not built yet."""
         return self._searcher.searched_by
 
     @property
@@ -362,10 +372,10 @@ class Corpus:
         return self._searcher.outdated
 
     def build_index(self, *, keep: bool = True) -> None:
-        """Make the index now, and `keep` it in the folder if it is one that takes time to make.
+        """Build the index now. With `keep`, store it in the folder if its kind takes time to build.
 
-        Of `flat` it makes what a first stage of a large search looks at. Without `flat_up_to` a search makes the other
-        kinds too if need be, but does not keep them.
+        For `flat` it builds the sketch for the first stage of a large search. Without `flat_up_to`, a search also
+        builds a missing index of the other kinds, but does not store it.
 
         Raises:
             UsageError: it needs an extra that is not installed.
@@ -375,14 +385,16 @@ class Corpus:
         self.take_index(self.make_index(), keep=keep)
 
     def make_index(self) -> MadeIndex | None:
-        """What `build_index` makes, for `take_index`; None: nothing is to be made.
+        """Build an index for `take_index`; None if there is nothing to build.
 
-        This may run beside searches and changes. Raises what `build_index` raises.
+        May run beside searches and changes. Raises what `build_index` raises.
         """
         return self._searcher.make()
 
     def take_index(self, made: MadeIndex | None, *, keep: bool = True) -> None:
-        """Search what was made, unless documents left meanwhile, and `keep` it. May run beside searches.
+        """Use an index in searches, unless documents were removed meanwhile; `keep` stores it.
+
+        May run beside searches.
 
         Raises what `build_index` raises.
         """
@@ -408,7 +420,7 @@ class Corpus:
         todo = [document for document in documents if not self.holds(document)]
         old = {document.id: self._by_id[document.id] for document in todo if document.id in self._by_id}
         growth = Growth(limits, chunks=len(self), nbytes=self.nbytes, dimension=self._manifest.dimension)
-        cut = (growth.take(one, split_pieces(one.text, self._tokenizer, self.split), old.get(one.id)) for one in todo)
+        cut = (growth.take(one, split_located(one.text, self._tokenizer, self.split), old.get(one.id)) for one in todo)
         fitting = (document for document in takewhile(lambda one: one is not None, cut) if document is not None)
         done = len(unchanged)
         while batch := next_batch(fitting):
@@ -437,7 +449,7 @@ class Corpus:
         progress: Progress | None,
         limits: GrowthLimits,
     ) -> NDArray[np.float32] | None:
-        """Vectors of all chunks of `documents`, in batches; None if that is stopped."""
+        """Vectors of all chunks of `documents`, computed in batches; None if `limits` stop it."""
         texts = [text for document in documents for text in document.chunks]
         ends = np.cumsum([len(document.chunks) for document in documents])
         blocks = []
@@ -452,7 +464,7 @@ class Corpus:
         return np.concatenate(blocks)
 
     def _commit(self, leaving: frozenset[str], new: Part | None) -> None:
-        """The corpus without some documents and with a new part at its end, in one step."""
+        """Remove the documents `leaving` and append the part `new`, in one commit."""
         parts = without(self._parts, leaving)
         if new is not None:
             parts = appended(parts, new)
@@ -474,7 +486,7 @@ class Corpus:
         return sum(document_bytes(document, self._manifest.dimension) for document in documents)
 
     def _gone(self, old: Sequence[StoredDocument]) -> tuple[Chunk, ...]:
-        """Chunks of documents that were there, but for those whose text is still in the corpus."""
+        """Chunks of the documents `old` whose text is not in the corpus any more."""
         gone = {chunk.text: chunk for document in old for chunk in document_chunks(document)}
         for document in self._by_id.values() if gone else ():
             for text in document.chunks:

@@ -1,4 +1,4 @@
-"""A corpus on disk: parts that are never changed, and one manifest that says which of them count."""
+"""A corpus on disk: parts that are never changed, and a manifest that names the valid ones."""
 
 import hashlib
 import json
@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from chunkweave.errors import CorpusError, UsageError
+from chunkweave.retrieval.sections import NO_PLACE, Place
 from chunkweave.store.shared_folder import locked_folder, sync_folder
 
 logger = logging.getLogger(__name__)
@@ -30,28 +31,36 @@ _PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.partial")
 _VECTORS = "vectors"
 _READ_ATTEMPTS = 5
 _COMMIT_CHUNKS = 512
-"""Chunks embedded between two commits: what an interruption loses at most."""
+"""Chunks embedded between two commits: the maximum that an interruption loses."""
 
 _MOST_PART_CHUNKS = 4096
-"""Parts are joined up to this size: removing a document writes its part again."""
+"""Parts are joined up to this size, because removing a document rewrites its part."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredDocument:
-    """A document as its corpus keeps it: cut into chunks, with the digest of what it was cut from."""
+    """A document in a corpus: its chunks, and the digest of the document that was cut.
+
+    `places` has the page and heading of each chunk, or is empty if none is known.
+    """
 
     id: str
     title: str
     digest: str
     chunks: tuple[str, ...]
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    places: tuple[Place, ...] = ()
+
+    def place_of(self, number: int) -> Place:
+        """Where a chunk is, by its number from 0."""
+        return self.places[number] if self.places else NO_PLACE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """Documents and the vectors of all their chunks in order, float32 `[chunks, dimension]`.
 
-    `entry` is how the manifest names it; None until it is written.
+    `entry` is its entry in the manifest; None until it is written.
     """
 
     documents: tuple[StoredDocument, ...]
@@ -75,7 +84,7 @@ class PartEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a corpus is: its embedder, how documents are cut, its index, and the parts that count, in order.
+    """A corpus: its embedder, how documents are cut, its index, and its valid parts, in order.
 
     `generation` counts the commits.
     """
@@ -93,9 +102,9 @@ class Manifest:
 class CorpusFiles:
     """The folder of a corpus: `corpus.json` and, for each part, `part-N.jsonl` and `part-N.safetensors`.
 
-    A commit writes new parts, then replaces the manifest in one step; what the manifest does not name does not exist,
-    and is removed with the next commit. So a process that dies loses what it had not committed, and nothing else.
-    Any number of processes may read while one writes.
+    A commit writes new parts, then replaces the manifest atomically. Files that the manifest does not name are ignored,
+    and removed by the next commit. A process that dies loses only what it had not committed. Any number of processes
+    may read while one writes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -107,7 +116,7 @@ class CorpusFiles:
         return (self.folder / MANIFEST).is_file()
 
     def create(self, manifest: Manifest) -> None:
-        """Make the folder with an empty corpus in it.
+        """Create the folder with an empty corpus.
 
         Raises:
             CorpusError: it cannot be written.
@@ -126,7 +135,7 @@ class CorpusFiles:
             self._write_manifest(manifest)
 
     def read(self) -> tuple[Manifest, list[Part]]:
-        """Everything that was committed last.
+        """The manifest and all parts of the last commit.
 
         Raises:
             CorpusError: there is no corpus, or a file of it is missing, damaged or of another version.
@@ -159,7 +168,7 @@ class CorpusFiles:
             raise CorpusError(f"{path} is no manifest of a corpus: {error}") from error
 
     def commit(self, before: Manifest, parts: Sequence[Part]) -> tuple[Manifest, list[Part]]:
-        """Make `parts` the corpus; those without an entry are written. Returns what is now the corpus.
+        """Make `parts` the corpus; parts without an entry are written. Returns the new manifest and parts.
 
         Raises:
             CorpusError: another process committed since `before`, or a file cannot be written; nothing has changed.
@@ -176,14 +185,14 @@ class CorpusFiles:
                 entries = tuple(part.entry for part in written if part.entry is not None)
                 manifest = replace(before, generation=generation, parts=entries)
                 self._write_manifest(manifest)
-            except CorpusError:  # a disk that is full needs the room
+            except CorpusError:  # frees space on a full disk
                 self._remove_unnamed(self.manifest())
                 raise
             self._remove_unnamed(manifest)
         return manifest, written
 
     def write(self, files: Mapping[str, bytes]) -> None:
-        """Replace files beside the parts, each whole and in this order.
+        """Replace files beside the parts, each atomically, in this order.
 
         Raises:
             CorpusError: one cannot be written.
@@ -193,7 +202,7 @@ class CorpusFiles:
                 self._write(name, data)
 
     def _write(self, name: str, data: bytes) -> None:
-        """Replace a file whole; on return it has reached the disk."""
+        """Replace a file atomically; on return it has reached the disk."""
         partial = self.folder / f".{name}.{secrets.token_hex(8)}.partial"
         try:
             with partial.open("xb") as file:
@@ -212,7 +221,7 @@ class CorpusFiles:
         self._write(MANIFEST, (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode())
 
     def _write_part(self, part: Part, name: str) -> Part:
-        rows = (json.dumps(asdict(document), ensure_ascii=False, allow_nan=False) for document in part.documents)
+        rows = (json.dumps(_row(document), ensure_ascii=False, allow_nan=False) for document in part.documents)
         text = "".join(row + "\n" for row in rows).encode()
         vectors = save({_VECTORS: part.vectors})
         self._write(f"{name}.jsonl", text)
@@ -225,7 +234,7 @@ class CorpusFiles:
         packed = self._read_checked(f"{entry.name}.safetensors", entry.vectors_digest)
         try:
             rows = map(json.loads, text.decode().split("\n")[:-1])
-            documents = tuple(StoredDocument(**{**row, "chunks": tuple(row["chunks"])}) for row in rows)
+            documents = tuple(_stored_document(row) for row in rows)
             vectors: NDArray[np.float32] = load(packed)[_VECTORS]
         except (ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CorpusError(f"part {entry.name} in {self.folder} is not one: {error}") from error
@@ -241,7 +250,7 @@ class CorpusFiles:
         return data
 
     def _remove_unnamed(self, manifest: Manifest) -> None:
-        """Parts and halves of files that no manifest names, left by this commit or by a process that died."""
+        """Remove parts and partial files that the manifest does not name, left by this commit or by a dead process."""
         named = {f"{part.name}.{suffix}" for part in manifest.parts for suffix in ("jsonl", "safetensors")}
         for path in self.folder.iterdir():
             if path.name not in named and (_PART.fullmatch(path.name) or _PARTIAL.fullmatch(path.name)):
@@ -251,13 +260,24 @@ class CorpusFiles:
                     logger.warning("%s is not needed any more and cannot be removed: %s", path, error)
 
 
+def _row(document: StoredDocument) -> dict[str, Any]:
+    """A document as JSON in its part; the field `places` is left out if it is empty."""
+    row = asdict(document)
+    return row if row["places"] else {name: value for name, value in row.items() if name != "places"}
+
+
+def _stored_document(row: Mapping[str, Any]) -> StoredDocument:
+    places = tuple(Place(**place) for place in row.get("places", ()))
+    return StoredDocument(**{**row, "chunks": tuple(row["chunks"]), "places": places})
+
+
 def digest_of(data: bytes) -> str:
     """BLAKE2b-128 as 32 hex digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def next_batch(documents: Iterator[StoredDocument]) -> list[StoredDocument]:
-    """The next documents, of enough chunks together for one commit; none at the end."""
+    """The next documents that together have enough chunks for one commit; none at the end."""
     batch: list[StoredDocument] = []
     chunks = 0
     for document in documents:
@@ -269,7 +289,7 @@ def next_batch(documents: Iterator[StoredDocument]) -> list[StoredDocument]:
 
 
 def without(parts: Sequence[Part], leaving: frozenset[str]) -> list[Part]:
-    """The parts without some documents; those that have none of them are the same objects."""
+    """The parts without the documents `leaving`; parts that have none of these are the same objects."""
     kept = []
     for part in parts:
         if not any(document.id in leaving for document in part.documents):
@@ -283,9 +303,9 @@ def without(parts: Sequence[Part], leaving: frozenset[str]) -> list[Part]:
 
 
 def appended(parts: Sequence[Part], new: Part) -> list[Part]:
-    """Parts with one more, joined with those before it as long as they are no larger and the whole stays small.
+    """Parts with one more, which is joined with parts before it while these are no larger and the sum stays small.
 
-    So there are few small parts, and a part is written again only when its size doubles.
+    This keeps the number of small parts low, and rewrites a part only when its size doubles.
     """
     kept = list(parts)
     while kept and len(kept[-1]) <= len(new) and len(kept[-1]) + len(new) <= _MOST_PART_CHUNKS:

@@ -1,49 +1,40 @@
-"""Files into the documents of a corpus: text and Markdown, one document a file, and JSONL, one a line."""
+"""The documents of a corpus, their checks, and the parser of JSON lines, one document per line."""
 
 import hashlib
 import json
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
-from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any
 
 from chunkweave.errors import DocumentError, DuplicateDocumentError, EmptyDocumentError
-from chunkweave.prompt.documents import TEXT_SUFFIXES, decoded_text, read_documents
+from chunkweave.retrieval.converter import MOST_TEXT_BYTES
+from chunkweave.retrieval.sections import Section
 
-logger = logging.getLogger(__name__)
-
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
 _ID_KEYS = ("id", "_id")
 _TITLE_KEYS = ("title", "source")
 _TEXT_KEY, _METADATA_KEY = "text", "metadata"
 
 MOST_LEVELS = 64
-"""Lists and objects inside each other that metadata may have: what it is written and shown by ends somewhere."""
+"""Maximum nesting of lists and objects in metadata, because code that writes and shows it has limits."""
 
 MOST_ID_CHARACTERS = 512
 MOST_TITLE_CHARACTERS = 1024
 MOST_METADATA_BYTES = 16 << 10
-"""Of a document's metadata as JSON. It is kept in memory, and listed and found with every chunk."""
+"""Maximum bytes of a document's metadata as JSON. It is in memory, and returned with every chunk."""
 
 MOST_LINE_BYTES = 1 << 20
-"""Of a line of an uploaded JSONL file: parsing it is one call that no other thread can interrupt."""
-
-MOST_TEXT_BYTES = 8 << 20
-"""Of the text of one document that is uploaded: so are decoding it and hashing it."""
+"""Maximum bytes of a line in an uploaded JSONL file: other threads cannot run while one is parsed."""
 
 MOST_DOCUMENTS = 100_000
-"""Documents of one upload, and lines of one of its files."""
-
-OnError = Literal["raise", "skip"]
+"""Maximum documents of one upload, and lines of one of its files."""
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusDocument:
-    """A text with an id that stays the same from one reading to the next, and what is to be kept beside it.
+    """A text with an id that stays the same each time it is read, and data that is stored with it.
 
-    `metadata` has to be JSON-able.
+    `metadata` must be JSON-able. `sections` are the starts of pages and headings in the text; each chunk keeps its own.
 
     >>> from chunkweave import CorpusDocument
     >>> CorpusDocument("choir", "It is led by Otto Gunmark.", title="The choir", metadata={"year": 1998}).title
@@ -54,16 +45,17 @@ class CorpusDocument:
     text: str
     title: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    sections: tuple[Section, ...] = ()
 
     @property
     def digest(self) -> str:
-        """Hash of everything but the id: 32 hex digits. The same digest is the same document."""
+        """Hash of text, title and metadata: 32 hex digits. Equal digests mean equal documents."""
         content = json.dumps([self.text, self.title, dict(self.metadata)], sort_keys=True)
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def checked_documents(documents: Iterable[CorpusDocument]) -> list[CorpusDocument]:
-    """The documents, if each has an id of its own and a text.
+    """The documents, if each has a unique id and a text.
 
     Raises:
         DuplicateDocumentError: two have the same id.
@@ -86,7 +78,7 @@ def checked_documents(documents: Iterable[CorpusDocument]) -> list[CorpusDocumen
 
 
 def nested_too_deeply(metadata: Any) -> bool:
-    """Whether lists and objects stand inside each other more than `MOST_LEVELS` deep."""
+    """Whether lists and objects are nested more than `MOST_LEVELS` deep."""
     level = [metadata]
     for _ in range(MOST_LEVELS + 1):
         inside = [one.values() if isinstance(one, Mapping) else one for one in level]
@@ -110,7 +102,7 @@ def _check_writable(document: CorpusDocument) -> None:
 
 
 def check_text_bytes(document: str, nbytes: int) -> None:
-    """Refuse a text from elsewhere that is too long.
+    """Refuse a text from another machine that is too long.
 
     Raises:
         DocumentError: it has more than `MOST_TEXT_BYTES`; the message names the `document`.
@@ -130,150 +122,80 @@ def _check_lengths(document: CorpusDocument) -> None:
 
 
 _SHOWN = 60
-"""Characters of an id that is too long, in a message."""
+"""Characters of an id that a message shows if the id is too long."""
 
 
-def read_corpus_documents(paths: Sequence[Path], *, on_error: OnError = "raise") -> list[CorpusDocument]:
-    """Documents of files and folders (recursively, sorted, hidden ones left out), in UTF-8.
+@dataclass(frozen=True, slots=True)
+class JsonLines:
+    """Documents of JSON lines. `left_out` has reasons for invalid lines, at most the first `MOST_REASONS`."""
 
-    - `.txt`, `.md`, `.rst`, and every other file that is named itself: one document, its id its path inside the folder
-      given, or its file name; where two would share one, its whole path.
-    - `.jsonl`, `.ndjson`: one document a line, `{"text": .., "id": .., "title": .., "metadata": {..}}`. Only the text
-      is needed. Without an id it is `FILE:LINE`. `_id` means id and `source` title; other keys become metadata.
-
-    With `on_error="skip"` files and lines that cannot be read, and empty ones, are left out with a logged warning.
-
-    Raises:
-        DocumentError: a path does not exist or cannot be read, or a line is no such object; the message names
-            file, line and reason.
-        EmptyDocumentError: a line's text is empty, or there is no document at all.
-    """
-    lines, texts = _sorted_out(paths)
-    documents = [
-        CorpusDocument(document.name, document.text)
-        for document in (read_documents(texts, on_error=on_error) if texts else ())
-    ]
-    for path, name in lines:
-        documents += _read_lines(path, name, on_error)
-    if not documents:
-        raise EmptyDocumentError(f"no document with text in {', '.join(map(str, paths))}")
-    return documents
+    documents: tuple[CorpusDocument, ...]
+    left_out: tuple[str, ...] = ()
+    num_left_out: int = 0
 
 
-def parse_corpus_documents(name: str, data: bytes) -> list[CorpusDocument]:
-    """The documents in the bytes of one uploaded file called `name`, as `read_corpus_documents` would make them.
+MOST_REASONS = 20
 
-    The name is an id and tells lines from text; no file is opened. It ends at the first line that is wrong.
+
+def parsed_lines(name: str, data: bytes, *, from_elsewhere: bool) -> JsonLines:
+    """Documents of JSON lines in UTF-8: `{"text": .., "id": .., "title": .., "metadata": {..}}`, one per line.
+
+    Only `text` is required. The default id is `NAME:LINE`. `_id` is read as id and `source` as title; other keys become
+    metadata. With `from_elsewhere` (another machine), number and length of lines are limited.
 
     Raises:
-        DocumentError: not UTF-8, too long, a line is too long or no object with a text, or there are too many; the
-            message names file, line and reason.
-        EmptyDocumentError: a line's text is empty, or there is no text at all.
+        DocumentError: there are too many lines.
     """
-    found: Iterable[CorpusDocument]
-    if PurePath(name).suffix.lower() in JSONL_SUFFIXES:
-        found = _parsed_lines(data, name, name, "raise", most_lines=MOST_DOCUMENTS)
-    else:
-        check_text_bytes(name, len(data))
-        found = [CorpusDocument(name, decoded_text(data, name))]
-    documents = []
-    for document in found:
-        _check_lengths(document)  # before the next line: what was parsed of metadata is many times as large
-        _check_writable(document)
-        documents.append(document)
-    if not any(document.text.strip() for document in documents):
-        raise EmptyDocumentError(f"no document with text in {name}")
-    return documents
-
-
-def _sorted_out(paths: Sequence[Path]) -> tuple[list[tuple[Path, str]], list[Path]]:
-    """JSONL files with their names, and the files and folders that hold text."""
-    lines: dict[Path, tuple[Path, str]] = {}
-    texts: list[Path] = []
-    for path in map(Path, paths):
-        if path.suffix.lower() in JSONL_SUFFIXES and not path.is_dir():
-            lines.setdefault(path.resolve(), (path, path.name))
-            continue
-        inside = list(_jsonl_files(path)) if path.is_dir() else []
-        for file, name in inside:
-            lines.setdefault(file.resolve(), (file, name))
-        if not inside or _has_text(path):
-            texts.append(path)
-    return list(lines.values()), texts
-
-
-def _jsonl_files(folder: Path) -> Iterator[tuple[Path, str]]:
-    for file in sorted(folder.rglob("*")):
-        inside = file.relative_to(folder)
-        hidden = any(part.startswith(".") for part in inside.parts)
-        if file.suffix.lower() in JSONL_SUFFIXES and file.is_file() and not hidden:
-            yield file, inside.as_posix()
-
-
-def _has_text(folder: Path) -> bool:
-    visible = (
-        file
-        for file in folder.rglob("*")
-        if file.suffix.lower() in TEXT_SUFFIXES
-        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    )
-    return any(file.is_file() for file in visible)
-
-
-def _read_lines(path: Path, name: str, on_error: OnError) -> Iterator[CorpusDocument]:
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        reason = DocumentError(f"cannot read {path}: {error.strerror or error}")
-        if on_error == "raise":
-            raise reason from error
-        logger.warning("documents left out: %s", reason)
-        return
-    yield from _parsed_lines(raw, str(path), name, on_error)
-
-
-def _parsed_lines(
-    raw: bytes, where: str, name: str, on_error: OnError, *, most_lines: int | None = None
-) -> Iterator[CorpusDocument]:
-    """Documents of JSON lines; errors name the file as `where`, ids as `name`.
-
-    With `most_lines` the file comes from elsewhere: its lines are bounded in number and length.
-    """
-    for number, line in enumerate(BytesIO(raw.removeprefix(b"\xef\xbb\xbf")), start=1):
-        if most_lines is not None and number > most_lines:
-            raise DocumentError(f"{where} has more than {most_lines} lines")
+    documents: list[CorpusDocument] = []
+    reasons: list[str] = []
+    wrong = 0
+    if from_elsewhere and data.count(b"\n") + (not data.endswith(b"\n")) > MOST_DOCUMENTS:
+        raise DocumentError(f"{name} has more than {MOST_DOCUMENTS} lines")
+    for number, line in enumerate(BytesIO(data.removeprefix(b"\xef\xbb\xbf")), start=1):
         if not line.strip():
             continue
         try:
-            if most_lines is not None and len(line) > MOST_LINE_BYTES:
-                size = f"{len(line)} bytes, and a line may have {MOST_LINE_BYTES}"
-                raise DocumentError(f"{where}, line {number} has {size}")
-            yield _parsed(line, f"{where}, line {number}", f"{name}:{number}")
+            if from_elsewhere and len(line) > MOST_LINE_BYTES:
+                raise DocumentError(f"it has {len(line)} bytes, and a line may have {MOST_LINE_BYTES}")
+            document = _parsed(line, f"{name}:{number}")
+            check_document(document)  # before the next line, because parsed metadata is many times as large
+            documents.append(document)
         except DocumentError as error:
-            if on_error == "raise":
-                raise
-            logger.warning("document left out: %s", error)
+            wrong += 1
+            if wrong <= MOST_REASONS:
+                reasons.append(f"line {number}: {error}")
+    return JsonLines(tuple(documents), tuple(reasons), wrong)
 
 
-def _parsed(line: bytes, where: str, usual_id: str) -> CorpusDocument:
-    """One line as a document; errors begin with `where`."""
+def check_document(document: CorpusDocument) -> None:
+    """Refuse a document whose id, title or metadata is too long, or that cannot be written as JSON.
+
+    Raises:
+        DocumentError: the document is refused.
+    """
+    _check_lengths(document)
+    _check_writable(document)
+
+
+def _parsed(line: bytes, usual_id: str) -> CorpusDocument:
+    """One line as a document."""
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise DocumentError(f"{where}: not UTF-8: bad byte at offset {error.start}") from error
+        raise DocumentError(f"not UTF-8: bad byte at offset {error.start}") from error
     except json.JSONDecodeError as error:
-        raise DocumentError(f"{where}: not JSON: {error}") from error
+        raise DocumentError(f"not JSON: {error}") from error
     except ValueError as error:
-        raise DocumentError(f"{where}: a number has too many digits") from error
+        raise DocumentError("a number has too many digits") from error
     except RecursionError as error:
-        raise DocumentError(f"{where}: nested too deeply") from error
+        raise DocumentError("nested too deeply") from error
     if not isinstance(row, dict) or not isinstance(row.get(_TEXT_KEY), str):
-        raise DocumentError(f'{where}: not an object with a "text": {{"text": "...", "id": "...", "title": "..."}}')
+        raise DocumentError('not an object with a "text": {"text": "...", "id": "...", "title": "..."}')
     if not row[_TEXT_KEY].strip():
-        raise EmptyDocumentError(f"{where}: the text is empty")
+        raise EmptyDocumentError("the text is empty")
     metadata = row.pop(_METADATA_KEY, None) or {}
     if not isinstance(metadata, dict):
-        raise DocumentError(f'{where}: "metadata" is no object')
+        raise DocumentError('"metadata" is no object')
     text = str(row.pop(_TEXT_KEY))
     found_id = _taken(row, _ID_KEYS)
     title = _taken(row, _TITLE_KEYS)
@@ -283,7 +205,7 @@ def _parsed(line: bytes, where: str, usual_id: str) -> CorpusDocument:
 
 
 def _taken(row: dict[str, Any], keys: Sequence[str]) -> Any:
-    """The value of the first of `keys` that is there, taken out of the row; None if there is none."""
+    """Remove the first of `keys` that has a value from the row, and return the value; None if there is none."""
     for key in keys:
         if row.get(key) is not None:
             return row.pop(key)

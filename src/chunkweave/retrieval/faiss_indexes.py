@@ -1,6 +1,6 @@
-"""Makes indexes; those of faiss, searched in stages (RAGCache §6, pipelined vector search), and their file in a corpus.
+"""Builds indexes; faiss indexes, searched in stages (RAGCache §6, pipelined vector search); their file in a corpus.
 
-faiss is imported when one of its indexes is made or read.
+faiss is imported when one of its indexes is built or read.
 """
 
 import hashlib
@@ -44,20 +44,20 @@ _Scored = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 
 def search_in_one_thread() -> None:
-    """Let searches that begin in this thread use no other, from now on; without faiss nothing happens.
+    """Make faiss searches of this thread single-threaded from now on; no effect without faiss.
 
-    For threads that search beside a model: helpers of a search that wait for one another spin, on the cores that the
-    model computes on, and both were seen to take twice as long.
+    For threads that search beside a model: a search's helper threads spin while they wait for one another, on the cores
+    that the model uses, and both took twice as long in a measurement.
     """
     if find_spec("faiss") is not None:
         import_faiss().omp_set_num_threads(1)
 
 
 class FaissIndex(ABC):
-    """What the kinds share: a faiss index over inner products, rows in the order in which they were added."""
+    """Base of faiss indexes over inner products; rows are numbered in the order in which they were added."""
 
     def __init__(self, index: Any, config: IndexConfig) -> None:
-        """Around an index of `faiss`, from now on this object's alone; the sizes in `config` are all chosen."""
+        """Wrap a faiss index, which this object then owns; all sizes in `config` are chosen."""
         self.faiss_index: Final = index
         self.config: Final = config
 
@@ -78,32 +78,32 @@ class FaissIndex(ABC):
         return self._search(self._checked(query, k), k)
 
     def stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
-        """The same in stages; see `VectorIndex.stages`."""
+        """Search in stages; see `VectorIndex.stages`."""
         return self._stages(self._checked(query, k), k)
 
     def _search(self, query: NDArray[np.float32], k: int) -> Hits:
-        """Without stages, for a query `[1, dimension]`."""
+        """Search without stages, for a query `[1, dimension]`."""
         return _complete_top(lambda fetch: _first(self.faiss_index.search(query, fetch)), k, len(self))
 
     @abstractmethod
     def _stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
-        """In stages, for a query `[1, dimension]`."""
+        """Search in stages, for a query `[1, dimension]`."""
 
     def _checked(self, query: NDArray[np.float32], k: int) -> NDArray[np.float32]:
         return checked_query(query, k, rows=len(self), dimension=self.dimension)[np.newaxis]
 
 
 class FaissFlatIndex(FaissIndex):
-    """Exact search by faiss, in one stage: what a part of the rows has says little of what all of them have."""
+    """Exact search by faiss, in one stage: the best of some rows say little about the best of all."""
 
     def _stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
         yield SearchStage(self._search(query, k), 1, True, len(self))
 
 
 class IvfIndex(FaissIndex):
-    """Inverted lists around centroids; a stage is a slice of the probed lists, the nearest first.
+    """Inverted lists around centroids; a stage is a slice of the probed lists, nearest first.
 
-    Every probed list is scanned once whatever the number of stages, so that stages cost no distances, only calls.
+    Each probed list is scanned once, for any number of stages, so that stages cost calls, but no distances.
     """
 
     def __init__(self, index: Any, config: IndexConfig) -> None:
@@ -121,7 +121,7 @@ class IvfIndex(FaissIndex):
         number = min(self.config.stages, probes)
         hits = Hits()
         for stage, (start, stop) in enumerate(pairwise(_bounds(probes, number)), start=1):
-            # faiss wants as many lists as it probes: those of other stages are masked, and skipped by it.
+            # faiss needs as many lists as it probes: lists of other stages are masked with -1, which it skips.
             inside = np.full_like(lists, _NO_LIST)
             inside[0, start:stop] = lists[0, start:stop]
             scan = self._scanner(query, inside, proximity)
@@ -143,11 +143,11 @@ class IvfIndex(FaissIndex):
 
 
 class HnswIndex(FaissIndex):
-    """A graph of neighbours; the first stage is a probe with a narrow queue, the last the full search.
+    """A graph of neighbours; the first stage is a probe with a narrow queue, the last is the full search.
 
-    Not by slices of time as in RAGCache §6: faiss cannot interrupt a walk, and walking on from where a probe ended
-    would not find what an undisturbed search finds. The probe's distances are the extra cost. They are read off a
-    counter that faiss has one of in each process: searches in other threads blur them.
+    Deviates from RAGCache §6, which has slices of time: faiss cannot interrupt a walk, and a walk that continues from
+    the end of a probe finds other rows than an undisturbed search. The probe's distances are the extra cost. They come
+    from a counter of the whole process, so searches in other threads add to them.
     """
 
     def _search(self, query: NDArray[np.float32], k: int) -> Hits:
@@ -171,7 +171,7 @@ class HnswIndex(FaissIndex):
 
 
 def check_available(kind: IndexKind) -> None:
-    """Find out before documents are embedded for nothing.
+    """Check that a kind of index can be built, before documents are embedded.
 
     Raises:
         UsageError: the kind needs faiss, and it is not installed.
@@ -181,12 +181,12 @@ def check_available(kind: IndexKind) -> None:
 
 
 def available(kind: IndexKind) -> bool:
-    """Whether what the kind needs is installed."""
+    """Whether the library of a kind is installed."""
     return kind is IndexKind.FLAT or find_spec("faiss") is not None
 
 
 def outgrown(index: VectorIndex, config: IndexConfig, rows: int) -> bool:
-    """Whether an IVF index of `config` would have half as many lists again if it learned them from `rows` vectors."""
+    """Whether an IVF index of `config`, trained on `rows` vectors, has at least 1.5 times the lists of `index`."""
     return isinstance(index, IvfIndex) and config.resolved(rows).lists >= 1.5 * index.config.lists
 
 
@@ -207,7 +207,7 @@ def build_index(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], dime
 
 
 def new_faiss_index(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], dimension: int) -> FaissIndex:
-    """An empty index of a kind and sizes that are all chosen; IVF learns its centroids from a sample of `blocks`.
+    """An empty faiss index, whose kind and sizes `config` has; IVF learns its centroids from a sample of `blocks`.
 
     Raises:
         DimensionMismatchError: a block has another number of columns.
@@ -233,7 +233,7 @@ def new_faiss_index(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], 
 
 
 def wrapped(index: Any, config: IndexConfig) -> FaissIndex:
-    """A faiss index that was read from a file, of the kind that `config` says."""
+    """A faiss index that was read from a file, as an index of the kind in `config`."""
     if config.kind is IndexKind.FAISS_FLAT:
         return FaissFlatIndex(index, config)
     return IvfIndex(index, config) if config.kind is IndexKind.IVF else HnswIndex(index, config)
@@ -253,11 +253,11 @@ def import_faiss() -> Any:
 
 
 def _complete_top(search: Callable[[int], _Scored], k: int, limit: int) -> Hits:
-    """The best `k` by falling score, equal scores by row, of a search that promises no order among equal scores.
+    """The best `k` by falling score, equal scores by row, of a search that does not order equal scores.
 
-    Asks for more until the last score is below the k-th, or until there are no more: then nothing that ties with the
-    k-th was cut off. Without this, a staged search over texts that occur twice could end with another of them than the
-    search without stages.
+    Fetches more rows until the last score is below the k-th, or until there are no more, so that all rows that tie with
+    the k-th are there. Otherwise, of two equal texts a staged search could find another one than the search without
+    stages.
     """
     fetch = min(k + 1, limit)
     while True:
@@ -281,7 +281,7 @@ def _bounds(count: int, slices: int) -> list[int]:
 def save_index(
     files: CorpusFiles, manifest: Manifest, index: FaissIndex, blocks: Sequence[NDArray[np.float32]]
 ) -> None:
-    """Write the index, then the note that says what it is an index of: the first rows of `blocks`.
+    """Write the index, then a note that identifies its rows: the first rows of `blocks`.
 
     Raises:
         CorpusError: they cannot be written.
@@ -301,10 +301,10 @@ def save_index(
 
 
 def stored_index(files: CorpusFiles, manifest: Manifest, blocks: Sequence[NDArray[np.float32]]) -> FaissIndex | None:
-    """The index on disk, if it is one of the first rows of `blocks` with these settings; None if it has to be made.
+    """The index on disk, if it has the first rows of `blocks` and these settings; None if it must be built.
 
-    Rows that were added since it was written are not in it. An index that is damaged or of other vectors is left out,
-    with a line in the log: it can be made again.
+    Rows that were added later are not in it. An index of other vectors or settings is ignored. So is a damaged one,
+    with a line in the log.
 
     Raises:
         EmbedderMismatchError: it was made by another embedder.
@@ -331,12 +331,12 @@ def stored_index(files: CorpusFiles, manifest: Manifest, blocks: Sequence[NDArra
     except (EmbedderMismatchError, UsageError):
         raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, CorpusError) as error:
-        logger.warning("%s is not used, the index is made again: %s", files.folder / INDEX_FILE, error)
+        logger.warning("%s is not used, the index is built again: %s", files.folder / INDEX_FILE, error)
         return None
 
 
 def _digest_of_rows(blocks: Sequence[NDArray[np.float32]], rows: int) -> str:
-    """Hash of the first `rows` vectors, however they are cut into blocks; of all if there are fewer."""
+    """Hash of the first `rows` vectors, or of all if there are fewer; does not depend on the cut into blocks."""
     digest = hashlib.blake2b(digest_size=16)
     for block in blocks:
         digest.update(np.ascontiguousarray(block[: max(0, rows)]).data)

@@ -1,4 +1,4 @@
-"""Indexes over vectors: what one must do, how they are searched in stages, and the one that needs only NumPy."""
+"""Indexes over vectors: their protocol, search in stages, and an exact index that needs only NumPy."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +14,12 @@ from chunkweave.errors import DimensionMismatchError, TopKError, UsageError
 
 _USUAL_TOP_K = 6
 _ONE_STAGE_VALUES = 64_000_000
-"""Values of the vectors up to which an exact search is one stage: some 20 ms, too little to prefill ahead in."""
+"""Values of all vectors up to which an exact search is one stage: about 20 ms, too short to prefill ahead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Rows of an index, the best first: by falling score, equal scores by row. Both are `[found]`.
+    """Rows of an index by falling score, equal scores by row. Both tuples are `[found]`.
 
     A score is the inner product with the question's vector, the cosine for vectors of length 1.
     """
@@ -33,10 +33,10 @@ class Hits:
 
 @dataclass(frozen=True, slots=True)
 class SearchStage:
-    """What is known after stage `number` of a search, counted from 1.
+    """The result after stage `number` of a search, counted from 1.
 
-    `distances` is how many vectors (and centroids) this stage compared with the question; `extra_distances` how many
-    of them a search without stages would not have.
+    `distances` counts the vectors (and centroids) that this stage compared with the question; `extra_distances` counts
+    those of them that a search without stages does not compare.
     """
 
     hits: Hits
@@ -50,13 +50,13 @@ class IndexKind(StrEnum):
     """How vectors are searched. All but `flat` need faiss."""
 
     FLAT = "flat"
-    """Every vector is compared, with NumPy; exact."""
+    """Compares every vector with NumPy; exact."""
     FAISS_FLAT = "faiss-flat"
     """The same with faiss, in one stage."""
     IVF = "ivf"
-    """Only the vectors of the lists whose centroids are nearest to the question."""
+    """Compares only the vectors in the lists whose centroids are nearest to the question."""
     HNSW = "hnsw"
-    """A walk over a graph of near neighbours."""
+    """Walks over a graph of near neighbours."""
 
 
 class VectorIndex(Protocol):
@@ -85,19 +85,19 @@ class VectorIndex(Protocol):
         """
 
     def stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
-        """The same in stages; the hits of the last are those of `search`. Raises what `search` raises, at once."""
+        """Search in stages; the last has the hits of `search`. The call itself raises what `search` raises."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexConfig:
-    """Which index, and its sizes; 0 means: choose by the number of vectors.
+    """The kind of an index, and its sizes.
 
-    `probes` of `lists` are searched by `ivf`. `links` a vector has in the graph of `hnsw`; `build_width` and `width`
-    are faiss's efConstruction and efSearch, `probe_width` the efSearch of the first stage. `stages` is into how many
-    slices an IVF search is cut; 1 leaves out the first pass of `flat`.
+    `ivf` searches `probes` of `lists` lists; 0: chosen by the number of vectors. In the graph of `hnsw` a vector has
+    `links` neighbours; `build_width` and `width` are faiss's efConstruction and efSearch, `probe_width` is the efSearch
+    of the first stage. An IVF search is cut into `stages` slices; 1 also leaves out the first pass of `flat`.
 
-    With a `flat_up_to` a corpus of at most so many vectors is searched flat, and so is a larger one until its index
-    was made by `Corpus.build_index`: no search waits for one. 0: the first search makes it.
+    A corpus of at most `flat_up_to` vectors is searched flat. A larger one is searched flat until `Corpus.build_index`
+    has built its index, so that no search waits for it. 0: the first search builds the index.
 
     Raises:
         UsageError: a value is out of range.
@@ -125,8 +125,8 @@ class IndexConfig:
     def resolved(self, rows: int) -> Self:
         """The same with `lists` and `probes` chosen for `rows` vectors.
 
-        About 4 sqrt(rows) lists, but none of fewer than 39 vectors on average (what faiss's k-means asks for); an
-        eighth of them is probed.
+        About 4 sqrt(rows) lists, with at least 39 vectors on average (as faiss's k-means requires); an eighth of them
+        is probed.
         """
         lists = self.lists or max(1, min(round(4 * sqrt(rows)), rows // 39))
         lists = min(lists, max(1, rows))
@@ -134,13 +134,13 @@ class IndexConfig:
         return type(self)(**{**asdict(self), "lists": lists, "probes": probes})
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able; without a `flat_up_to` as earlier versions wrote and read it."""
+        """JSON-able; leaves out a `flat_up_to` of 0, as earlier versions did."""
         written = {**asdict(self), "kind": str(self.kind)}
         return written if self.flat_up_to else {name: value for name, value in written.items() if name != "flat_up_to"}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """What `as_dict` wrote.
+        """The configuration that `as_dict` wrote.
 
         Raises:
             UsageError: a key or a value is not one of an index.
@@ -158,7 +158,7 @@ def timed_stages(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[tuple[SearchStage, float]]:
-    """The stages of a search with the seconds that each took; what the caller does between two counts for neither.
+    """The stages of a search with the seconds that each took, without the caller's time between stages.
 
     Closing the iterator ends the search.
 
@@ -179,12 +179,12 @@ def timed_stages(
 
 
 def checked_query(query: NDArray[np.float32], k: int, *, rows: int, dimension: int) -> NDArray[np.float32]:
-    """The query as contiguous float32 `[dimension]`, if it can be searched for.
+    """The query as contiguous float32 `[dimension]`, if it is valid.
 
     Raises:
         TopKError: `k` exceeds the rows of the index.
         UsageError: `k` is not positive.
-        DimensionMismatchError: the query has another shape, or a value that is no finite number.
+        DimensionMismatchError: the query has another shape, or a value that is not finite.
     """
     if query.shape != (dimension,):
         raise DimensionMismatchError(f"the question's vector is {list(query.shape)}, those of the index [{dimension}]")
@@ -195,11 +195,11 @@ def checked_query(query: NDArray[np.float32], k: int, *, rows: int, dimension: i
 
 
 def check_top_k(k: int, chunks: int) -> None:
-    """Refuse a `k` that cannot be answered.
+    """Check `k` against the number of chunks.
 
     Raises:
-        TopKError: there are fewer chunks than that.
-        UsageError: it is not positive.
+        TopKError: there are fewer than `k` chunks.
+        UsageError: `k` is not positive.
     """
     if k < 1:
         raise UsageError(f"top-k must be at least 1, not {k}")
@@ -213,7 +213,7 @@ def checked_vectors(vectors: NDArray[np.float32], rows: int, dimension: int) -> 
     """`vectors` as contiguous float32 `[rows, dimension]`.
 
     Raises:
-        DimensionMismatchError: they have another shape, or a value that is no finite number.
+        DimensionMismatchError: they have another shape, or a value that is not finite.
     """
     if vectors.shape != (rows, dimension):
         raise DimensionMismatchError(f"expected vectors [{rows}, {dimension}], got {list(vectors.shape)}")
@@ -223,7 +223,7 @@ def checked_vectors(vectors: NDArray[np.float32], rows: int, dimension: int) -> 
 
 
 def usual_top_k(chunks: int) -> int:
-    """How many chunks a question gets by default: 6, or all there are."""
+    """Default number of chunks per question: 6, or all if there are fewer."""
     return min(_USUAL_TOP_K, chunks)
 
 
@@ -231,27 +231,28 @@ def top_hits(rows: NDArray[np.int64], scores: NDArray[np.float32], k: int) -> Hi
     """The best `k` of scored rows, `[candidates]` each and in any order; fewer if there are fewer."""
     if len(scores) > k:
         least = np.partition(scores, len(scores) - k)[len(scores) - k]
-        kept = scores >= least  # all that tie for the last place, so that the least rows of them can be taken
+        kept = scores >= least  # includes all rows that tie for the last place, so that the lowest of them are taken
         rows, scores = rows[kept], scores[kept]
     order = np.lexsort((rows, -scores))[:k]
     return Hits(tuple(rows[order].tolist()), tuple(scores[order].tolist()))
 
 
 def merged(found: Sequence[Hits], k: int) -> Hits:
-    """The best `k` of hits over rows that do not overlap."""
+    """The best `k` of several hits whose rows do not overlap."""
     rows = np.array([row for hits in found for row in hits.rows], dtype=np.int64)
     scores = np.array([score for hits in found for score in hits.scores], dtype=np.float32)
     return top_hits(rows, scores, k)
 
 
 class Sketch:
-    """All rows in few columns: a first look at them that is worth something (RAGCache §5.3, for an exact search).
+    """All rows in few columns, for the first stage of an exact search (RAGCache §5.3).
 
-    The columns are the principal directions of a sample of the rows. What is near by them is compared exactly.
+    The columns are the principal directions of a sample of the rows. Rows that are near in these columns are then
+    compared exactly.
     """
 
     def __init__(self, blocks: Sequence[NDArray[np.float32]], *, seed: int = 0) -> None:
-        """Of the rows of `blocks`, each `[rows, dimension]`."""
+        """Sketch the rows of `blocks`, each `[rows, dimension]`."""
         self._basis = _principal(sampled(blocks, _SKETCH_SAMPLE, seed), _SKETCH_COLUMNS)
         self._blocks: list[NDArray[np.float32]] = []
         self._count = 0
@@ -262,14 +263,14 @@ class Sketch:
         return self._count
 
     def add(self, vectors: NDArray[np.float32]) -> None:
-        """Append rows `[rows, dimension]`, by the directions that are there."""
+        """Append rows `[rows, dimension]`; the directions stay as they are."""
         self._blocks.append(vectors @ self._basis)
         self._count += len(vectors)
         if len(self._blocks) > _SKETCH_BLOCKS:
             self._blocks = [np.concatenate(self._blocks)]
 
     def nearest(self, query: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-        """The `count` rows that seem best, by their number."""
+        """The `count` rows that are nearest in the sketch, as ascending row numbers."""
         short = query @ self._basis
         scores = np.concatenate([block @ short for block in self._blocks])
         best = np.argpartition(scores, self._count - count)[self._count - count :]
@@ -284,7 +285,7 @@ _CANDIDATES_A_HIT = 16
 
 
 def worth_sketching(rows: int, dimension: int, stages: int) -> bool:
-    """Whether a first pass over a sketch saves an exact search anything."""
+    """Whether an exact search takes long enough for a first pass over a sketch."""
     return stages > 1 and rows * dimension > _ONE_STAGE_VALUES and dimension > 2 * _SKETCH_COLUMNS
 
 
@@ -295,6 +296,7 @@ def sampled(blocks: Sequence[NDArray[np.float32]], count: int, seed: int) -> NDA
         return np.concatenate(blocks)
     chosen = np.sort(np.random.default_rng(seed).choice(rows, count, replace=False))
     starts = np.cumsum([0, *map(len, blocks)])[:-1].tolist()
+    # `chosen` counts rows over all blocks; each block is indexed from its own first row
     return np.concatenate(
         [
             block[chosen[(chosen >= start) & (chosen < start + len(block))] - start]
@@ -304,7 +306,7 @@ def sampled(blocks: Sequence[NDArray[np.float32]], count: int, seed: int) -> NDA
 
 
 def _principal(sample: NDArray[np.float32], columns: int) -> NDArray[np.float32]:
-    """The directions `[dimension, columns]` in which a sample spreads most, by the products of its rows."""
+    """The principal directions `[dimension, columns]` of a sample, from the products of its rows."""
     products = sample.astype(np.float64) @ sample.T.astype(np.float64)
     values, vectors = np.linalg.eigh(products)
     kept = [place for place in range(len(values) - 1, -1, -1) if values[place] > 1e-9 * values[-1]][:columns]
@@ -313,9 +315,9 @@ def _principal(sample: NDArray[np.float32], columns: int) -> NDArray[np.float32]
 
 
 class FlatIndex:
-    """Exact search over blocks of vectors, which are kept as they were given and not copied.
+    """Exact search over blocks of vectors, which are not copied.
 
-    A search has one stage; with a `sketch` of all rows a first one, over what that names.
+    A search has one stage. With a `sketch` of all rows it has an earlier one, over the rows that the sketch finds.
     """
 
     def __init__(self, dimension: int) -> None:
@@ -337,7 +339,7 @@ class FlatIndex:
         return self._all(checked_query(query, k, rows=self._rows, dimension=self.dimension), k)
 
     def stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
-        """What the sketch names, then every row; see `VectorIndex.stages`."""
+        """Search the rows that the sketch finds, then all; see `VectorIndex.stages`."""
         return self._scan(checked_query(query, k, rows=self._rows, dimension=self.dimension), k)
 
     def _scan(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
@@ -354,7 +356,7 @@ class FlatIndex:
         return top_hits(np.arange(self._rows), scores, k)
 
     def _of(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The vectors of `rows`, which rise."""
+        """The vectors of `rows`, which are ascending."""
         starts = np.cumsum([0, *map(len, self._blocks)])
         return np.concatenate(
             [

@@ -23,18 +23,18 @@ from chunkweave.retrieval.retrievers import RetrievedChunk, RetrieverCorpus, Sta
 from chunkweave.retrieval.speculation import Found, Pipelining, Retriever, SpeculationCounts, left_s
 
 Order = Callable[[Sequence[RetrievedChunk]], Sequence[RetrievedChunk]]
-"""Retrieved chunks, the best first -> the same chunks in the order in which they stand in the prompt."""
+"""Takes retrieved chunks, best first, and returns the same chunks in the order of the prompt."""
 
 SomeRetriever = Any
-"""A retriever of LangChain's or LlamaIndex's: `RetrieverCorpus` says what it must be able to do."""
+"""A retriever of LangChain or LlamaIndex; `RetrieverCorpus` describes the methods that it needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RagAnswer:
-    """An answer, and the chunks that it was given, in the order of the prompt; each knows its rank and score.
+    """An answer, and its chunks with rank and score, in the order of the prompt.
 
-    The report's times begin when the engine got its request: `embed_s` and `search_s` come before them, or with
-    `pipelining` partly beside them. `ttft_s` are all seconds from the question to the first piece of the answer.
+    The report's times begin when the engine receives the request. `embed_s` and `search_s` come before them; with
+    `pipelining` they may overlap. `ttft_s` is the time from the question to the first piece of the answer.
 
     >>> from chunkweave import Corpus, CorpusDocument, Engine, RagPipeline
     >>> corpus = Corpus()
@@ -59,7 +59,7 @@ class RagAnswer:
 
     @property
     def report(self) -> ReuseReport:
-        """What was reused for it, and where the time went."""
+        """The reuse report: KV sources and times."""
         return self.answer.report
 
     @property
@@ -84,9 +84,9 @@ class RagAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RagEvent:
-    """A piece of an answer as it comes. The first has no text, but the chunks; the last has the whole `answer`.
+    """A piece of an answer. The first event has the chunks and no text; the last has the whole `answer`.
 
-    The answer has the chunks in the order of the prompt, the first event as they were found.
+    The answer has the chunks in the order of the prompt; the first event has them before the engine reorders them.
     """
 
     text: str
@@ -95,7 +95,7 @@ class RagEvent:
 
 
 class _QuestionMaker:
-    """What both pipelines share: how many chunks a question gets, in which order, with which instruction and salt."""
+    """Base of both pipelines: number of chunks per question, their order, instruction and salt."""
 
     def __init__(self, top_k: int | None, order: Order | str, system: str | None, cache_salt: str) -> None:
         if top_k is not None and top_k < 1:
@@ -107,7 +107,7 @@ class _QuestionMaker:
         self._system = system
 
     def _how_many(self, question: str, top_k: int | None, corpus: StagedCorpus) -> int:
-        """Chunks to search for; 0 if the corpus is empty and no number was given.
+        """Number of chunks to search for; 0 if the corpus is empty and no number was given.
 
         Raises:
             UsageError: the question is empty.
@@ -120,7 +120,7 @@ class _QuestionMaker:
         return len(corpus) if isinstance(corpus, RetrieverCorpus) else usual_top_k(len(corpus))
 
     def _ordered(self, found: tuple[RetrievedChunk, ...]) -> tuple[RetrievedChunk, ...]:
-        """What was found, the best first, in the order of the prompt.
+        """The found chunks, given best first, in the order of the prompt.
 
         Raises:
             UsageError: `order` returned other chunks than it was given.
@@ -129,17 +129,17 @@ class _QuestionMaker:
             return found
         ordered = tuple(self._order(found))
         if Counter(chunk.rank for chunk in ordered) != Counter(chunk.rank for chunk in found):
-            raise UsageError("order has to return the chunks that it was given, each once")
+            raise UsageError("order must return the chunks that it was given, each once")
         return ordered
 
     def _request(self, question: str, chunks: Sequence[RetrievedChunk], sampling: SamplingParams | None) -> Request:
-        """The question over chunks in the order of the prompt."""
+        """A request: the question over chunks in the order of the prompt."""
         given = [found.chunk for found in chunks]
         return Request(question, given, self._system, sampling or SamplingParams(), self._cache_salt, self._chunk_order)
 
 
 def _searched(corpus: Any) -> Any:
-    """A corpus as it is, a retriever as one.
+    """The corpus itself, or a retriever as a corpus.
 
     Raises:
         UsageError: it is neither.
@@ -148,9 +148,9 @@ def _searched(corpus: Any) -> Any:
 
 
 class RagPipeline(_QuestionMaker):
-    """Answers questions from the chunks of a corpus that are nearest to them, or from what a retriever finds.
+    """Answers questions over the nearest chunks of a corpus, or over the chunks that a retriever finds.
 
-    Owns neither corpus nor engine: close the engine yourself. Like the engine it takes one call at a time.
+    Owns neither corpus nor engine: the caller closes the engine. Takes one call at a time, as the engine does.
 
     >>> from chunkweave import Corpus, CorpusDocument, Engine, RagPipeline
     >>> corpus = Corpus()
@@ -170,14 +170,14 @@ class RagPipeline(_QuestionMaker):
         system: str | None = None,
         cache_salt: str = "",
     ) -> None:
-        """Put a corpus before an engine.
+        """Connect a corpus and an engine.
 
         Args:
-            engine: answers; its method and quality hold for calls that name none.
-            corpus: is searched; or a retriever of LangChain's or LlamaIndex's.
-            top_k: chunks a question gets; None = 6, or all there are; of a retriever all that it finds.
-            order: in which order they stand in the prompt: `fixed` = the best first, `free` = as is best for reuse, or
-                what puts them in order.
+            engine: its method and quality apply to calls that name none.
+            corpus: the corpus to search, or a retriever of LangChain or LlamaIndex.
+            top_k: chunks per question; None = 6, or all if there are fewer; of a retriever all that it finds.
+            order: order of the chunks in the prompt: `fixed` = best first, `free` = reordered to maximize reuse, or a
+                function that orders them.
             system: instruction; None = the template's own.
             cache_salt: separates tenants, as in `Request`.
 
@@ -189,7 +189,7 @@ class RagPipeline(_QuestionMaker):
         self.corpus: Corpus | RetrieverCorpus = _searched(corpus)
 
     def retrieve(self, question: str, *, top_k: int | None = None) -> Found:
-        """The chunks for a question, the best first or as the pipeline's `order` has them. An empty corpus has none.
+        """The chunks for a question, best first or in the pipeline's `order`. An empty corpus has none.
 
         Raises:
             TopKError: more chunks are asked for than there are.
@@ -232,9 +232,9 @@ class RagPipeline(_QuestionMaker):
         sampling: SamplingParams | None = None,
         **options: Unpack[MethodOptions],
     ) -> Iterator[RagEvent]:
-        """The chunks, then the answer in pieces as tokens come; the last event carries the whole `RagAnswer`.
+        """Yield the chunks, then the answer in pieces; the last event has the whole `RagAnswer`.
 
-        Raises what `answer` raises, with the first event.
+        The first event raises what `answer` raises.
         """
         retrieved = self.retrieve(question, top_k=top_k)
         yield RagEvent("", retrieved=retrieved.chunks)
@@ -243,22 +243,22 @@ class RagPipeline(_QuestionMaker):
             yield RagEvent(event.text, answer=None if event.answer is None else _answered(event.answer, retrieved))
 
     def precompute(self, *, progress: Progress | None = None) -> int:
-        """Compute and store KV of every chunk of the corpus before anybody asks; returns how many were computed.
+        """Compute and store KV of every chunk of the corpus ahead of requests; returns how many were computed.
 
         Raises:
             PromptTooLongError: a chunk alone does not fit the model's context.
-            UsageError: there is a retriever instead of a corpus: its chunks are not known before they are found.
+            UsageError: there is a retriever instead of a corpus, whose chunks are not known before they are found.
         """
         chunks = self._listed("Engine.precompute").chunks()
         return self.engine.precompute(chunks, cache_salt=self._cache_salt, progress=progress)
 
     def remove(self, documents: Iterable[str]) -> CorpusChange:
-        """Remove documents from the corpus, and from the engine's store what was computed of their chunks.
+        """Remove documents from the corpus, and KV of their chunks from the engine's store.
 
         Raises:
             UnknownDocumentError: an id is not there; nothing was removed.
             CorpusError: the corpus cannot be written; nothing was removed.
-            NotRemovedError: the documents are gone, but not all of what was computed.
+            NotRemovedError: the documents were removed, but not all of their KV.
             UsageError: there is a retriever instead of a corpus.
         """
         change = self._listed("Engine.forget").remove(documents)
@@ -274,10 +274,9 @@ class RagPipeline(_QuestionMaker):
 class AsyncRagPipeline(_QuestionMaker):
     """`RagPipeline` over an `AsyncEngine`: any number of questions at a time, in one event loop.
 
-    Every search has a thread of its own, and runs in stages unless requests are queueing up by then. While it goes on,
-    the engine computes for the best chunks so far if it has nothing else to do; what is computed is shown only when the
-    search has ended with these very chunks, so that answers are those without speculation. A chunk that another list
-    has in the same place is reused.
+    Each search runs in a thread, and in stages unless other requests are pending. Meanwhile, an idle engine prefills
+    the best chunks found so far. Its events are delivered only if the search ends with exactly these chunks, so that
+    speculation does not change answers. A chunk that another list has at the same position is reused.
 
     Owns neither corpus nor engine.
 
@@ -307,20 +306,20 @@ class AsyncRagPipeline(_QuestionMaker):
         max_prefill_batch: int = 1,
         max_searches: int | None = None,
     ) -> None:
-        """Put a corpus before an engine.
+        """Connect a corpus and an engine.
 
         Args:
-            engine: answers; must not be closed before its questions are answered.
-            corpus: is searched, in threads; or a retriever of LangChain's or LlamaIndex's, which has no stages.
-            top_k: chunks a question gets; None = 6, or all there are; of a retriever all that it finds.
-            order: `fixed` (the best first), `free`, or what puts them in order, as in `RagPipeline`. It is called
-                after every stage, so it should return the same order for the same chunks.
+            engine: must stay open until its questions are answered.
+            corpus: the corpus to search, in threads; or a retriever of LangChain or LlamaIndex, which has no stages.
+            top_k: chunks per question; None = 6, or all if there are fewer; of a retriever all that it finds.
+            order: as in `RagPipeline`. A function is called after every stage, so it should return the same order for
+                the same chunks.
             system: instruction; None = the template's own.
             cache_salt: separates tenants, as in `Request`.
-            speculate: whether to compute ahead of searches; without it they have no stages.
-            max_prefill_batch: a speculation starts if fewer requests wait for, or are in, prefill. 1 is right where
-                one prefill fills the processor, as on CPUs; more where a step takes several at no more cost.
-            max_searches: searches at a time, each in a thread; others wait. None = one for each core.
+            speculate: whether to prefill during searches; without it, searches have no stages.
+            max_prefill_batch: a speculation starts if fewer requests wait for prefill or are in it. Use 1 if one
+                prefill fills the processor, as on CPUs; more if a step takes several at no more cost.
+            max_searches: maximum searches at a time, each in a thread; others wait. None = one per core.
 
         Raises:
             UsageError: `top_k`, `max_prefill_batch` or `max_searches` is not positive, there is no such order, or
@@ -339,7 +338,7 @@ class AsyncRagPipeline(_QuestionMaker):
 
     @property
     def counts(self) -> SpeculationCounts:
-        """What happened to speculations so far."""
+        """Counters of speculations so far."""
         return self._retriever.speculation.counts
 
     async def answer(
@@ -351,7 +350,7 @@ class AsyncRagPipeline(_QuestionMaker):
         deadline_s: float | None = None,
         **options: Unpack[MethodOptions],
     ) -> RagAnswer:
-        """The whole answer. Arguments as for `stream`, and it raises what that raises."""
+        """The whole answer. Arguments and errors are those of `stream`."""
         events = self.stream(question, top_k=top_k, sampling=sampling, deadline_s=deadline_s, **options)
         answer = None
         async with aclosing(events):
@@ -369,17 +368,17 @@ class AsyncRagPipeline(_QuestionMaker):
         deadline_s: float | None = None,
         **options: Unpack[MethodOptions],
     ) -> AsyncGenerator[RagEvent, None]:
-        """The chunks, then the answer in pieces as tokens come; the last event carries the whole `RagAnswer`.
+        """Yield the chunks, then the answer in pieces; the last event has the whole `RagAnswer`.
 
-        `options` such as `method` and `recompute_ratio` are those of `Engine.generate`. `deadline_s` seconds from now
-        it ends with `DeadlineError`. Closing the generator ends the search after its current stage, and what the engine
-        does for it after its current step.
+        `options` such as `method` and `recompute_ratio` are those of `Engine.generate`. After `deadline_s` seconds it
+        raises `DeadlineError`. Closing the generator ends the search after its current stage, and the engine's request
+        after the current step.
 
         Raises, with the first event or a later one:
             TopKError: more chunks are asked for than there are.
             UsageError: what `AsyncEngine.submit` refuses, or `order` returned other chunks.
             PromptTooLongError: the chunks and the question do not fit.
-            QueueFullError: as many requests wait as may.
+            QueueFullError: the queue is full.
             RequestEndedError: there is no answer: deadline, the engine was closed, or it failed twice.
         """
         asked_s = time.perf_counter()

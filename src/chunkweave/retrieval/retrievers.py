@@ -1,4 +1,4 @@
-"""What a pipeline searches and what it finds; retrievers of LangChain and LlamaIndex, of which neither is imported."""
+"""Corpora that a pipeline searches, and retrieved chunks; retrievers of LangChain and LlamaIndex, not imported here."""
 
 import sys
 import time
@@ -8,17 +8,18 @@ from typing import Any, Protocol
 from zlib import crc32
 
 from chunkweave.errors import UsageError
+from chunkweave.retrieval.sections import NO_PLACE, Place
 from chunkweave.types import Chunk
 
 DocumentName = tuple[str, int]
-"""A chunk by its document and its place there."""
+"""A chunk's name: its document, and its number within it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetrievedChunk:
-    """A chunk that was found: `rank` counts from 1, `score` is the cosine with the question's vector.
+    """A retrieved chunk: `rank` counts from 1, `score` is the cosine with the question's vector.
 
-    `place` is its number within the document, from 0.
+    `place` is its number within the document, from 0; `within` has its page and heading, if known.
     """
 
     chunk: Chunk
@@ -28,10 +29,11 @@ class RetrievedChunk:
     score: float
     title: str
     metadata: Mapping[str, Any]
+    within: Place = NO_PLACE
 
     @property
     def name(self) -> DocumentName:
-        """What it is called in its corpus."""
+        """Its name in the corpus."""
         return self.document, self.place
 
     def as_dict(self) -> dict[str, Any]:
@@ -42,6 +44,7 @@ class RetrievedChunk:
             "document": self.document,
             "place": self.place,
             "title": self.title,
+            **self.within.as_dict(),
             "metadata": dict(self.metadata),
             "text": self.chunk.text,
         }
@@ -49,7 +52,7 @@ class RetrievedChunk:
 
 @dataclass(frozen=True, slots=True)
 class RetrievalStage:
-    """The best chunks known after stage `number` (from 1) of a search that took `seconds` for this stage.
+    """The best chunks after stage `number` (from 1) of a search; the stage took `seconds`.
 
     The chunks of the `last` stage are those of the search without stages. `distances` and `extra_distances` as in
     `SearchStage`.
@@ -64,33 +67,33 @@ class RetrievalStage:
 
 
 class StagedCorpus(Protocol):
-    """What is searched; `chunkweave.Corpus` is one. Called in threads.
+    """A corpus that a pipeline searches; `chunkweave.Corpus` is one. Called in threads.
 
-    What `embed_query` returns is for `search` alone: a vector, or whatever the corpus searches by.
+    `embed_query` returns what `search` takes: a vector, or anything else that the corpus searches by.
     """
 
     def __len__(self) -> int:
-        """How many chunks there are."""
+        """Number of chunks."""
 
     def embed_query(self, question: str) -> Any:
         """The vector of a question, `[dimension]`."""
 
     def search(self, question: Any, k: int) -> tuple[RetrievedChunk, ...]:
-        """The `k` best chunks, the best first."""
+        """The `k` best chunks, best first."""
 
     def search_stages(self, question: Any, k: int) -> Iterator[RetrievalStage]:
-        """The same in stages; the chunks of the last are those of `search`."""
+        """Search in stages; the last has the chunks of `search`."""
 
 
 class RetrieverCorpus:
-    """A retriever, as a pipeline searches it: `invoke(question)` is LangChain's, `retrieve(question)` LlamaIndex's.
+    """A retriever as a corpus: calls `invoke(question)` of LangChain or `retrieve(question)` of LlamaIndex.
 
-    A question gets all that the retriever finds, or the first `top_k` of it; how many there would be is not known. A
-    chunk is called by the `source` or `file_name` among its metadata, else by its id, and has the score that comes with
-    it, 0 if none does. Searches may come from several threads, if the retriever allows it.
+    A question gets all that the retriever finds, or the first `top_k` of it; the total is not known. A chunk's name is
+    the `source` or `file_name` in its metadata, else its id. Its score is the retriever's, or 0. Searches may come from
+    several threads, if the retriever allows it.
 
     Raises:
-        UsageError: it has neither of the two.
+        UsageError: the retriever has neither method.
     """
 
     def __init__(self, retriever: Any) -> None:
@@ -115,11 +118,11 @@ class RetrieverCorpus:
         Raises what the retriever raises.
         """
         found = [_read(one) for one in self._search(question)]
-        told = [one for one in found if one[0].strip()][:k]
-        return tuple(_chunk(rank, *one) for rank, one in enumerate(told, start=1))
+        kept = [one for one in found if one[0].strip()][:k]
+        return tuple(_chunk(rank, *one) for rank, one in enumerate(kept, start=1))
 
     def search_stages(self, question: Any, k: int) -> Iterator[RetrievalStage]:
-        """The same in the one stage that there is."""
+        """Search in one stage."""
         begun = time.perf_counter()
         chunks = self.search(question, k)
         yield RetrievalStage(chunks, 1, True, time.perf_counter() - begun, 0, 0)
@@ -140,7 +143,7 @@ def _read(found: Any) -> tuple[str, str, float, Mapping[str, Any]]:
 def _chunk(rank: int, text: str, own_id: str, score: float, metadata: Mapping[str, Any]) -> RetrievedChunk:
     named = [str(metadata[name]) for name in ("source", "file_name") if metadata.get(name)]
     source = next(iter([*named, own_id]), "") or f"{crc32(text.encode()):08x}"
-    # Chunks of one source are told apart by where they begin, if that is known, else by what they say.
+    # Chunks of one source are distinguished by their start, if that is known, else by their text.
     place = metadata.get("start_index")
     place = place if isinstance(place, int) else crc32(text.encode())
     return RetrievedChunk(Chunk(text, source), source, place, rank, score, str(metadata.get("title", "")), metadata)

@@ -1,4 +1,4 @@
-"""The chunks of a corpus at one commit as they are searched, and how their index is made beside searches."""
+"""Searches the chunks of a corpus at one commit, and builds their index beside searches."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ from chunkweave.types import Chunk
 
 
 def document_chunks(document: StoredDocument) -> list[Chunk]:
-    """The chunks of a document, called as `split_text` calls them: by its id, and `#number` if there are several."""
+    """The chunks of a document, named as by `split_text`: its id, and `#number` if there are several."""
     if len(document.chunks) == 1:
         return [Chunk(document.chunks[0], document.id)]
     return [Chunk(text, f"{document.id}#{place}") for place, text in enumerate(document.chunks)]
@@ -41,10 +41,10 @@ def document_chunks(document: StoredDocument) -> list[Chunk]:
 
 @dataclass(slots=True, eq=False)
 class Built:
-    """What was made over the rows of a corpus, for its searchers as long as rows are only added.
+    """Index and sketch of a corpus, which its searchers share while rows are only added.
 
-    `index` and `sketch` have the first rows, or all. Both change under `lock`. `looked`: what is on disk was read.
-    `saved_rows` of the index are there.
+    `index` and `sketch` have the first rows, or all. Both change under `lock`. `looked`: the index on disk was read.
+    `saved_rows`: rows of the index that are on disk.
     """
 
     index: VectorIndex | None = None
@@ -56,20 +56,24 @@ class Built:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MadeIndex:
-    """What `Corpus.make_index` made, and for which rows."""
+    """An index that `Corpus.make_index` built, and the `Built` that it is for."""
 
     index: VectorIndex | Sketch
     built: Built
 
 
-class Searcher:
-    """The chunks of a corpus at one commit, numbered like the rows of their index. Safe to use from several threads.
+_MOST_COPIES = 16
+"""Rows that are read for each chunk that is asked for, where texts come several times."""
 
-    The index is read or made when it is first needed.
+
+class Searcher:
+    """The chunks of a corpus at one commit, numbered like the rows of their index. Thread-safe.
+
+    The index is read or built when it is first needed.
     """
 
     def __init__(self, manifest: Manifest, parts: Sequence[Part], files: CorpusFiles | None, built: Built) -> None:
-        """Over `parts`; what is `built` holds their first rows already, or all."""
+        """Search `parts`; `built` has their first rows already, or all."""
         self._manifest = manifest
         self._parts = tuple(parts)
         self._files = files
@@ -77,30 +81,30 @@ class Searcher:
         self.built: Final = built
 
     def grown(self, manifest: Manifest, parts: Sequence[Part]) -> Self:
-        """A searcher over `parts`, which begin with the rows of this one: it takes over what is built."""
+        """A searcher over `parts`, which begin with the rows of this one. It shares `built`."""
         return type(self)(manifest, parts, self._files, self.built)
 
     @property
     def config(self) -> IndexConfig:
-        """How vectors are searched, as it was configured."""
+        """The configuration of the index."""
         return IndexConfig.from_dict(dict(self._manifest.index))
 
     @property
     def kind(self) -> IndexKind:
-        """Which index is meant for so many rows: `flat` up to a size, and where what the other needs is missing."""
+        """The kind of index for this number of rows. With `flat_up_to`: `flat` up to it, or if faiss is missing."""
         config = self.config
         small = self._count <= config.flat_up_to
         return IndexKind.FLAT if config.flat_up_to and (small or not available(config.kind)) else config.kind
 
     @property
     def searched_by(self) -> IndexKind:
-        """Which index searches use now."""
+        """The kind of index that searches use now."""
         waits = self.config.flat_up_to and self.built.index is None
         return IndexKind.FLAT if waits else self.kind
 
     @property
     def outdated(self) -> bool:
-        """Whether `make` has something to make, or may find it on disk."""
+        """Whether `make` has something to build, or may find it on disk."""
         if self.kind is IndexKind.FLAT:
             worth = worth_sketching(self._count, self._manifest.dimension, self.config.stages)
             return worth and self.built.sketch is None
@@ -108,19 +112,23 @@ class Searcher:
         return self._count > 0 and (index is None or outgrown(index, self.config, self._count))
 
     def chunks(self) -> list[Chunk]:
-        """All chunks by row."""
+        """All chunks, in the order of rows."""
         return [chunk for part in self._parts for document in part.documents for chunk in document_chunks(document)]
 
     def search(self, vector: NDArray[np.float32], k: int) -> tuple[RetrievedChunk, ...]:
         """The `k` best chunks; see `Corpus.search`."""
-        return self._retrieved(self.index().search(vector, k))
+        index = self.index()
+        found = self._retrieved(index.search(vector, k))
+        if len(found) < k:
+            found = self._retrieved(index.search(vector, min(_MOST_COPIES * k, self._count)))
+        return found[:k]
 
     def stages(self, vector: NDArray[np.float32], k: int) -> Iterator[RetrievalStage]:
-        """The same in stages; see `Corpus.search_stages`."""
+        """Search in stages; see `Corpus.search_stages`."""
         stages = timed_stages(self.index(), vector, k)
         return (
             RetrievalStage(
-                self._retrieved(stage.hits),
+                found if len(found := self._retrieved(stage.hits)) == k or not stage.last else self.search(vector, k),
                 stage.number,
                 stage.last,
                 seconds,
@@ -131,9 +139,9 @@ class Searcher:
         )
 
     def index(self) -> VectorIndex:
-        """What is searched: the index that is built, with what it lacks; else that on disk; else a new one.
+        """The index for searches: the built one, completed with missing rows; else that on disk; else a new one.
 
-        Where searches do not wait for an index, every vector is compared as long as there is none.
+        With `flat_up_to`, searches do not wait for an index: they compare every vector while there is none.
 
         Raises:
             UsageError: it needs an extra that is not installed.
@@ -155,7 +163,7 @@ class Searcher:
             return built.index
 
     def make(self) -> MadeIndex | None:
-        """What searches would be faster with, made without keeping them waiting; None if there is nothing to make.
+        """Build an index or sketch that makes searches faster, while searches run; None if there is nothing to build.
 
         Raises what `index` raises.
         """
@@ -168,12 +176,12 @@ class Searcher:
         return MadeIndex(build_index(self.config, self._blocks, self._manifest.dimension), self.built)
 
     def take(self, made: MadeIndex, *, keep: bool) -> None:
-        """Search what was made from now on, if all its rows are still there; what it lacks is added first.
+        """Use `made` in searches, if all its rows still exist; missing rows are added first.
 
-        It is written before searches use it, so that none of them waits for the disk.
+        It is written before searches use it, so that no search waits for the disk.
 
         Raises:
-            CorpusError: it cannot be written; it is searched all the same.
+            CorpusError: it cannot be written; searches use it nevertheless.
         """
         built, saved_rows = self.built, 0
         if made.built is not built:
@@ -191,7 +199,7 @@ class Searcher:
                     built.index, built.saved_rows = made.index, saved_rows
 
     def save(self) -> None:
-        """Keep the index in the folder, if there is one and the index is of a kind that takes time to make.
+        """Store the index in the folder, if there is one and the index is of a kind that takes time to build.
 
         Raises:
             CorpusError: it cannot be written.
@@ -214,7 +222,7 @@ class Searcher:
         return [part.vectors for part in self._parts]
 
     def _flat(self, sketch: Sketch | None) -> FlatIndex:
-        """The index that is no more than the vectors themselves."""
+        """The flat index, which is the vectors themselves, with a sketch if there is one."""
         if self._flat_index is None:
             self._flat_index = FlatIndex(self._manifest.dimension)
             _complete(self._flat_index, self._blocks)
@@ -230,18 +238,21 @@ class Searcher:
         return documents, np.cumsum([0, *(len(document.chunks) for document in documents)])
 
     def _retrieved(self, hits: Hits) -> tuple[RetrievedChunk, ...]:
+        """The chunks of the hits; of chunks with the same text, the best one alone."""
         documents, starts = self._rows
-        found = []
-        for rank, (row, score) in enumerate(zip(hits.rows, hits.scores, strict=True), start=1):
+        found: dict[str, RetrievedChunk] = {}
+        for row, score in zip(hits.rows, hits.scores, strict=True):
             number = int(np.searchsorted(starts, row, side="right")) - 1
-            document, place = documents[number], row - int(starts[number])
+            document, place = documents[number], row - int(starts[number])  # of all chunks -> of the document's
             chunk = document_chunks(document)[place]
-            found.append(RetrievedChunk(chunk, document.id, place, rank, score, document.title, document.metadata))
-        return tuple(found)
+            if chunk.text not in found:
+                about = (document.title, document.metadata, document.place_of(place))
+                found[chunk.text] = RetrievedChunk(chunk, document.id, place, len(found) + 1, score, *about)
+        return tuple(found.values())
 
 
 def _complete(index: VectorIndex | Sketch, blocks: Sequence[NDArray[np.float32]]) -> None:
-    """Add the rows of `blocks` that an index of the first ones lacks."""
+    """Append the rows of `blocks` that an index of the first rows lacks."""
     first = 0
     for block in blocks:
         if len(index) < first + len(block):

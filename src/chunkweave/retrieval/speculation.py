@@ -1,6 +1,6 @@
-"""Retrieval beside prefill, for any backend: searches in threads, and requests that start ahead of their end.
+"""Retrieval overlapped with prefill, for any backend: searches in threads, and requests that start before these end.
 
-RAGCache §5.3 (dynamic speculative pipelining). A backend takes part with a `Submit` callable. Imports no torch.
+RAGCache §5.3 (dynamic speculative pipelining). A backend provides a `Submit` callable. Imports no torch.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ DocumentT = TypeVar("DocumentT", bound=Hashable)
 Submit = Callable[[Sequence[RetrievedChunk], bool], Awaitable[PendingAnswer[EventT]]]
 """Submits one question over these chunks, in the order of the prompt; the flag says whether it is speculative.
 
-A speculative request takes only capacity that is idle, and its events are not read before it is confirmed.
+A speculative request uses only idle capacity, and its events are not read before it is confirmed.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Pipelining:
-    """What was computed for one question while its search went on (RAGCache §5.3).
+    """Speculations of one question during its search (RAGCache §5.3).
 
-    Of `started` speculations `terminated` were for lists that changed; if the last one `matched` what the search ended
-    with, it is the answer. `overlap_s` is for how long the search and the answer's own generation went on together.
+    Of `started` speculations, `terminated` were for lists that changed. If the last one `matched` the search's result,
+    it is the answer. `overlap_s` is the time in which the search and the answer's own generation ran together.
     """
 
     started: int = 0
@@ -49,23 +49,23 @@ class Pipelining:
 
 
 class Action(StrEnum):
-    """What is to be done with a request after a stage of its search."""
+    """Action on a request after a stage of its search."""
 
     WAIT = "wait"
-    """Nothing runs for it, and nothing is to be started now."""
+    """Nothing runs for the request, and nothing starts now."""
     START = "start"
-    """Start prefilling for the provisional documents; what ran for others, if anything, ends after its step."""
+    """Start a prefill for the provisional documents; a running one for others ends after its step."""
     KEEP = "keep"
-    """What runs is for these very documents: let it run. After the last stage its result is the answer."""
+    """The running prefill is for exactly these documents: let it run. After the last stage its result is the answer."""
     TERMINATE = "terminate"
-    """What runs is for other documents and ends after its current step; there is no room for a new start."""
+    """The running prefill is for other documents and ends after its step; there is no capacity to start another."""
     GENERATE = "generate"
-    """The search is over: compute for the final documents; what ran for others, if anything, ends after its step."""
+    """The search has ended: prefill the final documents; a running prefill for others ends after its step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[DocumentT]):
-    """An action, for `documents`; `terminated` are the documents whose speculation ends with it, if there was one."""
+    """An action for `documents`; `terminated` are the documents of a speculation that it ends, or None."""
 
     action: Action
     documents: tuple[DocumentT, ...]
@@ -74,12 +74,12 @@ class Decision(Generic[DocumentT]):
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """What happened to speculations so far.
+    """Counters of speculations so far.
 
-    `stages` were looked at, the last ones included. `started` speculations; of these `terminated` were for documents
-    that changed, `matched` for what the search ended with. `kept` stages confirmed what was running. `deferred` stages
-    would have started one but for the load. `regenerated` requests had begun for other documents than the final
-    ones, `late` ones had begun for none.
+    `stages` counts all stages, last ones included. Of the `started` speculations, `terminated` were for documents that
+    changed, and `matched` were for the search's result. `kept` stages confirmed a running speculation. `deferred`
+    stages started none because of load. `regenerated` requests had speculations only for other documents than the final
+    ones; `late` requests had none.
     """
 
     stages: int = 0
@@ -94,7 +94,7 @@ class SpeculationCounts:
 
 @dataclass(slots=True)
 class _Search(Generic[DocumentT]):
-    """What a request's search has named last, and what was started for it."""
+    """The documents that a request's search found last, and those of its speculation. `ever`: one was started."""
 
     documents: tuple[DocumentT, ...] | None = None
     speculation: tuple[DocumentT, ...] | None = None
@@ -104,19 +104,19 @@ class _Search(Generic[DocumentT]):
 class Speculation(Generic[RequestT, DocumentT]):
     """Algorithm 2 of RAGCache for many requests at once: it decides, and neither searches nor computes.
 
-    A speculation is started when a stage names new documents and fewer than `max_prefill_batch` requests are pending,
-    so that it takes idle capacity only. It is for the list that it is given: who compares sets sorts it.
+    A speculation starts if a stage finds new documents and fewer than `max_prefill_batch` requests are pending, so that
+    it uses idle capacity only. Documents are compared as a list; a caller that compares sets sorts it.
 
-    One deviation: the printed algorithm starts only where the list changes, so that a list that was named under load
-    is never started, however long the search goes on after it. Theorem 5.1 lets it start once the pool has room; so
-    does this, unless `retry` is switched off.
+    Deviation: the printed algorithm starts only when the list changes, so a list that was found under load never
+    starts, even if the search continues for long. Theorem 5.1 lets it start once the pool has room. So does this class,
+    unless `retry` is false.
     """
 
     def __init__(self, *, max_prefill_batch: int, retry: bool = True) -> None:
-        """No request is being searched for yet.
+        """Begin without requests.
 
         Raises:
-            UsageError: the batch holds nothing.
+            UsageError: `max_prefill_batch` is not positive.
         """
         if max_prefill_batch < 1:
             raise UsageError(f"max_prefill_batch must be at least 1, not {max_prefill_batch}")
@@ -131,12 +131,12 @@ class Speculation(Generic[RequestT, DocumentT]):
         return SpeculationCounts(**self._counts)
 
     def on_stage(self, request: RequestT, documents: Sequence[DocumentT], pending: int) -> Decision[DocumentT]:
-        """A stage that is not the last has named `documents`, best first.
+        """Decide after a stage that is not the last; `documents` are best first.
 
         Args:
-            request: whose search it is; its first stage begins it.
+            request: the request of the search; its first stage registers it.
             documents: the provisional top-k.
-            pending: requests that wait for, or are in, prefill (the pool's size), without this one's speculation.
+            pending: requests that wait for prefill or are in it (the pool's size), without this one's speculation.
         """
         search = self._searches.setdefault(request, _Search())
         named = tuple(documents)
@@ -158,7 +158,7 @@ class Speculation(Generic[RequestT, DocumentT]):
         return Decision(Action.WAIT if terminated is None else Action.TERMINATE, named, terminated)
 
     def on_final(self, request: RequestT, documents: Sequence[DocumentT]) -> Decision[DocumentT]:
-        """The search is over: KEEP if what runs is for `documents`, else GENERATE. The request is then forgotten."""
+        """Decide after the last stage, and forget the request: KEEP if it runs for `documents`, else GENERATE."""
         search = self._searches.pop(request, None) or _Search()
         named = tuple(documents)
         self._counts["stages"] += 1
@@ -170,12 +170,12 @@ class Speculation(Generic[RequestT, DocumentT]):
         return Decision(Action.GENERATE, named, terminated)
 
     def abort(self, request: RequestT) -> tuple[DocumentT, ...] | None:
-        """The request is given up; returns the documents whose speculation is to be ended, None if none runs."""
+        """Forget a cancelled request; returns the documents of the speculation that the caller must end, or None."""
         search = self._searches.pop(request, None)
         return None if search is None else self._terminate(search)
 
     def failed(self, request: RequestT) -> None:
-        """What ran for the request is lost; the next stage may start it anew."""
+        """Forget the request's speculation, which failed; the next stage may start another."""
         search = self._searches.get(request)
         if search is not None:
             search.speculation = None
@@ -194,10 +194,10 @@ class Speculation(Generic[RequestT, DocumentT]):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best chunks so far, the best first, and whether the search is over.
+    """The best chunks so far, best first, and whether the search has ended (`last`).
 
-    `embed_s` and `search_s` are the seconds that it has taken, `at_s` when that was by `time.perf_counter`. `stages` it
-    had so far; 0 if it was asked for none.
+    `embed_s` and `search_s` are the seconds that it took until `at_s`, by `time.perf_counter`. `stages` counts the
+    stages so far; 0 for a search without stages.
     """
 
     chunks: tuple[RetrievedChunk, ...] = ()
@@ -209,7 +209,7 @@ class Found:
 
 
 class NotStarted(StrEnum):
-    """Why nothing was computed ahead of a search."""
+    """Why no speculation started during a search."""
 
     OFF = "speculate is off"
     CONVERSATION = "a turn of a conversation begins once"
@@ -219,9 +219,9 @@ class NotStarted(StrEnum):
 
 
 class Retriever:
-    """Searches corpora in threads and decides what is computed ahead of them. Belongs to one event loop.
+    """Searches corpora in threads and decides about speculations. Belongs to one event loop.
 
-    A search runs in stages while requests may be computed ahead; under load, or without `speculate`, it is one stage.
+    A search runs in stages if a speculation may start; under load, or without `speculate`, it is one stage.
     """
 
     def __init__(
@@ -232,13 +232,14 @@ class Retriever:
         max_prefill_batch: int = 1,
         max_searches: int | None = None,
     ) -> None:
-        """No question is being searched for yet.
+        """Begin without searches.
 
         Args:
-            pending: counts the requests that wait for, or are in, prefill, speculative ones included. Any thread.
-            speculate: whether to compute ahead of searches.
+            pending: counts the requests that wait for prefill or are in it, speculative ones included; called in any
+                thread.
+            speculate: whether to prefill during searches.
             max_prefill_batch: a speculation starts if fewer requests are pending.
-            max_searches: searches at a time, each in a thread; others wait. None = one for each core.
+            max_searches: maximum searches at a time, each in a thread; others wait. None = one per core.
 
         Raises:
             UsageError: `max_prefill_batch` or `max_searches` is not positive.
@@ -254,9 +255,9 @@ class Retriever:
         )
 
     def question(self, submit: Submit[EventT], *, by_set: bool = False) -> "SpeculativeAnswer[EventT]":
-        """A question that is about to be searched for, answered by what `submit` returns. Close it.
+        """The requests of one question, which `submit` submits. The caller closes it.
 
-        `by_set`: the same chunks in another sequence are the same request, as with a free order.
+        `by_set`: the same chunks in another order are the same request, as with a free order.
         """
         return SpeculativeAnswer(self, submit, by_set=by_set)
 
@@ -270,14 +271,14 @@ class Retriever:
         until_s: float | None = None,
         wait_for_thread: bool = False,
     ) -> Found:
-        """The `k` best chunks; `on_stage` learns the best so far after every stage but the last.
+        """The `k` best chunks; `on_stage` receives the best so far after every stage but the last.
 
-        Without `on_stage` there is one stage. A stage that comes while `on_stage` runs replaces an earlier one that was
-        not seen. With `wait_for_thread` the
-        corpus is not used any more when this returns or raises, however it ends; else a stage may still be running.
+        Without `on_stage` there is one stage. A stage that ends while `on_stage` runs replaces an earlier unread one.
+        With `wait_for_thread`, no thread uses the corpus any more when this returns or raises; without it, a stage may
+        still run.
 
         Raises:
-            DeadlineError: the search was not over at `until_s` by `time.perf_counter`.
+            DeadlineError: the search did not end by `until_s`, by `time.perf_counter`.
             ChunkweaveError: what the corpus or `on_stage` raises.
         """
         staged = (lambda: False) if on_stage is None else self._worth_stages
@@ -288,31 +289,28 @@ class Retriever:
                     await on_stage(found.chunks)
             return found
         except TimeoutError:
-            raise DeadlineError("the search was not over in the time that the question was given") from None
+            raise DeadlineError("the search did not end before the question's deadline") from None
         finally:
             search.cancel()
             if wait_for_thread:
                 await search.left()
 
     async def close(self) -> None:
-        """Give the threads up, once their searches have ended."""
+        """Wait for running searches, and end the threads."""
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     def _worth_stages(self) -> bool:
-        """Whether there may be time to compute ahead: stages cost calls, and under load nothing would come of them."""
+        """Whether a speculation may start. Stages cost calls, and under load they are of no use."""
         return self.speculates and self.pending() <= self._max_prefill_batch
 
 
 class _SearchThread:
-    """One question's search in a thread of a pool. It goes on to the next stage at once, read or not."""
+    """One question's search in a thread of a pool. A stage starts even if the one before was not read."""
 
     def __init__(
         self, pool: Executor, corpus: StagedCorpus, question: str, k: int, *, staged: Callable[[], bool]
     ) -> None:
-        """Start as soon as a thread is free; unless it is `staged` by then, there is one stage, the whole search.
-
-        `staged` is called in that thread.
-        """
+        """Submit the search. If `staged` returns false, the whole search is one stage; the search's thread calls it."""
         self._corpus = corpus
         self._question = question
         self._k = k
@@ -325,9 +323,9 @@ class _SearchThread:
         self._work_left.add_done_callback(self._ended)
 
     async def next(self) -> Found:
-        """What is known after the newest stage, once there is one that was not read yet.
+        """Wait for an unread stage, and return the newest.
 
-        Raises whatever the corpus raises.
+        Raises what the corpus raises.
         """
         await self._unread.wait()
         self._unread.clear()
@@ -337,12 +335,12 @@ class _SearchThread:
         return self._newest
 
     def cancel(self) -> None:
-        """End the search after its current stage. A second time is harmless, and so is one that is over."""
+        """End the search after its current stage. Idempotent; no effect on a search that has ended."""
         self._cancelled = True
         self._work_left.cancel()
 
     async def left(self) -> None:
-        """Behind `cancel`: wait until the corpus is not used any more; a cancellation is passed on only then."""
+        """After `cancel`: wait until the thread does not use the corpus any more, also if this wait is cancelled."""
         work = asyncio.gather(asyncio.wrap_future(self._work_left), return_exceptions=True)
         try:
             await asyncio.wait([work])
@@ -388,11 +386,11 @@ class _SearchThread:
 
 
 class SpeculativeAnswer(Generic[EventT]):
-    """One question's requests while its search goes on, and after it (RAGCache §5.3, Algorithm 2). Close it.
+    """One question's requests during its search and after it (RAGCache §5.3, Algorithm 2). The caller closes it.
 
-    At most one request is under way. What a speculation gives is held back until the search has confirmed it; one that
-    fails, or is refused, is as if it had not been started. Stages are lists in the order of the prompt, or `by_set` any
-    sequence of its chunks: a match then has the sequence of the stage that started it.
+    At most one request runs. Events of a speculation are held back until the search confirms it. A speculation that
+    fails or is refused counts as not started. Stages are lists in the order of the prompt. With `by_set`, the same
+    chunks in any order match; the answer then has the order of the stage that started it.
     """
 
     def __init__(self, retriever: Retriever, submit: Submit[EventT], *, by_set: bool = False) -> None:
@@ -411,7 +409,7 @@ class SpeculativeAnswer(Generic[EventT]):
         """When the newest request was submitted, by `time.perf_counter`."""
 
     async def on_stage(self, chunks: Sequence[RetrievedChunk]) -> None:
-        """A stage that is not the last has named `chunks`."""
+        """Act on a stage that is not the last and found `chunks`."""
         self._drop_failed()
         own = self._answer is not None and not self._answer.begun
         decision = self._speculation.on_stage(self, self._key(chunks), max(0, self._pending() - own))
@@ -428,7 +426,7 @@ class SpeculativeAnswer(Generic[EventT]):
                 self._speculation.failed(self)
 
     async def final(self, chunks: Sequence[RetrievedChunk]) -> PendingAnswer[EventT] | None:
-        """The search is over: what was started for exactly these chunks, not confirmed yet; None if nothing was."""
+        """After the last stage: the request that was started for exactly these chunks, not confirmed yet; else None."""
         self._drop_failed()
         decision = self._speculation.on_final(self, self._key(chunks))
         if decision.terminated is not None:
@@ -439,7 +437,7 @@ class SpeculativeAnswer(Generic[EventT]):
     async def answer_over(
         self, chunks: Sequence[RetrievedChunk], *, until_s: float | None = None
     ) -> AsyncGenerator[EventT, None]:
-        """The search is over: the events of the answer over `chunks`, computed already or from now on.
+        """After the last stage: the events of the answer over `chunks`, from a speculation or from a new request.
 
         A confirmed speculation that fails before its first event is submitted again, unless `until_s` has passed.
 
@@ -464,13 +462,13 @@ class SpeculativeAnswer(Generic[EventT]):
             yield event
 
     def summary(self, search_end_s: float, began_s: float, ended_s: float) -> Pipelining:
-        """What happened, once the answer is there; it was computed from `began_s` to `ended_s`."""
+        """The question's speculations; its answer was computed from `began_s` to `ended_s`."""
         matched = self._matched and self._answer is not None and not self._answer.failed
         overlap_s = max(0.0, min(search_end_s, ended_s) - began_s) if matched else 0.0
         return Pipelining(self._started, self._terminated, matched, overlap_s)
 
     def ranked(self, report: ReuseReport, chunks: Sequence[RetrievedChunk]) -> ReuseReport:
-        """The report of the newest request with the ranks that its chunks have among `chunks`, not when submitted."""
+        """The report of the newest request, with ranks of its chunks in `chunks` instead of those when submitted."""
         places = {chunk.name: place for place, chunk in enumerate(chunks)}
         ranks = [places[chunk.name] for chunk in self._sent]
         if ranks == sorted(ranks):
@@ -479,7 +477,7 @@ class SpeculativeAnswer(Generic[EventT]):
         return replace(report, chunks=tuple(found))
 
     def not_started(self, found: Found) -> NotStarted | None:
-        """Why nothing was computed ahead of the search that ended with `found`; None if something was."""
+        """Why no speculation started during the search that ended with `found`; None if one did."""
         if self._started:
             return None
         if not self._speculates:
@@ -501,7 +499,7 @@ class SpeculativeAnswer(Generic[EventT]):
         return self._answer
 
     def _key(self, chunks: Sequence[RetrievedChunk]) -> list[DocumentName]:
-        """What makes the request over `chunks` the same as another one."""
+        """A key of the request over `chunks`: requests with equal keys are the same."""
         names = [chunk.name for chunk in chunks]
         return sorted(names) if self._by_set else names
 
@@ -518,14 +516,14 @@ class SpeculativeAnswer(Generic[EventT]):
 
 
 def left_s(until_s: float | None) -> float | None:
-    """Seconds until then by `time.perf_counter`; None if there is no such time.
+    """Seconds until `until_s` by `time.perf_counter`; None if there is no deadline.
 
     Raises:
-        DeadlineError: it is over.
+        DeadlineError: the deadline has passed.
     """
     if until_s is None:
         return None
     seconds = until_s - time.perf_counter()
     if seconds <= 0:
-        raise DeadlineError("the question was not answered in the time that it was given")
+        raise DeadlineError("the question was not answered before its deadline")
     return seconds

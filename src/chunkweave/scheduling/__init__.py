@@ -1,1 +1,1 @@
-"""Which request is served next, and what is computed ahead of its retrieval. Nothing here imports torch."""
+"""Request scheduling: serving order, step budgets, routing, and shadow checks. Nothing here imports torch."""

@@ -1,7 +1,7 @@
-"""Whether a request waits for parts that another request's prefill computes, in both backends. Imports no torch.
+"""Decides whether a request waits for parts that another prefill computes, in both backends. No torch here.
 
-A part becomes visible in the store when its last layer is done, so a prefill that begins while another one computes the
-same part would compute it again. It waits instead, where that gives its first token sooner.
+A part becomes visible in the store when its last layer is done. A prefill that starts earlier would compute the same
+part again. It waits instead, if that gives its first token sooner.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -16,8 +16,8 @@ from chunkweave.types import ChunkId, Context
 class PartInProgress:
     """A part that a running prefill computes and will store.
 
-    `context` are the parts before it. `exact` says whether it will be equal to what full prefill computes there.
-    `tokens_left` are to be computed, its own among them, until it is stored.
+    `context` are the parts before it. `exact`: it will equal full prefill's KV. `tokens_left` must be computed until it
+    is stored, its own included.
     """
 
     chunk: ChunkId
@@ -28,10 +28,10 @@ class PartInProgress:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a waiting request could take from the store: its storable parts in prompt order, and their tokens.
+    """What a pending request could read from the store: its cacheable parts in prompt order, and their tokens.
 
-    Of a request that weaves, the share `woven` of each chunk's tokens need not be computed if the chunk is stored in
-    any context; None if it takes exact prefixes only. `prompt_tokens` are all that it has.
+    If the request weaves, the share `woven` of each chunk's tokens is saved if the chunk is stored in any context;
+    None: it reuses exact prefixes only. `prompt_tokens` is its total.
     """
 
     chunks: Sequence[ChunkId]
@@ -42,9 +42,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What a request need not compute if it waits for some parts: `tokens` of its own, after `tokens_left` of others'.
+    """What a request saves by waiting for some parts: `tokens` of its own, after `tokens_left` tokens of others.
 
-    `work_tokens` are what it computes if it does not wait.
+    `work_tokens` is what it computes if it does not wait.
     """
 
     chunks: frozenset[ChunkId] = field(default=frozenset())
@@ -53,12 +53,12 @@ class Saving:
     work_tokens: float = 0.0
 
     def sooner(self, owner_tokens: int, *, beside: int | None = None) -> bool:
-        """Whether waiting gives the first token sooner than computing beside the owner, which has so many tokens left.
+        """Whether waiting gives the first token sooner than computing beside the owner, which has `owner_tokens` left.
 
-        Beside each other both are slowed down by the other's tokens, as long as both compute. So the request computes
-        for `work + min(owner, work)`, or waits for `tokens_left` and then computes for `work - tokens`. The time that a
-        token takes is the same in both, and so are the tokens of other requests beside them. Where a step is shared
-        otherwise, `beside` are those of the owner's tokens that would slow down the request.
+        Computing side by side, each slows the other down while both compute: the request takes `work + min(owner,
+        work)`. Waiting takes `tokens_left`, then `work - tokens`. Time per token and other requests' tokens are the
+        same in both cases. If steps are shared differently, `beside` is the number of owner tokens that would slow the
+        request down.
         """
         beside_tokens = min(owner_tokens, self.work_tokens) if beside is None else beside
         return self.tokens > 0 and self.tokens_left - self.tokens <= beside_tokens
@@ -68,27 +68,27 @@ class Paths(Protocol):
     """Stored exact paths."""
 
     def match(self, keys: Iterable[ChunkId]) -> PathMatch:
-        """How far a path is stored."""
+        """The length of the stored part of a path."""
 
 
 class Stored(Protocol):
-    """What is stored: exact paths, and chunks in any context."""
+    """Stored exact paths, and stored chunks in any context."""
 
     @property
     def tree(self) -> Paths:
         """The exact paths."""
 
     def chunk_tokens(self, chunk: ChunkId) -> int:
-        """Not 0 if a segment of a chunk is stored in any context."""
+        """Above 0 if a segment of the chunk is stored in any context."""
 
 
 def saving_of(
     wanted: Wanted, store: Stored, parts: Iterable[PartInProgress], *, without: Collection[ChunkId] = ()
 ) -> Saving:
-    """What a request saves if it waits until the `parts` that it can take are stored; `without` some chunks.
+    """What a request saves by waiting until its usable `parts` are stored, excluding the chunks `without`.
 
-    Exact parts count as far as they continue the exact prefix that is stored. A request that weaves can also take each
-    chunk that is not stored in any context.
+    Exact parts count if they continue the stored exact prefix. A weaving request also counts each chunk that is not
+    stored in any context.
     """
     usable = [part for part in parts if part.chunk not in without]
     behind = {(*part.context, part.chunk): part.tokens_left for part in usable if part.exact}

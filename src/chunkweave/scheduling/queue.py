@@ -1,9 +1,12 @@
-"""Which request is served next: of the tenant that was served least, the one of which most is cached. Imports no torch.
+"""Serving order: the least served tenant first, and within it the request with the most cached tokens. No torch here.
 
-Among tenants, VTC of "Fairness in Serving Large Language Models" (OSDI 2024): virtual time is tokens computed, divided
-by the weight. They count as they are computed, and cached ones not at all. What a tenant is already promised is added
-where the next request is chosen, so that one tenant does not get all places that are free at a time. Within a tenant,
-the cache-aware order of RAGCache §5.2.
+Among tenants: VTC of "Fairness in Serving Large Language Models" (OSDI 2024). Virtual time is the number of tokens
+computed, divided by the weight. Tokens count when computed; cached ones do not count. Work already promised to a tenant
+is added when the next request is chosen, so that one tenant does not get all free slots at once. Within a tenant: the
+cache-aware order of RAGCache §5.2.
+
+Identifiers. A *request* is the caller's key. A *number* is the order of arrival; it survives preemption. A *path* is
+the sequence of cacheable part ids in the prompt (`waiting_path` adds a prefix if the request weaves).
 """
 
 import heapq
@@ -25,24 +28,24 @@ DEFAULT_WINDOW = 32
 
 
 class StoredPrefixes(Protocol):
-    """What the queue asks of a knowledge tree."""
+    """The part of a knowledge tree that the queue uses."""
 
     def stored_tokens(self, keys: Sequence[ChunkId]) -> int:
         """Tokens of the longest stored prefix of `keys`."""
 
     def subscribe(self, listener: Callable[[tuple[ChunkId, ...]], None]) -> None:
-        """Call `listener` with each path whose last node is stored now and was not, or is no longer."""
+        """Call `listener` with each path whose last node becomes stored, or is no longer stored."""
 
     def unsubscribe(self, listener: Callable[[tuple[ChunkId, ...]], None]) -> None:
-        """Call `listener` no more."""
+        """Stop calling `listener`."""
 
 
 @dataclass(slots=True)
 class Waiting(Generic[RequestT]):
     """A request in the queue; only the queue changes it.
 
-    `path` are the ids of its stored parts in prompt order, `prompt_tokens` all its tokens. `number` is its place in
-    the order of arrival. `cached_tokens` is how much of it was stored when the queue looked last.
+    `path` are the ids of its cacheable parts in prompt order, `prompt_tokens` all its tokens. `number` is its order of
+    arrival. `cached_tokens` is how many of them were stored at the last lookup.
     """
 
     request: RequestT
@@ -59,34 +62,36 @@ class Waiting(Generic[RequestT]):
 
 
 class CacheAwareQueue(Generic[RequestT]):
-    """Waiting requests by falling cached length / computation length, then by arrival.
+    """Pending requests by decreasing cached length / computation length, then by arrival.
 
-    A request is passed over whenever a later one is served before it, at most `window` times: then the oldest request
-    goes first. So a window of 0 serves in the order of arrival. The tree reports which paths came or went (from any
-    thread); only requests on them are looked up again, by `ready`. Everything else belongs to one thread.
+    A request is passed over when a later one is served before it, at most `window` times; then the oldest request goes
+    first. A window of 0 serves in order of arrival. The tree reports changed paths (from any thread); `ready` looks up
+    only requests on these paths again. Everything else belongs to one thread.
     """
 
     def __init__(self, tree: StoredPrefixes, *, window: int = DEFAULT_WINDOW, capacity: int | None = None) -> None:
         """An empty queue over `tree`.
 
         Args:
-            tree: says how much of a path is stored, and when that changes.
+            tree: reports how much of a path is stored, and changes.
             window: how often a request may be passed over.
-            capacity: most requests that wait; None sets no limit.
+            capacity: most pending requests; None: no limit.
 
         Raises:
-            UsageError: the window is negative, or nothing may wait.
+            UsageError: a negative window, or a capacity below 1.
         """
         if window < 0 or (capacity is not None and capacity < 1):
-            raise UsageError(f"a queue needs a window from 0 on ({window}) and room for a request ({capacity})")
+            raise UsageError(f"a queue needs a window from 0 on ({window}) and a capacity of at least 1 ({capacity})")
         self._tree = tree
         self._window = window
         self._capacity = capacity
         self._waiting: dict[RequestT, Waiting[RequestT]] = {}
         self._by_number: dict[int, Waiting[RequestT]] = {}
-        self._numbers: list[int] = []
-        self._left: list[int] = []
+        self._numbers: list[int] = []  # of pending requests, ascending: the first is the oldest
+        self._left: list[int] = []  # of requests removed unserved, ascending; pruned below the oldest pending one
         self._next_number = 0
+        # (-priority, number), lowest first. Entries are never updated in place: an entry is valid only while it equals
+        # its request's `_entry`; others are dropped when they reach the top (`_best`) or by a rebuild (`_rank`).
         self._heap: list[tuple[float, int]] = []
         self._watch: PrefixWatch[ChunkId, int] = PrefixWatch()
         self._changed: deque[tuple[ChunkId, ...]] = deque()
@@ -99,43 +104,43 @@ class CacheAwareQueue(Generic[RequestT]):
         return request in self._waiting
 
     def submit(self, request: RequestT, path: Sequence[ChunkId], prompt_tokens: int) -> Waiting[RequestT]:
-        """Let `request` wait.
+        """Add `request` to the queue.
 
         Raises:
-            QueueFullError: as many wait as may.
-            UsageError: it waits already.
+            QueueFullError: the queue is full.
+            UsageError: it is already pending.
         """
         if request in self._waiting:
-            raise UsageError(f"request {request!r} waits already")
+            raise UsageError(f"request {request!r} is already pending")
         if self._capacity is not None and len(self._waiting) >= self._capacity:
-            raise QueueFullError(f"{self._capacity} requests wait already; try again later or raise the queue's size")
+            raise QueueFullError(f"{self._capacity} requests are already pending; retry later or raise the capacity")
         waiting = self.place(request, path, prompt_tokens)
         self._enter(waiting)
         return waiting
 
     def place(self, request: RequestT, path: Sequence[ChunkId], prompt_tokens: int) -> Waiting[RequestT]:
-        """The next place in the order of arrival, for a request that is being served already; it can be put back."""
+        """The next number in order of arrival, for a request that is already running and may be put back."""
         waiting = Waiting(request, tuple(path), prompt_tokens, self._next_number)
         self._next_number += 1
         return waiting
 
     def put_back(self, waiting: Waiting[RequestT]) -> None:
-        """Let a request that was taken out (and then was preempted, or failed) wait again in its old place.
+        """Return a popped request (preempted or failed) to its old position.
 
-        Younger requests that were served while it was out count as having passed it over, so that it soon goes first.
+        Younger requests served in the meantime count as having passed it over, so it soon goes first.
 
         Raises:
-            UsageError: it waits already.
+            UsageError: it is already pending.
         """
         if waiting.request in self._waiting:
-            raise UsageError(f"request {waiting.request!r} waits already")
+            raise UsageError(f"request {waiting.request!r} is already pending")
         self._enter(waiting)
 
     def ready(self, fits: Callable[[Waiting[RequestT]], bool] = lambda _: True) -> Waiting[RequestT] | None:
-        """Which request is to be served next among those that `fits` admits; it stays in the queue.
+        """The next request to serve among those that `fits` accepts; it stays in the queue.
 
-        Once the oldest request was passed over `window` times, it is that one or, if it does not fit, none: room is
-        being made for it.
+        If the oldest request was passed over `window` times, the result is that one, or None if it does not fit: others
+        wait until it does.
         """
         if not self._waiting:
             return None
@@ -146,14 +151,14 @@ class CacheAwareQueue(Generic[RequestT]):
         return self._best(fits)
 
     def pop(self, fits: Callable[[Waiting[RequestT]], bool] = lambda _: True) -> Waiting[RequestT] | None:
-        """Take out what `ready` names; None if there is none."""
+        """Remove and return the result of `ready`; None if there is none."""
         chosen = self.ready(fits)
         if chosen is not None:
             self._leave(chosen)
         return chosen
 
     def next(self, count: int) -> list[Waiting[RequestT]]:
-        """The `count` requests that are served next as things stand, first to last; they stay in the queue."""
+        """The `count` requests to serve next in the current state, in order; they stay in the queue."""
         if not self._waiting or count < 1:
             return []
         self._refresh()
@@ -164,7 +169,9 @@ class CacheAwareQueue(Generic[RequestT]):
         )
 
     def remove(self, request: RequestT) -> bool:
-        """A request is given up before it was served; False if it does not wait. It has passed nobody over."""
+        """Remove a pending request unserved; False if it is not pending. It does not count as having passed others
+        over.
+        """
         waiting = self._waiting.get(request)
         if waiting is None:
             return False
@@ -173,13 +180,15 @@ class CacheAwareQueue(Generic[RequestT]):
         return True
 
     def passed_over(self, request: RequestT) -> int:
-        """How many requests that came after `request` were served while it waits, O(log n).
+        """How many later requests were served while `request` is pending; O(log n).
 
         Raises:
-            UsageError: it does not wait.
+            UsageError: it is not pending.
         """
         if request not in self._waiting:
-            raise UsageError(f"request {request!r} does not wait")
+            raise UsageError(f"request {request!r} is not pending")
+        # Served later ones = all later numbers, less those pending and those removed unserved. Counting up at each pop
+        # instead would touch every older request.
         number = self._waiting[request].number
         later = self._next_number - number - 1
         waiting = len(self._numbers) - bisect_left(self._numbers, number + 1)
@@ -187,11 +196,11 @@ class CacheAwareQueue(Generic[RequestT]):
         return later - waiting - given_up
 
     def cache_changed(self, path: tuple[ChunkId, ...]) -> None:
-        """The last node of `path` is stored now and was not, or is no longer. From any thread, at once."""
+        """Record that the last node of `path` became stored, or is no longer stored. Safe from any thread."""
         self._changed.append(path)
 
     def close(self) -> None:
-        """Follow the tree no longer, since the tree may live on; the queue is of no use afterwards."""
+        """Stop following the tree, which may outlive the queue; the queue cannot be used afterwards."""
         self._tree.unsubscribe(self.cache_changed)
 
     def _enter(self, waiting: Waiting[RequestT]) -> None:
@@ -211,7 +220,8 @@ class CacheAwareQueue(Generic[RequestT]):
         del self._left[: bisect_left(self._left, oldest)]
 
     def _refresh(self) -> None:
-        """Look up again what the changes since the last time concern, each request once."""
+        """Look up the requests on changed paths again, each once."""
+        # The tree's callback only appends to a deque (atomic): it runs in the storing thread, perhaps under its lock.
         paths = set()
         while self._changed:
             paths.add(self._changed.popleft())
@@ -241,7 +251,7 @@ class CacheAwareQueue(Generic[RequestT]):
             elif fits(waiting):
                 found = waiting
             else:
-                passed.append(heapq.heappop(self._heap))
+                passed.append(heapq.heappop(self._heap))  # valid but unfit now: pushed again below
         for entry in passed:
             heapq.heappush(self._heap, entry)
         return found
@@ -251,36 +261,36 @@ Path = tuple[ChunkId, ...]
 Listener = Callable[[Path], None]
 
 WEAVES = ChunkId("weaves")
-"""Stands before the path of a waiting request that weaves: no id of a chunk has fewer than 32 characters."""
+"""First element of a weaving request's path; it cannot be a chunk id, which has 32 characters."""
 
 
 def waiting_path(path: Sequence[ChunkId], *, weaves: bool, recomputed: float = 0.0) -> Path:
-    """A prompt's path as it enters a queue over `StoredTokens`, or over what a replica holds.
+    """A prompt's path for a queue over `StoredTokens` or over a replica's contents.
 
-    Of a request that weaves, about the share `recomputed` of the chunks that it reuses is computed again.
+    For a weaving request, about the share `recomputed` of reused chunks is recomputed.
     """
     return (WEAVES, ChunkId(f"{recomputed:.3g}"), *path) if weaves else tuple(path)
 
 
 def share_reused(path: Sequence[ChunkId]) -> float:
-    """Of the path of a request that weaves, the share of reused chunks that is not computed again."""
+    """The share of reused chunks that is not recomputed, from the path of a weaving request."""
     return 1.0 - float(path[1])
 
 
 class ChunkStore(Protocol):
-    """What is asked of a hierarchy of tiers."""
+    """The part of a tiered store that the queue uses."""
 
     tree: KnowledgeTree[ChunkId]
 
     def chunk_tokens(self, chunk: ChunkId) -> int:
-        """Tokens of a chunk of which a segment is stored in any context; 0 if none is."""
+        """Tokens of a chunk if a segment of it is stored in any context; else 0."""
 
 
 class StoredTokens:
-    """How many tokens of a waiting request need not be computed, for a `CacheAwareQueue` over a store.
+    """Tokens of a pending request that need not be computed, for a `CacheAwareQueue` over a store.
 
-    Paths are those of `waiting_path`: of an exact request the longest exact prefix counts, of one that weaves also
-    every other chunk that is stored in any context, but for the share that is computed again. Thread-safe.
+    Paths are those of `waiting_path`. For an exact request the longest exact prefix counts; for a weaving one also
+    every other chunk stored in any context, less the recomputed share. Thread-safe.
     """
 
     def __init__(self, store: ChunkStore) -> None:
@@ -288,7 +298,7 @@ class StoredTokens:
         self._tellers: dict[Listener, Listener] = {}
 
     def stored_tokens(self, keys: Sequence[ChunkId]) -> int:
-        """Of a waiting path, the tokens that need not be computed."""
+        """The tokens of a waiting path that need not be computed."""
         if not keys or keys[0] != WEAVES:
             return self._store.tree.stored_tokens(keys)
         path = keys[2:]
@@ -297,8 +307,9 @@ class StoredTokens:
         return exact.tokens + int(share_reused(keys) * woven)
 
     def subscribe(self, listener: Listener) -> None:
-        """Call `listener` with each path that came or went, and with the beginning of all paths that weave."""
+        """Call `listener` with each changed path, and with the common beginning of all weaving paths."""
 
+        # A chunk in any context concerns weaving requests wherever it is in their path, so all of them are looked up.
         def tell(path: Path) -> None:
             listener(path)
             listener((WEAVES,))
@@ -307,26 +318,26 @@ class StoredTokens:
         self._store.tree.subscribe(tell)
 
     def unsubscribe(self, listener: Listener) -> None:
-        """Call `listener` no more."""
+        """Stop calling `listener`."""
         self._store.tree.unsubscribe(self._tellers.pop(listener))
 
 
 DECODED_COST = 2.0
-"""What a generated token costs at least, if one of a prefill costs 1 (OSDI 2024, §5.1); by time it may cost more."""
+"""Lowest cost of a generated token, relative to a prefill token (OSDI 2024, §5.1); measured time may raise it."""
 
 
 class TenantWeights:
-    """How much of what tenants share each of them is to have: 1 unless it is said otherwise."""
+    """Each tenant's weight in sharing resources; default 1."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
 
     @classmethod
     def parse(cls, entries: Iterable[str]) -> Self:
-        """Of `NAME=WEIGHT` each.
+        """Parse entries `NAME=WEIGHT`.
 
         Raises:
-            UsageError: one is not that, or no positive number.
+            UsageError: wrong form, or no positive number.
         """
         weights: dict[str, float] = {}
         for entry in entries:
@@ -344,101 +355,99 @@ class TenantWeights:
         return self._weights.get(tenant, 1.0)
 
     def share(self, tenant: str, among: Iterable[str]) -> float:
-        """The part of the whole that is a tenant's, if it and those `among` want some: above 0, at most 1."""
+        """A tenant's share of the whole if it and those `among` want some: above 0, at most 1."""
         return self[tenant] / sum(self[one] for one in {tenant, *among})
 
     def refuse_if_full(self, tenant: str, waiting: Mapping[str, int], most: int) -> None:
-        """Refuse one more request of a tenant that has its share of `most` waiting, if as many wait in all.
+        """Refuse another request if `most` are pending in total and its tenant has its share of them.
 
         Raises:
-            QueueFullError: so it is.
+            QueueFullError: the queue is full for this tenant.
         """
         total, own = sum(waiting.values()), waiting.get(tenant, 0)
         if total >= most and own >= self.share(tenant, waiting) * most:
-            raise QueueFullError(
-                f"{total} requests wait already, and no more may; try again later or raise max_waiting"
-            )
+            raise QueueFullError(f"{total} requests are already pending, the maximum; retry later or raise max_waiting")
 
 
 class VirtualTime:
-    """How much was computed for each tenant, by its weight. Used by one thread.
+    """Tokens computed for each tenant, divided by its weight. Used by one thread.
 
-    A tenant that had nothing under way begins close to the one that was served least: it has saved up `burst` tokens at
-    most, so that one which asks seldom need not take turns for its first tokens.
+    A tenant without active (pending or running) requests starts near the least served one: it has saved at most `burst`
+    tokens, so that a rare user need not take turns for its first tokens.
     """
 
     def __init__(self, weights: TenantWeights | None = None, *, burst: float = 0.0) -> None:
         self.weights = weights or TenantWeights()
         self._burst = burst
         self._served: dict[str, float] = {}
-        self._under_way: Counter[str] = Counter()
-        self._floor = 0.0  # of the tenants under way, or of those that were the last time there were any
+        self._active: Counter[str] = Counter()
+        self._floor = 0.0  # lowest virtual time of active tenants, now or when there last were any; never falls
 
     @property
     def tenants(self) -> Iterable[str]:
-        """Those that have requests under way."""
-        return self._under_way.keys()
+        """Tenants with active requests."""
+        return self._active.keys()
 
-    def under_way(self, tenant: str) -> int:
-        """How many requests of a tenant are under way."""
-        return self._under_way[tenant]
+    def active(self, tenant: str) -> int:
+        """Number of a tenant's active requests."""
+        return self._active[tenant]
 
     def of(self, tenant: str, promised: float = 0.0) -> float:
-        """The virtual time of a tenant with requests under way, or what it will be once `promised` is computed too."""
+        """The virtual time of an active tenant, once `promised` tokens are computed too."""
         return self._served.get(tenant, float("-inf")) + promised / self.weights[tenant]
 
     def share(self, tenant: str, *coming: str) -> float:
-        """The part of places and memory that is a tenant's, among those that have requests under way or are coming."""
+        """A tenant's share of slots and memory, among active tenants and those `coming`."""
         return self.weights.share(tenant, {*self.tenants, *coming})
 
     def join(self, tenant: str) -> None:
-        """One more request of a tenant is under way."""
-        if not self._under_way[tenant]:
+        """Add an active request of a tenant."""
+        if not self._active[tenant]:
             self._served[tenant] = self._joining(tenant)
-        self._under_way[tenant] += 1
+        self._active[tenant] += 1
 
     def behind(self, tenant: str) -> float:
-        """Tokens of its own that a tenant with nothing under way could have before it takes turns; others have 0."""
-        if not self._under_way or self._under_way[tenant]:
+        """Tokens that an inactive tenant could use before it takes turns; 0 for an active one."""
+        if not self._active or self._active[tenant]:
             return 0.0
-        joining = self._joining(tenant)  # notes the floor
+        joining = self._joining(tenant)  # also updates the floor
         return (self._floor - joining) * self.weights[tenant]
 
     def leave(self, tenant: str) -> bool:
-        """One has ended; returns whether it was the tenant's last."""
+        """Remove an active request; returns whether it was the tenant's last."""
         self._note_floor()
-        self._under_way[tenant] -= 1
-        if self._under_way[tenant]:
+        self._active[tenant] -= 1
+        if self._active[tenant]:
             return False
-        del self._under_way[tenant]
+        del self._active[tenant]
         return True
 
     def charge(self, tenant: str, cost: float) -> None:
-        """Something was computed for a tenant that has a request under way."""
+        """Add the cost of work for an active tenant."""
         self._served[tenant] = self.of(tenant, cost)
 
     def _joining(self, tenant: str) -> float:
-        """The virtual time at which a tenant with nothing under way begins."""
+        """The virtual time at which an inactive tenant starts."""
         self._note_floor()
-        saved = self._burst / self.weights[tenant] if self._under_way else 0.0
+        saved = self._burst / self.weights[tenant] if self._active else 0.0
         return max(self.of(tenant), self._floor - saved)
 
     def _note_floor(self) -> None:
-        times = [self._served[one] for one in self._under_way]
+        times = [self._served[one] for one in self._active]
         self._floor = max(self._floor, min(times, default=self._floor))
         kept = self._floor - self._burst / min((self.weights[one] for one in self._served), default=1.0)
-        self._served = {one: t for one, t in self._served.items() if t > kept or one in self._under_way}
+        self._served = {one: t for one, t in self._served.items() if t > kept or one in self._active}
 
 
 class FairQueue(Generic[RequestT]):
-    """A cache-aware queue for each tenant: which of them is next is decided first, then which of its requests.
+    """A cache-aware queue per tenant: first the tenant is chosen, then its request.
 
-    A tenant none of whose requests fits is passed over `window` times, then none is served until one does: room is
-    being made. With one tenant this is its queue. Used by one thread.
+    A tenant without a fitting request is passed over at most `window` times; then no request is served until one of it
+    fits. With one tenant this equals its queue. Used by one thread.
     """
 
     def __init__(self, tree: StoredPrefixes, time: VirtualTime, *, window: int) -> None:
-        """Nothing waits. `tree` and `window` are those of every tenant's queue."""
+        """An empty queue. `tree` and `window` apply to every tenant's queue."""
         self._tree = tree
         self._time = time
         self._window = window
@@ -449,16 +458,16 @@ class FairQueue(Generic[RequestT]):
         return sum(map(len, self._queues.values()))
 
     def waiting(self, tenant: str) -> int:
-        """How many requests of a tenant wait."""
+        """Number of a tenant's pending requests."""
         return len(self._queues[tenant]) if tenant in self._queues else 0
 
     @property
     def tenants(self) -> list[str]:
-        """Those that have requests waiting."""
+        """Tenants with pending requests."""
         return [tenant for tenant, queue in self._queues.items() if len(queue)]
 
     def of(self, tenant: str) -> CacheAwareQueue[RequestT]:
-        """A tenant's own queue: to let requests wait, to put them back, or to remove them."""
+        """A tenant's own queue, to submit, put back or remove requests."""
         if tenant not in self._queues:
             self._queues[tenant] = CacheAwareQueue(self._tree, window=self._window)
         return self._queues[tenant]
@@ -469,10 +478,10 @@ class FairQueue(Generic[RequestT]):
         promised: Mapping[str, float] | None = None,
         may: Callable[[str], bool] = lambda _: True,
     ) -> Waiting[RequestT] | None:
-        """Take out the request that is served next among those that fit; None if there is none.
+        """Remove and return the next request to serve among those that fit; None if there is none.
 
-        `promised` is the cost of what is still to be computed of each tenant's requests that were taken out before.
-        Tenants that `may` not have another one served now are left out.
+        `promised` is, by tenant, the cost of work left for requests popped earlier. Tenants for which `may` is False
+        are skipped.
         """
         unfit: list[str] = []
         for tenant in filter(may, self._by_time(promised or {})):
@@ -487,18 +496,18 @@ class FairQueue(Generic[RequestT]):
         return None
 
     def next(self, count: int) -> list[Waiting[RequestT]]:
-        """The `count` requests that are served next as things stand, of each tenant one at a time."""
+        """The next `count` requests in the current state, taking one of each tenant in turn."""
         turns = [self._queues[tenant].next(count) for tenant in self._by_time({})]
         return [turn[place] for place in range(count) for turn in turns if place < len(turn)][:count]
 
     def forget(self, tenant: str) -> None:
-        """A tenant has nothing under way any more."""
+        """Drop the queue of a tenant without active requests."""
         del self._passed_over[tenant]
         if tenant in self._queues:
             self._queues.pop(tenant).close()
 
     def close(self) -> None:
-        """Follow the tree no longer; the queue is of no use afterwards."""
+        """Stop following the tree; the queue cannot be used afterwards."""
         for queue in self._queues.values():
             queue.close()
 

@@ -1,4 +1,4 @@
-"""Which replica gets a request: what each is believed to hold, the policies, and their registry.
+"""Choice of the replica for a request: mirrors of replica contents, policies, and their registry.
 
 To add a policy: a class with `name` and `choose`, a line in `ROUTING`, and a test.
 """
@@ -21,25 +21,25 @@ _LEAST_SEGMENTS = 1024
 
 
 class ReplicaContents:
-    """A mirror of one replica's segment store in `budget_tokens` tokens, LRU; of short segments it holds fewer tokens.
+    """A mirror of one replica's segment store within `budget_tokens` tokens, LRU; with short segments it holds fewer
+    tokens.
 
-    It is a guess: where the mirror has a chunk and the replica has not, the choice is worse, and right again once the
-    replica says what it found (`correct`). `tree` holds the paths that are stored exactly, for orderings; for requests
-    that weave a chunk counts in any context. A `CacheAwareQueue` can use it, with paths from `waiting_path`. Belongs to
-    one thread.
+    The mirror is an estimate. If it has a chunk that the replica lacks, the choice is worse until the replica's report
+    corrects it (`correct`). `tree` holds the exact paths, for orderings; for weaving requests a chunk counts in any
+    context. Usable by a `CacheAwareQueue` with paths from `waiting_path`. Belongs to one thread.
     """
 
     def __init__(self, budget_tokens: int) -> None:
         """An empty mirror.
 
         Raises:
-            UsageError: it could hold nothing.
+            UsageError: a budget below 1.
         """
         if budget_tokens < 1:
-            raise UsageError(f"a replica's contents need room for a token, not {budget_tokens}")
+            raise UsageError(f"a replica's contents need room for at least one token, not {budget_tokens}")
         self.tree: KnowledgeTree[ChunkId] = KnowledgeTree([TIER])
         self._budget_tokens = budget_tokens
-        self._most_segments = max(_LEAST_SEGMENTS, budget_tokens // _TOKENS_OF_A_SEGMENT)  # each has its whole path
+        self._most_segments = max(_LEAST_SEGMENTS, budget_tokens // _TOKENS_OF_A_SEGMENT)  # each keeps its whole path
         self._segments: OrderedDict[tuple[Path, bool], int] = OrderedDict()
         self._tokens = 0
         self._of_chunk: dict[ChunkId, dict[tuple[Path, bool], int]] = {}
@@ -47,24 +47,24 @@ class ReplicaContents:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all segments that are believed to be there."""
+        """Tokens of all mirrored segments."""
         return self._tokens
 
     @property
     def budget_tokens(self) -> int:
-        """Most tokens that it holds."""
+        """Most tokens that the mirror holds."""
         return self._budget_tokens
 
     @property
     def segments(self) -> int:
-        """How many these are."""
+        """Number of mirrored segments."""
         return len(self._segments)
 
     def cached_tokens(self, path: Sequence[ChunkId], tokens: Sequence[int], *, weaves: bool) -> int:
-        """Tokens of a prompt's stored parts that need not be computed, at most.
+        """Upper bound of the tokens of a prompt's cacheable parts that need not be computed.
 
-        Of an exact request these are its longest exact prefix, of one that `weaves` also every other chunk that is
-        stored in any context.
+        For an exact request the longest exact prefix, for one that `weaves` also every other chunk stored in any
+        context.
         """
         exact = self.tree.match(path).nodes
         woven = sum(
@@ -73,9 +73,9 @@ class ReplicaContents:
         return sum(tokens[:exact]) + woven
 
     def note(self, path: Sequence[ChunkId], tokens: Sequence[int], *, weaves: bool) -> None:
-        """A prompt with these stored parts was served: what was there has been used, what was not has been stored.
+        """Record a served prompt with these parts: parts that were mirrored are marked as used, others are added.
 
-        What a woven prompt reuses approximately is not stored again, and what is computed behind it is no exact path.
+        Approximately reused parts are not stored again, and parts computed after one are no exact path.
         """
         exact = True
         for place, (chunk, size) in enumerate(zip(path, tokens, strict=True)):
@@ -84,7 +84,7 @@ class ReplicaContents:
                 self._segments.move_to_end((prefix, True))
             elif weaves and chunk in self._of_chunk:
                 exact = False
-                latest = next(reversed(self._of_chunk[chunk]))  # which one is read only the replica knows: a guess
+                latest = next(reversed(self._of_chunk[chunk]))  # a guess: only the replica knows which one it read
                 self._segments.move_to_end(latest)
             elif exact:
                 self._add(prefix, size, exact=True)
@@ -95,10 +95,10 @@ class ReplicaContents:
     def correct(
         self, path: Sequence[ChunkId], tokens: Sequence[int], found: Sequence[KVSource | None], *, weaves: bool
     ) -> None:
-        """The replica says from what it took each part of a prompt; None: nothing follows for this part.
+        """Apply a replica's report of each part's KV source; None: no information about that part.
 
-        What it took is there. What it computed was not: of an exact request an exact segment at this place, of one that
-        `weaves` anything of the chunk. Call it before `note`, which adds what it has stored since.
+        What it reused is there. What it computed was not: for an exact request, no exact segment at this index; for one
+        that `weaves`, no segment of the chunk. Call it before `note`, which adds what was stored since.
         """
         for place, (chunk, size, source) in enumerate(zip(path, tokens, found, strict=True)):
             prefix = tuple(path[: place + 1])
@@ -112,24 +112,24 @@ class ReplicaContents:
                 self._drop((prefix, True))
 
     def resize(self, budget_tokens: int) -> None:
-        """The replica's store holds so many tokens (at least one is assumed): what was used longest ago is dropped."""
+        """Set the replica's store size in tokens (at least 1); evicts the least recently used."""
         self._budget_tokens = max(1, budget_tokens)
         self._most_segments = max(_LEAST_SEGMENTS, self._budget_tokens // _TOKENS_OF_A_SEGMENT)
         self._fit()
 
     def forget(self, chunks: Sequence[ChunkId]) -> None:
-        """The replica turns out to hold none of these."""
+        """Remove chunks that the replica does not hold."""
         for chunk in chunks:
             for key in list(self._of_chunk.get(chunk, ())):
                 self._drop(key)
 
     def clear(self) -> None:
-        """The replica begins anew and holds nothing."""
+        """Remove everything: the replica restarted empty."""
         for key in list(self._segments):
             self._drop(key)
 
     def stored_tokens(self, keys: Sequence[ChunkId]) -> int:
-        """Of a `waiting_path`, the tokens that need not be computed."""
+        """The tokens of a `waiting_path` that need not be computed."""
         if not keys or keys[0] != WEAVES:
             return self.tree.stored_tokens(keys)
         path = keys[2:]
@@ -138,12 +138,12 @@ class ReplicaContents:
         return exact.tokens + int(share_reused(keys) * sum(next(iter(one.values())) for one in found if one))
 
     def subscribe(self, listener: Listener) -> None:
-        """Call `listener` with each waiting path of which something else is stored now, or a prefix of these."""
+        """Call `listener` with each waiting path, or prefix of waiting paths, whose contents changed."""
         self._listeners.append(listener)
         self.tree.subscribe(listener)
 
     def unsubscribe(self, listener: Listener) -> None:
-        """Call `listener` no more."""
+        """Stop calling `listener`."""
         self._listeners = [other for other in self._listeners if other != listener]
         self.tree.unsubscribe(listener)
 
@@ -155,7 +155,7 @@ class ReplicaContents:
         """
         self.tree.check()
         if sum(self._segments.values()) != self._tokens:
-            raise StoreError("the mirror of a replica miscounts its tokens")
+            raise StoreError("the mirror of a replica has a wrong token count")
         filed = {key: size for segments in self._of_chunk.values() for key, size in segments.items()}
         if filed != self._segments or not all(self._of_chunk.values()):
             raise StoreError("the mirror of a replica has lost a segment of a chunk")
@@ -196,15 +196,15 @@ USUAL_ROUTING = "affinity"
 USUAL_IMBALANCE = 1.25
 
 _ENOUGH = 0.25
-"""Share of a prompt that must be cached somewhere, before that decides: one popular document of many is too little."""
+"""Share of a prompt that must be cached at a replica to decide: one popular document of many is too little."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A replica that could take a request.
 
-    `cached_tokens` are those of the request's chunks whose KV it holds, `outstanding_tokens` what it has still to
-    compute for others, `held_tokens` all whose KV it holds.
+    `cached_tokens` are tokens of the request's chunks whose KV it holds, `outstanding_tokens` the tokens it still has
+    to compute for others, `held_tokens` all tokens whose KV it holds.
     """
 
     name: str
@@ -218,19 +218,19 @@ class RoutingPolicy(Protocol):
 
     @property
     def name(self) -> str:
-        """As it is written on the command line."""
+        """The name on the command line."""
 
     def choose(self, tokens: int, candidates: Sequence[Candidate]) -> Candidate:
-        """Who gets a request with a prompt of `tokens` tokens; there is at least one candidate."""
+        """The replica for a request with a prompt of `tokens` tokens; there is at least one candidate."""
 
 
 class Affinity:
-    """The replica with the most cached tokens among those that are not overloaded; if none has 25 %, the emptiest one.
+    """The replica with the most cached tokens among those not overloaded; the emptiest one if none has 25 % cached.
 
-    Overloaded is one with more outstanding tokens than `imbalance` times the mean of all, the new request counted:
-    consistent hashing with bounded loads (Mirrokni et al., 2018), with cached tokens in place of the hash. Ties go to
-    the least loaded, then in turn. Without the 25 % the replica with the first popular document would get everything
-    that ever came with it, and the others' memory would stay empty.
+    A replica is overloaded if its outstanding tokens exceed `imbalance` times the mean of all, the new request
+    included: consistent hashing with bounded loads (Mirrokni et al., 2018), with cached tokens instead of the hash.
+    Ties go to the least loaded, then in turn. Without the 25 %, the replica with the first popular document would get
+    everything that ever came with it, and the other replicas' memory would stay empty.
     """
 
     name = "affinity"
@@ -242,7 +242,7 @@ class Affinity:
         self._turn = _Turn()
 
     def choose(self, tokens: int, candidates: Sequence[Candidate]) -> Candidate:
-        """Somebody is below the mean, so there always is one."""
+        """Choose a replica; at least one is never overloaded, because one is at or below the mean."""
         whole = tokens + sum(one.outstanding_tokens for one in candidates)
         bound = self._imbalance * whole / len(candidates)
         free = self._turn.of([one for one in candidates if one.outstanding_tokens <= bound])
@@ -252,7 +252,7 @@ class Affinity:
 
 
 class LeastTokens:
-    """The replica with the fewest tokens by some `figure`, of equals each in turn. It bounds no load."""
+    """The replica with the fewest tokens by `figure`; ties in turn. It bounds no load."""
 
     def __init__(self, name: str, figure: Callable[[Candidate], int]) -> None:
         self.name = name
@@ -260,14 +260,14 @@ class LeastTokens:
         self._turn = _Turn()
 
     def choose(self, tokens: int, candidates: Sequence[Candidate]) -> Candidate:  # noqa: ARG002 - the same for all
-        """The candidate with the least figure."""
+        """The candidate with the lowest figure."""
         return min(self._turn.of(candidates), key=self._figure)
 
 
 ROUTING: Mapping[str, Callable[[float], RoutingPolicy]] = {
     "affinity": Affinity,
-    # First to give a first token. No request waits longer than computing it elsewhere would take, so that less of the
-    # cache is used than by `affinity` where load is high and even.
+    # The earliest first token. No request waits longer than computing it elsewhere would take, so at high, even load
+    # less of the cache is used than with `affinity`.
     "soonest": lambda _: LeastTokens("soonest", lambda one: one.outstanding_tokens - one.cached_tokens),
     "least-loaded": lambda _: LeastTokens("least-loaded", lambda one: one.outstanding_tokens),
     "round-robin": lambda _: LeastTokens("round-robin", lambda _: 0),
@@ -275,10 +275,10 @@ ROUTING: Mapping[str, Callable[[float], RoutingPolicy]] = {
 
 
 def make_routing(name: str, imbalance: float = USUAL_IMBALANCE) -> RoutingPolicy:
-    """The policy of that name; `imbalance` is for those that bound it.
+    """The policy with this name; `imbalance` applies to policies that bound it.
 
     Raises:
-        UnknownMethodError: no such policy; the message lists those there are.
+        UnknownMethodError: no such policy; the message lists the known ones.
         UsageError: the imbalance is below 1.
     """
     if name not in ROUTING:
@@ -287,7 +287,7 @@ def make_routing(name: str, imbalance: float = USUAL_IMBALANCE) -> RoutingPolicy
 
 
 class _Turn:
-    """Candidates as they are, from another one on each time."""
+    """Rotates the candidates, starting at another one each time."""
 
     def __init__(self) -> None:
         self._numbers = count()

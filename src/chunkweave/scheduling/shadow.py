@@ -1,6 +1,6 @@
-"""The shadow check: which woven answers are held against full prefill, how far they strayed, and when that is too far.
+"""The shadow check: samples woven answers, compares them with full prefill, and switches weaving off.
 
-Tensors are others' business (`engine.shadow`); this says when, keeps the figures, and is the switch.
+No tensors here (see `engine.shadow`); this module samples, keeps statistics, and is the switch.
 """
 
 import logging
@@ -21,29 +21,29 @@ _ENGINE = frozenset({Place.ENGINE})
 @configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
 class ShadowConfig:
-    """How often to check, how much room a check may take, and what makes weaving stop.
+    """Shadow checks.
 
-    A check prefills an answer's prompt in full and decodes the beginning of the answer again. Once `window` checks have
-    been made, weaving is switched off if they stray too far. A server makes none unless `shadow_every` is set.
+    A check prefills an answer's prompt in full and decodes the beginning of the answer again. After `window` checks,
+    weaving is switched off if they deviate too far. A server makes no checks unless `shadow_every` is set.
     """
 
     every: int = setting(
         100,
-        "Check one in so many woven answers against full prefill, when idle; none: no checks.",
+        "One in this many woven answers is compared with full prefill; none: no checks.",
         name="shadow_every",
         defaults={Place.ENGINE: None, Place.VLLM: None},
         least=1,
     )
-    window: int = setting(20, "Checks that are looked at together.", name="shadow_window", least=1)
+    window: int = setting(20, "Latest checks that the limits apply to.", name="shadow_window", least=1)
     max_divergence: float | None = setting(
         None,
-        "Switch weaving off above this mean divergence of first tokens, in nats; none: never.",
+        "Mean divergence of first tokens, in nats, above which weaving is switched off; none: never.",
         name="shadow_max_divergence",
         above=0,
     )
     min_agreement: float | None = setting(
         None,
-        "Switch weaving off where first tokens agree less often, a share; none: never.",
+        "Share of equal first tokens below which weaving is switched off; none: never.",
         name="shadow_min_agreement",
         above=0,
         most=1,
@@ -56,23 +56,23 @@ class ShadowConfig:
     )
     most_pending: int = setting(
         4,
-        "Answers that may wait to be checked; further ones are dropped.",
+        "Maximum answers pending for a check; more are dropped.",
         name="shadow_pending",
         places=_ENGINE,
         least=1,
     )
     beside: int = setting(
-        0, "Requests that may be under way while a check goes on.", name="shadow_beside", places=_ENGINE, least=0
+        0, "Maximum active requests while a check runs.", name="shadow_beside", places=_ENGINE, least=0
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """How far one woven answer strayed from full prefill.
+    """Deviation of one woven answer from full prefill.
 
     `kl` is the Kullback-Leibler divergence of the first token's distribution, full prefill's from the woven one, in
-    nats; infinite where either was no distribution. `agrees` says whether both have the same most likely token.
-    The first `same_tokens` of `compared_tokens` of the answer are those that full prefill gives by greedy decoding.
+    nats; infinite if either is no distribution. `agrees`: both have the same most likely token. The first `same_tokens`
+    of the `compared_tokens` first tokens equal full prefill's greedy decoding.
     """
 
     kl: float
@@ -83,11 +83,11 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class ShadowStats:
-    """What the checks have found so far, and whether weaving is on.
+    """Results of the checks so far, and whether weaving is on.
 
-    Of `woven` answers `sampled` were to be checked: they were `checked`, `dropped` for lack of room, `failed`, or still
-    wait. `mean_kl` and `p99_kl` are of the last 1000 checks, `window_kl` and `window_agreement` of those that the
-    switch looks at. `switched_off` counts how often weaving was switched off, `reason` says why it is off now.
+    Of `woven` answers, `sampled` were selected: each was `checked`, `dropped` for lack of room, `failed`, or is
+    pending. `mean_kl` and `p99_kl` cover the last 1000 checks, `window_kl` and `window_agreement` the checks that the
+    limits apply to. `switched_off` counts how often weaving was switched off; `reason` says why it is off now.
     """
 
     woven: int = 0
@@ -108,14 +108,14 @@ class ShadowStats:
 
 
 class ShadowMonitor:
-    """Samples woven answers, sums up their checks, and switches weaving off where they stray. Thread-safe.
+    """Samples woven answers, accumulates their checks, and switches weaving off when they deviate. Thread-safe.
 
-    Off is off: only `switch_on` (an operator's word) or a new process weaves again, since there is nothing left to
-    check that could tell that things are better.
+    Only `switch_on` (by an operator) or a new process switches weaving on again: while it is off, there are no woven
+    answers whose checks could show an improvement.
     """
 
     def __init__(self, config: ShadowConfig) -> None:
-        """Nothing seen yet; weaving is on."""
+        """Start without data; weaving is on."""
         self.config = config
         self._lock = Lock()
         self._stats = ShadowStats()
@@ -137,11 +137,11 @@ class ShadowMonitor:
         return self._stats.weaving
 
     def allowed(self, choice: MethodChoice) -> MethodChoice:
-        """The method that may answer: the one chosen, or the exact one while weaving is switched off."""
+        """The method that may answer: `choice`, or the exact one while weaving is switched off."""
         return choice if self.weaving else choice.made_exact()
 
     def wants(self) -> bool:
-        """A woven answer was given: whether it is to be checked. Every `every`th is."""
+        """Count a woven answer; returns whether to check it. Every `every`th is checked."""
         with self._lock:
             self._count(woven=1)
             wanted = self._stats.woven % self.config.every == 0
@@ -150,18 +150,18 @@ class ShadowMonitor:
             return wanted
 
     def drop(self) -> None:
-        """An answer that was to be checked will not be: there is no room, or no time."""
+        """Count a sampled answer that is not checked, for lack of room or time."""
         with self._lock:
             self._count(dropped=1)
 
     def fail(self) -> None:
-        """A check did not come to its end."""
+        """Count a check that failed."""
         with self._lock:
             self._count(failed=1)
 
     def take(self, divergence: Divergence) -> None:
-        """A check found this."""
-        kl = inf if isnan(divergence.kl) else max(0.0, divergence.kl)  # a rounding error below 0 is none
+        """Record the result of a check; may switch weaving off."""
+        kl = inf if isnan(divergence.kl) else max(0.0, divergence.kl)  # rounding may give a value below 0
         with self._lock:
             self._count(
                 checked=1,
@@ -179,15 +179,15 @@ class ShadowMonitor:
             self.switch_off(reason)
 
     def switch_off(self, reason: str) -> None:
-        """Only exact prefixes are reused from now on; a second time is harmless."""
+        """Reuse only exact prefixes from now on. Idempotent."""
         with self._lock:
             if not self._stats.weaving:
                 return
             self._stats = replace(self._stats, weaving=False, switched_off=self._stats.switched_off + 1, reason=reason)
-        logger.error("weaving is switched off, answers reuse exact prefixes only: %s", reason)
+        logger.error("weaving is switched off; answers reuse exact prefixes only: %s", reason)
 
     def switch_on(self) -> None:
-        """Weave again, and judge by checks that are still to come; a second time is harmless."""
+        """Switch weaving on again, and start a new window of checks. Idempotent."""
         with self._lock:
             if self._stats.weaving:
                 return

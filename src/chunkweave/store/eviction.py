@@ -1,6 +1,6 @@
-"""What an eviction policy is, how to get one by name, the rankings that policies use, and those of this package.
+"""Eviction policies: the protocol, lookup by name, the rankings that policies use, and the built-in policies.
 
-A policy is found by its name in `plugins.POLICIES`, from this package or another one (docs/extending.md).
+Policies are registered by name in `plugins.POLICIES`; other packages can add some (docs/extending.md).
 """
 
 import heapq
@@ -18,12 +18,12 @@ from chunkweave.types import SegmentId
 
 @dataclass(frozen=True, slots=True)
 class PathRequest:
-    """The path that a request asked for: the segments of it that are stored, then those that are not.
+    """The path that a request asked for: its stored segments, then its missing ones.
 
     `cached_tokens` and `new_tokens` are alpha and beta of RAGCache's Algorithm 1: tokens of the prompt that the stored
-    exact prefix covers, and all the others, the question's among them. `reused` are segments beside the path, computed
-    in other contexts, that the request's plan uses. `saved` is what each segment that the plan uses adds to its f_r
-    (`Plan.saved`).
+    exact prefix covers, and all other tokens, including the question's. `reused` are segments that the request's plan
+    uses although they are not on the path: they were computed in other contexts. `saved` is what each segment of the
+    plan adds to its f_r (`Plan.saved`).
     """
 
     stored: tuple[SegmentId, ...]
@@ -40,36 +40,36 @@ PrefillSeconds = Callable[[float, float], float]
 
 @runtime_checkable
 class ExplainedPolicy(Protocol):
-    """A policy that can say by which numbers it ranks a segment."""
+    """A policy that reports the numbers by which it ranks a segment."""
 
     def explain(self, segment: SegmentId) -> dict[str, float]:
-        """The numbers by name, `priority` among them: the least priority is evicted first. Empty if it is unknown."""
+        """The numbers by name, including `priority` (lowest is evicted first). Empty for an unknown segment."""
 
 
 class EvictionPolicy(Protocol):
-    """Chooses which segment goes next. It decides and holds no payload; the store calls it under its own lock.
+    """Chooses which segment is evicted next. Holds no payload; the store calls it under the store's lock.
 
-    The policy tracks exactly the stored segments. It must not call back into the store. Which segments
-    *may* go (pins, inner nodes of the path index) is the store's knowledge and reaches `victim` as a predicate.
-    A policy that derives from this class may leave out `on_request` and `on_hit`.
+    The policy tracks exactly the stored segments. It must not call back into the store. The store knows which segments
+    *may* be evicted (pins, inner nodes of the path index) and passes that to `victim` as a predicate. A policy that
+    derives from this class may leave out `on_request` and `on_hit`.
     """
 
     def on_request(self, request: PathRequest) -> None:  # noqa: ARG002 - a default for policies that do not care
-        """A request asked for a path; it says which segments are stored on any tier, and which are missing.
+        """Note that a request asked for a path: which of its segments are stored on any tier, and which are missing.
 
-        Comes before the uses and inserts that follow from the request. Most policies do not care and inherit this.
+        Called before the uses and inserts that follow from the request. The default does nothing.
         """
         return
 
     def on_insert(self, record: SegmentRecord) -> None:
-        """`record` is stored now; it was not before. That is no use: the request that it was computed for counts."""
+        """Track `record`, which was just stored. This does not count as a use: the request that needed it does."""
 
     def on_hit(self, record: SegmentRecord) -> None:  # noqa: ARG002 - likewise
-        """A request uses a stored segment. Within a request the deepest part is reported first."""
+        """Count one use of a stored segment by a request. Within a request the deepest part is reported first."""
         return
 
     def on_remove(self, segment: SegmentId) -> None:
-        """It is stored no longer, be it evicted, removed, replaced or lost; unknown ids are ignored."""
+        """Stop tracking a segment that was evicted, removed, replaced or lost. Unknown ids are ignored."""
 
     def victim(self, evictable: Callable[[SegmentId], bool]) -> SegmentId | None:
         """The tracked segment to evict next among those that `evictable` admits; None if there is none.
@@ -82,14 +82,14 @@ class EvictionPolicy(Protocol):
 
 
 def make_policy(name: str, *, prefill_s: PrefillSeconds | None = None) -> EvictionPolicy:
-    """A fresh policy by name.
+    """A new policy by name.
 
-    `prefill_s` is what computing costs, for a policy whose constructor has a parameter of that name; the others are
-    made without. None leaves such a policy with its own assumption.
+    `prefill_s` is the cost of computing. It is passed to policies whose constructor has a parameter of that name; with
+    None they keep their default cost.
 
     Raises:
-        UnknownMethodError: there is no policy of that name; the message lists those there are.
-        UsageError: it cannot be imported.
+        UnknownMethodError: no policy has that name; the message lists the known names.
+        UsageError: the policy cannot be imported.
     """
     build = POLICIES.get(name)
     policy: EvictionPolicy = build(prefill_s=prefill_s) if prefill_s is not None and weighs_cost(name) else build()
@@ -97,7 +97,7 @@ def make_policy(name: str, *, prefill_s: PrefillSeconds | None = None) -> Evicti
 
 
 def weighs_cost(name: str) -> bool:
-    """Whether the policy of that name asks what computing costs. Raises what `make_policy` does."""
+    """Whether the policy of that name uses the cost of computing. Raises the errors of `make_policy`."""
     return "prefill_s" in signature(POLICIES.get(name)).parameters
 
 
@@ -108,11 +108,12 @@ _Entry = tuple[Any, int, SegmentId]
 
 
 class Ranking:
-    """Ids by rank, the least first; of equal ranks the one that was ranked longest ago.
+    """Ids by rank, lowest first; among equal ranks the one that was ranked longest ago.
 
-    A heap with outdated entries, which are skipped when they come up and cleared away when they are the most. Ranking
-    is O(log n). What `least` passes over (inner nodes, mostly, that stay so) is kept aside in order, so that passing it
-    over again costs no more than asking. Ranks of one ranking must be comparable.
+    A heap with outdated entries: they are skipped when they reach the top, and cleared when they are the majority.
+    Ranking is O(log n). Entries that `least` rejects (mostly inner nodes, which stay inner nodes) are kept in a
+    separate sorted list, so that rejecting them again costs one predicate call each. Ranks of one ranking must be
+    comparable.
     """
 
     def __init__(self) -> None:
@@ -137,7 +138,7 @@ class Ranking:
             heapq.heapify(self._heap)
 
     def of(self, segment: SegmentId) -> Any:
-        """The rank of `segment`, None if it has none."""
+        """The rank of `segment`, or None."""
         entry = self._entries.get(segment)
         return None if entry is None else entry[0]
 
@@ -146,7 +147,7 @@ class Ranking:
         self._entries.pop(segment, None)
 
     def least(self, admitted: Callable[[SegmentId], bool]) -> SegmentId | None:
-        """The first id in order that `admitted` admits, None if there is none. Changes no rank."""
+        """The first id in order that `admitted` accepts, or None. Changes no rank."""
         heap, entries = self._heap, self._entries
         self._passed = [entry for entry in self._passed if entries.get(entry[2]) is entry]
         best = next((entry for entry in self._passed if admitted(entry[2])), None)
@@ -177,27 +178,27 @@ class Ranking:
 class AgedRanking(Ranking):
     """Segments by priority = clock + worth (RAGCache §5.1; GreedyDual-Size before it).
 
-    The clock is the greatest priority evicted so far, so that a segment gets older by the evictions it survives.
-    Removals that are no evictions leave the clock alone.
+    The clock is the highest priority evicted so far, so a segment ages with each eviction that it survives. Removals
+    other than evictions do not change the clock.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.clock = 0.0
-        """The greatest priority evicted so far."""
+        """The highest priority evicted so far."""
         self._proposed: SegmentId | None = None
 
     def rank(self, segment: SegmentId, worth: float, /, clock: float | None = None) -> None:
-        """Give a segment its priority as of now, or as of an earlier `clock`."""
+        """Set a segment's priority, from the current clock or an earlier `clock`."""
         super().rank(segment, (self.clock if clock is None else clock) + worth)
 
     def least(self, admitted: Callable[[SegmentId], bool]) -> SegmentId | None:
-        """The first id in order that `admitted` admits; if it is what is removed next, that was an eviction."""
+        """The first id in order that `admitted` accepts. If it is removed next, the removal counts as an eviction."""
         self._proposed = super().least(admitted)
         return self._proposed
 
     def remove(self, segment: SegmentId) -> None:
-        """Forget a segment, and move the clock on if it was evicted."""
+        """Forget a segment, and advance the clock if it was evicted."""
         priority = self.of(segment)
         if priority is not None and segment == self._proposed:
             self.clock = max(self.clock, priority)
@@ -206,7 +207,7 @@ class AgedRanking(Ranking):
 
 
 class RankedPolicy(EvictionPolicy):
-    """A policy that evicts what ranks least: a subclass ranks segments in `on_insert` and `on_hit`."""
+    """A policy that evicts the lowest rank: a subclass ranks segments in `on_insert` and `on_hit`."""
 
     def __init__(self, ranking: Ranking | None = None) -> None:
         self._ranking = Ranking() if ranking is None else ranking
@@ -227,7 +228,7 @@ class RankedPolicy(EvictionPolicy):
 
 
 class LRUPolicy(EvictionPolicy):
-    """Evicts what was used longest ago. Updates are O(1); `victim` passes over what may not go."""
+    """Evicts the least recently used segment. Updates are O(1); `victim` skips segments that may not be evicted."""
 
     def __init__(self) -> None:
         self._by_age: OrderedDict[SegmentId, None] = OrderedDict()
@@ -250,16 +251,16 @@ class LRUPolicy(EvictionPolicy):
 
 
 class FIFOPolicy(LRUPolicy):
-    """Evicts what was stored longest ago. All updates are O(1)."""
+    """Evicts the segment that was stored longest ago. All updates are O(1)."""
 
     def on_hit(self, record: SegmentRecord) -> None:
         """Changes nothing."""
 
 
 class CountingPolicy(RankedPolicy):
-    """A policy that counts requests for a segment since it came in, those among them that it came in for.
+    """A policy that counts the requests for a segment since it was stored, and those that missed it before.
 
-    Of several that missed it at once one stores it, and all count.
+    If several requests miss a segment at once, one of them stores it and all of them count.
     """
 
     def __init__(self, ranking: Ranking | None = None) -> None:
@@ -293,23 +294,24 @@ class CountingPolicy(RankedPolicy):
 
 
 class LFUPolicy(CountingPolicy):
-    """Evicts what was asked for least often since it came in; storing counts as the first use.
+    """Evicts the segment with the fewest requests since it was stored; storing counts as the first use.
 
-    Counts do not age: what was popular once stays. `gdsf` is the one that ages. All operations are O(log n), but for
-    what `victim` passes over.
+    Counts do not age: a segment that was popular once stays. `gdsf` ages. All operations are O(log n), plus the entries
+    that `victim` skips.
     """
 
 
 class GDSFPolicy(CountingPolicy):
-    """Evicts the least priority = clock + cost * frequency / size (Cherkasova 1998, "GDSF"; RAGCache §5.1 compares it).
+    """Evicts the lowest priority = clock + cost * frequency / size (Cherkasova 1998, "GDSF"; RAGCache §5.1 compares
+    it).
 
-    `frequency` counts uses since the segment came in, storing being the first; `size` is its bytes in this tier; `cost`
-    is what making it again takes, in any unit. `clock` is the greatest priority evicted so far, so that a segment
-    gets older by the evictions it survives. Removals that are no evictions leave the clock alone.
+    `frequency` counts uses since the segment was stored; storing is the first. `size` is its bytes in this tier; `cost`
+    is the cost of computing it again, in any unit. `clock` is the highest priority evicted so far, so a segment ages
+    with each eviction that it survives. Removals other than evictions do not change the clock.
 
-    The default cost is the number of tokens. A segment's bytes grow with its tokens too, so that with one model
-    and one codec this ranks by frequency and age alone; a cost that grows faster (attention over a long
-    context) is to be passed in. All operations are O(log n), but for what `victim` passes over.
+    The default cost is the number of tokens. A segment's bytes grow with its tokens too, so with one model and one
+    codec this ranks by frequency and age alone; pass a `cost` that grows faster (attention over a long context) to
+    change that. All operations are O(log n), plus the entries that `victim` skips.
     """
 
     def __init__(self, cost: Callable[[SegmentRecord], float] = len) -> None:
@@ -321,40 +323,40 @@ class GDSFPolicy(CountingPolicy):
 
 
 DEFAULT_WINDOW = 100_000
-"""Uses over which frequency is counted; the paper has a time window and does not say how long."""
+"""Uses over which frequency is counted; the paper has a time window and does not state its length."""
 
 
 def one_second_a_token(new: float, _cached: float) -> float:
-    """The cost where none was measured: computing takes equally long behind anything."""
+    """The cost if none was measured: one second per new token, whatever is cached."""
     return new
 
 
 @dataclass(slots=True)
 class _Statistics:
-    """What is known of a node, stored or not: uses within the window, and its cost over the misses seen."""
+    """Statistics of a node, stored or not: uses within the window, and its cost over the misses seen."""
 
     frequency: int = 0
     total_cost_s: float = 0.0
     misses: int = 0
     clock: float | None = None
-    """The tier's at the latest request for it; None if there was none."""
+    """The tier's clock at the latest request for the node; None before the first request."""
 
 
 class PGDSFPolicy(RankedPolicy):
-    """Evicts the least priority = clock + average cost * frequency (RAGCache §5.1, eq. 1 to 3, Algorithm 1).
+    """Evicts the lowest priority = clock + average cost * frequency (RAGCache §5.1, eq. 1 to 3, Algorithm 1).
 
     The average cost is the mean, over the requests that missed the segment, of T(cached, new) / new: seconds for each
-    token that the request had to compute, with T from the profiled table (`CostModel.prefill`, bilinear).
-    `frequency` counts the requests for the segment among the last `window` uses, whether it was stored then or not:
-    what comes back after an eviction is as popular as before. `clock` is the greatest priority evicted so far from
-    this tier; each tier has a policy, hence a clock, of its own. As in the paper a priority is set when the segment is
-    asked for: a new node's has the clock at its request, before room was made for it (Algorithm 1), and a use that
-    leaves the window lowers it at the next request only.
+    token that the request had to compute, with T from the profiled table (`CostModel.prefill`, bilinear). `frequency`
+    counts the requests for the segment among the last `window` uses, whether it was stored then or not: a segment that
+    returns after an eviction keeps its frequency. `clock` is the highest priority evicted so far from this tier; each
+    tier has its own policy and clock. As in the paper, a priority is set when the segment is requested: a new node gets
+    the clock at its request, before room was made for it (Algorithm 1), and a use that leaves the window lowers the
+    priority at the next request only.
 
-    A request counts once for each segment of its path and each that it reuses beside it. Coming in is no use, nor is
-    coming in again: what is computed ahead of any request, by several requests at once, or copied from another tier,
-    was not asked for once more. Nodes that are neither stored nor used within the window are forgotten. All operations
-    are O(log n), but for what `victim` passes over.
+    A request counts once for each segment of its path and each other segment that it reuses. Being stored, or stored
+    again, is not a use: segments are also computed ahead of requests, by several requests at once, or copied from
+    another tier. Nodes that are neither stored nor used within the window are forgotten. All operations are O(log n),
+    plus the entries that `victim` skips.
     """
 
     def __init__(
@@ -363,8 +365,8 @@ class PGDSFPolicy(RankedPolicy):
         """A policy for one tier.
 
         Args:
-            prefill_s: seconds to compute `new` tokens behind `cached` ones; one a token if left out, which leaves
-                recency and frequency.
+            prefill_s: seconds to compute `new` tokens behind `cached` ones. The default is one second per token, so
+                that only recency and frequency count.
             window: how many of the latest uses count.
 
         Raises:
@@ -379,7 +381,7 @@ class PGDSFPolicy(RankedPolicy):
         self._latest: deque[SegmentId] = deque()
         self._known: dict[SegmentId, _Statistics] = {}
         self._counted: frozenset[SegmentId] = frozenset()
-        """What the latest request has counted for already."""
+        """Segments that the latest request was counted for."""
 
     def on_request(self, request: PathRequest) -> None:
         self._counted = frozenset(chain(request.stored, request.missing, request.reused))
@@ -426,7 +428,7 @@ class PGDSFPolicy(RankedPolicy):
         self._aged.rank(record.id, self._average_s(record, node) * max(1, node.frequency), node.clock)
 
     def explain(self, segment: SegmentId) -> dict[str, float]:
-        """Priority, frequency, and the average cost as far as it was observed, in seconds a token."""
+        """Priority, frequency and, if misses were seen, the average cost in seconds per token."""
         node = self._known.get(segment)
         if node is None:
             return {}
@@ -440,26 +442,26 @@ class PGDSFPolicy(RankedPolicy):
 
 
 class ReuseFrequencies:
-    """What reuse of each segment has saved so far: f_r of Cache-Craft §3.3. Not thread-safe.
+    """Sum of the savings from reuse by segment: f_r of Cache-Craft §3.3. Not thread-safe.
 
-    Each reuse adds 1/CFO with CFO = max(CCI (1 - beta'), 1/|C|) (`Plan.saved`): one for a segment that had to be
-    recomputed whole, its number of tokens for one that needed nothing. The bound is ours: 1/0 has no place in a sum. A
-    segment starts at 0, since nothing was reused yet (the paper says nothing of the start); so does one whose uses are
+    Each reuse adds 1/CFO with CFO = max(CCI (1 - beta'), 1/|C|) (`Plan.saved`): 1 for a segment that was recomputed
+    whole, its number of tokens for one that was not recomputed at all. The bound is ours; it avoids 1/0. A segment
+    starts at 0, since nothing was reused yet (the paper does not define the start); so does one whose uses were
     forgotten. As in the paper, f_r does not age.
     """
 
     def __init__(self, capacity: int = 65_536) -> None:
-        """Remember at most `capacity` segments; of more, those that were heard of longest ago are forgotten."""
+        """Remember at most `capacity` segments; beyond that, the least recently updated ones are forgotten."""
         self._capacity = capacity
         self._known: dict[SegmentId, tuple[float, int]] = {}
         self._ticks = 0
 
     def start(self, segment: SegmentId) -> None:
-        """It is stored now; what was known of an earlier one under its id is over."""
+        """Reset a segment that was just stored: its f_r is 0."""
         self._enter(segment, 0.0)
 
     def add(self, segment: SegmentId, saved: float) -> None:
-        """It was reused, which `saved` so much."""
+        """Count one reuse that `saved` this much."""
         self._enter(segment, self.of(segment) + saved)
 
     def of(self, segment: SegmentId) -> float:
@@ -467,9 +469,9 @@ class ReuseFrequencies:
         return self._known.get(segment, (0.0, 0))[0]
 
     def least_first(self, records: Iterable[SegmentRecord]) -> list[SegmentRecord]:
-        """`records` by rising f_r; of equal ones, the one first that was stored or reused longest ago.
+        """`records` by rising f_r; ties by the time of the last store or reuse, oldest first.
 
-        Those never heard of come first, in the order given.
+        Unknown records come first, in the order given.
         """
         return sorted(records, key=lambda record: self._known.get(record.id, (0.0, 0)))
 
@@ -482,12 +484,12 @@ class ReuseFrequencies:
 
 
 class ReuseFrequencyPolicy(RankedPolicy):
-    """Evicts the least f_r, of equal ones the one that was stored or used longest ago.
+    """Evicts the lowest f_r; among equals the segment that was stored or used longest ago.
 
-    The paper bounds the variants of a chunk by it; here it chooses among all segments. What a request saved with each
-    segment comes with it (`PathRequest.saved`); a use without (in a simulation) is exact or saves nothing. A segment
-    that was evicted keeps its f_r as long as it is remembered, so that a copy from a slower tier is worth what it was.
-    All operations are O(log n), but for what `victim` passes over.
+    The paper uses f_r to limit the variants of a chunk; here it ranks all segments. A request reports its savings per
+    segment (`PathRequest.saved`). A use without a report (in a simulation) counts the segment's tokens if it is exact,
+    else 1. An evicted segment keeps its f_r while it is remembered, so that a copy from a slower tier has the same
+    rank. All operations are O(log n), plus the entries that `victim` skips.
     """
 
     def __init__(self) -> None:

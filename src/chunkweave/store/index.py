@@ -1,7 +1,7 @@
-"""The bookkeeping of stored segments, without payloads: how they are found, and what keeps them from being evicted.
+"""The index of stored segments, without payloads: lookup, leases and claims.
 
-They are found by path (exact prefixes) or by chunk (variants). The leases of requests and the claims of threads that
-move payloads keep them.
+Segments are found by path (exact prefixes) or by chunk (variants). Leases of requests, and claims of threads that move
+payloads, protect them from eviction.
 """
 
 from collections import Counter, OrderedDict
@@ -23,11 +23,11 @@ from chunkweave.types import ChunkId, SegmentId, Span
 
 @dataclass(frozen=True, slots=True)
 class PartLookup:
-    """One part of a prompt and what is stored for it.
+    """One part of a prompt and the segments stored for it.
 
-    `exact` is set for the parts of the longest exact prefix (and for none after the first gap);
-    `variants` are all stored segments of the chunk, whatever their context, most recently used first. `fresh` are the
-    offsets of its tokens whose KV was already computed behind these very parts, in an earlier turn of a conversation.
+    `exact` is set for the parts of the longest exact prefix (and for none after the first gap); `variants` are all
+    stored segments of the chunk, whatever their context, most recently used first. `fresh` are the offsets of its
+    tokens whose KV was computed behind exactly these parts, in an earlier turn of a conversation.
     """
 
     part: PromptPart
@@ -38,13 +38,13 @@ class PartLookup:
 
     @property
     def settled(self) -> bool:
-        """Whether it is reused as it is: a conversation's history, of which no token is to be recomputed."""
+        """Whether it is conversation history that is reused unchanged: none of its tokens is recomputed."""
         return self.exact is None and len(self.fresh) == len(self.part) and bool(self.variants)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLookup:
-    """A prompt with what is stored for each of its parts."""
+    """A prompt with the segments stored for each of its parts."""
 
     parts: tuple[PartLookup, ...]
 
@@ -63,7 +63,7 @@ class PromptLookup:
         return sum(part.part.id is not None and not part.variants for part in self.parts)
 
     def segments(self) -> tuple[SegmentId, ...]:
-        """Every segment named, each once: in prompt order, the exact one of a part first."""
+        """All segments found, each once: in prompt order, the exact one of a part first."""
         named: dict[SegmentId, None] = {}
         for part in self.parts:
             if part.exact is not None:
@@ -77,10 +77,10 @@ def look_up(
     path: Sequence[SegmentId],
     variants_of: Callable[[PromptPart], tuple[SegmentRecord, ...]],
 ) -> PromptLookup:
-    """The lookup of `prompt`, given where its exact prefix may run and what is stored of a part.
+    """The lookup of `prompt`, given the ids of its exact path and a function that returns the variants of a part.
 
-    `path` has one id for each part that has one, in prompt order; it may end early. The exact prefix goes on while
-    the id at that place is among the part's variants and exact.
+    `path` has one id for each part that has one, in prompt order; it may end early. The exact prefix continues while
+    the part has an exact variant with the id at that position.
     """
     left = iter(path)
     unbroken = True
@@ -98,7 +98,7 @@ def look_up(
 
 
 def path_request_of(lookup: PromptLookup) -> PathRequest:
-    """What a lookup asked for, as a path of exact segments."""
+    """The path of exact segments that a lookup asked for."""
     stored: list[SegmentId] = []
     missing: list[SegmentId] = []
     context: tuple[ChunkId, ...] = ()
@@ -117,7 +117,7 @@ def path_request_of(lookup: PromptLookup) -> PathRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestUse:
-    """What one request counts for once it is asked for: what it looked up, and the segments that its plan `used`."""
+    """What is counted for one request: the path that it looked up, and the segments that its plan `used`."""
 
     path: PathRequest
     chunks: tuple[ChunkId, ...]
@@ -129,7 +129,7 @@ class RequestUse:
     def of(
         cls, found: PromptLookup, used: Iterable[SegmentId], saved: Mapping[SegmentId, float] | None = None
     ) -> "RequestUse":
-        """What a lookup and the plan made of it count for; `saved` is the plan's, as far as it is `used`."""
+        """The use of a lookup and its plan. Of the plan's savings (`saved`) only those of `used` segments count."""
         chunks = tuple(entry.part.id for entry in found.parts if entry.part.id is not None)
         path, segments = path_request_of(found), tuple(dict.fromkeys(used))
         beside = tuple(segment for segment in segments if segment not in path.stored)
@@ -138,11 +138,11 @@ class RequestUse:
 
 
 class PathIndex:
-    """A trie of exact segments by the path of chunk ids that each continues: finds the longest exact prefix.
+    """A trie of exact segments by path of chunk ids; finds the longest exact prefix.
 
-    The path of a segment is its context and its own chunk; RAGCache's knowledge tree has the same nodes (§5.1).
-    A segment whose ancestors are not all stored is in the trie but not on an exact prefix; it is again when they
-    return. Inexact records are ignored, so that callers need not tell them apart. Not thread-safe.
+    The path of a segment is its context and its own chunk; RAGCache's knowledge tree has the same nodes (§5.1). A
+    segment whose ancestors are not all stored is in the trie, but on no exact prefix until they return. Inexact records
+    are ignored, so callers need not filter them. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class PathIndex:
         self._nodes: dict[SegmentId, TrieNode[ChunkId, SegmentId]] = {}
 
     def __contains__(self, segment: SegmentId) -> bool:
-        """Whether an exact prefix may run over a segment: it and all its ancestors are stored exactly."""
+        """Whether a segment can be on an exact prefix: it and all its ancestors are stored exactly."""
         node = self._nodes.get(segment)
         while node is not None and node.value:
             node = node.parent
@@ -163,7 +163,7 @@ class PathIndex:
             node.value = record.id
 
     def remove(self, record: SegmentRecord) -> None:
-        """Forget a record; no exact prefix runs over its descendants until it returns."""
+        """Forget a record; its descendants are on no exact prefix until it returns."""
         if record.exact:
             node = self._nodes.pop(record.id)
             node.value = None
@@ -174,7 +174,7 @@ class PathIndex:
         return list(self._trie.prefix(chunks))
 
     def has_children(self, segment: SegmentId) -> bool:
-        """Whether an exact prefix may run over this segment and on to one that continues it."""
+        """Whether an exact prefix can continue from this segment to a child of it."""
         node = self._nodes.get(segment)
         return node is not None and any(child.value for child in node.children.values()) and segment in self
 
@@ -195,9 +195,9 @@ class PathIndex:
 
 @dataclass(frozen=True, slots=True)
 class StoreChanges:
-    """What is stored now, and what is not any more. `more` changes may follow.
+    """Ids that are stored since the last report, and ids that no longer are. If `more`, further changes are pending.
 
-    A chunk is stored as long as any segment of it is, a segment if it is exact.
+    A chunk is stored while any segment of it is; a segment is reported only if it is exact.
     """
 
     added: frozenset[ChunkId | SegmentId] = frozenset()
@@ -206,31 +206,31 @@ class StoreChanges:
 
 
 class StoreFollower:
-    """Reports which chunks, exact segments and marks come and go. It costs as much as what changes. Thread-safe.
+    """Reports which chunks, exact segments and marks were added or removed. Cost: O(changes). Thread-safe.
 
-    Stores only say, under their own lock, that something changed. Whether it is held is asked when the changes are
-    taken, so that an interrupted change cannot be miscounted.
+    Stores only report, under their own lock, that an id may have changed. Whether it is stored is checked when the
+    changes are taken, so an interrupted change cannot be miscounted.
     """
 
     def __init__(self, holds: Callable[[ChunkId | SegmentId], bool]) -> None:
-        """`holds` says whether any segment of a chunk, one with a mark, or an exact one, is stored on any level."""
+        """`holds` returns whether a chunk (any segment of it), a mark or an exact segment is stored on any level."""
         self._holds = holds
         self._lock = Lock()
         self._touched: dict[ChunkId | SegmentId, None] = {}
         self._reported: set[ChunkId | SegmentId] = set()
 
     def touched(self, *ids: ChunkId | SegmentId) -> None:
-        """A segment came or went: it and its chunk may have changed."""
+        """Note that these ids may have changed: a segment was added or removed."""
         with self._lock:
             self._touched.update(dict.fromkeys(ids))
 
     def take(self, limit: int | None = None) -> StoreChanges:
-        """What changed since the last call, at most `limit` ids, those first that changed first. One caller."""
+        """The changes since the last call, at most `limit` ids, oldest first. For one caller."""
         with self._lock:
             if not self._touched:
                 return StoreChanges()
             taken = tuple(islice(self._touched, limit))
-            # A dict whose first entries were deleted one by one is slow to begin: a new one instead.
+            # A new dict: iterating over one whose first entries were deleted is slow.
             self._touched = dict.fromkeys(islice(self._touched, len(taken), None))
             more = bool(self._touched)
         held = frozenset(filter(self._holds, taken))
@@ -241,10 +241,10 @@ class StoreFollower:
 
 
 class SegmentIndex:
-    """The bookkeeping of a segment store, without payloads (one pool, two indexes).
+    """The index of a segment store, without payloads: one pool of records, two indexes.
 
-    The records are the truth; indexes, byte count and policy follow from them and can be rebuilt.
-    A record is published last and withdrawn first. Not thread-safe: the store's lock guards it.
+    The records are authoritative; indexes, byte count and policy state can be rebuilt from them. A record is added
+    after its index entries and removed before them. Not thread-safe: the store's lock guards it.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -260,12 +260,12 @@ class SegmentIndex:
         self._follower: StoreFollower | None = None
 
     def report_to(self, follower: StoreFollower) -> None:
-        """Report changes to `follower` from now on, beginning with all that is stored."""
+        """Report changes to `follower` from now on, starting with everything stored."""
         self._follower = follower
         self._changed(self._records.values())
 
     def show_in(self, tree: KnowledgeTree[ChunkId], tier: str) -> None:
-        """Keep `tree` current from now on: which exact segments are stored, as `tier`."""
+        """Keep `tree` up to date from now on: it lists the exact segments stored here under the name `tier`."""
         self._tree, self._tier = tree, tier
         for record in self._records.values():
             self._show(record)
@@ -282,7 +282,7 @@ class SegmentIndex:
 
     @property
     def owned_bytes(self) -> Mapping[str, int]:
-        """Sum of the records' bytes by owner, those that have any."""
+        """Sum of the records' bytes by owner, without owners that have none."""
         return MappingProxyType(self._owned_bytes)
 
     @property
@@ -295,7 +295,7 @@ class SegmentIndex:
         return [self._records[segment] for segment in reversed(self._chunks.get(chunk, ()))]
 
     def add(self, record: SegmentRecord) -> None:
-        """Enter a record whose id is not held yet. Variants of a chunk come to share one tuple of token ids."""
+        """Add a record whose id is not stored yet. Variants of a chunk share one tuple of token ids."""
         variants = self._chunks.setdefault(record.chunk_id, OrderedDict())
         sibling = self._records[next(reversed(variants))] if variants else None
         if sibling is not None and sibling.token_ids == record.token_ids:
@@ -310,8 +310,8 @@ class SegmentIndex:
         self._changed([record])
 
     def remove(self, record: SegmentRecord) -> None:
-        """Withdraw a held record."""
-        self._changed([record])  # first: an interrupted change may leave nothing that says which chunk it was
+        """Remove a stored record."""
+        self._changed([record])  # first: after an interrupted change nothing may be left that names the chunk
         del self._records[record.id]
         self._used_bytes -= record.nbytes
         self._owned_bytes[record.owner] -= record.nbytes
@@ -329,15 +329,15 @@ class SegmentIndex:
             self._tree.woven(record.chunk_id)
 
     def note_request(self, request: PathRequest) -> None:
-        """Pass on to the policy what a request asked for."""
+        """Pass a request's path to the policy."""
         self._policy.on_request(request)
 
     def explain(self, segment: SegmentId) -> dict[str, float]:
-        """By which numbers the policy ranks a segment; empty if it does not say."""
+        """The numbers by which the policy ranks a segment; empty if it does not report them."""
         return self._policy.explain(segment) if isinstance(self._policy, ExplainedPolicy) else {}
 
     def touch(self, record: SegmentRecord) -> None:
-        """Count one use of a held record."""
+        """Count one use of a stored record."""
         self._policy.on_hit(record)
         self._chunks[record.chunk_id].move_to_end(record.id)
 
@@ -349,14 +349,14 @@ class SegmentIndex:
         owner: str | None = None,
         above: Callable[[SegmentId], bool] = lambda _: False,
     ) -> SegmentRecord:
-        """The record to evict next: never one of `kept`, one of `spared` or an inner node only if need be.
+        """The record to evict next: never one of `kept`; one of `spared` or an inner node only as a last resort.
 
-        Leaves of the path index, and what is outside it, come first (RAGCache §5.1: only leaves are evicted), and of
-        these what is not `above`, on a faster level, too: a copy of that stays, so that it is swapped out only once.
-        With an `owner` it is one of that one's, as long as any of these may go.
+        Leaves of the path index, and segments outside it, come first (RAGCache §5.1: only leaves are evicted). Among
+        these, segments that a faster level also holds (`above`) come last, so that each is swapped out only once. With
+        an `owner`, that owner's segments come first.
 
         Raises:
-            StoreError: the policy offers nothing, though something is not in `kept`.
+            StoreError: the policy returns no victim although a segment is not in `kept`.
         """
         has_children = self.paths.has_children
 
@@ -380,10 +380,10 @@ class SegmentIndex:
             segment = self._policy.victim(evictable)
             if segment is not None:
                 return self._records[segment]
-        raise StoreError("the eviction policy offers none of the segments that may be evicted")
+        raise StoreError("the eviction policy returned no victim although segments may be evicted")
 
     def rebuild(self, sizes: Mapping[SegmentId, int]) -> None:
-        """Make everything agree with the records whose payload is there, `sizes` being bytes by id.
+        """Rebuild everything from the records whose payload is there; `sizes` are the payloads' bytes by id.
 
         May be interrupted and run again. Policy state and byte count survive; the recency of variants does not.
         """
@@ -412,12 +412,12 @@ class SegmentIndex:
             StoreError: they disagree.
         """
         if any(segment != record.id for segment, record in self._records.items()):
-            raise StoreError("a record is filed under another id than its own")
+            raise StoreError("a record is stored under an id that is not its own")
         total_bytes = sum(record.nbytes for record in self._records.values())
         if total_bytes != self._used_bytes:
-            raise StoreError(f"{self._used_bytes} bytes are accounted for, the records sum to {total_bytes}")
+            raise StoreError(f"{self._used_bytes} bytes are counted, the records sum to {total_bytes}")
         if _owned(self._records.values()) != self._owned_bytes:
-            raise StoreError("bytes are accounted for to other owners than the records say")
+            raise StoreError("bytes are counted for other owners than those of the records")
         if sorted(self._policy.ids()) != sorted(self._records):
             raise StoreError("the eviction policy does not track exactly the stored segments")
         listed = [(segment, chunk) for chunk, variants in self._chunks.items() for segment in variants]
@@ -452,14 +452,14 @@ def _owned(records: Iterable[SegmentRecord]) -> Counter[str]:
 
 
 class Lease:
-    """Pins segments until it is released; a context manager that releases on leaving.
+    """Pins segments until it is released. A context manager that releases on exit.
 
-    Leases are made by `SegmentStore.lease`. The store refers to them weakly: one that is dropped without
-    a release (an abandoned stream, an interrupt at the wrong moment) pins nothing once it is collected.
+    `SegmentStore.lease` makes leases. The store holds weak references: a lease that is dropped without a release (an
+    abandoned stream, an interrupt) pins nothing once it is garbage-collected.
 
-    Releasing takes no lock and touches nothing of the store's, since it may run inside a finalizer, in the
-    middle of one of the store's own changes. For the same reason pins are not counted in the store:
-    a segment is pinned while some live lease names it.
+    Releasing takes no lock and changes nothing in the store, since it may run inside a finalizer, in the middle of a
+    change of the store. For the same reason the store does not count pins: a segment is pinned while a live lease names
+    it.
     """
 
     __slots__ = ("__weakref__", "_ids", "_released")
@@ -474,11 +474,11 @@ class Lease:
         return () if self._released else self._ids
 
     def release(self) -> None:
-        """Unpin everything. A second release is harmless."""
+        """Unpin everything. Idempotent."""
         self._released = True
 
     def forget(self, segment: SegmentId) -> None:
-        """For the store alone: the segment is gone, and one stored later under its id is not pinned by this."""
+        """Drop a removed segment, so that one stored later under its id is not pinned. Only the store calls this."""
         self._ids = tuple(other for other in self._ids if other != segment)
 
     def __enter__(self) -> Self:
@@ -489,7 +489,7 @@ class Lease:
 
 
 class TieredLease(Lease):
-    """One lease a level; releases them all, on leaving a `with` block too. Abandoned, it pins nothing."""
+    """One lease per level. Releases all of them, also at the end of a `with` block. Abandoned, it pins nothing."""
 
     __slots__ = ("_leases",)
 
@@ -504,13 +504,13 @@ class TieredLease(Lease):
         return tuple(segment for segment in self._ids if segment in pinned)
 
     def release(self) -> None:
-        """Unpin everything. A second release is harmless."""
+        """Unpin everything. Idempotent."""
         for lease in self._leases:
             lease.release()
 
 
 class Pins:
-    """The leases of one store, referred to weakly. Not thread-safe: the store's lock guards it."""
+    """Weak references to the leases of one store. Not thread-safe: the store's lock guards it."""
 
     def __init__(self) -> None:
         self._leases: list[ref[Lease]] = []
@@ -522,25 +522,25 @@ class Pins:
         return lease
 
     def ids(self) -> set[SegmentId]:
-        """Segments that some live lease names."""
+        """Segments named by a live lease."""
         return {segment for lease in self._live() for segment in lease.ids}
 
     def forget(self, segment: SegmentId) -> None:
-        """The segment is gone: leases on it do not pin one stored later under its id."""
+        """Drop a removed segment from all leases, so that one stored later under its id is not pinned."""
         for lease in self._live():
             lease.forget(segment)
 
     def _live(self) -> list[Lease]:
-        # Not a WeakSet: an object collected by another thread may change that while it is iterated over.
+        # Not a WeakSet: garbage collection in another thread may change it during iteration.
         return [lease for lease in (weak() for weak in self._leases) if lease is not None and lease.ids]
 
 
 class Claim:
-    """One segment's payload under way, claimed by the thread that moves it. Nobody else may move that segment.
+    """A thread's exclusive right to move one segment's payload.
 
-    `nbytes` are reserved for it meanwhile. Whoever fails sets `given_up`, which needs no lock; the store refers to
-    claims weakly, so that one whose thread was interrupted between two statements is given up once it is collected.
-    `unwanted` is set by the store when the segment is removed while it is being written.
+    `nbytes` are reserved for the payload during the move. A thread that fails sets `given_up`, which needs no lock. The
+    store holds weak references: the claim of a thread that was interrupted counts as given up once it is
+    garbage-collected. The store sets `unwanted` if the segment is removed while its payload is written.
     """
 
     __slots__ = ("__weakref__", "given_up", "nbytes", "record", "unwanted")
@@ -562,31 +562,31 @@ class Claims:
         return segment in self._claims
 
     def add(self, claim: Claim) -> None:
-        """Enter a claim on a segment that has none."""
+        """Add a claim on a segment that has none."""
         self._claims[claim.record.id] = (ref(claim), claim.nbytes, claim.record)
 
     def remove(self, segment: SegmentId) -> None:
-        """The move has ended; unknown ids are ignored."""
+        """End the claim on a segment; unknown ids are ignored."""
         self._claims.pop(segment, None)
 
     def cancel_where(self, doomed: Callable[[SegmentRecord], bool]) -> None:
-        """Whatever is being written under such a record is not to be published."""
+        """Mark pending writes of matching records as unwanted: they are not published."""
         for weak, _, _ in self._claims.values():
             claim = weak()
             if claim is not None and doomed(claim.record):
                 claim.unwanted = True
 
     def ids(self) -> set[SegmentId]:
-        """Segments under way, or left behind by a thread that failed."""
+        """Segments whose payload is being moved, or whose move failed."""
         return set(self._claims)
 
     def broken(self) -> list[SegmentRecord]:
-        """Segments whose move failed: what the tier has of them is to go."""
+        """Records whose move failed: their payloads must be deleted from the tier."""
         claims = ((record, weak()) for weak, _, record in self._claims.values())
         return [record for record, claim in claims if claim is None or claim.given_up]
 
     def extra_bytes(self, records: Mapping[SegmentId, SegmentRecord]) -> int:
-        """Bytes reserved beyond those of the records that are going to be replaced."""
+        """Reserved bytes beyond those of the records that are being replaced."""
         return sum(
             max(0, nbytes - (records[segment].nbytes if segment in records else 0))
             for segment, (_, nbytes, _) in self._claims.items()

@@ -1,7 +1,4 @@
-"""One level of the hierarchy, and what happens to levels beside requests.
-
-Writes to slow ones in the background, and limits of variants on all of them together (Cache-Craft §3.3).
-"""
+"""One level of the hierarchy, the background writer for slow levels, and the limits on variants (Cache-Craft §3.3)."""
 
 import logging
 import time
@@ -24,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 class Level(Generic[PayloadT]):
-    """A segment store with a name ("host", "disk", ...) that survives its tier's failures.
+    """A segment store with a name ("host", "disk", ...) that tolerates failures of its tier.
 
-    A tier that raises `OSError` several times in a row is paused: nothing is found, read or written there for a while.
-    Then it is tried again, and one more failure pauses it again. So is one whose layers come late as many times within
-    the length of a pause: each read that hangs keeps a thread and its memory.
+    A tier that raises `OSError` several times in a row is paused: for a while nothing is found, read or written there.
+    Then it is tried again, and the next failure pauses it again. A tier is also paused if as many layers arrive late
+    within the length of a pause, because each read that hangs occupies a thread and its memory.
     """
 
     def __init__(
@@ -43,7 +40,7 @@ class Level(Generic[PayloadT]):
     ) -> None:
         """A level in use, called `name` in reports; `patience` failures in a row pause it for `pause_s`.
 
-        A `background` level has a slow tier: the background writer writes to it, requests do not. `clock` is monotonic.
+        A `background` level has a slow tier: only the background writer writes to it. `clock` is monotonic.
         """
         self.name = name
         self.store = store
@@ -55,7 +52,7 @@ class Level(Generic[PayloadT]):
         self._paused_until_s = float("-inf")
         self._late_s: deque[float] = deque(maxlen=patience)
         self.failures = 0
-        """How many `OSError`s the tier has raised."""
+        """Number of `OSError`s that the tier has raised."""
 
     @property
     def available(self) -> bool:
@@ -80,7 +77,7 @@ class Level(Generic[PayloadT]):
             self._failed(error)
 
     def get(self, segment: SegmentId) -> PayloadT | None:
-        """The payload; None if it is not stored, is lost, or cannot be read now."""
+        """The payload; None if it is not stored, is lost, or cannot be read."""
         if not self.available:
             return None
         try:
@@ -93,10 +90,10 @@ class Level(Generic[PayloadT]):
         return payload
 
     def insert(self, record: SegmentRecord, payload: PayloadT, *, wanted: Callable[[], bool]) -> bool:
-        """`SegmentStore.insert`; failures are counted here too.
+        """`SegmentStore.insert`, with failures counted.
 
         Raises:
-            OSError: the tier cannot take it.
+            OSError: the tier cannot store it.
         """
         try:
             stored = self.store.insert(record, payload, wanted=wanted)
@@ -107,24 +104,24 @@ class Level(Generic[PayloadT]):
         return stored
 
     def try_insert(self, record: SegmentRecord, payload: PayloadT, wanted: Callable[[], bool]) -> bool:
-        """`insert`, where a tier that is paused or fails is a tier that has no room."""
+        """`insert`, but False instead of an error if the tier is paused or fails."""
         try:
             return self.available and self.insert(record, payload, wanted=wanted)
         except OSError:
             return False  # counted and logged
 
     def stored_at_s(self, segment: SegmentId) -> float | None:
-        """When a segment came into a tier that remembers it, in seconds since the epoch."""
+        """When a segment was stored, in seconds since the epoch; None if the tier does not record it."""
         tier = self.store.tier
         return tier.stored_at_s(segment) if isinstance(tier, DatedTier) else None
 
     def close(self) -> None:
-        """Give back what the tier holds open."""
+        """Close the tier's connections and files."""
         if isinstance(self.store.tier, ClosableTier):
             self.store.tier.close()
 
     def was_late(self) -> None:
-        """Count a layer that did not come in time."""
+        """Count a layer that arrived late."""
         now = self._clock()
         self._late_s.append(now)
         if len(self._late_s) == self._patience and now - self._late_s[0] <= self._pause_s:
@@ -140,7 +137,7 @@ class Level(Generic[PayloadT]):
 
     def _pause(self) -> None:
         self._paused_until_s = self._clock() + self._pause_s
-        logger.warning("the %s tier is left alone for %.0f s", self.name, self._pause_s)
+        logger.warning("the %s tier is paused for %.0f s", self.name, self._pause_s)
 
 
 _IDLE_S = 5.0
@@ -148,7 +145,7 @@ _IDLE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class Write(Generic[PayloadT]):
-    """One segment on its way to one level. `nbytes` is what its payload holds in memory meanwhile."""
+    """A pending write of one segment to one level. `nbytes` is the memory that its payload occupies until then."""
 
     level: Level[PayloadT]
     record: SegmentRecord
@@ -157,23 +154,23 @@ class Write(Generic[PayloadT]):
     cancelled: bool = False
 
     def wanted(self) -> bool:
-        """Whether it is still to be published."""
+        """Whether it may still be published."""
         return not self.cancelled
 
 
 class BackgroundWriter(Generic[PayloadT]):
-    """A bounded queue and one thread that empties it. Offering a write never waits for one.
+    """A bounded queue of writes and one thread that performs them. `offer` never blocks on a write.
 
-    The thread starts with the first write, ends when it has been idle for a while, and is a daemon: a process that
-    ends without `close` loses what is queued, which costs time and no correctness. Thread-safe.
+    The thread starts with the first write and ends when it has been idle for a while. It is a daemon: a process that
+    ends without `close` loses the queued writes, which costs time but not correctness. Thread-safe.
     """
 
     def __init__(self, *, max_items: int = 256, max_bytes: int = 1 << 30, threaded: bool = True) -> None:
         """An empty queue.
 
         Args:
-            max_items: most writes waiting.
-            max_bytes: most bytes of payload held by them and by the one being done.
+            max_items: maximum number of queued writes.
+            max_bytes: maximum payload bytes of the queued writes and the running one.
             threaded: False for a queue that only `write_one` and `flush` empty.
         """
         self._max_items = max_items
@@ -188,15 +185,15 @@ class BackgroundWriter(Generic[PayloadT]):
 
     @property
     def counts(self) -> Counter[str]:
-        """How many writes were `queued`, `done`, `rejected` by the level, `failed`, and `skipped` so far.
+        """Writes that were `queued`, `done`, `rejected` by the level, `failed`, and `skipped` so far.
 
-        What finds no room in the queue, or a paused level, is skipped.
+        A write is skipped if the queue is full or the level is paused.
         """
         with self._changed:
             return self._counts.copy()
 
     def offer(self, write: Write[PayloadT]) -> bool:
-        """Queue a write; False, and no wait, if the queue is full or closed. One of the same segment is enough."""
+        """Queue a write; False, without blocking, if the queue is full or closed. Duplicates are not queued."""
         with self._changed:
             waiting = self._all()
             if any(_same(write, other) for other in waiting):
@@ -213,12 +210,12 @@ class BackgroundWriter(Generic[PayloadT]):
             return True
 
     def records(self) -> list[SegmentRecord]:
-        """What is waiting or being written."""
+        """Records of the queued writes and the running one."""
         with self._changed:
             return [write.record for write in self._all()]
 
     def cancel(self, doomed: Callable[[SegmentRecord], bool]) -> int:
-        """Forget the writes of such records; one that is being done is not published. Returns how many."""
+        """Cancel the writes of matching records; a running one is not published. Returns how many were cancelled."""
         with self._changed:
             cancelled = [write for write in self._all() if doomed(write.record)]
             for write in cancelled:
@@ -228,7 +225,7 @@ class BackgroundWriter(Generic[PayloadT]):
             return len(cancelled)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything offered so far is done; False if time ran out."""
+        """Wait until all writes offered so far are done; False on timeout."""
         if not self._threaded:
             while self.write_one():
                 pass
@@ -241,12 +238,12 @@ class BackgroundWriter(Generic[PayloadT]):
                     return True
                 left_s = _IDLE_S if deadline_s is None else deadline_s - time.monotonic()
                 if left_s <= 0:
-                    logger.warning("%d segments are still to be written", len(pending))
+                    logger.warning("%d segment writes are pending", len(pending))
                     return False
                 self._changed.wait(min(left_s, _IDLE_S))
 
     def close(self, timeout_s: float | None = 30.0) -> bool:
-        """Flush, and take no more; False if time ran out and writes were dropped."""
+        """Flush and accept no more writes; False if the timeout dropped some."""
         with self._changed:
             self._closed = True
         try:
@@ -257,7 +254,7 @@ class BackgroundWriter(Generic[PayloadT]):
                 self._changed.notify_all()
 
     def write_one(self) -> bool:
-        """Do the oldest write in the calling thread; False if there is none."""
+        """Perform the oldest write in the calling thread; False if there is none."""
         with self._changed:
             if not self._queue:
                 return False
@@ -296,7 +293,7 @@ class BackgroundWriter(Generic[PayloadT]):
 
 
 def _perform(write: Write[PayloadT]) -> str:
-    """Do a write and say under which name of `BackgroundWriter.counts` it counts."""
+    """Perform a write; returns the name of `BackgroundWriter.counts` that it counts under."""
     level = write.level
     if not level.available:
         return "skipped"
@@ -304,7 +301,7 @@ def _perform(write: Write[PayloadT]) -> str:
         return "done" if level.insert(write.record, write.payload, wanted=write.wanted) else "rejected"
     except OSError:
         return "failed"  # the level has logged it
-    except Exception:  # this thread has no caller to tell, and a payload may be lost in its own way
+    except Exception:  # this thread has no caller, and a payload may fail in any way
         logger.warning("segment %s could not be written to %s", write.record.id, level.name, exc_info=True)
         return "failed"
 
@@ -320,12 +317,11 @@ def _same(write: Write[PayloadT], other: Write[PayloadT]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class VariantLimits:
-    """Most variants of one chunk (M of the paper) and most segments in all (its N x M); None: as many as fit.
+    """Maximum variants of one chunk (M of the paper) and segments in all (its N x M); None: as many as fit.
 
-    A node of the path index is no variant: it is there for exact prefixes, as many as the byte budgets hold, and
-    counts only in all. Neither is what a conversation goes on from. An exact segment whose ancestors are gone has left
-    the path index and is a variant. A segment counts once, on however many levels it is. The instruction
-    counts as a chunk of its own.
+    Nodes of the path index are not variants: they serve exact prefixes and count only towards `in_all`. Neither are
+    segments that a conversation continues from. An exact segment whose ancestors are gone has left the path index and
+    is a variant. A segment counts once, however many levels hold it. The instruction counts as a chunk of its own.
 
     Raises:
         UsageError: a limit below 1.
@@ -341,19 +337,18 @@ class VariantLimits:
 
 
 class VariantKeeper(Generic[PayloadT]):
-    """Keeps the segments on some levels, and on their way there, within limits.
+    """Keeps the segments on some levels, and pending writes to them, within limits.
 
-    What is dropped is dropped on all levels. Segments that are leased, pinned or being moved stay. The limit per chunk
-    drops no node of the path index; the one in all drops inner nodes last, and otherwise gives neither exact segments
-    nor those computed alone a privilege. What leaves for want of bytes is simply no more there. What other processes
-    put into a shared tier, and what left the path index, is not dropped at once, but counts when the next variant
-    comes in. Thread-safe.
+    A dropped segment is dropped on all levels. Segments that are leased, pinned or being moved stay. The limit per
+    chunk drops no node of the path index. The limit `in_all` drops inner nodes last, and does not prefer exact segments
+    or those computed alone. Segments of other processes in a shared tier, and those that left the path index, are not
+    dropped at once but count when the next variant is stored. Thread-safe.
     """
 
     def __init__(
         self, levels: Sequence[Level[PayloadT]], writer: BackgroundWriter[PayloadT], limits: VariantLimits
     ) -> None:
-        """Watch over `levels`, and over what `writer` has yet to bring there."""
+        """Enforce `limits` on `levels` and on the pending writes of `writer`."""
         self._levels = levels
         self._writer = writer
         self._limits = limits
@@ -365,26 +360,26 @@ class VariantKeeper(Generic[PayloadT]):
         """Variants dropped because there were too many."""
 
     def note_reuse(self, saved: Mapping[SegmentId, float]) -> None:
-        """Count one reuse of each of these segments; what it `saved` adds to f_r."""
+        """Count one reuse of each of these segments: adds its value in `saved` to its f_r."""
         with self._lock:
             for segment, more in saved.items():
                 self._frequencies.add(segment, more)
 
     def hold(self, segments: Iterable[SegmentId]) -> None:
-        """Do not count these as variants of their chunks: a conversation goes on from them."""
+        """Do not count these as variants of their chunks: a conversation continues from them."""
         with self._lock:
             self._held.update(segments)
 
     def let_go(self, segments: Iterable[SegmentId]) -> None:
-        """They are variants again as all others."""
+        """Count these as variants again."""
         with self._lock:
             self._held.difference_update(segments)
 
     @contextmanager
     def place_for(self, record: SegmentRecord) -> Iterator[bool]:
-        """Drop what a segment not stored yet would be too many for; False if what is left may not go.
+        """Drop variants until a new segment fits the limits; yields False if not enough of them may be dropped.
 
-        Only one at a time comes in, or two would take the same place.
+        One caller at a time, so that two segments do not take the same place.
         """
         with self._lock:
             self._frequencies.start(record.id)
@@ -405,7 +400,7 @@ class VariantKeeper(Generic[PayloadT]):
         return True
 
     def _drop_beyond(self, limit: int, new: SegmentRecord, held: Sequence[SegmentRecord]) -> bool:
-        """Drop those of `held`, most recently used first, that have been least reusable until `limit` are left."""
+        """Drop the segments of lowest f_r until `limit` are left. `held` is sorted by use, most recent first."""
         others = [record for record in reversed(held) if record.id != new.id]
         with self._lock:
             ranked = self._frequencies.least_first(others)
@@ -418,7 +413,7 @@ class VariantKeeper(Generic[PayloadT]):
         return excess <= 0
 
     def _on_path(self, record: SegmentRecord) -> bool:
-        """Whether it is a node of the path index on some level, or would be one there."""
+        """Whether the segment is a node of the path index on any level, or would become one."""
         if not record.exact or not record.context or any(level.store.on_path(record.id) for level in self._levels):
             return record.exact
         parent = segment_id(record.context[-1], record.context[:-1])
@@ -428,7 +423,7 @@ class VariantKeeper(Generic[PayloadT]):
         return any(level.store.has_children(segment) for level in self._levels)
 
     def _drop(self, segment: SegmentId) -> bool:
-        """Take a segment off every level and out of the queue, unless it is claimed; True if it is gone."""
+        """Remove a segment from every level and from the queue, unless it is claimed; True if it is gone."""
         if any(level.store.is_claimed(segment) for level in self._levels):
             return False
         self._writer.cancel(lambda record: record.id == segment)

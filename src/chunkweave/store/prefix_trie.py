@@ -1,4 +1,4 @@
-"""A trie over hashable keys, and what is kept in one: RAGCache's knowledge tree, and who waits for which paths."""
+"""A trie over hashable keys, and two uses of it: RAGCache's knowledge tree, and watchers by path."""
 
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ WatcherT = TypeVar("WatcherT", bound=Hashable)
 
 
 class TrieNode(Generic[KeyT, ValueT]):
-    """The end of a path. A node is held if its value is true; a free one only connects what is held below it."""
+    """The end of a path. A node is held if its value is true; a free node only connects held nodes below it."""
 
     __slots__ = ("children", "key", "parent", "value")
 
@@ -39,15 +39,15 @@ class TrieNode(Generic[KeyT, ValueT]):
 class PrefixTrie(Generic[KeyT, ValueT]):
     """Values by path. The same key may occur in a path more than once; the root is the empty path.
 
-    Set a node's value to hold its path; to let go of it, set a false value and `prune` the node. Nothing here is
-    recursive, so depth has no limit. Not thread-safe.
+    Set a node's value to hold its path; to release it, set a false value and `prune` the node. Nothing is recursive, so
+    depth is unlimited. Not thread-safe.
     """
 
     def __init__(self) -> None:
         self.root: TrieNode[KeyT, ValueT] = TrieNode(None, None)  # type: ignore[arg-type]
 
     def find(self, path: Iterable[KeyT]) -> TrieNode[KeyT, ValueT] | None:
-        """The node at `path`, free or held; None if there is none."""
+        """The node at `path`, free or held, or None."""
         node = self.root
         for key in path:
             child = node.children.get(key)
@@ -57,7 +57,7 @@ class PrefixTrie(Generic[KeyT, ValueT]):
         return node
 
     def grow(self, path: Iterable[KeyT]) -> TrieNode[KeyT, ValueT]:
-        """The node at `path`; free ones are made where there are none."""
+        """The node at `path`; creates missing nodes as free ones."""
         node = self.root
         for key in path:
             child = node.children.get(key)
@@ -67,13 +67,13 @@ class PrefixTrie(Generic[KeyT, ValueT]):
         return node
 
     def prune(self, node: TrieNode[KeyT, ValueT]) -> None:
-        """Drop a free node that has nothing below it, and the ancestors that it was the last reason for."""
+        """Drop a free node without children, and ancestors that are then free and without children."""
         while not node.value and not node.children and node.parent is not None:
             del node.parent.children[node.key]
             node = node.parent
 
     def prefix(self, keys: Iterable[KeyT]) -> Iterator[ValueT]:
-        """Values along the longest prefix of `keys` of which every node is held, first key first."""
+        """Values along the longest prefix of `keys` whose nodes are all held, in order."""
         children = self.root.children
         for key in keys:
             node = children.get(key)
@@ -95,14 +95,14 @@ class PrefixTrie(Generic[KeyT, ValueT]):
         """Audit the links between nodes.
 
         Raises:
-            StoreError: a node is filed under another key or parent than its own, or a free one connects nothing.
+            StoreError: a node has a wrong key or parent, or a free node connects nothing.
         """
         pending = [self.root]
         while pending:
             parent = pending.pop()
             for key, node in parent.children.items():
                 if node.key != key or node.parent is not parent:
-                    raise StoreError(f"trie node {node.key!r} is filed under {key!r} or has a wrong parent")
+                    raise StoreError(f"trie node {node.key!r} is stored under {key!r} or has a wrong parent")
                 if not node.value and not node.children:
                     raise StoreError(f"trie node {node.path} is free and has nothing below it")
                 pending.append(node)
@@ -110,9 +110,9 @@ class PrefixTrie(Generic[KeyT, ValueT]):
 
 @dataclass(frozen=True, slots=True)
 class PathMatch:
-    """How far a path is stored: its first `nodes` keys, `tokens` tokens together.
+    """How far a path is stored: its first `nodes` keys, with `tokens` tokens in all.
 
-    `tokens_by_tier` says from where they would be read: each node counts for the fastest tier that holds it.
+    `tokens_by_tier` counts each node for the fastest tier that holds it, which is the tier it would be read from.
     """
 
     nodes: int = 0
@@ -121,7 +121,7 @@ class PathMatch:
 
 
 class _Tiers(set[str]):
-    """The tiers that hold a node, with the node's tokens and how often it was used."""
+    """The tiers that hold a node, with its tokens and number of uses."""
 
     __slots__ = ("tokens", "uses")
 
@@ -132,9 +132,9 @@ class _Tiers(set[str]):
 
 
 class TreePlace(Generic[KeyT]):
-    """A place in a tree to walk down from, node by node.
+    """A position in a tree, to walk down from node by node.
 
-    Looks without the tree's lock: what it says may be overtaken by the time it is read, so it is a hint.
+    Reads without the tree's lock: its answers may be outdated when they are used, so they are hints.
     """
 
     __slots__ = ("_node",)
@@ -148,12 +148,12 @@ class TreePlace(Generic[KeyT]):
         return self._node.value.tokens if self._node.value is not None else 0
 
     def child(self, key: KeyT) -> "TreePlace[KeyT] | None":
-        """The stored node of `key` right below; None if nothing is stored there."""
+        """The stored child for `key`, or None."""
         node = self._node.children.get(key)
         return TreePlace(node) if node is not None and node.value else None
 
     def children_among(self, keys: Iterable[KeyT]) -> list[tuple[KeyT, "TreePlace[KeyT]"]]:
-        """The stored nodes right below that are among `keys`, in their order."""
+        """The stored children whose keys are in `keys`, in the order of `keys`."""
         nodes = self._node.children
         if not nodes:
             return []
@@ -161,23 +161,24 @@ class TreePlace(Generic[KeyT]):
 
 
 class KnowledgeTree(Generic[KeyT]):
-    """On which tiers each stored chunk lies, by path (RAGCache §5.1, Figure 8).
+    """The tiers that hold each stored chunk, by path (RAGCache §5.1, Figure 8).
 
-    A node is a chunk behind the chunks before it; the parts that begin prompts, mostly the system part, are the
-    children of the root, which is no part itself. A node may lie on several tiers (a host copy outlives the device's)
-    or on none: then it is free, and is remembered only while something below it is placed. A path is stored as far as
-    every node of it lies somewhere.
+    A node is a chunk after the chunks of its path. Parts that start prompts, mostly the system part, are children of
+    the root; the root is not a part. A node may be on several tiers (a host copy outlives the device's) or on none:
+    then it is free, and is kept only while a node below it is placed. A path is stored as far as all its nodes are on
+    some tier.
 
-    The tree holds no payload and decides nothing: stores report moved payloads by `placed` and `displaced`. Schedulers
-    ask it how much of a prompt is stored, and where, without touching a store, and subscribe to changes. Thread-safe;
-    subscribers are called without its lock, in the thread that moved the payload, and must be quick.
+    The tree holds no payload and decides nothing: stores report moved payloads with `placed` and `displaced`.
+    Schedulers ask it how much of a prompt is stored, and where, without calling a store, and subscribe to changes.
+    Thread-safe. Subscribers are called without the tree's lock, in the thread that moved the payload, and must be
+    quick.
     """
 
     def __init__(self, tiers: Sequence[str]) -> None:
         """A tree over `tiers`, named from fast to slow.
 
         Raises:
-            UsageError: there is none, or one occurs twice.
+            UsageError: `tiers` is empty or has duplicates.
         """
         if not tiers or len(set(tiers)) < len(tiers):
             raise UsageError(f"a knowledge tree needs tiers of different names, not {tuple(tiers)}")
@@ -187,20 +188,20 @@ class KnowledgeTree(Generic[KeyT]):
         self._listeners: tuple[Callable[[tuple[KeyT, ...]], None], ...] = ()
 
     def __len__(self) -> int:
-        """Nodes that lie on some tier; counts them."""
+        """Number of nodes that are on a tier. O(nodes)."""
         with self._lock:
             return sum(1 for _ in self._trie.held())
 
     def subscribe(self, listener: Callable[[tuple[KeyT, ...]], None]) -> None:
-        """Call `listener` with each path whose last node is stored now and was not, or is no longer."""
+        """Call `listener` with each path whose last node becomes stored, or is no longer stored."""
         self._listeners = (*self._listeners, listener)
 
     def unsubscribe(self, listener: Callable[[tuple[KeyT, ...]], None]) -> None:
-        """Call `listener` no more; one that does not listen is ignored."""
+        """Stop calling `listener`; an unknown one is ignored."""
         self._listeners = tuple(other for other in self._listeners if other != listener)
 
     def at(self, path: Iterable[KeyT]) -> TreePlace[KeyT] | None:
-        """The place at the end of `path` (the root's, if it is empty); None if it is not stored as far as that."""
+        """The position at the end of `path` (the root if it is empty); None if the path is not wholly stored."""
         node = self._trie.root
         for key in path:
             child = node.children.get(key)
@@ -233,15 +234,15 @@ class KnowledgeTree(Generic[KeyT]):
             return frozenset(node.value or ()) if node is not None else frozenset()
 
     def used(self, keys: Iterable[KeyT]) -> None:
-        """A request has used the stored prefix of `keys`: one more use of each node of it."""
+        """Count one use of each node on the stored prefix of `keys`."""
         with self._lock:
             for placed in self._trie.prefix(keys):
                 placed.uses += 1
 
     def hottest(self, number: int, tier: str) -> list[tuple[KeyT, ...]]:
-        """The `number` most used nodes that `tier` holds down from the root without a gap, parents before children.
+        """The `number` most used nodes that `tier` holds without a gap from the root, parents before children.
 
-        A node is used at most as often as its parent, so these are upper nodes, and their ancestors are among them.
+        A node is used at most as often as its parent, so these are upper nodes and include their ancestors.
         """
         found: list[tuple[KeyT, ...]] = []
         order = count()
@@ -259,15 +260,15 @@ class KnowledgeTree(Generic[KeyT]):
         return found
 
     def missing_replicas(self, number: int, source: str, target: str) -> list[tuple[KeyT, ...]]:
-        """Of the `number` hottest upper nodes on `source` those that are not on `target`, parents before children."""
+        """Those of the `number` hottest upper nodes on `source` that are not on `target`, parents before children."""
         return [path for path in self.hottest(number, source) if target not in self.placement(path)]
 
     def woven(self, chunk: KeyT) -> None:
-        """A segment of `chunk` that is on no path came or went: whoever follows the tree hears of that."""
+        """Notify subscribers that a segment of `chunk` that is on no path was added or removed."""
         self._notify((chunk,))
 
     def placed(self, path: Sequence[KeyT], tier: str, tokens: int) -> None:
-        """`tier` holds the node at `path` now; it has `tokens` tokens. Said twice it changes nothing.
+        """Note that `tier` holds the node at `path`, of `tokens` tokens. Idempotent.
 
         Raises:
             UsageError: the path is empty, or there is no such tier.
@@ -286,7 +287,7 @@ class KnowledgeTree(Generic[KeyT]):
             self._notify(path)
 
     def displaced(self, path: Sequence[KeyT], tier: str) -> None:
-        """`tier` holds the node at `path` no longer. Said of what is not there it changes nothing."""
+        """Note that `tier` no longer holds the node at `path`. Idempotent."""
         with self._lock:
             node = self._trie.find(path)
             if node is None or node.value is None or tier not in node.value:
@@ -306,7 +307,7 @@ class KnowledgeTree(Generic[KeyT]):
         """Audit the links between nodes.
 
         Raises:
-            StoreError: one is wrong, or a free node is remembered for nothing.
+            StoreError: a link is wrong, or a free node connects nothing.
         """
         with self._lock:
             self._trie.check()
@@ -317,13 +318,13 @@ class KnowledgeTree(Generic[KeyT]):
 
 
 class PrefixWatch(Generic[KeyT, WatcherT]):
-    """Watchers by path. A change of a node concerns those whose path runs through it. Not thread-safe."""
+    """Watchers by path: finds those whose path runs through a changed node. Not thread-safe."""
 
     def __init__(self) -> None:
         self._trie: PrefixTrie[KeyT, set[WatcherT]] = PrefixTrie()
 
     def add(self, path: Sequence[KeyT], watcher: WatcherT) -> None:
-        """`watcher` is concerned by every prefix of `path`."""
+        """Register `watcher` for every prefix of `path`."""
         node = self._trie.grow(path)
         if node.value is None:
             node.value = set()
@@ -337,7 +338,7 @@ class PrefixWatch(Generic[KeyT, WatcherT]):
             self._trie.prune(node)
 
     def below(self, path: Sequence[KeyT]) -> Iterator[WatcherT]:
-        """Everyone whose path begins with `path`."""
+        """All watchers whose path begins with `path`."""
         top = self._trie.find(path)
         for node in self._trie.held(top) if top is not None else ():
             yield from node.value or ()

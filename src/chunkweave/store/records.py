@@ -1,4 +1,4 @@
-"""What the store knows of a segment, without its tensors, and what it counts."""
+"""Records of segments, without tensors, and the store's counters."""
 
 import hashlib
 from collections import OrderedDict
@@ -13,18 +13,19 @@ from chunkweave.prompt.parts import is_mean, is_neutral, mean_id
 from chunkweave.types import MOST_SOURCE_CHARACTERS, ChunkId, Context, SegmentId
 
 LEAST_CCI = 0.5
-"""CCI of a segment that looked at no chunk before it, such as one computed alone: the sigmoid of 0."""
+"""CCI of a segment that attended to no earlier chunk, such as one computed alone: the sigmoid of 0."""
 
 
-@dataclass(frozen=True)  # no slots: what follows from the masses alone is worked out once, when it is first asked for
+@dataclass(frozen=True)  # no slots: cached properties compute derived values once, on first use
 class AttentionProfile:
     """Attention mass of one segment's tokens, averaged over the captured heads and layers.
 
-    `chunks` are the chunks before the segment in its prompt, in order, with `lengths` in tokens; a chunk that stood
-    there twice is listed twice. `inter[j]` is the mass that all tokens of the segment together put on `chunks[j]`
-    (eq. 3), `intra` on earlier tokens of their own segment, the diagonal left out (eq. 4), `sink` on what is no chunk:
-    BOS and the system part, which enter no score. `outward` and `received` hold one number a token: its mass on all of
-    `chunks` (the ranking of eq. 14), and what the segment's later tokens put on it (the ranking of H2O).
+    `chunks` are the chunks before the segment in its prompt, in order, with `lengths` in tokens; a chunk that occurred
+    twice is listed twice. `inter[j]` is the mass that all tokens of the segment together put on `chunks[j]` (eq. 3 of
+    Cache-Craft), `intra` the mass on earlier tokens of their own segment, without the diagonal (eq. 4), `sink` the mass
+    on BOS and the system part, which enter no score. `outward` and `received` hold one number per token: its mass on
+    all of `chunks` (the ranking of eq. 14), and the mass that the segment's later tokens put on it (the ranking of
+    H2O).
 
     Raises:
         ValueError: `chunks`, `lengths` and `inter`, or `outward` and `received`, differ in length; a chunk has no
@@ -63,7 +64,7 @@ class AttentionProfile:
 
     @cached_property
     def mass_on(self) -> Mapping[ChunkId, float]:
-        """Mass on each different chunk before the segment, in the order in which they first stood there."""
+        """Mass on each distinct chunk before the segment, in order of first occurrence."""
         mass: dict[ChunkId, float] = {}
         for chunk, more in zip(self.chunks, self.inter, strict=True):
             mass[chunk] = mass.get(chunk, 0.0) + more
@@ -76,21 +77,21 @@ class AttentionProfile:
 
     @cached_property
     def inter_per_pair(self) -> float:
-        """The mean mass of a pair of tokens, summed over the chunks before the segment: a of eq. 9."""
+        """The mean mass per pair of tokens, summed over the chunks before the segment: a of eq. 9."""
         pairs = zip(self.inter, self.lengths, strict=True)
         return sum((mass / (self.tokens * length) for mass, length in pairs), 0.0)
 
     @cached_property
     def intra_per_pair(self) -> float:
-        """The same of the segment with itself: b of eq. 9."""
+        """The mean mass per pair of tokens within the segment: b of eq. 9."""
         return self.intra / self.tokens**2
 
     @cached_property
     def cci(self) -> float:
-        """Cache context impact, from 0.5 (looked at no chunk before it) to 1: the sigmoid of a/b (eq. 11).
+        """Cache context impact, from 0.5 (attended to no earlier chunk) to 1: the sigmoid of a/b (eq. 11).
 
-        A segment without intra mass, such as one of a single token, has nothing of its own: 1 if it looked at a chunk
-        at all, and 0.5 if it did not (then a = 0 decides, not 0/0).
+        For a segment without intra mass (b = 0), such as one of a single token, it is 1 if the segment attended to an
+        earlier chunk, else 0.5.
         """
         if not self.inter_per_pair:
             return LEAST_CCI
@@ -98,12 +99,12 @@ class AttentionProfile:
 
     @cached_property
     def by_outward(self) -> tuple[int, ...]:
-        """Token indices by falling `outward`, ties from the start on."""
+        """Token indices by descending `outward`, ties by position."""
         return _falling(self.outward)
 
     @cached_property
     def by_received(self) -> tuple[int, ...]:
-        """Token indices by falling `received`, ties from the start on."""
+        """Token indices by descending `received`, ties by position."""
         return _falling(self.received)
 
 
@@ -112,21 +113,21 @@ def _falling(mass: Sequence[float]) -> tuple[int, ...]:
 
 
 class Mark(StrEnum):
-    """What a follower of a store gets to know of a chunk, beside that something of it is stored."""
+    """Properties of a chunk that a store reports to its follower, beside whether a segment of it is stored."""
 
     MEAN = "mean"
-    """A mean is."""
+    """A mean of the chunk is stored."""
     CONTEXT = "context"
-    """A mean's contexts can be woven from what is (`SegmentRecord.serves_contexts`)."""
+    """Contexts of means can be woven from a stored segment (`SegmentRecord.serves_contexts`)."""
 
 
 def marked(chunk: ChunkId, mark: Mark) -> SegmentId:
-    """What takes the place of a segment's id where a store says that this is true of a chunk."""
+    """The id under which a store reports `mark` for `chunk`, in place of a segment's id."""
     return SegmentId(f"{chunk}:{mark}")
 
 
 LEAST_READ = 32
-"""Most ids beside its contexts that a mean has read which another mean is computed behind."""
+"""Maximum length of `read` for a mean that another mean may be computed behind."""
 
 
 def segment_id(chunk_id: ChunkId, context: Context) -> SegmentId:
@@ -142,20 +143,19 @@ def segment_id(chunk_id: ChunkId, context: Context) -> SegmentId:
 class SegmentRecord:
     """One stored segment: the KV of `token_ids`, computed after the parts named in `context`.
 
-    `exact` means that every token before it was exact too when it was computed, so that its KV equals
-    what full prefill gives (up to rounding). Only exact segments may be in the path index. `attention` is what
-    its tokens looked at then, if somebody measured it. `owner` is the tenant that it was computed for. Of a `source`
-    as much is kept as of a chunk's. `generation` counts how often a part of its tokens was recomputed in a new context
-    since all of them were computed in one: 0 where all KV is of this context, n + 1 for a variant that was made from
-    one of generation n.
+    `exact` means that every token before it was exact too when it was computed, so its KV equals full prefill up to
+    rounding. Only exact segments are in the path index. `attention` is its attention profile, if it was measured.
+    `owner` is the tenant that it was computed for. `source` is truncated to `MOST_SOURCE_CHARACTERS`. `generation`
+    counts partial recomputations: 0 if all KV was computed in this context, n + 1 for a variant made by recomputing
+    some tokens of one of generation n.
 
-    A mean is over the KV of the chunk in each of `contexts` (`weaving.means`); its `context` is a name for these. Of
-    what was read beside the contexts while it was computed, `read` are the ids: what went into the KV that it was woven
-    from or computed behind, or `ANYTHING`. `sources` are all of these ids.
+    A mean is the average of the chunk's KV over `contexts` (`weaving.means`); its `context` is one id that names them.
+    `read` are further ids that its KV depends on beside the contexts: the inputs of the KV that it was woven from or
+    computed behind, or `ANYTHING`. `sources` are all ids that its KV depends on.
 
     Raises:
-        ValueError: the attention profile is of another number of tokens, or has chunks that are not in the contexts;
-            the generation is negative, or an exact segment has one, or is a mean, or has read more than its context.
+        ValueError: the attention profile has another number of tokens, or chunks that are not in the sources; the
+            generation is negative; or an exact segment has a generation, is a mean, or has `read` ids.
     """
 
     id: SegmentId
@@ -177,15 +177,15 @@ class SegmentRecord:
         if self.generation < 0 or (self.exact and self.generation):
             raise ValueError(f"an {'exact' if self.exact else 'inexact'} segment of generation {self.generation}")
         if self.exact and (self.contexts or self.read):
-            raise ValueError("an exact segment is no mean, and has read nothing but its context")
+            raise ValueError("an exact segment cannot be a mean or depend on ids beside its context")
         if is_mean(self.context) != bool(self.contexts) or (
             self.contexts and self.context != (mean_id(self.contexts),)
         ):
-            raise ValueError("the context of a mean is named after its contexts")
+            raise ValueError("a mean's context must be the id of its contexts")
         if self.attention is None:
             return
         if self.attention.tokens != len(self.token_ids):
-            raise ValueError(f"an attention profile of {self.attention.tokens} tokens for {len(self.token_ids)}")
+            raise ValueError(f"the attention profile has {self.attention.tokens} tokens, not {len(self.token_ids)}")
         if not set(self.attention.chunks) <= self.sources:
             raise ValueError("an attention profile has chunks that are not in the segment's context")
 
@@ -204,7 +204,7 @@ class SegmentRecord:
         generation: int = 0,
         read: Iterable[ChunkId] = (),
     ) -> Self:
-        """A record whose id follows from chunk and context."""
+        """A record whose id is computed from chunk and context."""
         return cls(
             segment_id(chunk_id, context),
             chunk_id,
@@ -239,38 +239,41 @@ class SegmentRecord:
 
     @property
     def sources(self) -> frozenset[ChunkId]:
-        """Ids of all that was read while it was computed, but for the chunk itself."""
+        """All ids that its KV depends on, without the chunk itself."""
         return frozenset(self.read).union(*(self.contexts or (self.context,)))
 
     @property
     def path(self) -> tuple[ChunkId, ...]:
-        """The chunks that an exact prefix ending with this segment runs over."""
+        """The chunks of an exact prefix that ends with this segment."""
         return (*self.context, self.chunk_id)
 
     @property
     def alone(self) -> bool:
-        """Computed with nothing before it (but BOS)."""
+        """Whether it was computed with nothing before it except BOS."""
         return not self.context
 
     @property
     def neutral(self) -> bool:
-        """Computed behind neutral passages."""
+        """Whether it was computed behind neutral passages."""
         return bool(self.context) and is_neutral(self.context[-1])
 
     @property
     def serves_contexts(self) -> bool:
-        """Whether contexts of means are woven from it: what has read a mean is removed with all that the mean read."""
+        """Whether contexts of means are woven from it: it is neutral, or a mean with few `read` ids.
+
+        A segment that depends on a mean is removed with every chunk that the mean depends on; hence the limit.
+        """
         return self.neutral or (bool(self.contexts) and len(self.read) <= LEAST_READ)
 
     @property
     def marks(self) -> tuple[SegmentId, ...]:
-        """What a follower of the store hears of beside chunk and segment; see `marked`."""
+        """Marks that are reported to the store's follower beside chunk and segment; see `marked`."""
         of = {Mark.MEAN: bool(self.contexts), Mark.CONTEXT: self.serves_contexts}
         return tuple(marked(self.chunk_id, mark) for mark, is_so in of.items() if is_so)
 
     @property
     def document(self) -> str:
-        """The document of a chunk called `document#3`, or of one that is its whole document."""
+        """The document's name: `source` without a chunk number such as `#3`."""
         name, _, number = self.source.rpartition("#")
         return name if name and number.isdecimal() else self.source
 
@@ -279,20 +282,20 @@ class SegmentRecord:
 
 
 MOST_READ = 256
-"""Ids that a record lists beside its contexts. Chains of woven prompts read ever more."""
+"""Maximum number of `read` ids in a record. Chains of woven prompts depend on ever more chunks."""
 
 ANYTHING = ChunkId(b"any!".hex() + "0" * 24)
-"""In place of all ids that a record does not list: it is removed with any chunk."""
+"""Replaces ids that a record does not list: such a record is removed with any chunk."""
 
 
 def all_read(chunks: Iterable[ChunkId]) -> frozenset[ChunkId]:
-    """The ids that a record is to list; too many are `ANYTHING`."""
+    """`chunks` as a record lists them: `ANYTHING` if there are more than `MOST_READ`."""
     found = frozenset(chunks)
     return found if len(found) <= MOST_READ and ANYTHING not in found else frozenset({ANYTHING})
 
 
 def union(*groups: Iterable[SegmentRecord]) -> tuple[SegmentRecord, ...]:
-    """Each segment of `groups` once: the exact record before an inexact one, else the one that comes first."""
+    """Each segment of `groups` once: its exact record if there is one, else its first."""
     best: dict[SegmentId, SegmentRecord] = {}
     for record in (record for group in groups for record in group):
         held = best.get(record.id)
@@ -303,9 +306,9 @@ def union(*groups: Iterable[SegmentRecord]) -> tuple[SegmentRecord, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What came of removing segments: how many copies are gone, and records of those that the tier would not delete.
+    """Result of a removal: the number of removed copies, and records of copies that the tier failed to delete (`left`).
 
-    Unless `complete` the tier could not be asked what it holds, and may have more of them.
+    If not `complete`, the tier could not be listed and may hold further copies.
     """
 
     removed: int
@@ -315,12 +318,12 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """What a store holds now, and what has happened in it since it was made.
+    """What a store holds, and its counters since it was created.
 
-    `hits` and `misses` count looked-up prompt parts (system and chunks) for which something, or nothing, was
-    stored. `rejected` counts inserts that did not fit or contradicted what is stored, `lost` payloads that
-    the tier no longer had, `mismatched` segments whose token ids differed under an equal id, `undeletable` payloads
-    that were dropped here but that the tier could not delete.
+    `hits` and `misses` count looked-up prompt parts (system and chunks) with and without a stored segment. `rejected`
+    counts inserts that did not fit or whose tokens differ from the stored segment's, `lost` payloads that the tier no
+    longer had, `mismatched` segments whose token ids differed under an equal id, `undeletable` payloads that were
+    dropped here but that the tier failed to delete.
     """
 
     segments: int = 0
@@ -340,12 +343,12 @@ class StoreStats:
 class TieredStats(StoreStats):
     """A hierarchy's totals, and `levels` by name.
 
-    `segments` and `chunks` count what is anywhere, once; `bytes`, `inserts`, `evictions`, `rejected`, `lost`,
-    `mismatched` and `undeletable` sum over the levels. `promotions` are copies to a faster level, `demotions`
-    evictions from memory that went on to a slower one. Of the writes in the background `writes_queued` were accepted,
-    `writes_skipped` found no room in the queue or a paused level, `writes_failed` raised. `expired` outlived
-    their time. `variants` says how many chunks have 1, 2, ... variants (Cache-Craft Figure 25), `variants_dropped` how
-    many were dropped because there were too many.
+    `segments` and `chunks` count each segment or chunk once; `bytes`, `inserts`, `evictions`, `rejected`, `lost`,
+    `mismatched` and `undeletable` sum over the levels. `promotions` are copies to a faster level, `demotions` evictions
+    from memory that were copied to a slower one. Background writes: `writes_queued` were accepted, `writes_skipped` met
+    a full queue or a paused level, `writes_failed` raised. `expired` segments exceeded their time to live. `variants`
+    maps 1, 2, ... to the number of chunks with that many variants (Cache-Craft Figure 25); `variants_dropped` exceeded
+    a limit.
     """
 
     promotions: int = 0
@@ -362,11 +365,10 @@ class TieredStats(StoreStats):
 
 
 class Ages:
-    """When each segment was computed, in seconds since the epoch; a segment moved between levels does not get younger.
+    """When each segment was computed, in seconds since the epoch. Moving it between levels does not change that.
 
-    For what was stored before this process `stored_at_s` is called once; if that returns None, it counts from now, and
-    so does what was computed while the clock was ahead. Not thread-safe; interrupted at any point, a segment may at
-    worst get older.
+    For a segment stored before this process started, `stored_at_s` is called once. If it returns None, or a time in the
+    future, the segment's age counts from now. Not thread-safe; an interrupt can only make a segment older.
     """
 
     def __init__(
@@ -384,11 +386,11 @@ class Ages:
         self._born_s: dict[SegmentId, float] = {}
 
     def born(self, segment: SegmentId) -> None:
-        """It was computed now."""
+        """Note that a segment was computed now."""
         self._born_s[segment] = self._clock()
 
     def expired(self, segments: Iterable[SegmentId], now_s: float | None = None) -> list[SegmentId]:
-        """Those of `segments` that have outlived their time."""
+        """Those of `segments` that exceed the time to live."""
         oldest_s = (self._clock() if now_s is None else now_s) - self._ttl_s
         return [s for s in segments if s not in self._ageless and self._since_s(s) <= oldest_s]
 
@@ -405,14 +407,14 @@ class Ages:
 
 
 class Sightings:
-    """Counters by segment, the least recently seen forgotten first. Not thread-safe."""
+    """Bounded counters by segment; the least recently seen is forgotten first. Not thread-safe."""
 
     def __init__(self, capacity: int = 65_536) -> None:
         self._capacity = capacity
         self._counts: OrderedDict[SegmentId, int] = OrderedDict()
 
     def see(self, segment: SegmentId) -> int:
-        """Count one more sighting; returns how many there are."""
+        """Count one sighting; returns the count."""
         count = self._counts.get(segment, 0) + 1
         self._counts[segment] = count
         self._counts.move_to_end(segment)
@@ -425,5 +427,5 @@ class Sightings:
         return self._counts.get(segment, 0)
 
     def forget(self, segment: SegmentId) -> int:
-        """Begin anew; returns the sightings so far."""
+        """Reset a segment's count; returns it."""
         return self._counts.pop(segment, 0)

@@ -1,4 +1,4 @@
-"""Files that several processes share: changing a folder so that it lasts, pins, and what was removed in vain."""
+"""Files that several processes share: durable changes of a folder, pins, and tombstones of removed segments."""
 
 import errno
 import fcntl
@@ -24,7 +24,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def sync_folder(path: Path) -> None:
-    """Make renames within a folder last.
+    """Make renames within a folder durable.
 
     Raises:
         OSError: the folder could not be synced.
@@ -37,9 +37,9 @@ def sync_folder(path: Path) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Make the cache directory if it is not there, and write into it once.
+    """Create the cache directory if it is missing, and test that it is writable.
 
-    A full disk is no reason to refuse it: what is stored can be read, and evicted.
+    A full disk is accepted: stored segments can still be read and evicted.
 
     Raises:
         UsageError: nothing can be written there.
@@ -56,7 +56,7 @@ def require_writable(folder: Path) -> None:
 
 @contextmanager
 def locked_folder(path: Path, refusal: type[Exception]) -> Iterator[None]:
-    """One writer at a time among processes: the lock is on the folder, so that no lock file is left behind.
+    """Exclusive lock among processes. It is taken on the folder itself, so no lock file is left behind.
 
     Raises:
         refusal: the folder cannot be opened.
@@ -82,7 +82,7 @@ _Pins = dict[str, frozenset[SegmentId]]
 class PinFile:
     """`<cache-dir>/pins.json`: segment ids by model fingerprint. Replaced whole, one writer at a time.
 
-    A pin names an id, whether a segment of that id is there or not; who withdraws a segment unpins it.
+    A pin names an id, whether or not a segment with that id is stored; removing a segment unpins it.
     """
 
     def __init__(self, cache_dir: Path) -> None:
@@ -90,10 +90,10 @@ class PinFile:
         self._path = cache_dir / PIN_FILE
 
     def read(self) -> _Pins:
-        """All pins; none if there is no file.
+        """All pins; empty if there is no file.
 
         Raises:
-            DocumentError: the file cannot be read or is no pin file.
+            DocumentError: the file cannot be read or is not a pin file.
         """
         try:
             data = json.loads(self._path.read_text(encoding="utf-8"))
@@ -103,13 +103,13 @@ class PinFile:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DocumentError(f"{self._path} is no pin file ({error}); repair or remove it") from error
+            raise DocumentError(f"{self._path} is not a pin file ({error}); repair or remove it") from error
 
     def add(self, fingerprint: str, segments: Iterable[SegmentId]) -> int:
         """Pin segments of a model; returns how many were not pinned before.
 
         Raises:
-            DocumentError: the file is no pin file, or cannot be written.
+            DocumentError: the file is not a pin file, or cannot be written.
         """
         added = frozenset(segments)
         return self._update(fingerprint, lambda pinned: pinned | added)
@@ -118,7 +118,7 @@ class PinFile:
         """Unpin segments of a model; returns how many were pinned.
 
         Raises:
-            DocumentError: the file is no pin file, or cannot be written.
+            DocumentError: the file is not a pin file, or cannot be written.
         """
         dropped = frozenset(segments)
         if not self._path.exists():
@@ -139,7 +139,7 @@ class PinFile:
 
 
 def pinned_segments(cache_dir: Path, fingerprint: str) -> frozenset[SegmentId]:
-    """Pins of one model, for a store that opens: a file that cannot be read is logged and pins nothing."""
+    """Pins of one model. An unreadable file is logged and pins nothing."""
     try:
         return PinFile(cache_dir).read().get(fingerprint, frozenset())
     except DocumentError as error:
@@ -148,21 +148,21 @@ def pinned_segments(cache_dir: Path, fingerprint: str) -> frozenset[SegmentId]:
 
 
 _Paths = dict[SegmentId, tuple[ChunkId, ...]]
-"""Segments, and the chunks that each has read, its own the last: its path, unless it has read more than that."""
+"""By segment, the chunks that its KV depends on, its own last: its path, plus `read` ids if it has any."""
 
 _Removed = dict[str, dict[str, _Paths]]
 """By model fingerprint and level."""
 
 
 class Tombstones:
-    """Segments that were removed from one level, where a copy of them could not be deleted yet.
+    """Segments that were removed from one level but whose copies could not be deleted yet.
 
-    They stand in `<cache-dir>/removed.json`, so that a process which starts later, or runs beside this one, does not
-    use the copies either; where that cannot be written, in memory alone. Only ids are kept. Thread-safe.
+    They are listed in `<cache-dir>/removed.json`, so that other processes, now or later, do not use the copies; if the
+    file cannot be written, only in memory. Only ids are kept. Thread-safe.
     """
 
     def __init__(self, cache_dir: Path | None = None, fingerprint: str = "", level: str = "") -> None:
-        """Those of a model's `level`; without `cache_dir` in memory alone. A file that cannot be read is logged."""
+        """The tombstones of a model's `level`; without `cache_dir` only in memory. An unreadable file is logged."""
         self._path = None if cache_dir is None else cache_dir / REMOVED_FILE
         self._fingerprint, self._level = fingerprint, level
         self._lock = threading.Lock()
@@ -175,23 +175,23 @@ class Tombstones:
 
     @property
     def lasting(self) -> bool:
-        """Whether all of them outlive this process."""
+        """Whether all of them are written to the file."""
         return not self._unwritten
 
     def records(self) -> list[SegmentRecord]:
-        """A record of each, without tokens and bytes; all that it has read is its context."""
+        """A record of each, without tokens and bytes; its context lists all ids that its KV depends on."""
         paths = {**self._read(), **self._unwritten}
         return [SegmentRecord(one, path[-1], path[:-1], (), exact=False, nbytes=0) for one, path in paths.items()]
 
     def add(self, records: Iterable[SegmentRecord]) -> None:
-        """Copies of these are still there."""
+        """Note records whose copies could not be deleted."""
         new = {record.id: _all_read(record) for record in records}
         if new and not self._update(lambda paths: {**paths, **new}):
             with self._lock:
                 self._unwritten.update(new)
 
     def discard(self, segments: Iterable[SegmentId]) -> None:
-        """Their copies are gone, or were replaced; unknown ids are ignored."""
+        """Forget segments whose copies were deleted or replaced; unknown ids are ignored."""
         gone = {segment for segment in segments if segment in self}
         if not gone:
             return
@@ -200,11 +200,11 @@ class Tombstones:
             return {segment: path for segment, path in paths.items() if segment not in gone}
 
         if not self._update(without):
-            with self._lock:  # known here; elsewhere they are left unused
+            with self._lock:  # this process knows; other processes keep ignoring the copies
                 self._unwritten, self._written = without(self._unwritten), without(self._written)
 
     def _read(self) -> _Paths:
-        """What the file says now; if it cannot be read, what it said last."""
+        """The file's current content; if it cannot be read, the last known one."""
         if self._path is None:
             return {}
         seen = _identity(self._path)
@@ -214,11 +214,11 @@ class Tombstones:
                 try:
                     self._written = _removed(self._path).get(self._fingerprint, {}).get(self._level, {})
                 except DocumentError as error:
-                    logger.error("%s; segments that were removed may be used", error)
+                    logger.error("%s; removed segments may be used", error)
             return self._written
 
     def _update(self, change: Callable[[_Paths], _Paths]) -> bool:
-        """Change what the file says, and what could not be written before; False, and logged, if it cannot be."""
+        """Apply `change` to the file, with entries not yet written; logs and returns False on failure."""
         if self._path is None:
             return False
         try:
@@ -230,7 +230,7 @@ class Tombstones:
                 levels[self._level] = change({**levels.get(self._level, {}), **unwritten})
                 _replace(self._path, {"removed": removed})
         except DocumentError as error:
-            logger.error("what was removed cannot be noted: %s", error)
+            logger.error("removed segments cannot be recorded: %s", error)
             return False
         with self._lock:
             self._unwritten = {one: path for one, path in self._unwritten.items() if one not in unwritten}
@@ -263,7 +263,7 @@ def _removed(path: Path) -> _Removed:
 
 
 def _replace(path: Path, data: Mapping[str, Any]) -> None:
-    """Replace a file whole.
+    """Replace a file atomically.
 
     Raises:
         DocumentError: it cannot be written.

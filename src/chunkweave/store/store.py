@@ -1,4 +1,4 @@
-"""The hierarchy: levels from fast to slow that look like one store."""
+"""The hierarchy of levels, from fast to slow, behind the interface of one store."""
 
 import logging
 import threading
@@ -31,7 +31,7 @@ from chunkweave.types import ChunkId, SegmentId
 logger = logging.getLogger(__name__)
 
 REPLICATED_EVERY = 100
-"""Requests after which it is looked which nodes are the hottest."""
+"""Number of requests between two replications of the hottest nodes."""
 
 _OWN = ("hits", "misses", "promotions", "demotions", "expired")
 _SUMMED = ("bytes", "inserts", "evictions", "rejected", "lost", "mismatched", "undeletable")
@@ -40,16 +40,17 @@ _SUMMED = ("bytes", "inserts", "evictions", "rejected", "lost", "mismatched", "u
 class TieredStore(Generic[PayloadT]):
     """Levels from fast to slow behind the interface of one store (CacheBlend §5, Cache-Craft §3.5, RAGCache §5.1).
 
-    What is computed goes into the fastest level, and through a background writer into the slow ones once it was seen
-    often enough. What memory evicts goes one level down unless it is there already (RAGCache §5.1,
-    swap-out-only-once); what is used from below is promoted. What a slow level evicts is gone unless another has it.
+    A computed segment is stored in the fastest level and, once it was seen often enough, written to the slow levels in
+    the background. A segment evicted from memory is copied one level down unless it is there already (RAGCache §5.1,
+    swap-out-only-once). A segment used from a lower level is promoted. A segment evicted from a slow level is gone
+    unless another level has it.
 
-    A level that fails counts as empty: the next one is tried, at last the segment is computed. An exact segment is
-    never replaced by an inexact copy from another level. A segment that is removed while a copy of it moves between
-    levels does not come back.
+    A failing level counts as empty: the next level is tried, and finally the segment is computed. An exact segment is
+    never replaced by an inexact copy from another level. A segment that is removed while a copy moves between levels
+    does not return.
 
-    Thread-safe. Its own lock guards counters, ages, sightings and the moment at which a write is queued, and is never
-    held while a payload moves.
+    Thread-safe. Its lock guards counters, ages, sightings and the queueing of writes, and is never held while a payload
+    moves.
     """
 
     def __init__(
@@ -64,26 +65,28 @@ class TieredStore(Generic[PayloadT]):
         writer: BackgroundWriter[PayloadT] | None = None,
         replicas: int = 0,
     ) -> None:
-        """A hierarchy of `levels`, which from now on are this store's alone.
+        """A hierarchy of `levels`, which only this store may use from now on.
 
         Args:
-            levels: from fast to slow; those in memory come before those that are written in the background.
+            levels: from fast to slow: first those in memory, then those written in the background.
             admission: how often a segment must have been seen (stored or used) to be written to a slow level.
-            ttl_s: segments older than that are dropped; None keeps them.
-            ageless: segments that a time to live does not concern.
-            limits: how many variants there may be; None sets no limit.
+            ttl_s: segments older than this are dropped; None keeps them.
+            ageless: segments exempt from the time to live.
+            limits: maximum number of variants; None sets no limit.
             clock: seconds since the epoch.
             writer: writes to the slow levels; a new one if None. The store closes it.
-            replicas: so many hottest upper nodes of the fastest memory are copied to the next one (RAGCache §6).
+            replicas: how many of the hottest upper nodes of the fastest memory are copied to the next one (RAGCache
+                §6).
 
         Raises:
-            UsageError: no level in memory, two of one name, a slow one before a fast one, or an odd admission or TTL.
+            UsageError: no level in memory, two levels of one name, a slow level before a fast one, an admission below
+                1, or a TTL that is not positive.
         """
         slow = [level.background for level in levels]
         if not levels or slow[0] or slow != sorted(slow) or len({level.name for level in levels}) < len(levels):
-            raise UsageError("a hierarchy needs levels of different names, memory first, slow ones after it")
+            raise UsageError("a hierarchy needs levels with different names, levels in memory first")
         if admission < 1 or (ttl_s is not None and ttl_s <= 0):
-            raise UsageError(f"admission must be at least 1 ({admission}) and a TTL positive ({ttl_s})")
+            raise UsageError(f"admission must be at least 1 (is {admission}) and the TTL positive (is {ttl_s})")
         self.levels = tuple(levels)
         self._memory = tuple(level for level in levels if not level.background)
         self._slow = tuple(level for level in levels if level.background)
@@ -98,7 +101,7 @@ class TieredStore(Generic[PayloadT]):
         self._removals = self._removals_done = 0
         self._moving_now = threading.local()
         self.tree: KnowledgeTree[ChunkId] = KnowledgeTree([level.name for level in levels])
-        """Where each exact path lies, kept current by the levels; paused levels are shown as they were."""
+        """The levels that hold each exact path. The levels keep it up to date; paused levels are listed as before."""
         for level in levels:
             level.store.show_in(self.tree, level.name)
         for index, level in enumerate(self._memory):
@@ -110,20 +113,20 @@ class TieredStore(Generic[PayloadT]):
 
     @property
     def budget_bytes(self) -> int:
-        """Most bytes held in memory."""
+        """Maximum bytes held in memory."""
         return sum(level.store.budget_bytes for level in self._memory)
 
     @property
     def room_bytes(self) -> int:
-        """Most bytes that are found, as a slow level may encode them: the largest of memory and the slow levels.
+        """Maximum bytes of distinct segments, as encoded by the level: the largest budget among memory and slow levels.
 
-        What is computed goes to all of them, so that the largest has what the others have.
+        Computed segments go to all of these, so the largest holds what the others hold.
         """
         return max(self.budget_bytes, *(level.store.budget_bytes for level in self._slow), 0)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes held in memory now, without those in the write queue."""
+        """Bytes held in memory, without those in the write queue."""
         return sum(level.store.used_bytes for level in self._memory)
 
     @property
@@ -163,33 +166,33 @@ class TieredStore(Generic[PayloadT]):
         return union(*(level.store.records() for level in self.levels))
 
     def chunk_tokens(self, chunk: ChunkId) -> int:
-        """Tokens of a chunk of which a segment is stored in any context; 0 if none is."""
+        """Number of tokens of a chunk, 0 if no segment of it is stored."""
         held = (record for level in self.levels for record in level.store.records_of(chunk)[:1])
         return next(map(len, held), 0)
 
     def means(self, chunk: ChunkId) -> tuple[SegmentRecord, ...]:
-        """The means of a chunk that are known to be stored: one, or for a moment two."""
+        """The stored means of a chunk: at most one, or two while one is replaced."""
         return union(record for level in self.levels for record in level.store.records_of(chunk) if record.contexts)
 
     def tier_of(self, segment: SegmentId) -> str | None:
-        """Name of the level that `get` would try first, or None."""
+        """Name of the level that `get` tries first, or None."""
         holders = self._holders(segment)
         return holders[0][0].name if holders else None
 
     @property
     def shared(self) -> bool:
-        """Whether a level may hold what other processes have put there, so that `probe` may learn of more."""
+        """Whether a level is shared with other processes, so that `probe` may find more segments."""
         return any(level.store.probes for level in self._slow)
 
     def share_by(self, shares: Shares) -> None:
-        """From now on who has more than its share of a level's budget is evicted first, if there is no room."""
+        """From now on, evict segments of owners that exceed their share of a level's budget first."""
         for level in self.levels:
             level.store.shares = shares
 
     def follow(self) -> StoreFollower:
-        """Reports from now on what comes and goes, beginning with all that is stored. One follower at a time.
+        """A follower that reports what is added and removed, starting with everything stored. One at a time.
 
-        What a paused level holds counts as stored: nobody would say that it is back.
+        Segments on a paused level count as stored, since the end of a pause is not reported.
         """
 
         def holds(one: ChunkId | SegmentId) -> bool:
@@ -207,14 +210,14 @@ class TieredStore(Generic[PayloadT]):
         return follower
 
     def probe(self, prompt: Prompt) -> None:
-        """Ask the shared levels for what the faster ones lack of a prompt, as `lookup` does."""
+        """Ask the shared levels for parts of a prompt that the faster ones lack, as `lookup` does."""
         self._probe(_path_of(prompt))
 
     def lookup(self, prompt: Prompt) -> PromptLookup:
-        """What is stored anywhere for each part of `prompt`; pins nothing and counts for nothing (`note_request`).
+        """Find the segments on any level for each part of `prompt`. Pins nothing; `note_request` counts the use.
 
-        The exact prefix may run over several levels. A shared level is probed once for what the faster ones lack: the
-        exact path and the context-free variants. What has expired is dropped and not found.
+        The exact prefix may span several levels. A shared level is probed once for segments that the faster ones lack:
+        the exact path and the context-free variants. Expired segments are dropped and not found.
         """
         path = _path_of(prompt)
         self._probe(path)
@@ -224,10 +227,10 @@ class TieredStore(Generic[PayloadT]):
         return found
 
     def note_request(self, use: RequestUse) -> None:
-        """Count a request, once, however often it is looked up: read ahead for, planned again, preempted.
+        """Count one request, however often it was looked up (reading ahead, planning again, preemption).
 
-        It is one use and one sighting of each segment that it used (RAGCache §5.1). Speculations that nobody confirms,
-        and what is computed ahead of any request, do not count.
+        Each segment that it used counts one use and one sighting (RAGCache §5.1). Speculations that are not confirmed,
+        and segments computed ahead of requests, are not counted.
         """
         self._count(hits=use.hits, misses=use.misses)
         for level in self.levels:
@@ -235,7 +238,7 @@ class TieredStore(Generic[PayloadT]):
         if self._keeper is not None:
             self._keeper.note_reuse(use.path.saved)
         self.tree.used(use.chunks)
-        self._requests += 1  # without the lock: a count may be lost
+        self._requests += 1  # without the lock: a count can get lost
         if self._requests % REPLICATED_EVERY == 0:
             self.replicate()
         if self._slow:
@@ -243,17 +246,17 @@ class TieredStore(Generic[PayloadT]):
                 self._note_use(segment)
 
     def lease(self, wanted: PromptLookup | Iterable[SegmentId]) -> TieredLease:
-        """Pin segments on every level that has them; that is no use of them (`note_request`).
+        """Pin segments on every level that has them. This does not count as a use (`note_request` does).
 
-        A lookup stands for every segment that it names. Ids are given in prompt order; unknown ones are skipped.
+        A lookup pins all segments that it found. Ids are given in prompt order; unknown ones are skipped.
         """
         ids = tuple(dict.fromkeys(wanted.segments() if isinstance(wanted, PromptLookup) else wanted))
         return TieredLease(ids, [level.store.lease(ids) for level in self.levels])
 
     def get(self, segment: SegmentId, *, exact: bool = False) -> PayloadT | None:
-        """The payload from the fastest level that has it and does not fail; None if there is none.
+        """The payload from the fastest level that has it and does not fail, or None.
 
-        With `exact` only an exact copy will do. Without, the copies are as good as the best known one.
+        With `exact` only exact copies count. Without, a copy is returned only if it is as good as the best known one.
         """
         holders = self._holders(segment)
         exact = exact or (bool(holders) and holders[0][1].exact)
@@ -265,10 +268,10 @@ class TieredStore(Generic[PayloadT]):
         return None
 
     def insert(self, record: SegmentRecord, payload: PayloadT) -> bool:
-        """Store what was just computed; True if it, or a better one of its id, is held or about to be written.
+        """Store a computed segment; True if it, or a better one with its id, is stored or queued for writing.
 
-        For one variant more than the limits allow, that with the least f_r goes first; if none may go, the new one
-        is not stored. A mean takes the place of the chunk's earlier one.
+        Beyond the variant limits, the variant with the lowest f_r is dropped first; if none may be dropped, the new one
+        is not stored. A mean replaces the chunk's earlier mean.
 
         Raises:
             UsageError: the record's id is not that of its chunk and context, or its payload has no bytes.
@@ -283,7 +286,7 @@ class TieredStore(Generic[PayloadT]):
     def _insert(self, record: SegmentRecord, payload: PayloadT) -> bool:
         held = self.record(record.id)
         if held is not None and held.token_ids != record.token_ids:
-            logger.warning("segment %s is stored with other tokens; not replaced", record.id)
+            logger.warning("segment %s is already stored with other tokens; not replaced", record.id)
             self._count(rejected=1, mismatched=1)
             return False
         if held is not None and held.exact and not record.exact:
@@ -297,9 +300,9 @@ class TieredStore(Generic[PayloadT]):
         return False
 
     def promote(self, segment: SegmentId, payload: PayloadT) -> bool:
-        """Keep in faster memory what was read, whole, from a level below. Never needed for an answer: call it after.
+        """Copy a segment that was wholly read from a lower level to faster memory. Call it after the answer.
 
-        False if it was in the fastest memory already, is stored nowhere any more, or does not fit.
+        False if it is already in the fastest memory, is no longer stored, or does not fit.
         """
         holders = self._holders(segment)
         faster = self._memory[: self.levels.index(holders[0][0])] if holders else ()
@@ -313,9 +316,9 @@ class TieredStore(Generic[PayloadT]):
             return promoted
 
     def replicate(self) -> int:
-        """Have the hottest upper nodes copied to the second memory now; returns how many copies were queued.
+        """Queue copies of the hottest upper nodes to the second level in memory; returns how many were queued.
 
-        Without a second level in memory there is nothing to do: what is on disk or remote survives anyway.
+        Without a second level in memory it does nothing: copies on disk or remote survive anyway.
         """
         if not self._replicas:
             return 0
@@ -330,50 +333,50 @@ class TieredStore(Generic[PayloadT]):
         return queued
 
     def hold(self, segments: Iterable[SegmentId]) -> None:
-        """Do not count these as variants of their chunks: a conversation goes on from them. They are evicted as all."""
+        """Do not count these as variants: a conversation continues from them. They can still be evicted."""
         if self._keeper is not None:
             self._keeper.hold(segments)
 
     def let_go(self, segments: Iterable[SegmentId]) -> None:
-        """Drop on every level what only a conversation needed that has ended (`hold`)."""
+        """Drop segments that were held (`hold`) for a conversation that has ended, on every level."""
         gone = tuple(segments)
         if self._keeper is not None:
             self._keeper.let_go(gone)
         self.remove_where(lambda record: record.id in gone, among=gone)
 
     def was_late(self, segment: SegmentId) -> None:
-        """Count that a layer of it did not come in time: a level where that happens again and again is paused."""
+        """Count a layer of a segment that arrived late. A level with repeated late layers is paused."""
         for level, _ in self._holders(segment)[:1]:
             level.was_late()
 
     def remove(self, segment: SegmentId) -> bool:
-        """Drop a segment on every level, pinned or not; False if it was on none."""
+        """Drop a segment on every level, pinned or not; False if no level had it."""
         return self.remove_where(lambda record: record.id == segment, among=[segment]) > 0
 
     def remove_where(self, doomed: Callable[[SegmentRecord], bool], *, among: Sequence[SegmentId] | None = None) -> int:
-        """Drop every segment that `doomed` names (of those in `among`, if given), pinned or not.
+        """Drop every segment for which `doomed` is true (only those in `among`, if given), pinned or not.
 
-        On every level, and on its way there; returns how many copies there were. A copy that cannot be dropped now
-        (`undeletable` in the stats) is not found again, and is dropped once it can be.
+        Includes all levels and pending writes; returns the number of copies. A copy that cannot be deleted now
+        (`undeletable` in the stats) is not found again, and its deletion is retried.
         """
         return sum(removal.removed for _, removal in self._withdraw(doomed, among))
 
     def forget_chunks(self, chunks: Iterable[ChunkId]) -> int:
-        """Drop all variants of chunks, and of others what has read one of them (`SegmentRecord.sources`).
+        """Drop all variants of `chunks`, and all segments whose KV depends on one of them (`SegmentRecord.sources`).
 
-        On every level, pinned or not; returns how many copies there were.
+        Includes all levels, pinned or not; returns the number of copies.
 
         Raises:
-            NotRemovedError: a copy is still there, or may be. What could be dropped is.
+            NotRemovedError: a copy is still there, or may be. All others were dropped.
         """
         gone = frozenset(chunks) | {ANYTHING}
         return self._remove_all(lambda record: record.chunk_id in gone or not gone.isdisjoint(record.sources))
 
     def drop_first_passes(self, chunks: Collection[ChunkId], *, alone: bool = False) -> int:
-        """Remove what contexts were woven from, of those of the chunks of which a mean is stored.
+        """Remove the first-pass segments of those of `chunks` that have a stored mean.
 
-        That is what was computed behind neutral passages, or with `alone` also behind nothing. Returns how many copies
-        of segments there were.
+        First-pass segments were computed behind neutral passages; with `alone` also those computed without context.
+        Returns the number of removed copies.
         """
         means = {record.chunk_id for record in self.records() if record.contexts and record.chunk_id in chunks}
         return self.remove_where(
@@ -381,11 +384,20 @@ class TieredStore(Generic[PayloadT]):
         )
 
     def clear(self) -> None:
-        """Drop everything on every level, pinned or not. Counters go on. Raises what `forget_chunks` does."""
+        """Drop everything on every level, pinned or not. Counters are kept. Raises the errors of `forget_chunks`."""
         self._remove_all(lambda _: True)
 
+    def leave_slow_levels(self) -> None:
+        """Drop everything in memory, and write nothing to slow levels from now on. They keep what they have.
+
+        For a model whose weights have changed: the slow levels are named by the old ones.
+        """
+        self._slow = ()
+        for level in self._memory:
+            level.store.withdraw(lambda _: True)
+
     def expire(self, now_s: float | None = None) -> int:
-        """Drop what has outlived its time to live; returns how many segments. Slow: it looks at all of them."""
+        """Drop segments that exceed the time to live; returns how many. O(segments)."""
         if self._ages is None:
             return 0
         ids = {record.id for record in (*self.records(), *self._writer.records())}
@@ -396,18 +408,18 @@ class TieredStore(Generic[PayloadT]):
         return len(expired)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait for the writes queued so far; False if time ran out."""
+        """Wait for the writes queued so far; False on timeout."""
         return self._writer.flush(timeout_s)
 
     def close(self, timeout_s: float | None = 30.0) -> bool:
-        """Flush, stop writing, and close the tiers; False if writes were dropped for want of time."""
+        """Flush, stop the writer and close the tiers; False if the timeout dropped writes."""
         done = self._writer.close(timeout_s)
         for level in self.levels:
             level.close()
         return done
 
     def check(self) -> None:
-        """Audit every level, and that they mean the same by an id.
+        """Audit every level, and that an id names the same segment on all levels.
 
         Raises:
             StoreError: an invariant does not hold.
@@ -418,7 +430,7 @@ class TieredStore(Generic[PayloadT]):
             for record in level.store.records():
                 other = seen.setdefault(record.id, record)
                 if (other.chunk_id, other.context) != (record.chunk_id, record.context):
-                    raise StoreError(f"segment {record.id} is not the same on every level")
+                    raise StoreError(f"segment {record.id} differs between levels")
 
     def _remove_all(self, doomed: Callable[[SegmentRecord], bool]) -> int:
         removals = self._withdraw(doomed)
@@ -433,7 +445,7 @@ class TieredStore(Generic[PayloadT]):
     def _withdraw(
         self, doomed: Callable[[SegmentRecord], bool], among: Sequence[SegmentId] | None = None
     ) -> list[tuple[Level[PayloadT], Removal]]:
-        # From slow to fast, and after the count: a thread that moves a copy up or down meanwhile finds it changed.
+        # From slow to fast, and after the count: a thread that moves a copy up or down sees the changed count.
         with self._lock:
             self._removals += 1
             self._writer.cancel(doomed)
@@ -444,7 +456,7 @@ class TieredStore(Generic[PayloadT]):
                 self._removals_done += 1
 
     def _holders(self, segment: SegmentId) -> list[tuple[Level[PayloadT], SegmentRecord]]:
-        """Levels that have it, the exact copies first, then from fast to slow."""
+        """Levels that have a segment: those with exact copies first, each group from fast to slow."""
         found = [(level, record) for level in self.levels if (record := level.record(segment)) is not None]
         return sorted(found, key=lambda pair: not pair[1].exact)
 
@@ -472,7 +484,7 @@ class TieredStore(Generic[PayloadT]):
         return min((stored_at_s for stored_at_s in times if stored_at_s is not None), default=None)
 
     def _store_new(self, record: SegmentRecord, payload: PayloadT) -> bool:
-        """Keep what was just computed: in memory, and on slow levels if it has been seen often enough."""
+        """Store a computed segment in memory, and on slow levels if it was seen often enough."""
         with self._moving(computed=True) as unchanged:
             stored = any(level.try_insert(record, payload, unchanged) for level in self._memory)
             if self._ages is not None:
@@ -484,7 +496,7 @@ class TieredStore(Generic[PayloadT]):
             return written or stored
 
     def _note_use(self, segment: SegmentId) -> None:
-        """Count a sighting by use, and write what has thereby been seen often enough."""
+        """Count a sighting; write the segment to slow levels once it was seen often enough."""
         seen = self._see(segment)
         if seen < self._admission or all(level.record(segment) is not None for level in self._slow):
             return
@@ -501,9 +513,9 @@ class TieredStore(Generic[PayloadT]):
             return self._sightings.see(segment)
 
     def _demoter(self, below: Sequence[Level[PayloadT]]) -> OnEvict[PayloadT]:
-        """What a level in memory calls with what it evicts together; `below` is the memory under it.
+        """The `on_evict` callback of a level in memory; `below` are the slower levels in memory.
 
-        None of these pushes out the copy of another one there.
+        Segments evicted together do not evict each other's copies there.
         """
 
         def demote_all(evicted: Sequence[tuple[SegmentRecord, PayloadT]]) -> None:
@@ -524,7 +536,7 @@ class TieredStore(Generic[PayloadT]):
         return demote_all
 
     def _write_through(self, record: SegmentRecord, payload: PayloadT, unchanged: Callable[[], bool]) -> bool:
-        """Queue a write to every slow level that lacks it or has a worse copy; True if one was taken."""
+        """Queue a write to every slow level that lacks the segment or has a worse copy; True if one was accepted."""
         nbytes = self._memory[-1].store.tier.size_of(record, payload)
         taken = False
         for level in self._slow:
@@ -538,11 +550,11 @@ class TieredStore(Generic[PayloadT]):
         return taken
 
     def _offer(self, write: Write[PayloadT], unchanged: Callable[[], bool]) -> bool:
-        with self._lock:  # so that a removal either sees this write in the queue or is seen here
+        with self._lock:  # a removal either sees this write in the queue, or this call sees the removal
             return unchanged() and self._writer.offer(write)
 
     def _drop_inexact(self, segment: SegmentId) -> None:
-        """An exact segment has come in: slow levels must not keep an inexact copy that could stand in for it."""
+        """Drop inexact copies of a segment that was just stored exactly, so that none is used in its place."""
         if self._slow:
             self._writer.cancel(lambda record: record.id == segment and not record.exact)
         for level in self.levels:
@@ -552,11 +564,11 @@ class TieredStore(Generic[PayloadT]):
 
     @contextmanager
     def _moving(self, *, computed: bool = False) -> Iterator[Callable[[], bool]]:
-        """While a payload moves between levels: says whether nothing was removed since it began, or is being removed.
+        """Guards a payload's move between levels; yields a function: whether no removal started or is running.
 
-        What is removed may be the very segment that moves, which then must not come back: a removal that has begun may
-        be past the level that it moves to. What is just `computed` moves from none, and no removal concerns it that had
-        begun before.
+        The removed segment may be the one that moves, and must not return: a running removal may already have passed
+        the target level. A segment that was just `computed` moves from no level, so removals that started earlier do
+        not affect it.
         """
         before, done = self._removals, self._removals_done
 
@@ -582,6 +594,6 @@ def _held_by_any(stores: Sequence[SegmentStore[PayloadT]], segment: SegmentId) -
 
 
 def _path_of(prompt: Prompt) -> dict[SegmentId, ChunkId]:
-    """The segments that an exact prefix would run over, in prompt order, and their chunks."""
+    """The segments of the prompt's exact path, in prompt order, with their chunks."""
     pairs = zip(prompt.parts, prompt.contexts(), strict=True)
     return {segment_id(part.id, context): part.id for part, context in pairs if part.id is not None}

@@ -1,4 +1,4 @@
-"""Where payloads (the tensors of segments) are kept. Implementations live in `chunkweave.tiers`."""
+"""The protocol of tiers, which hold payloads (the tensors of segments). Implementations: `chunkweave.tiers`."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
@@ -10,64 +10,64 @@ PayloadT = TypeVar("PayloadT")
 
 
 class Tier(Protocol[PayloadT]):
-    """A keyed place for immutable payloads. The store owns budget and policy; a tier only holds and returns.
+    """A map from segment ids to immutable payloads. Budget and eviction belong to the store.
 
-    A tier that outlives the process (disk, remote) lists in `records` what it held when it was opened.
+    `records` of a tier that outlives the process (disk, remote) lists what it held when it was opened.
     """
 
     def put(self, record: SegmentRecord, payload: PayloadT) -> None:
-        """Keep `payload` under `record.id`, replacing one of the same id.
+        """Store `payload` under `record.id`, replacing one with the same id.
 
         Raises:
-            OSError: the tier cannot take it (a full disk, a server that is gone); nothing half-written stays.
+            OSError: the tier cannot store it (a full disk, an unreachable server); no partial payload remains.
         """
 
     def get(self, segment: SegmentId) -> PayloadT | None:
-        """The payload, or None if the tier does not have it (a miss, never an error).
+        """The payload, or None if the tier does not have it; a miss is not an error.
 
-        A payload from disk may read its layers when they are asked for (`chunkweave.kv.segment.SegmentSource`).
+        A payload from disk may read its layers on demand (`chunkweave.kv.segment.SegmentSource`).
         """
 
     def delete(self, segment: SegmentId) -> None:
-        """Forget it; unknown ids are ignored.
+        """Delete a payload; unknown ids are ignored.
 
         Raises:
-            OSError: it may still be there; it is served no more as long as this tier is open.
+            OSError: the payload may still be there. This tier does not return it while it is open.
         """
 
     def nbytes(self, segment: SegmentId) -> int:
-        """Bytes that it takes here (after this tier's codec), 0 if it is not here."""
+        """Bytes that a stored payload takes after this tier's codec, 0 if it is not stored."""
 
     def size_of(self, record: SegmentRecord, payload: PayloadT) -> int:
-        """Bytes that it would take here."""
+        """Bytes that a payload would take after this tier's codec."""
 
     def records(self) -> Iterator[SegmentRecord]:
-        """Everything held, in no order; `nbytes` of each is what it takes here."""
+        """Records of all payloads, in no order; `nbytes` is the size after this tier's codec."""
 
 
 @runtime_checkable
 class SharedTier(Protocol):
-    """A tier that other processes fill and empty too, so that its contents are learnt by asking."""
+    """A tier that other processes also change, so its contents must be queried."""
 
     def find(self, segments: Sequence[SegmentId]) -> Iterable[SegmentRecord]:
-        """Records of those of `segments` that are held now; one round trip, under the tier's own deadline.
+        """Records of those of `segments` that are stored; one round trip, within the tier's deadline.
 
         Raises:
-            OSError: the tier cannot be asked.
+            OSError: the tier cannot be queried.
         """
 
 
 @runtime_checkable
 class DatedTier(Protocol):
-    """A tier that remembers when a segment came in, so that age survives the process."""
+    """A tier that records when a segment was stored, so that ages survive the process."""
 
     def stored_at_s(self, segment: SegmentId) -> float | None:
-        """Seconds since the epoch, or None if it is not held."""
+        """Seconds since the epoch, or None if the segment is not stored."""
 
 
 @runtime_checkable
 class ClosableTier(Protocol):
-    """A tier with connections or files to give back."""
+    """A tier with connections or files to close."""
 
     def close(self) -> None:
-        """Give them back; the tier is not used afterwards."""
+        """Close them; the tier must not be used afterwards."""

@@ -1,4 +1,4 @@
-"""One tier: its records and indexes under a byte budget, and payloads on their way in and out."""
+"""One tier: its records and indexes under a byte budget, and the moves of payloads in and out."""
 
 import logging
 from collections import Counter
@@ -24,24 +24,24 @@ Shares = Callable[[str, Iterable[str]], float]
 OnEvict = Callable[[Sequence[tuple[SegmentRecord, PayloadT]]], None]
 
 _RETRIED_AT_ONCE = 8
-_CLAIM_POLL_S = 0.05  # a claim that died with its thread notifies nobody
+_CLAIM_POLL_S = 0.05  # the claim of a dead thread sends no notification
 
 
 class SegmentStore(Generic[PayloadT]):
-    """Records, indexes, budget and pins of the segments whose payloads lie in one tier.
+    """Records, indexes, budget and pins of the segments whose payloads one tier holds.
 
-    Nothing of START or QUESTION parts comes in: a record needs the id that they lack. Bytes held never exceed the
-    budget. Leaves of the path index and what is outside it are evicted first, whatever the policy; an inner node goes
-    only if nothing else is unpinned, and its descendants then stay as variants.
+    START and QUESTION parts are never stored: they have no id. Stored bytes never exceed the budget. Leaves of the path
+    index, and segments outside it, are evicted first, whatever the policy; an inner node is evicted only if everything
+    else is pinned, and its descendants then stay as variants.
 
     Thread-safe. One lock guards index, policy, pins, claims and counters: they are read inside `_settled` and changed
-    inside `_changing`, nowhere else. Payloads move without the lock, so that a slow tier blocks no other thread: a
-    claim reserves room under the lock, the payload is moved, and the record is published under the lock again. Other
-    threads that want to move the same segment wait.
+    inside `_changing`, nowhere else. Payloads move without the lock, so a slow tier blocks no other thread: a claim
+    reserves room under the lock, the payload is moved, and the record is published under the lock. Other threads that
+    want to move the same segment wait.
 
-    A change that is interrupted (Ctrl-C, a tier that raises) leaves the store unsettled, or a claim without a holder.
-    The next call first brings indexes, policy and tier back in line with the records, so that no order of statements
-    has to be safe by itself. At most the segment being moved is lost.
+    An interrupted change (Ctrl-C, a tier that raises) leaves the store unsettled, or a claim without a holder. The next
+    call first repairs indexes, policy and tier from the records, so no order of statements has to be safe by itself. At
+    most the segment being moved is lost.
     """
 
     def __init__(
@@ -55,35 +55,35 @@ class SegmentStore(Generic[PayloadT]):
         kept: frozenset[SegmentId] = frozenset(),
         removed: Tombstones | None = None,
     ) -> None:
-        """A store of what `tier` holds, evicted down to the budget.
+        """A store of the segments in `tier`, evicted down to the budget.
 
         Args:
-            tier: where payloads go; in this process from now on this store's alone.
-            budget_bytes: most bytes of payload held at any time; 0 stores nothing.
-            policy: a fresh policy; LRU if None.
-            shared: other processes fill and empty the tier too. Then the budget is for what is known here, and a
-                payload that is not there (any more, or just now) is no broken invariant.
-            kept: segments that are never evicted, whether they are there yet or not.
-            load: list the tier now; without, a shared tier is learnt by `probe` alone.
-            removed: where it is noted what was removed and is still there; in memory alone if None.
+            tier: holds the payloads; in this process only this store may use it from now on.
+            budget_bytes: maximum payload bytes at any time; 0 stores nothing.
+            policy: a new policy; LRU if None.
+            shared: other processes also change the tier. Then the budget applies to the segments known here, and a
+                missing payload does not break an invariant.
+            kept: segments that are never evicted, whether or not they are stored yet.
+            load: list the tier now; if False, only `probe` finds the segments of a shared tier.
+            removed: records removed segments whose payloads could not be deleted; in memory only if None.
 
         Raises:
-            UsageError: the budget is negative, or the policy is in use already.
+            UsageError: the budget is negative, or the policy is already in use.
         """
         if budget_bytes < 0:
-            raise UsageError(f"a store's budget cannot be negative: {budget_bytes} bytes")
+            raise UsageError(f"a store's budget must not be negative, but is {budget_bytes} bytes")
         policy = LRUPolicy() if policy is None else policy
         if any(True for _ in policy.ids()):
-            raise UsageError("a new store needs a fresh eviction policy")
+            raise UsageError("a new store needs a new eviction policy")
         self.tier = tier
-        """Where the payloads lie; only this store may change it."""
+        """Holds the payloads; only this store may change it."""
         self.budget_bytes = budget_bytes
         self.on_evict: OnEvict[PayloadT] | None = None
-        """Called with what was evicted together, without the lock held; for tiers in memory, whose payloads live on."""
+        """Called, without the lock, with the segments evicted together; for tiers in memory."""
         self.above: Callable[[SegmentId], bool] = lambda _: False
-        """Whether a faster level holds a segment too; the copy here then goes after all others. Asked with the lock."""
+        """Whether a faster level also holds a segment; such a copy is evicted last. Called under the lock."""
         self.shares: Shares | None = None
-        """The part of the budget that is an owner's, among others: who has more is evicted first. None: whoever."""
+        """An owner's share of the budget; owners above theirs are evicted first. None: owners are ignored."""
         self._shared = shared
         self._finder = tier if isinstance(tier, SharedTier) else None
         self._kept = kept
@@ -107,7 +107,7 @@ class SegmentStore(Generic[PayloadT]):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of payload held now, without those on their way in."""
+        """Payload bytes stored, without those of pending inserts."""
         with self._settled():
             return self._index.used_bytes
 
@@ -146,16 +146,16 @@ class SegmentStore(Generic[PayloadT]):
             return tuple(self._index.variants(chunk))
 
     def holds(self, segment: SegmentId) -> bool:
-        """Whether a segment is stored as things stand; waits for no lock."""
+        """Whether a segment is stored now; takes no lock."""
         return segment in self._index.records
 
     def is_claimed(self, segment: SegmentId) -> bool:
-        """Whether a lease, a pin, or a thread that moves its payload keeps a segment from being evicted now."""
+        """Whether a lease, a pin or a move of its payload protects a segment from eviction."""
         with self._settled():
             return self._is_claimed(segment)
 
     def on_path(self, segment: SegmentId) -> bool:
-        """Whether a segment is a node of the path index, so that an exact prefix may run over it."""
+        """Whether a segment is a node of the path index, so that it can be on an exact prefix."""
         with self._settled():
             return segment in self._index.paths
 
@@ -165,10 +165,10 @@ class SegmentStore(Generic[PayloadT]):
             return self._index.paths.has_children(segment)
 
     def lookup(self, prompt: Prompt) -> PromptLookup:
-        """What is stored for each part of `prompt`; pins nothing, and the policy is not told (`note_request`).
+        """Find the stored segments for each part of `prompt`. Pins nothing; `note_request` counts the use.
 
-        A stored segment counts only if its token ids are the part's, not on the strength of the hash.
-        What is found may be evicted before it is leased: `get` then says so.
+        A segment matches only if its token ids equal the part's, not by the hash alone. It may be evicted before it is
+        leased; `get` then returns None.
         """
         with self._settled():
             path = self._index.paths.longest_exact_prefix(part.id for part in prompt.parts if part.id is not None)
@@ -181,7 +181,7 @@ class SegmentStore(Generic[PayloadT]):
         if part.id is None:
             return ()
         matching: list[SegmentRecord] = []
-        equal: tuple[int, ...] | None = None  # variants share this object, so that most need no second comparison
+        equal: tuple[int, ...] | None = None  # variants share this object, so most comparisons are by identity
         with self._settled():
             for record in self._index.variants(part.id):
                 if record.token_ids is equal or record.token_ids == part.token_ids:
@@ -192,10 +192,10 @@ class SegmentStore(Generic[PayloadT]):
         return tuple(matching)
 
     def note_request(self, request: PathRequest, used: Sequence[SegmentId] = ()) -> None:
-        """Tell the eviction policy what a request asked the whole hierarchy for, and which segments it `used`.
+        """Report to the eviction policy the path that a request asked for, and the segments that it `used`.
 
-        Those come in prompt order. The deepest is touched first, so that ancestors on a path are more recent than
-        their descendants; those that are stored no longer are skipped.
+        `used` is in prompt order. The deepest is touched first, so ancestors on a path are more recent than their
+        descendants. Segments that are no longer stored are skipped.
         """
         with self._changing():
             self._index.note_request(request)
@@ -205,27 +205,27 @@ class SegmentStore(Generic[PayloadT]):
                     self._index.touch(record)
 
     def explained(self) -> list[tuple[SegmentRecord, dict[str, float]]]:
-        """All records, in no order, each with the numbers by which the eviction policy ranks it, if it says any."""
+        """All records, in no order, each with the numbers by which the eviction policy ranks it, if any."""
         with self._settled():
             return [(record, self._index.explain(segment)) for segment, record in self._index.records.items()]
 
     def show_in(self, tree: KnowledgeTree[ChunkId], tier: str) -> None:
-        """Keep `tree` current from now on: which exact segments are stored, as `tier`."""
+        """Keep `tree` up to date from now on: it lists the exact segments stored here under the name `tier`."""
         with self._settled():
             self._index.show_in(tree, tier)
 
     def report_to(self, follower: StoreFollower) -> None:
-        """Report changes to `follower` from now on, beginning with all that is stored."""
+        """Report changes to `follower` from now on, starting with everything stored."""
         with self._settled():
             self._index.report_to(follower)
 
     def probe(self, segments: Sequence[SegmentId]) -> None:
-        """Ask a tier that is shared with other processes for segments not known here; one call for all.
+        """Query a shared tier for segments not known here, in one call.
 
-        What is found is entered as far as the budget allows; nothing is evicted for it.
+        Found segments are added as far as the budget allows; nothing is evicted for them.
 
         Raises:
-            OSError: the tier cannot be asked.
+            OSError: the tier cannot be queried.
         """
         if self._finder is None:
             return
@@ -242,21 +242,21 @@ class SegmentStore(Generic[PayloadT]):
                         self._index.add(record)
 
     def lease(self, wanted: PromptLookup | Iterable[SegmentId]) -> Lease:
-        """Pin segments until the lease is released; that is no use of them (`note_request`).
+        """Pin segments until the lease is released. This does not count as a use (`note_request` does).
 
-        A lookup stands for every segment that it names: before the plan is known. Ids are given in prompt order.
-        Segments that are stored no longer are skipped; `Lease.ids` has the pinned ones.
+        A lookup pins all segments that it found, for use before the plan is known. Ids are given in prompt order.
+        Segments that are no longer stored are skipped; `Lease.ids` lists the pinned ones.
         """
         ids = dict.fromkeys(wanted.segments() if isinstance(wanted, PromptLookup) else wanted)
         with self._changing():
             return self._pins.lease(segment for segment in ids if segment in self._index.records)
 
     def get(self, segment: SegmentId) -> PayloadT | None:
-        """The payload, or None if the segment is not stored (any more).
+        """The payload, or None if the segment is not stored.
 
-        A payload that the tier has lost is a miss too: its record is dropped, logged and counted, but
-        nothing is deleted: a remote that did not answer may still have it. One that another process has replaced
-        by a worse one is lost too, and so is one that another process was to remove.
+        A payload that the tier has lost is also a miss: its record is dropped, logged and counted. Nothing is deleted,
+        since a remote that did not answer may still have it. A payload counts as lost, too, if another process replaced
+        it by a worse one or marked it as removed.
         """
         record = self.record(segment)
         if record is None:
@@ -268,21 +268,23 @@ class SegmentStore(Generic[PayloadT]):
         return payload
 
     def insert(self, record: SegmentRecord, payload: PayloadT, *, wanted: Callable[[], bool] = lambda: True) -> bool:
-        """Store a segment, evicting what must go; True if it, or a better one of its id, is stored afterwards.
+        """Store a segment, evicting others if needed; True if it, or a better one with its id, is stored afterwards.
 
-        Better is exact before inexact: an exact segment replaces an inexact one, never the other way round.
-        What is stored already stays as it is: that is no use of it. The record's bytes here are what the tier says.
-        False, and nothing evicted, if there is no room because it is larger than the budget or the rest is pinned, or
-        if the token ids stored under its id are others. False also if it is removed, or `wanted` turns false, before
-        the payload is in; `wanted` is asked under the lock.
+        Exact is better than inexact: an exact segment replaces an inexact one, never the reverse. Otherwise a stored
+        segment stays unchanged, and this does not count as a use. The stored record's bytes are those that the tier
+        reports.
+
+        Returns False, and evicts nothing, if there is no room (the segment exceeds the budget, or the rest is pinned)
+        or if other token ids are stored under its id. Returns False also if the segment is removed, or `wanted` turns
+        false, before the payload is stored; `wanted` is called under the lock.
 
         Raises:
             UsageError: the record's id is not that of its chunk and context, or its payload has no bytes.
-            OSError: the tier cannot take it.
+            OSError: the tier cannot store it.
         """
         record = replace(record, nbytes=self.tier.size_of(record, payload))
         if not _is_sound(record):
-            raise UsageError(f"segment {record.id} has an id that is not its own, or no bytes ({record.nbytes})")
+            raise UsageError(f"segment {record.id} has a wrong id or no bytes ({record.nbytes})")
         self.probe([record.id])
         old = self.record(record.id)
         if old is not None and self.tier.nbytes(record.id) != old.nbytes:
@@ -308,27 +310,27 @@ class SegmentStore(Generic[PayloadT]):
     def remove(self, segment: SegmentId) -> bool:
         """Drop a segment, pinned or not; False if it was not stored.
 
-        A pin guards against eviction, not against withdrawal: a request that has its payload keeps it,
-        one that has not finds a miss.
+        A pin protects from eviction, not from removal: a request that already has the payload keeps it, others find a
+        miss.
         """
         return self.remove_where(lambda record: record.id == segment, among=[segment]) > 0
 
     def clear(self) -> None:
-        """Drop everything, pinned or not. Counters go on."""
+        """Drop everything, pinned or not. Counters are kept."""
         self.remove_where(lambda _: True)
 
     def remove_where(self, doomed: Callable[[SegmentRecord], bool], *, among: Sequence[SegmentId] | None = None) -> int:
-        """`withdraw`, of which only how many are gone matters."""
+        """`withdraw`; returns only the number of removed copies."""
         return self.withdraw(doomed, among=among).removed
 
     def withdraw(self, doomed: Callable[[SegmentRecord], bool], *, among: Sequence[SegmentId] | None = None) -> Removal:
-        """Drop every segment that `doomed` names (of those in `among`, if given), pinned or not.
+        """Drop every segment for which `doomed` is true (only those in `among`, if given), pinned or not.
 
-        What is just being written under such a record is not published. Unless told `among` which, a tier shared with
-        other processes is searched as a whole, since it may hold what was never looked up here.
+        Pending writes of such records are not published. Without `among`, a shared tier is searched as a whole, since
+        it may hold segments that were never looked up here.
 
-        What the tier would not delete is not found again, here or by a store that is opened later, as far as that can
-        be noted; if it was left before, it counts as left once more, or as removed.
+        Copies that the tier failed to delete are not found again, here or by a store that is opened later, if that can
+        be recorded. Copies left by an earlier call are tried again, and count as left or as removed.
         """
         leaving: list[Claim] = []
         with _given_up_on_error(leaving):
@@ -352,11 +354,11 @@ class SegmentStore(Generic[PayloadT]):
 
     @property
     def removals_last(self) -> bool:
-        """Whether a store that is opened later does not find what was removed and is still there."""
+        """Whether a store that is opened later ignores removed segments whose payloads are still there."""
         return self._removed.lasting
 
     def drop(self, segment: SegmentId) -> bool:
-        """Evict a segment for another reason than room, without a call of `on_evict`; False if it may not go."""
+        """Evict a segment for another reason than room, without calling `on_evict`; False if it may not be evicted."""
         leaving: list[Claim] = []
         with _given_up_on_error(leaving):
             with self._changing():
@@ -370,10 +372,10 @@ class SegmentStore(Generic[PayloadT]):
     def check(self) -> None:
         """Audit records, indexes, policy, pins and tier against each other.
 
-        What lies in a tier shared with other processes is theirs to change, so it is not compared.
+        The contents of a shared tier are not compared, since other processes change them.
 
         Raises:
-            StoreError: an invariant does not hold (or the tier lost a payload that no `get` has missed yet).
+            StoreError: an invariant does not hold, or the tier lost a payload and no `get` has noticed yet.
         """
         with self._settled():
             self._index.check()
@@ -390,7 +392,7 @@ class SegmentStore(Generic[PayloadT]):
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
-        """The lock, with everything in line."""
+        """Holds the lock, with the store repaired if a change was interrupted."""
         with self._lock:
             if self._unsettled or self._claims.broken():
                 self._rebuild()
@@ -398,7 +400,7 @@ class SegmentStore(Generic[PayloadT]):
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Every change happens inside one of these, and none starts inside another."""
+        """Holds the lock for a change. Every change is inside one; they are never nested."""
         with self._settled():
             self._unsettled = True
             yield
@@ -406,7 +408,7 @@ class SegmentStore(Generic[PayloadT]):
 
     @contextmanager
     def _changing_alone(self, segment: SegmentId) -> Iterator[None]:
-        """`_changing`, once nobody else is moving `segment`."""
+        """`_changing`, after waiting until no other thread moves `segment`."""
         with self._lock:
             while segment in self._claims:
                 with self._settled():
@@ -416,7 +418,7 @@ class SegmentStore(Generic[PayloadT]):
                 yield
 
     def _load(self) -> None:
-        """Enter what the tier holds, and evict down to the budget."""
+        """Add the tier's segments, and evict down to the budget."""
         for record in self._found(None)[0]:
             if _is_sound(record) and record.id not in self._index.records and record.id not in self._removed:
                 self._index.add(record)
@@ -427,7 +429,7 @@ class SegmentStore(Generic[PayloadT]):
         self._try_again(None)
 
     def _rebuild(self) -> None:
-        """Bring tier, index and pins in line with each other; may be interrupted and run again."""
+        """Make tier, index and pins consistent; may be interrupted and run again."""
         logger.warning("a change of the segment store was interrupted; rebuilding its indexes")
         self._index.rebuild({s: self._held_bytes(record) for s, record in self._index.records.items()})
         records = self._index.records
@@ -441,7 +443,7 @@ class SegmentStore(Generic[PayloadT]):
         self._unsettled = False
 
     def _reserve(self, claim: Claim, leaving: list[Claim]) -> bool | None:
-        """Claim room for a payload, and withdraw what must leave for it; or the answer if it need not come in."""
+        """Claim room for a payload, evicting others; returns the result of the insert if there is nothing to write."""
         record = claim.record
         with self._changing_alone(record.id):
             old = self._index.records.get(record.id)
@@ -450,7 +452,7 @@ class SegmentStore(Generic[PayloadT]):
                 self._counts["rejected"] += 1
                 return False
             if old is not None and (old.exact or not record.exact):
-                return True  # no use of it: the request that computed it, too, counts by `note_request`
+                return True  # not a use: the request that computed it is counted by `note_request` too
             if not self._make_room(record, leaving):
                 self._counts["rejected"] += 1
                 logger.debug("no room for segment %s of %d bytes", record.id, record.nbytes)
@@ -459,7 +461,7 @@ class SegmentStore(Generic[PayloadT]):
             return None
 
     def _make_room(self, record: SegmentRecord, leaving: list[Claim]) -> bool:
-        """Evict until `record` fits in place of what is stored under its id; False, without evicting, if it cannot."""
+        """Evict until `record` fits, replacing the one with its id; False, without evicting, if it cannot fit."""
         index, records = self._index, self._index.records
         replaced_bytes = records[record.id].nbytes if record.id in records else 0
         more_bytes = record.nbytes + self._claims.extra_bytes(records)
@@ -476,7 +478,7 @@ class SegmentStore(Generic[PayloadT]):
         return True
 
     def _owner_to_evict(self, record: SegmentRecord, more_bytes: int) -> str | None:
-        """Who has more than its share once `record` is in: its owner first, then whoever is furthest above."""
+        """The owner to evict from: `record`'s if it would exceed its share, else the one furthest above its share."""
         if self.shares is None:
             return None
         owned = Counter(self._index.owned_bytes)
@@ -485,7 +487,7 @@ class SegmentStore(Generic[PayloadT]):
         return record.owner if parts[record.owner] > 1 else max(parts, key=parts.__getitem__)
 
     def _publish(self, claim: Claim, wanted: Callable[[], bool]) -> bool:
-        """Enter a record whose payload is in the tier, unless it is unwanted by now or the tier holds too few bytes."""
+        """Add a record whose payload is in the tier, unless it is unwanted or the payload's size is wrong."""
         record = claim.record
         held_bytes = self._held_bytes(record)
         with self._changing():
@@ -510,7 +512,7 @@ class SegmentStore(Generic[PayloadT]):
         return published
 
     def _take_back(self, claim: Claim) -> None:
-        """End a write that failed. What it was to replace stays, if the tier still has that whole."""
+        """End a failed write. The record that it was to replace stays if the tier still has its whole payload."""
         segment = claim.record.id
         with self._changing():
             old = self._index.records.get(segment)
@@ -530,10 +532,10 @@ class SegmentStore(Generic[PayloadT]):
         self._counts["evictions"] += 1
 
     def _withdraw(self, record: SegmentRecord, leaving: list[Claim], *, keep_room: bool = True) -> None:
-        """Take a record out; its payload is deleted by `_delete(leaving)`, outside the lock.
+        """Remove a record; `_delete(leaving)` deletes its payload outside the lock.
 
-        Its room stays reserved until then, unless it goes to a payload that comes in after that. If its payload is
-        just being replaced, the writer of the new one sees to what is in the tier.
+        With `keep_room` its bytes stay reserved until then. If its payload is being replaced, the thread that writes
+        the new one cleans up the tier.
         """
         if record.id not in self._claims:
             claim = Claim(record, record.nbytes if keep_room else 0)
@@ -553,7 +555,7 @@ class SegmentStore(Generic[PayloadT]):
             self._counts["lost"] += 1
 
     def _delete_evicted(self, leaving: Sequence[Claim]) -> None:
-        """Delete what leaves, and only then hand it to `on_evict`: another tier may need the room for it."""
+        """Delete evicted payloads, then pass them to `on_evict`: another tier may need the freed room for them."""
         evicted: list[tuple[SegmentRecord, PayloadT]] = []
         if self.on_evict is not None:
             payloads = ((claim.record, self.tier.get(claim.record.id)) for claim in leaving)
@@ -563,21 +565,21 @@ class SegmentStore(Generic[PayloadT]):
             self.on_evict(evicted)
 
     def _delete(self, leaving: Sequence[Claim]) -> list[SegmentRecord]:
-        """Delete payloads whose records were taken out; returns those that the tier would not."""
+        """Delete payloads of removed records; returns the records that the tier failed to delete."""
         left = [claim.record for claim in leaving if not self._delete_payload(claim.record)]
         if leaving:
             self._end(leaving)
         return left
 
     def _end(self, claims: Iterable[Claim]) -> None:
-        """Payloads are where they belong: threads that wait for these segments may go on."""
+        """End claims, and wake threads that wait for their segments."""
         with self._lock:
             for claim in claims:
                 self._claims.remove(claim.record.id)
             self._moved.notify_all()
 
     def _delete_payload(self, record: SegmentRecord) -> bool:
-        """Delete from the tier, or remember that the tier would not."""
+        """Delete from the tier; on failure, remember the record and return False."""
         try:
             self.tier.delete(record.id)
         except OSError as error:
@@ -589,7 +591,7 @@ class SegmentStore(Generic[PayloadT]):
         return True
 
     def _try_again(self, at_most: int | None = _RETRIED_AT_ONCE) -> None:
-        """Delete what the tier would not delete before: `at_most` so many, others each time."""
+        """Retry deletions that failed before: at most `at_most`, different ones at each call."""
         left = self._left_where(lambda _: True)
         first = self._tried_again % len(left) if left else 0
         for record in [*left[first:], *left[:first]][:at_most]:
@@ -606,7 +608,7 @@ class SegmentStore(Generic[PayloadT]):
         return segment in self._undeletable or segment in self._removed
 
     def _found(self, segments: Sequence[SegmentId] | None) -> tuple[list[SegmentRecord], bool]:
-        """Records of those of `segments`, or of all, that the tier holds now, and whether it could say all of them."""
+        """Records of those of `segments` (all if None) that the tier holds, and whether the list is complete."""
         found: list[SegmentRecord] = []
         try:
             if segments is None:
@@ -614,14 +616,14 @@ class SegmentStore(Generic[PayloadT]):
             elif self._finder is not None:
                 found.extend(self._finder.find(segments))
         except OSError as error:
-            logger.warning("the tier cannot say what it holds: %s", error)
+            logger.warning("the tier cannot list its segments: %s", error)
             return found, False
         return found, True
 
     def _held_bytes(self, record: SegmentRecord) -> int:
         """Bytes that the tier holds of a record's payload, 0 if none.
 
-        A shared tier is not asked: that would be a round trip, and another process may have replaced it by now.
+        A shared tier is not asked: it would take a round trip, and another process may have replaced the payload.
         """
         return record.nbytes if self._shared else self.tier.nbytes(record.id)
 
@@ -629,11 +631,11 @@ class SegmentStore(Generic[PayloadT]):
         return segment in self._kept or segment in self._claims or segment in self._pins.ids()
 
     def _taken_bytes(self) -> int:
-        """Bytes held, and reserved for what is on its way in."""
+        """Bytes stored, and bytes reserved for pending inserts."""
         return self._index.used_bytes + self._claims.extra_bytes(self._index.records)
 
     def _count_mismatch(self, record: SegmentRecord) -> None:
-        logger.warning("segment %s holds other tokens than those asked for under its id; not used", record.id)
+        logger.warning("segment %s has other tokens than the requested ones with its id; not used", record.id)
         self._counts["mismatched"] += 1
 
 
@@ -642,7 +644,7 @@ def _is_sound(record: SegmentRecord) -> bool:
 
 
 def _is_replaced(payload: object, record: SegmentRecord) -> bool:
-    """Whether a payload says of itself that it is not, or no longer, as good as its record.
+    """Whether a payload's own header shows that it is not as good as its record.
 
     Payloads from shared tiers have a header, read from the same bytes as the tensors; others have none.
     """
@@ -655,7 +657,7 @@ def _is_replaced(payload: object, record: SegmentRecord) -> bool:
 
 @contextmanager
 def _given_up_on_error(claims: list[Claim]) -> Iterator[None]:
-    """Whatever ends the block early, Ctrl-C included, `claims` do not outlive it."""
+    """Give up `claims` if an exception, including KeyboardInterrupt, ends the block."""
     try:
         yield
     except BaseException:

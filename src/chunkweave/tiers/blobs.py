@@ -1,4 +1,4 @@
-"""Named bytes on another machine: what the remote tier needs of a server or an object store."""
+"""The interface of the remote tier to servers and object stores: named bytes on another machine."""
 
 import logging
 import re
@@ -24,17 +24,18 @@ _REDIS_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 
 
 class BlobRefused(OSError):  # noqa: N818  (named for what happened, like FileNotFoundError's siblings)
-    """The store answered and will not take it: full, read-only, too large. Asking again is no use; it is alive."""
+    """The store is reachable but refused the value: full, read-only, or the value is too large. Not retried."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlobKey:
-    """Names one segment's bytes; how that is spelled on the wire is the blob store's choice.
+    """Names one segment's bytes; each blob store chooses the spelling on the wire.
 
-    Only harmless names come into being, so that no store has to guard against `..`, globs or separators.
+    Both names are validated here, so no store has to guard against `..`, globs or separators.
 
     Raises:
-        ValueError: the fingerprint is not of letters, digits and `._-`, or the segment not 32 hex digits.
+        ValueError: the fingerprint has characters other than letters, digits and `._-`, or the segment is not 32 hex
+            digits.
     """
 
     fingerprint: str
@@ -48,60 +49,59 @@ class BlobKey:
 
 
 class BlobStore(Protocol):
-    """Named, immutable bytes in one place that may be slow, gone, restarted, full, or shared with other processes.
+    """Named, immutable bytes in a store that may be slow, gone, restarted, full, or shared with other processes.
 
-    Thread-safe. Every method may block for as long as the place does (`RemoteCalls` bounds that) and
-    raises `OSError` if it has no answer, `PermissionError` if it is not let in, `BlobRefused` if the place said no.
-    A key that is not there is an answer. Bytes come back as they lie there: what they are worth is for the caller
-    to check.
+    Thread-safe. Every method may block as long as the store does (`RemoteCalls` bounds that). It raises `OSError`
+    without an answer, `PermissionError` if access is denied, `BlobRefused` if the store refuses. A missing key is not
+    an error. The caller must validate the bytes returned.
     """
 
     name: str
-    """Where it is, for logs: without user, password and options."""
+    """The location for logs, without user, password and options."""
 
     expires: bool
-    """Whether `put` takes a time to live."""
+    """Whether `put` accepts a time to live."""
 
     def get(self, key: BlobKey, first_bytes: int | None = None) -> bytes | None:
-        """The bytes (no more than `first_bytes` of them, from the start), or None if there are none."""
+        """The bytes (at most the first `first_bytes`), or None if there are none."""
 
     def put(self, key: BlobKey, data: bytes, ttl_s: float | None = None) -> None:
-        """Keep `data` under `key`, replacing what was there; readers see the old bytes or the new ones.
+        """Store `data` under `key`, replacing earlier bytes; readers see the old bytes or the new ones.
 
         Raises:
-            UsageError: `ttl_s` is given, and this store does not expire.
+            UsageError: `ttl_s` is given, but this store cannot expire keys.
         """
 
     def delete(self, key: BlobKey) -> None:
-        """Forget it; unknown keys are ignored."""
+        """Delete a key; unknown keys are ignored."""
 
     def size(self, key: BlobKey) -> int | None:
-        """Bytes held under `key`, or None if there are none. Does not transfer them."""
+        """Number of bytes under `key`, or None if there are none. Does not transfer them."""
 
     def keys(self, fingerprint: str) -> Iterator[BlobKey]:
-        """Keys of one fingerprint, in no order, asked for page by page while iterating; foreign names are left out.
+        """Keys of one fingerprint, in no order, fetched page by page while iterating; foreign names are skipped.
 
-        What is put or deleted meanwhile may be seen or not, and a key may come twice.
+        Concurrent puts and deletions may be seen or not, and a key may occur twice.
         """
 
     def close(self) -> None:
-        """Drop all connections: calls under way in other threads end with an error, later calls open new ones."""
+        """Close all connections: running calls in other threads fail, later calls open new connections."""
 
 
 def open_blobs(url: str) -> BlobStore:
-    """The blob store that `url` names; connects when it is first asked for something.
+    """The blob store for `url`; connects at the first call.
 
     `redis://`, `rediss://` (TLS), `valkey://`, `valkeys://` and `unix://` are a Valkey or Redis server,
     everything else is a URL of fsspec (`s3://bucket/path`, `gs://bucket/path`, `file:///path`, `memory://name`).
 
     Raises:
-        UsageError: not such a URL, or the package that it needs is not installed.
+        UsageError: the URL is of no such kind, or the package that it needs is not installed.
     """
     return RedisBlobs(url) if urlsplit(url).scheme in _REDIS_SCHEMES else FsspecBlobs(url)
 
 
 def without_secrets(url: str) -> str:
-    """`url` as it may stand in a log: without user, password and options."""
+    """`url` for logs: without user, password and options."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
@@ -113,10 +113,10 @@ def missing_package(name: str) -> UsageError:
 
 @contextmanager
 def only_os_errors() -> Iterator[None]:
-    """Whatever a client library raises inside comes out as `OSError`; our own errors pass.
+    """Convert any exception of a client library to `OSError`; our own errors pass.
 
-    Client libraries raise what they like (an object store's HTTP errors; an AttributeError when `close` cut
-    a connection in mid-reply), and a list of those types would be wrong with their next release.
+    Client libraries raise many types (HTTP errors of object stores; an AttributeError when `close` cuts a connection
+    during a reply), and a list of them would be outdated with their next release.
     """
     try:
         yield
@@ -128,17 +128,17 @@ def only_os_errors() -> Iterator[None]:
 
 _PREFIX = "chunkweave"
 _LARGEST_VALUE_BYTES = 512 * 1024 * 1024
-"""`proto-max-bulk-len` of a server as it is installed; what is larger ends the connection."""
+"""A server's default `proto-max-bulk-len`; a larger value ends the connection."""
 _SCAN_COUNT = 500
 _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 
 
 class RedisBlobs:
-    """`chunkweave.tiers.blobs.BlobStore` over redis-py: one string value a segment, `chunkweave:<fingerprint>:<id>`.
+    """`chunkweave.tiers.blobs.BlobStore` over redis-py: one string value per segment, `chunkweave:<fingerprint>:<id>`.
 
-    Values are plain bytes: nothing is pickled, no script runs on the server, and the only commands are GETRANGE, SET,
-    UNLINK, STRLEN and SCAN, so that an ACL can allow just these. Retries are `RemoteCalls`' business, not the
-    client's. Connections are made on demand and kept.
+    Values are plain bytes: nothing is pickled, and no script runs on the server. The only commands are GETRANGE, SET,
+    UNLINK, STRLEN and SCAN, so an ACL can allow just these. `RemoteCalls` retries, the client does not. Connections are
+    opened on demand and kept.
     """
 
     expires = True
@@ -154,21 +154,21 @@ class RedisBlobs:
         connect_timeout_s: float = 0.5,
         read_timeout_s: float = 1.0,
     ) -> None:
-        """Does not connect yet.
+        """Create the store without connecting.
 
         Args:
             url: `redis://[user:password@]host:port/db`, `rediss://` for TLS, `unix://path`; `valkey` for `redis` too.
-            password: where the URL has none.
+            password: if the URL has none.
             ca_file: PEM file of the authority that signed the server's certificate; the system's authorities if None.
                 Certificate and host name are always verified, unless an option of the URL says otherwise.
             cert_file: PEM file of the client's certificate, if the server asks for one.
             key_file: PEM file of its key.
             connect_timeout_s: longest wait for a connection.
-            read_timeout_s: longest wait for the next bytes of a reply (not for all of it).
+            read_timeout_s: longest wait for the next bytes of a reply (not for the whole reply).
 
         Raises:
-            UsageError: redis-py is not installed, or the URL is none, TLS files are given without TLS, or two
-                passwords.
+            UsageError: redis-py is not installed, the URL is invalid, TLS files are given without TLS, or two passwords
+                are given.
         """
         try:
             import redis
@@ -184,11 +184,11 @@ class RedisBlobs:
         if options and parts.scheme != "rediss":
             raise UsageError(f"TLS files are given, but {self.name} is not a rediss:// URL")
         if parts.scheme == "rediss":
-            options["ssl_check_hostname"] = True  # redis-py before 6 does not by itself
+            options["ssl_check_hostname"] = True  # not the default before redis-py 6
         if password is not None:
             if parts.password or "password" in parse_qs(parts.query):
-                # redis-py would quietly prefer the URL's
-                raise UsageError(f"two passwords for {self.name}: one in the URL, one beside it")
+                # redis-py would silently prefer the URL's
+                raise UsageError(f"two passwords for {self.name}: one in the URL and one in the settings")
             options["password"] = password
         local = _LOOPBACK.fullmatch(parts.hostname or "localhost")
         if parts.scheme == "redis" and (password or parts.password) and not local:
@@ -209,7 +209,7 @@ class RedisBlobs:
         """The value or its first bytes, or None if there is none."""
         with _answers():
             data = self._client.getrange(_name(key), 0, -1 if first_bytes is None else first_bytes - 1)
-        # An empty string is how GETRANGE says that there is no such key; `put` stores none.
+        # GETRANGE returns an empty string for a missing key; `put` stores no empty values.
         return data if isinstance(data, bytes) and data else None
 
     def put(self, key: BlobKey, data: bytes, ttl_s: float | None = None) -> None:
@@ -220,7 +220,7 @@ class RedisBlobs:
             self._client.set(_name(key), data, px=None if ttl_s is None else max(1, round(ttl_s * 1000)))
 
     def delete(self, key: BlobKey) -> None:
-        """Forget it; the server frees the memory in the background."""
+        """Delete the key; the server frees the memory in the background."""
         with _answers():
             self._client.unlink(_name(key))
 
@@ -231,7 +231,7 @@ class RedisBlobs:
         return int(size) or None
 
     def keys(self, fingerprint: str) -> Iterator[BlobKey]:
-        """Keys of one fingerprint by SCAN, which never blocks the server for long."""
+        """Keys of one fingerprint by SCAN, which does not block the server for long."""
         prefix = f"{_PREFIX}:{fingerprint}:"
         escaped = re.sub(r"([*?\[\]\\^])", r"\\\1", prefix)
         names = self._client.scan_iter(match=f"{escaped}*", count=_SCAN_COUNT)
@@ -246,7 +246,7 @@ class RedisBlobs:
                 logger.debug("%s holds a foreign key under %s", self.name, prefix)
 
     def close(self) -> None:
-        """Disconnect, also where a reply is being waited for."""
+        """Disconnect, including connections that wait for a reply."""
         with only_os_errors():
             self._client.connection_pool.disconnect(inuse_connections=True)
 
@@ -269,7 +269,7 @@ def _answers() -> Iterator[None]:
         except (exceptions.OutOfMemoryError, exceptions.ReadOnlyError) as error:
             raise BlobRefused(str(error)) from error
         except exceptions.ResponseError as error:
-            # NOAUTH and WRONGPASS have had several exception types in redis-py; the server's own words have not changed
+            # redis-py versions raise different types for NOAUTH and WRONGPASS; the server's messages stay the same
             if str(error).startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
                 raise PermissionError(str(error)) from error
             raise
@@ -277,25 +277,25 @@ def _answers() -> Iterator[None]:
 
 _SUFFIX = ".safetensors"
 _WHOLE_PUTS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "memory"})
-"""Protocols whose objects appear whole or not at all; on others a temporary name is renamed."""
+"""Protocols that create objects atomically; on others a temporary file is renamed."""
 
 
 class FsspecBlobs:
     """`chunkweave.tiers.blobs.BlobStore` over any file system of fsspec.
 
-    Names are `<root>/<fingerprint>/<2 hex>/<id>.safetensors`, the same as on disk, so that a folder of the disk tier
-    can be copied to a bucket as it is. On `file://` folders and files are readable by their owner only. Nothing
-    expires: object stores do that by life-cycle rules on the prefix.
+    Names are `<root>/<fingerprint>/<2 hex>/<id>.safetensors`, as on disk, so a folder of the disk tier can be copied to
+    a bucket unchanged. On `file://`, folders and files are readable only by their owner. Nothing expires: use the
+    object store's life-cycle rules on the prefix.
     """
 
     expires = False
 
     def __init__(self, url: str, **storage_options: Any) -> None:
-        """Connects when first asked, except where a driver connects on creation.
+        """Create the store; connects at the first call, unless the driver connects on creation.
 
         Args:
-            url: where the fingerprints' folders lie, such as `s3://bucket/chunkweave`.
-            storage_options: what fsspec's driver takes (`endpoint_url`, `key`, ...); most read their own environment
+            url: parent of the fingerprints' folders, such as `s3://bucket/chunkweave`.
+            storage_options: options of fsspec's driver (`endpoint_url`, `key`, ...); most read their own environment
                 variables and configuration files.
 
         Raises:
@@ -306,7 +306,7 @@ class FsspecBlobs:
         except ImportError as error:
             raise missing_package("fsspec") from error
         self.name = without_secrets(url)
-        # Listings change under us (other processes write), so a remembered one is a wrong one.
+        # Other processes write too, so a cached listing would be outdated.
         options = {"use_listings_cache": False, **storage_options}
         try:
             filesystem, root = fsspec.core.url_to_fs(url, **options)
@@ -327,9 +327,9 @@ class FsspecBlobs:
         return None
 
     def put(self, key: BlobKey, data: bytes, ttl_s: float | None = None) -> None:
-        """Store `data`; readers never see half of it."""
+        """Store `data` atomically."""
         if ttl_s is not None:
-            raise UsageError(f"{self.name} cannot expire what it holds: use a life-cycle rule of the object store")
+            raise UsageError(f"{self.name} cannot expire segments: use a life-cycle rule of the object store")
         path = self._path(key)
         with only_os_errors():
             if self._whole_puts:
@@ -342,12 +342,12 @@ class FsspecBlobs:
                 if self._local:
                     self._fs.chmod(temporary, 0o600)
                 self._fs.mv(temporary, path)
-            except BaseException:  # Ctrl-C too must leave nothing behind
+            except BaseException:  # also on KeyboardInterrupt nothing may remain
                 self._forget(temporary)
                 raise
 
     def delete(self, key: BlobKey) -> None:
-        """Forget it; a name that is not there is no error."""
+        """Delete the object; a missing one is not an error."""
         with only_os_errors(), suppress(FileNotFoundError):
             self._fs.rm_file(self._path(key))
 
@@ -370,7 +370,7 @@ class FsspecBlobs:
                     yield key
 
     def close(self) -> None:
-        """Nothing to cut: fsspec shares its connections between users and has no way to end a call."""
+        """Does nothing: fsspec shares connections between users and cannot end a call."""
 
     def _path(self, key: BlobKey) -> str:
         return f"{self._root}/{key.fingerprint}/{key.segment[:2]}/{key.segment}{_SUFFIX}"
@@ -395,4 +395,4 @@ class FsspecBlobs:
             with only_os_errors():
                 self._fs.rm_file(temporary)
         except OSError as error:
-            logger.debug("%s: a temporary file stays: %s", self.name, type(error).__name__)
+            logger.debug("%s: a temporary file could not be removed: %s", self.name, type(error).__name__)

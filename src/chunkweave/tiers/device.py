@@ -1,7 +1,7 @@
-"""Memory of the device that computes, page-locked memory of the host, and the copies between the two.
+"""Device memory, page-locked host memory, and copies between the two.
 
-A copy is sent on a stream of its own, by whichever thread has read the data, and received where it is needed: what is
-computed from then on waits for it on the device, and the host waits for nothing.
+The thread that has read the data sends the copy on a separate stream; the computing thread receives it. Later kernels
+then wait for the copy on the device; the host does not wait.
 """
 
 import logging
@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from math import prod
+from math import inf, prod
 
 import torch
 
@@ -25,45 +25,43 @@ from chunkweave.tiers.host import HostTier
 logger = logging.getLogger(__name__)
 
 _BLOCK_TOKENS = 32
-"""Of a chunk of 512 tokens nothing is wasted, of a short one at most 31 tokens."""
+"""A chunk of 512 tokens wastes nothing, a short one at most 31 tokens."""
 
 Event = torch.cuda.Event | None
-"""The end of what was issued to a stream so far; None on a device without streams."""
+"""Marks the work issued to a stream so far; None on a device without streams."""
 
 
 class Streams:
-    """The streams of a device, one that computes and one that copies to it. Here of the CPU, which has none: what is
-    issued is done.
-    """
+    """The computing and the copying stream of a device. This base class is for the CPU, which has no streams."""
 
     device = torch.device("cpu")
-    """Where copies go."""
+    """The target of copies."""
 
     def copying(self) -> AbstractContextManager[object]:
-        """What this thread issues within goes to the copying stream."""
+        """Context: this thread issues work to the copying stream."""
         return nullcontext()
 
     def computing(self) -> AbstractContextManager[object]:
-        """What this thread issues within goes to the computing stream."""
+        """Context: this thread issues work to the computing stream."""
         return nullcontext()
 
     def computes_here(self) -> None:
-        """This thread's current stream is the computing one."""
+        """Make this thread's current stream the computing stream."""
 
     def mark(self) -> Event:
-        """The end of what this thread has issued to its current stream so far."""
+        """An event after all work that this thread has issued to its current stream."""
         return None
 
     def wait_for(self, event: Event) -> None:
-        """What this thread issues to its current stream from now on runs after `event`; the host does not wait."""
+        """Let later work on this thread's current stream run after `event`; the host does not wait."""
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """The current stream uses a tensor of the other one: its memory is not reused before that is over."""
+        """Protect a tensor of the other stream: its memory is not reused before the current stream is done with it."""
 
     def send(self, tensor: torch.Tensor) -> "Sent":
-        """Begin to copy to the device; nothing if it is there already. Safe to use from several threads.
+        """Start a copy to the device; does nothing if the tensor is there. Thread-safe.
 
-        From page-locked memory this returns at once, and PyTorch does not reuse that memory before the copy is over;
+        From page-locked memory this returns at once, and PyTorch does not reuse that memory before the copy has ended;
         from other memory it may take as long as the copy.
         """
         with self.copying():
@@ -71,7 +69,7 @@ class Streams:
 
 
 class CudaStreams(Streams):
-    """The current stream of a CUDA device, which computes, and one of our own beside it."""
+    """The current (computing) stream of a CUDA device, and a second stream for copies."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -79,53 +77,53 @@ class CudaStreams(Streams):
         self._computing: torch.cuda.Stream | None = None
 
     def computing(self) -> AbstractContextManager[object]:
-        """The stream that was last said to compute; before that this thread's own."""
+        """The stream set by `computes_here`; before the first call this thread's own."""
         here = nullcontext() if self._computing is None else torch.cuda.stream(self._computing)
         context: AbstractContextManager[object] = here
         return context
 
     def computes_here(self) -> None:
-        """Called in each step: vLLM takes a stream of its own late."""
+        """Called in each step, because vLLM switches to its own stream late."""
         self._computing = torch.cuda.current_stream(self.device)
 
     def copying(self) -> AbstractContextManager[object]:
-        """Our own stream."""
+        """The second stream."""
         context: AbstractContextManager[object] = torch.cuda.stream(self._side)
         return context
 
     def mark(self) -> Event:
         """An event recorded on the current stream."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a thread that waits does not spin
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def wait_for(self, event: Event) -> None:
-        """The wait is issued to the device."""
+        """Issue the wait to the device."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """The caching allocator learns of the second stream."""
+        """Record the second stream's use with the caching allocator."""
         tensor.record_stream(torch.cuda.current_stream(self.device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """A tensor on its way to a device. `receive` it where it is used, once."""
+    """A tensor that is being copied to a device. Call `receive` once, where it is used."""
 
     _tensor: torch.Tensor
     _event: Event
     _streams: Streams
 
     def receive(self) -> torch.Tensor:
-        """The tensor on the device; what this thread issues from now on finds it complete."""
+        """The tensor on the device; work that this thread issues from now on runs after the copy."""
         self._streams.wait_for(self._event)
         self._streams.keep(self._tensor)
         return self._tensor
 
 
 def streams_of(device: torch.device) -> Streams:
-    """Of a CUDA device, or of the CPU, where there is nothing to copy."""
+    """The streams of a CUDA device, or of the CPU, which needs no copies."""
     return CudaStreams(device) if device.type == "cuda" else Streams()
 
 
@@ -133,24 +131,49 @@ Send = Callable[[torch.Tensor], Sent]
 """`Streams.send`."""
 
 
+class Staging:
+    """Budget of device memory for copies that are sent before their use, shared by all requests. Thread-safe."""
+
+    def __init__(self, max_bytes: float = inf) -> None:
+        self._max_bytes, self._used_bytes = max_bytes, 0
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that are taken now."""
+        return self._used_bytes
+
+    def take(self, nbytes: int) -> bool:
+        """Take bytes if they fit; returns whether they do."""
+        with self._lock:
+            fits = self._used_bytes + nbytes <= self._max_bytes
+            self._used_bytes += nbytes * fits
+            return fits
+
+    def give_back(self, nbytes: int) -> None:
+        """Return bytes that were taken."""
+        with self._lock:
+            self._used_bytes -= nbytes
+
+
 class HostMemory:
-    """Memory of the host as the process has it."""
+    """Ordinary (pageable) host memory."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A fresh tensor of that shape whose contents are whatever was there."""
+        """An uninitialized tensor."""
         return segment_memory(shape, dtype)
 
     def holds(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002
-        """Whether a tensor of the host lies in this kind of memory: all do."""
+        """Whether a host tensor is in this kind of memory: always true."""
         return True
 
 
 class PinnedMemory(HostMemory):
-    """Page-locked memory, which a GPU reads while it computes, up to a bound; plain memory beyond it. Thread-safe.
+    """Page-locked memory up to a bound, so that a GPU copies while it computes; plain memory beyond it. Thread-safe.
 
-    A buffer counts until the last tensor that lies in it is gone. PyTorch's own pool keeps freed buffers for the next
-    one of their size, and not before the copies from them are over; it rounds sizes up to powers of two, and so does
-    the count. Rejected: a free list of our own, which would have to follow those copies a second time.
+    A buffer counts until its last tensor is gone. PyTorch's pool reuses freed buffers of the same size once the copies
+    from them have ended; it rounds sizes up to powers of two, and so does the count. Rejected: a free list of our own,
+    which would have to track those copies again.
     """
 
     def __init__(
@@ -161,9 +184,9 @@ class PinnedMemory(HostMemory):
         self._allocate = allocate or _pinned
         self._used = 0
         self._mine: set[int] = set()
-        """Where its buffers begin."""
+        """Start addresses of its buffers."""
         self._freed: deque[int] = deque()
-        """Filled by the thread that drops the last tensor, in the middle of anything: so without the lock."""
+        """Filled without the lock, since the last tensor may be dropped by any thread, even one that holds the lock."""
         self._lock = threading.Lock()
 
     @property
@@ -173,7 +196,7 @@ class PinnedMemory(HostMemory):
             return self._settled()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A page-locked tensor if there is room for it, and if the system allows."""
+        """A page-locked tensor if the bound and the system allow it, else a plain one."""
         nbytes = prod(shape) * dtype.itemsize
         rounded = 1 << max(nbytes - 1, 0).bit_length()
         with self._lock:
@@ -193,7 +216,7 @@ class PinnedMemory(HostMemory):
         return tensor
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it lies in a page-locked buffer of this pool: one of another pool counts there."""
+        """Whether it is in a page-locked buffer of this pool; other pools' buffers do not count."""
         return tensor.untyped_storage().data_ptr() in self._mine
 
     def _dropped(self, begin: int, rounded: int) -> None:
@@ -211,13 +234,14 @@ def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def host_memory_for(device: torch.device, max_pinned_bytes: int) -> HostMemory:
-    """Page-locked where a GPU computes."""
+    """Page-locked memory for a GPU, ordinary memory for the CPU."""
     return PinnedMemory(max_pinned_bytes) if device.type == "cuda" else HostMemory()
 
 
 def moved_into(memory: HostMemory, segment: SegmentSource) -> SegmentSource:
-    """`segment` in that memory, for the host tier: itself if it lies there. What another pool page-locked is copied, so
-    that what stays here does not use up what that pool is for.
+    """`segment` in `memory`, for the host tier: unchanged if it is there already.
+
+    Data in another pool's page-locked memory is copied, so that stored segments do not use up that pool.
     """
     if isinstance(segment, BlockSegment):
         segment = SegmentKV(segment.whole(), segment.keys_at)
@@ -230,10 +254,10 @@ def moved_into(memory: HostMemory, segment: SegmentSource) -> SegmentSource:
 
 
 class BlockSegment:
-    """A segment whose tokens lie in blocks of a `DeviceTier`; a `SegmentSource`. Never changes.
+    """A segment whose tokens are in blocks of a `DeviceTier`; a `SegmentSource`. Immutable.
 
-    Its blocks are free again when it is gone, not when its tier forgets it: a request may still read them. A thread
-    that does not compute has read what it asked for before it drops the segment.
+    Its blocks are freed when the object is garbage-collected, not when its tier deletes it: a request may still read
+    them. A thread other than the computing one must have finished its reads before it drops the segment.
     """
 
     def __init__(
@@ -244,7 +268,7 @@ class BlockSegment:
         keys_at: int | None = None,
         written: Callable[[], None] = lambda: None,
     ) -> None:
-        """`written` lets the calling thread's current stream wait until the blocks are."""
+        """`written` makes the calling thread's current stream wait until the blocks are written."""
         self._arena = arena
         self._written = written
         self._blocks = tuple(blocks)
@@ -255,10 +279,10 @@ class BlockSegment:
         layers, two, _, _, kv_heads, head_dim = arena.shape
         self.nbytes = layers * two * tokens * kv_heads * head_dim * arena.dtype.itemsize
         self.held_bytes = self.nbytes // tokens * arena.shape[3] * len(self._blocks)
-        """Bytes of its blocks, the unused rest of the last one included."""
+        """Bytes of its blocks, including the unused rest of the last one."""
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
-        """Keys and values of one layer, `[2, tokens, kv_heads, head_dim]`: a view if the blocks are one run."""
+        """Keys and values of one layer, `[2, tokens, kv_heads, head_dim]`: a view if the blocks are contiguous."""
         self._written()
         layer = self._arena[index]
         first = self._blocks[0]
@@ -269,18 +293,17 @@ class BlockSegment:
         return layer[:, self._rows].flatten(1, 2)[:, : self.tokens]
 
     def whole(self) -> torch.Tensor:
-        """All layers, `[layers, 2, tokens, kv_heads, head_dim]`, copied out of the blocks."""
+        """A copy of all layers, `[layers, 2, tokens, kv_heads, head_dim]`."""
         return torch.stack([self.layer(index) for index in range(len(self._arena))])
 
 
 class DeviceTier(HostTier[SegmentSource]):
-    """Keeps segments in blocks of one piece of a device's memory; implements `chunkweave.store.tier.Tier`.
+    """Stores segments in blocks of one allocation of device memory; implements `chunkweave.store.tier.Tier`.
 
-    Blocks of tokens let segments of any length come and go without holes. The memory is taken with the first segment,
-    which shows what a token takes. A payload is copied in by `put`, on the stream that computes; running out of memory
-    is an `OSError`, as a full disk is. What is evicted is copied out by the tier below (`moved_into`), once:
-    later evictions of the same segment find it there (RAGCache §5.1, swap-out-only-once). Safe to use from several
-    threads.
+    Blocks avoid fragmentation by segments of different lengths. The memory is allocated with the first segment, which
+    determines the bytes per token. `put` copies a payload in, on the computing stream; running out of memory is an
+    `OSError`, like a full disk. The tier below copies an evicted segment out (`moved_into`), once: later evictions of
+    the same segment find it there (RAGCache §5.1, swap-out-only-once). Thread-safe.
     """
 
     def __init__(
@@ -291,9 +314,9 @@ class DeviceTier(HostTier[SegmentSource]):
         block_tokens: int = _BLOCK_TOKENS,
         streams: Streams | None = None,
     ) -> None:
-        """A tier on `device` that takes at most `budget_bytes`, which its store keeps to as well.
+        """A tier on `device` that allocates at most `budget_bytes`; its store enforces the same budget.
 
-        `streams` are needed where other threads than the computing one put or read on streams of their own.
+        `streams` are needed if threads other than the computing one put or read on their own streams.
         """
         super().__init__()
         self._streams = Streams() if streams is None else streams
@@ -307,20 +330,20 @@ class DeviceTier(HostTier[SegmentSource]):
 
     @torch.inference_mode()
     def put(self, record: SegmentRecord, payload: SegmentSource) -> None:
-        """Copy `payload` into blocks, replacing one of the same id.
+        """Copy `payload` into blocks, replacing one with the same id.
 
         Raises:
-            OSError: the device is out of memory, or the blocks of what was forgotten are still being read.
+            OSError: the device is out of memory, or the blocks of deleted segments are still in use.
         """
         kv = payload.whole() if isinstance(payload, BlockSegment) else getattr(payload, "kv", None)
         if kv is None:
-            raise TypeError("only a segment that is whole in memory can go to a device")
+            raise TypeError("only a segment that is wholly in memory can be stored on a device")
         self.delete(record.id)
         segment = self._in_blocks(kv, payload.keys_at)
         self._held[record.id] = (replace(record, nbytes=segment.held_bytes), segment)
 
     def size_of(self, record: SegmentRecord, payload: SegmentSource) -> int:  # noqa: ARG002  (the protocol has it)
-        """Bytes of the blocks that it would take."""
+        """Bytes of the blocks that a payload would take."""
         return payload.nbytes // payload.tokens * self._blocks_for(payload.tokens) * self._block_tokens
 
     def _blocks_for(self, tokens: int) -> int:
@@ -329,7 +352,7 @@ class DeviceTier(HostTier[SegmentSource]):
     def _in_blocks(self, kv: torch.Tensor, keys_at: int | None) -> BlockSegment:
         """Copy a segment `[layers, 2, tokens, kv_heads, head_dim]` into free blocks.
 
-        The copy is issued to the stream that computes: what read a block's former contents comes before it there.
+        The copy is issued to the computing stream, so it runs after earlier reads of the blocks' former contents.
         """
         layers, two, tokens, kv_heads, head_dim = kv.shape
         with self._lock:
@@ -346,13 +369,13 @@ class DeviceTier(HostTier[SegmentSource]):
             self._streams.wait_for(given)
             if kv.device.type == self.device.type:
                 self._streams.keep(kv)
-            kv = kv.to(self.device, non_blocking=True)  # in one piece: a block's rows are strided on the host
+            kv = kv.to(self.device, non_blocking=True)  # one copy: a block's rows are strided on the host
             for place, block in enumerate(blocks):
                 rows = kv[:, :, place * self._block_tokens : (place + 1) * self._block_tokens]
                 arena[:, :, block, : rows.shape[2]].copy_(rows, non_blocking=True)
             written = partial(self._streams.wait_for, self._streams.mark())
         segment = BlockSegment(arena, blocks, tokens, keys_at, written)
-        # Without the lock: it may run in the middle of anything, also in a thread that holds it.
+        # Without the lock: it may run at any time, even in a thread that holds the lock.
         weakref.finalize(segment, self._free.extend, blocks).atexit = False
         return segment
 

@@ -1,4 +1,4 @@
-"""Segments as files: a tier that outlives the process and may be shared by several."""
+"""The disk tier: segments as files that outlive the process and may be shared by several processes."""
 
 import logging
 import re
@@ -31,12 +31,12 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{16}\.tmp")
 _SCAN_THREADS = 4
 
 _Identity = tuple[int, int, int]
-"""Inode, size, modification time in ns: a file of the same identity has not been replaced."""
+"""Inode, size, modification time in ns: a file with the same identity was not replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProblemFile:
-    """A file in the folder that is not used, and why."""
+    """A file in the folder that is not used, and the reason."""
 
     path: Path
     problem: FileProblem
@@ -46,25 +46,24 @@ class ProblemFile:
 class DiskTier:
     """Segments under `<root>/<fingerprint>/<2 hex>/<segment id>.safetensors`; implements `chunkweave.store.tier.Tier`.
 
-    Several processes may share a folder: files that others add, replace or delete are noticed when they are asked for.
-    Files that are not whole segments of this model are refused, listed by `problems`, and left alone: only `repair`,
-    `delete` and `put` of the same id remove a corrupt one, and nothing here removes a foreign or newer one.
-
-    Opening never fails on the file system's account: a folder that cannot be read is an empty one with a problem.
-    Thread-safe; no lock is held while a file is read or written.
+    Several processes may share a folder: files that others add, replace or delete are noticed at the next access. Files
+    that are not whole segments of this model are refused, listed by `problems`, and kept: only `repair`, `delete` and
+    `put` of the same id remove a corrupt file, and nothing here removes a foreign or newer one. Opening never fails
+    because of the file system: an unreadable folder counts as empty and is listed as a problem. Thread-safe; no lock is
+    held while a file is read or written.
     """
 
-    # The files are the truth. What is kept here of a file counts only while the file has the identity that it had.
+    # The files are authoritative. Cached data about a file is valid only while the file's identity is unchanged.
 
     def __init__(
         self, root: Path, fingerprint: str, *, codec: str = "raw", clock: Callable[[], float] = time.time
     ) -> None:
-        """Open a folder, which need not exist, and index it by the headers of its files.
+        """Open a folder, which need not exist, and index the headers of its files.
 
         Args:
-            root: the cache folder; shared by models and processes.
+            root: the cache folder, shared by models and processes.
             fingerprint: the model's; names the folder below `root`.
-            codec: how new segments are written; every codec is read.
+            codec: for new segments; every codec is read.
             clock: seconds since the epoch.
 
         Raises:
@@ -73,7 +72,7 @@ class DiskTier:
         if not _FINGERPRINT.fullmatch(fingerprint):
             raise UsageError(f"not a model fingerprint: {fingerprint[:80]!r}")
         self.folder = root / fingerprint
-        """Where this model's segments lie."""
+        """The folder of this model's segments."""
         self._codec = make_codec(codec)
         self._clock = clock
         self._lock = Lock()
@@ -82,12 +81,12 @@ class DiskTier:
         self._scan()
 
     def put(self, record: SegmentRecord, payload: SegmentSource) -> None:
-        """Write a segment, replacing one of the same id; it survives a crash once this returns.
+        """Write a segment durably, replacing one with the same id.
 
         Raises:
-            OSError: it cannot be written, its KV has no place in this codec, or the file's place is taken by one that
-                is not ours to replace. Nothing half-written stays.
-            UsageError: id, record and payload do not fit each other.
+            OSError: it cannot be written, the codec cannot represent its KV, or its path holds a file that is not ours
+                to replace. No partial file remains.
+            UsageError: id, record and payload are inconsistent.
             SegmentLost: the payload could not be read.
         """
         path = self._path(record.id)
@@ -110,18 +109,18 @@ class DiskTier:
                 self._held[record.id] = header, identity
 
     def get(self, segment: SegmentId) -> DiskSegment | None:
-        """The segment, its layers still on disk, or None if there is no whole file of it."""
+        """The segment, with its layers still on disk, or None if there is no whole file."""
         header, path = self._header(segment), self._path(segment)
         return None if header is None or path is None else DiskSegment(path, header)
 
     def delete(self, segment: SegmentId) -> None:
-        """Remove the file, corrupt or whole; unknown ids, foreign files and newer versions are left alone.
+        """Remove the file, corrupt or whole; unknown ids are ignored, foreign files and newer versions are kept.
 
-        A file that cannot be removed (a read-only folder) is logged, listed by `problems`, and used no more by this
-        process. The removal is not synced: after a power failure the file may be there again.
+        A file that cannot be removed (a read-only folder) is logged, listed by `problems`, and no longer used by this
+        process. The removal is not synced: after a power failure the file may be back.
 
         Raises:
-            OSError: the file cannot be removed, or it cannot be told whether it is one of ours.
+            OSError: the file cannot be removed, or cannot be identified as one of ours.
         """
         path = self._path(segment)
         if path is None:
@@ -134,7 +133,7 @@ class DiskTier:
             if refused.problem in (FileProblem.FOREIGN, FileProblem.FUTURE):
                 return
             if refused.problem is FileProblem.UNREADABLE:
-                raise OSError(f"{path} is left alone: {refused.reason}")
+                raise OSError(f"{path} is not removed: {refused.reason}")
         if not self._remove(path):
             raise OSError(f"{path} could not be removed")
 
@@ -144,16 +143,16 @@ class DiskTier:
         return 0 if header is None else header.record.nbytes
 
     def size_of(self, record: SegmentRecord, payload: SegmentSource) -> int:
-        """Size that the file would have; exact, and nothing is encoded for it. Raises what `file_bytes` does."""
+        """Exact size that the file would have; encodes nothing. Raises the errors of `file_bytes`."""
         return file_bytes(record, payload, self._codec, self.folder.name)
 
     def records(self) -> Iterator[SegmentRecord]:
-        """What this process knows of: a snapshot, `nbytes` being the size of each file."""
+        """A snapshot of the records known to this process; `nbytes` is the size of each file."""
         with self._lock:
             return iter([header.record for header, _ in self._held.values()])
 
     def find(self, segments: Sequence[SegmentId]) -> list[SegmentRecord]:
-        """Records of those of `segments` that are on disk now, whoever wrote them."""
+        """Records of those of `segments` that are on disk now, written by any process."""
         return [header.record for segment in segments if (header := self._header(segment)) is not None]
 
     def stored_at_s(self, segment: SegmentId) -> float | None:
@@ -162,10 +161,10 @@ class DiskTier:
         return None if header is None else header.created_s
 
     def verify(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Read every layer of every segment; those that fail are listed by `problems`.
+        """Read every layer of every segment; failures are listed by `problems`.
 
-        Damaged ones are used no more; what cannot be read just now is tried again when it is asked for. `progress` is
-        called for each segment.
+        Damaged segments are no longer used; ones that could not be read are tried again at the next access. `progress`
+        is called for each segment.
         """
         for record in self.records():
             progress()
@@ -176,17 +175,17 @@ class DiskTier:
                 for layer in range(source.header.layout.num_layers):
                     source.layer(layer)
             except SegmentLost as error:
-                unread = isinstance(error.__cause__, OSError)  # it need not be damaged
+                unread = isinstance(error.__cause__, OSError)  # not necessarily damaged
                 problem = FileProblem.UNREADABLE if unread else FileProblem.CORRUPT
                 self._refuse_unless_replaced(source, problem, str(error))
 
     def problems(self) -> tuple[ProblemFile, ...]:
-        """Files that are not used, by path. `verify` finds damage that the headers do not show."""
+        """Unused files, by path. `verify` finds damage that the headers do not show."""
         with self._lock:
             return tuple(self._refused[path][0] for path in sorted(self._refused))
 
     def repair(self) -> tuple[Path, ...]:
-        """Remove the corrupt files among `problems`, unless they were replaced meanwhile; returns what was removed."""
+        """Remove the corrupt files among `problems`, unless they were replaced since; returns the removed paths."""
         with self._lock:
             refused = list(self._refused.values())
         corrupt = [(file.path, identity) for file, identity in refused if file.problem is FileProblem.CORRUPT]
@@ -194,11 +193,11 @@ class DiskTier:
         return tuple(path for path in unchanged if self._remove(path))
 
     def _path(self, segment: str) -> Path | None:
-        """Where a segment lies if it is there; None for what is no segment id, so that no id leads elsewhere."""
+        """The path of a segment; None if it is not a segment id, so that no id leads out of the folder."""
         return self.folder / segment[:2] / f"{segment}{SUFFIX}" if is_segment_id(segment) else None
 
     def _header(self, segment: SegmentId) -> SegmentHeader | None:
-        """The header of a segment, read anew if its file is not the one that it was; None if there is no whole one."""
+        """A segment's header, read again if its file changed; None if there is no whole file."""
         path = self._path(segment)
         if path is None:
             return None
@@ -211,7 +210,7 @@ class DiskTier:
             held, refused = self._held.get(segment), self._refused.get(path)
             if held is not None and held[1] == identity:
                 return held[0]
-            # What could not be read may be readable now (descriptors had run out, permissions have changed).
+            # An unreadable file may be readable now (descriptors had run out, permissions have changed).
             retried = refused is None or refused[0].problem is FileProblem.UNREADABLE
             if refused is not None and refused[1] == identity and not retried:
                 return None
@@ -247,7 +246,7 @@ class DiskTier:
             self._refused[path] = ProblemFile(path, problem, reason), identity
 
     def _refuse_unless_replaced(self, source: DiskSegment, problem: FileProblem, reason: str) -> None:
-        """Its data cannot be read or is corrupt; the file may have been replaced since its header was read."""
+        """Refuse a file whose data is unreadable or corrupt, unless it was replaced since its header was read."""
         identity = _identity(source.path)
         with self._lock:
             held = self._held.get(source.header.record.id)
@@ -255,7 +254,7 @@ class DiskTier:
             self._refuse(source.path, problem, reason, identity)
 
     def _remove(self, path: Path) -> bool:
-        """Remove a file and forget it. One that cannot be removed is logged and refused from now on."""
+        """Remove a file and its cached header. A file that cannot be removed is logged and refused from now on."""
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -270,7 +269,7 @@ class DiskTier:
         return True
 
     def _scan(self) -> None:
-        """Index every file by its header; remove temporary files that no writer can still be writing."""
+        """Index every file by its header; remove temporary files of writers that have ended."""
         shards = [path for path in self._list(self.folder) if path.name not in OWN_FILES and self._is_shard(path)]
         with ThreadPoolExecutor(_SCAN_THREADS) as pool:
             for _ in pool.map(self._scan_shard, shards):
@@ -290,7 +289,7 @@ class DiskTier:
             elif not _TEMPORARY.fullmatch(path.name):
                 self._refuse(path, FileProblem.FOREIGN, "not a segment's name", identity, level=logging.INFO)
             elif identity[2] / 1e9 < self._clock() - STALE_TEMPORARY_S and self._remove(path):
-                logger.info("removed %s, left by a writer that was interrupted", path)
+                logger.info("removed %s, left by an interrupted writer", path)
 
     def _is_shard(self, path: Path) -> bool:
         if _SHARD.fullmatch(path.name) and is_folder(path):
@@ -310,7 +309,7 @@ class DiskTier:
         return []
 
     def _make_folders(self, shard: Path) -> None:
-        """The folders down to `shard`, for their owner only, each synced into its parent if it is new."""
+        """Create the folders down to `shard`, accessible by their owner only; syncs the parent of each new one."""
         root = self.folder.parent
         root.parent.mkdir(parents=True, exist_ok=True)
         for folder in (root, self.folder, shard):
@@ -332,13 +331,13 @@ def _identity(path: Path) -> _Identity | None:
 
 
 def _require_known(path: Path) -> None:
-    """Raises `OSError` where the system does not say whether there is a file."""
+    """Raise `OSError` if the system cannot determine whether a file exists."""
     with suppress(FileNotFoundError, NotADirectoryError):
         path.lstat()
 
 
 def is_folder(path: Path) -> bool:
-    """Whether this is a folder and no link to one."""
+    """Whether this is a folder and not a link to one."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:

@@ -1,9 +1,10 @@
-"""Reads segments ahead of the layers that need them, in the order of need (Cache-Craft Algorithm 2)."""
+"""Reads segments ahead of the layers that need them, in that order (Cache-Craft Algorithm 2)."""
 
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import product
 from types import MappingProxyType
@@ -12,27 +13,27 @@ import numpy as np
 import torch
 
 from chunkweave.kv.segment import SegmentHeldUp, SegmentKV, SegmentLate, SegmentLost, SegmentSource
-from chunkweave.tiers.device import HostMemory, Send, Sent, Streams
+from chunkweave.tiers.device import HostMemory, Send, Sent, Staging, Streams
 
 logger = logging.getLogger(__name__)
 
 
 class LoadOrder(StrEnum):
-    """In which order layers of several segments are read. `SYNC` is for comparison only."""
+    """The order in which the layers of several segments are read. `SYNC` is for comparison only."""
 
     LAYERS = "layer-wise"
     """Layer by layer over all segments: layer 0 computes while layer 1 is read."""
     SEGMENTS = "async"
-    """Segment by segment: the first layer computes when the last segment is in.
+    """Segment by segment: the first layer computes once the last segment is read.
 
-    For a queue that reads ahead from a tier slower than computing: what came in by its end, came in whole.
+    For reading ahead in the queue from a tier slower than computing: segments read by the end of the wait are whole.
     """
     SYNC = "sync"
-    """Everything is read before anything computes."""
+    """All layers are read before the first one computes."""
 
 
 class Gone:
-    """Stands in for a segment that left its store between the plan and the reading of it."""
+    """Placeholder for a segment that left its store between planning and reading."""
 
     tokens = 0
     nbytes = 0
@@ -41,18 +42,18 @@ class Gone:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.failure = SegmentLost(name, "it was gone before it was read")
+        self.failure = SegmentLost(name, "it was removed before it was read")
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
-        """Never there: raises `SegmentLost`."""
+        """Raises `SegmentLost`."""
         raise self.failure
 
 
 class LoadingSegment:
-    """One segment on its way to the device that computes: a `SegmentSource` whose `layer` waits for the loader.
+    """A segment that is being read: a `SegmentSource` whose `layer` waits for the loader.
 
-    Each layer is read into memory of the host, unless the whole segment lies there, and sent to the device from there.
-    Layers that are `unseen` are not read.
+    Each layer is read into host memory, unless the whole segment is there; the loader sends layers to the device ahead.
+    `unseen` layers are not read.
     """
 
     def __init__(
@@ -60,9 +61,8 @@ class LoadingSegment:
         name: str,
         source: SegmentSource,
         num_layers: int,
-        wait_s: float | None,
+        loader: "LayerLoader",
         *,
-        send: Send,
         memory: HostMemory,
         unseen: frozenset[int] = frozenset(),
     ) -> None:
@@ -72,63 +72,69 @@ class LoadingSegment:
         self.tokens, self.nbytes = source.tokens, source.nbytes * len(self._slots) // num_layers
         self.keys_at = source.keys_at
         self.failure: SegmentLost | None = None
-        """Why it will not come in; None as long as it may, or has."""
+        """Why it cannot be read; None while it is being read or was read."""
         self._source = source
-        self._wait_s = wait_s
-        self._send = send
+        self._loader = loader
+        self._wait_s = loader.wait_s
         self._memory = memory
         self._kv: torch.Tensor | None = source.kv if isinstance(source, SegmentKV) else None
-        self._sent: dict[int, Sent] = {}
         self._reading: tuple[int, float] | None = None
-        self.loader: LayerLoader | None = None
         self._ready = [threading.Event() for _ in range(num_layers)]
         for layer in unseen:
             self._ready[layer].set()
         self._read: set[int] = set()
-        self._layers_in = 0  # for one caller: none of these can leave again
+        self._layers_in = 0  # for one caller; never decreases
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
-        """One layer that is not `unseen`, `[2, tokens, kv_heads, head_dim]`, as soon as it is read.
+        """Wait for one layer that is not `unseen`; returns `[2, tokens, kv_heads, head_dim]`.
 
-        The first time it is what was sent to the device; after that it is what lies on the host.
-
-        What was read before a later layer failed is there.
+        The first call returns the copy on the device if it was sent ahead; others return the one on the host. Layers
+        read before another layer failed are returned.
 
         Raises:
             SegmentLost: reading failed or was cancelled.
-            SegmentLate: it took longer than the loader's `wait_s`.
+            SegmentLate: reading took longer than the loader's `wait_s`.
         """
         if not self._ready[index].wait(self._wait_s):
-            raise SegmentLate(self.name, f"layer {index} did not come within {self._wait_s:.3g} s")
+            raise SegmentLate(self.name, f"layer {index} was not read within {self._wait_s:.3g} s")
         if self.failure is not None and index not in self._read:
             raise self.failure
-        assert self._kv is not None, "a layer is ready only once there is memory for it"
-        sent = self._sent.pop(index, None)
-        return self._kv[self._slot(index)] if sent is None else sent.receive()
+        sent = self._loader.receive(self, index)
+        return self.on_host(index) if sent is None else sent
+
+    def on_host(self, index: int) -> torch.Tensor:
+        """One layer that was read, in host memory."""
+        assert self._kv is not None, "a layer is ready only after its memory was allocated"
+        return self._kv[self._slot(index)]
 
     def read(self, index: int) -> None:
-        """Read one layer into memory and send it on, once; called by the loader only."""
-        if self.failure is not None or self._ready[index].is_set():
+        """Read one layer into memory, and let it be sent ahead. Only the loader calls this."""
+        if self._ready[index].is_set():  # also if it has failed
             return
         self._reading = (index, time.monotonic())
         try:
-            self._sent[index] = self._send(self._read_into_memory(index))
+            self._read_into_memory(index)
+            self._loader.offer(self, index)
         except SegmentLost as lost:
             self.fail(lost)
             return
-        except Exception as error:  # the boundary of the loader's thread: a request waits for this layer
-            if not isinstance(error, torch.OutOfMemoryError):
-                logger.exception("layer %d of segment %s could not be brought", index, self.name)
-            self.fail(SegmentLate(self.name, f"layer {index} could not be brought: {error!r}"))
+        except Exception as error:  # noqa: BLE001  (the loader's thread must not end: a request waits for this layer)
+            self.give_up(index, error)
             return
         finally:
             self._reading = None
+        if self.failure is not None:  # also if it could not be sent
+            return
         self._read.add(index)
         self._ready[index].set()
 
-    def _read_into_memory(self, index: int) -> torch.Tensor:
+    def has(self, index: int) -> bool:
+        """Whether a layer was read."""
+        return index in self._read
+
+    def _read_into_memory(self, index: int) -> None:
         if isinstance(self._source, SegmentKV):
-            return self._source.kv[index]
+            return
         place = None if self._kv is None else self._kv[self._slot(index)]
         layer = self._source.layer(index, None if place is None else place.view(-1).view(torch.uint8))
         if place is None:
@@ -136,48 +142,57 @@ class LoadingSegment:
             place = self._kv[self._slot(index)]
         if layer.data_ptr() != place.data_ptr():
             _bytes_of(place)[:] = _bytes_of(layer.contiguous())
-        return place
 
     def _slot(self, index: int) -> int:
-        """Where a layer is kept: in a segment that is in memory as a whole, at its own place."""
+        """A layer's index in host memory; for a segment that is wholly in memory, the layer's own index."""
         return index if isinstance(self._source, SegmentKV) else self._slots[index]
 
+    def give_up(self, index: int, error: Exception) -> None:
+        """Fail because of an error that says nothing about what is stored."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            logger.error("layer %d of segment %s could not be read", index, self.name, exc_info=error)
+        self.fail(SegmentLate(self.name, f"layer {index} could not be read: {error!r}"))
+
     def fail(self, lost: SegmentLost) -> None:
-        """Every wait for a layer ends with `lost`; what was sent to the device is let go."""
+        """End every wait for a layer with `lost`, and drop the copies on the device."""
         self.failure = lost
-        self._sent.clear()
+        self.drop_sent()
         for ready in self._ready:
             ready.set()
 
+    def drop_sent(self) -> None:
+        """Free its copies on the device; layers are then read from the host."""
+        self._loader.drop_sent(self)
+
     @property
     def late(self) -> SegmentLate | None:
-        """Why it is not worth waiting for: the reading of one layer already takes longer than `wait_s`."""
+        """An error if the read of a layer already takes longer than `wait_s`, else None."""
         reading = self._reading
         if reading is None or self._wait_s is None or time.monotonic() - reading[1] <= self._wait_s:
             return None
-        return SegmentLate(self.name, f"layer {reading[0]} did not come within {self._wait_s:.3g} s")
+        return SegmentLate(self.name, f"layer {reading[0]} was not read within {self._wait_s:.3g} s")
 
     @property
     def held_up(self) -> SegmentHeldUp | None:
-        """Why it is not worth waiting for although none of its own layers is late: its loader is stuck at another's."""
-        if self.complete or self.failure is not None or self.loader is None or not self.loader.late:
+        """An error if its own layers are not late but its loader is stuck at another segment's layer, else None."""
+        if self.complete or self.failure is not None or not self._loader.late:
             return None
-        return SegmentHeldUp(self.name, "what is read before it does not come")
+        return SegmentHeldUp(self.name, "a segment that is read before it is late")
 
     def wait_for(self, layers: int) -> None:
-        """Wait until the first `layers` layers are in, or it has failed or is late."""
+        """Wait until the first `layers` layers are read, or the segment has failed or is late."""
         for ready in self._ready[:layers]:
             if not ready.wait(self._wait_s):
                 return
 
     @property
     def left(self) -> float:
-        """The share of its layers that are still to be read."""
+        """The share of its layers that are not read yet, from 0 to 1."""
         return 1.0 - len(self._read) / len(self._slots) if self._slots else 0.0
 
     @property
     def layers_in(self) -> int:
-        """How many of its first layers were read and sent."""
+        """Number of leading layers that were read."""
         if self.failure is not None:
             return 0
         while self._layers_in < len(self._ready) and self._ready[self._layers_in].is_set():
@@ -186,11 +201,11 @@ class LoadingSegment:
 
     @property
     def complete(self) -> bool:
-        """Whether every layer was read and sent that is not `unseen`."""
+        """Whether every layer that is not `unseen` was read."""
         return all(ready.is_set() for ready in self._ready) and self.failure is None  # in this order: see `fail`
 
     def whole(self) -> SegmentKV | None:
-        """The segment in memory of the host, if every layer came in."""
+        """The segment in host memory if every layer was read, else None."""
         if isinstance(self._source, SegmentKV):
             return self._source
         if self._kv is None or self.unseen or not self.complete:
@@ -199,15 +214,18 @@ class LoadingSegment:
 
 
 def _bytes_of(tensor: torch.Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
-    """A tensor's memory. PyTorch's own copy would start threads that fight with those of the layers for the cores."""
+    """A tensor's memory as an array. PyTorch's copy would start threads that compete with computing for the cores."""
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
 class LayerLoader:
-    """Reads the layers of one request's segments on a thread of its own. Owned by that request; close it.
+    """Reads the layers of one request's segments in a separate thread. The request owns it and must close it.
 
-    `depth` bounds how many layers are read before the request computes (prefetching while it waits);
-    `release` lifts it. Reading leaves the interpreter's lock, so one thread keeps a disk busy.
+    Layers are sent to the device in the order of their use, as far as the budget allows: after each read, and each time
+    that a layer is used. What was not sent is copied by the request when it uses it.
+
+    `depth` limits how many layers are read before the request computes (prefetching while it waits); `release` lifts
+    the limit. Reading releases the interpreter's lock, so one thread keeps a disk busy.
     """
 
     def __init__(
@@ -219,27 +237,32 @@ class LayerLoader:
         depth: int | None = None,
         wait_s: float | None = None,
         send: Send | None = None,
+        staging: Staging | None = None,
+        held_back: Collection[str] = (),
         memory: HostMemory | None = None,
         unseen: Mapping[str, frozenset[int]] = MappingProxyType({}),
     ) -> None:
         """Start reading `(name, source)` pairs; a layer that takes longer than `wait_s` counts as lost.
 
-        `unseen` has by name the layers that are not to be read, since nothing will look at them.
-        What is read goes into `memory` (None: plain) and by `send` to the device that computes (None: it is this one).
+        `unseen` lists by name the layers that are not read, since no token attends to them. Layers are read into
+        `memory` (None: ordinary memory) and sent ahead with `send` (None: the CPU computes) within the budget `staging`
+        (None: no limit), except those of segments that are `held_back`.
         """
-        send = Streams().send if send is None else send
+        self._send = Streams().send if send is None else send
+        self._staging = Staging() if staging is None else staging
+        self._held_back = frozenset(held_back)
+        self._to_send: deque[tuple[LoadingSegment, int]] = deque()
+        self._sent: dict[tuple[LoadingSegment, int], Sent] = {}
+        self._used: set[tuple[LoadingSegment, int]] = set()
+        self._sending = threading.RLock()
+        self.wait_s = wait_s
         memory = HostMemory() if memory is None else memory
         self.segments = [
-            LoadingSegment(
-                name, source, num_layers, wait_s, send=send, memory=memory, unseen=unseen.get(name, frozenset())
-            )
+            LoadingSegment(name, source, num_layers, self, memory=memory, unseen=unseen.get(name, frozenset()))
             for name, source in sources
         ]
-        for segment in self.segments:
-            segment.loader = self
         self._num_layers = num_layers
         self._order = order
-        self._wait_s = wait_s
         self._limit = num_layers if depth is None else depth
         self._moved = threading.Condition()
         self._cancelled = False
@@ -248,7 +271,7 @@ class LayerLoader:
             self._thread.start()
 
     def release(self, first_layers: int = 0) -> None:
-        """Read on without bound, and wait until the first `first_layers` layers are in (all of them when sync)."""
+        """Lift the limit, and wait until the first `first_layers` layers are read (with `SYNC`: all layers)."""
         with self._moved:
             self._limit = self._num_layers
             self._moved.notify_all()
@@ -256,22 +279,76 @@ class LayerLoader:
         for segment in self.segments:
             segment.wait_for(wanted)
 
+    def offer(self, segment: LoadingSegment, layer: int) -> None:
+        """Let a layer in host memory be sent ahead."""
+        if segment.name not in self._held_back:
+            self._to_send.append((segment, layer))
+            self._send_ahead()
+
+    def hold_back(self, names: Collection[str]) -> None:
+        """Send these segments no more, and the others from now on."""
+        with self._sending:
+            self._held_back = frozenset(names)
+            free = [segment for segment in self.segments if segment.name not in self._held_back]
+            by_use = ((segment, layer) for layer, segment in product(range(self._num_layers), free))
+            self._to_send = deque(one for one in by_use if one[0].has(one[1]))
+        self._send_ahead()
+
+    def receive(self, segment: LoadingSegment, layer: int) -> torch.Tensor | None:
+        """A layer that was sent ahead, once; None if it was not. Send others in its place."""
+        with self._sending:
+            self._used.add((segment, layer))
+            sent = self._sent.pop((segment, layer), None)
+        found = None
+        if sent is not None:
+            found = sent.receive()
+            del sent  # before its bytes are taken again
+            self._staging.give_back(found.nbytes)
+        self._send_ahead()
+        return found
+
+    def drop_sent(self, segment: LoadingSegment) -> None:
+        """Free the copies of a segment on the device, and send no more of it."""
+        with self._sending:
+            mine = [(segment, layer) for layer in range(self._num_layers)]
+            self._used.update(mine)
+            for one in mine:
+                if self._sent.pop(one, None) is not None:
+                    self._staging.give_back(segment.on_host(one[1]).nbytes)
+
+    def _send_ahead(self) -> None:
+        with self._sending:
+            while self._to_send:
+                segment, layer = self._to_send[0]
+                if (segment, layer) not in self._used and (segment, layer) not in self._sent:
+                    kv = segment.on_host(layer)
+                    if not self._staging.take(kv.nbytes):
+                        return
+                    try:
+                        self._sent[segment, layer] = self._send(kv)
+                    except Exception as error:  # noqa: BLE001  (the request may be using another layer)
+                        self._staging.give_back(kv.nbytes)
+                        segment.give_up(layer, error)
+                self._to_send.popleft()
+
     @property
     def late(self) -> bool:
-        """Whether it is stuck at a layer that is late."""
+        """Whether the loader is stuck at a late layer."""
         return any(segment.late for segment in self.segments)
 
     def close(self) -> None:
-        """Stop reading; those that still wait for a layer get SegmentLost.
+        """Stop reading; pending waits for a layer end with `SegmentLost`.
 
-        Waits for the thread, but not for a layer that is late: what it still reads is for nobody.
+        Joins the thread, unless it is stuck at a late layer; that read's result is discarded.
         """
         with self._moved:
             self._cancelled = True
             self._moved.notify_all()
         while self._thread.is_alive() and not self.late:
-            self._thread.join(self._wait_s)
+            self._thread.join(self.wait_s)
         self._cancel()
+        for segment in self.segments:
+            self.drop_sent(segment)
 
     def _read_all(self) -> None:
         for segment, layer in self._in_order():

@@ -1,4 +1,4 @@
-"""Segments on another machine, which may be slow, gone, restarted, full or wrong."""
+"""The remote tier: segments on another machine, which may be slow, unreachable, restarted, full or corrupt."""
 
 import logging
 import time
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 class RemoteStats:
     """Counters since the tier was opened.
 
-    `unavailable` are reads that got no answer (breaker open included), `garbage` those that got a wrong one, `refused`
-    segments of another format version. `bytes_in` and `bytes_out` are bytes of whole segments.
+    `unavailable` counts reads without an answer (including those refused by the open breaker), `garbage` reads with
+    invalid bytes, `refused` segments of another format version. `bytes_in` and `bytes_out` are bytes of whole segments.
     """
 
     hits: int = 0
@@ -42,19 +42,19 @@ class RemoteStats:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class RunningPut:
-    """One put, from its first attempt until the last thread that carries it out is gone."""
+    """One put, from its first attempt until the last thread that runs it has ended."""
 
     key: BlobKey
     deleted: Event = field(default_factory=Event)
-    """The key was deleted since: what this put has written must go, what it has not must not come."""
+    """Set if the key was deleted since: the put must remove what it wrote and write nothing more."""
 
 
 class Deletions:
-    """Remembers what was deleted but may still lie, or come to lie, in the remote. Thread-safe.
+    """Tracks deleted keys that may still be in the remote, or be written later. Thread-safe.
 
-    An abandoned put goes on in its thread and may arrive after a deletion: it is marked, and its thread deletes
-    what it wrote. A deletion that failed is owed: its key reads as a miss here, and it is tried again later.
-    What is owed is forgotten when the process ends, so a caller that must know asks `owed`.
+    An abandoned put keeps running in its thread and may arrive after a deletion: it is marked, and its thread deletes
+    what it wrote. A failed deletion is pending ("owed"): its key reads as a miss here, and the deletion is retried.
+    Pending deletions are lost when the process ends; `owed` lists them.
     """
 
     def __init__(self, *, max_owed: int = 100_000) -> None:
@@ -64,7 +64,7 @@ class Deletions:
         self._puts: WeakSet[RunningPut] = WeakSet()
 
     def begin_put(self, key: BlobKey) -> RunningPut:
-        """A put of `key` begins; a deletion owed from before is settled by it."""
+        """Register a put of `key`; it replaces a pending deletion."""
         put = RunningPut(key)
         with self._lock:
             self._owed.pop(key, None)
@@ -72,7 +72,7 @@ class Deletions:
         return put
 
     def delete(self, key: BlobKey) -> None:
-        """`key` is being deleted: owed until `settled`, and every running put of it is marked."""
+        """Register a deletion of `key`: pending until `settled`. Marks every running put of `key`."""
         with self._lock:
             for put in self._puts:
                 if put.key == key:
@@ -81,33 +81,33 @@ class Deletions:
             if len(self._owed) > self._max_owed:
                 oldest = next(iter(self._owed))
                 del self._owed[oldest]
-                logger.error("too many deletions are owed; segment %s may stay in the remote store", oldest.segment)
+                logger.error("too many deletions are pending; segment %s may stay in the remote store", oldest.segment)
 
     def settled(self, key: BlobKey) -> None:
-        """The remote has carried the deletion out."""
+        """Note that the remote has deleted `key`."""
         with self._lock:
             self._owed.pop(key, None)
 
     def is_owed(self, key: BlobKey) -> bool:
-        """Deleted, and perhaps still there."""
+        """Whether the deletion of `key` is pending."""
         with self._lock:
             return key in self._owed
 
     def owed(self, limit: int | None = None) -> tuple[BlobKey, ...]:
-        """What is deleted and perhaps still there, the oldest first."""
+        """Keys whose deletion is pending, oldest first."""
         with self._lock:
             return tuple(self._owed)[:limit]
 
 
 _OWED_AT_ONCE = 8
 _HEAD_BYTES = 64 << 10
-"""Read first of a header: all of it for chunks of some thousand tokens, for less than a round trip costs."""
+"""First bytes read for a header: a whole header for up to some thousand tokens, cheaper than a round trip."""
 
 
 def fetch_header(blobs: BlobStore, key: BlobKey) -> SegmentHeader | None:
-    """The checked header of the segment under `key`, in two calls unless it is very long; None if there is none.
+    """The validated header of the segment under `key`, or None. Two calls, three if it is very long.
 
-    Raises `SegmentRefused` as `parse_header` does, and `OSError` if the store has no answer.
+    Raises the `SegmentRefused` of `parse_header`, and `OSError` if the store does not answer.
     """
     total_bytes, head = blobs.size(key), blobs.get(key, _HEAD_BYTES)
     if total_bytes is None or head is None:
@@ -117,13 +117,12 @@ def fetch_header(blobs: BlobStore, key: BlobKey) -> SegmentHeader | None:
 
 
 class RemoteTier:
-    """Keeps segments in a `BlobStore`; implements `chunkweave.store.tier.Tier[SegmentSource]`.
+    """Stores segments in a `BlobStore`; implements `chunkweave.store.tier.Tier[SegmentSource]`.
 
-    What a read cannot have within `deadline_s` is a miss: counted, and logged when the remote stops and when it
-    starts working, not for every call. Nothing the remote says is believed: sizes are bounded, and checksums,
-    fingerprint and id in the bytes must be the ones asked for. The bytes are those of the disk format.
-
-    Others use the same remote at the same time, so what was here a moment ago may be gone or new. Thread-safe.
+    A read that exceeds `deadline_s` is a miss. It is counted; the log has one line when the remote stops working and
+    one when it works again. The remote is not trusted: sizes are limited, and checksums, fingerprint and id in the
+    bytes must match. The bytes are in the disk format. Other processes use the remote at the same time, so its contents
+    may change at any time. Thread-safe.
     """
 
     def __init__(
@@ -140,27 +139,27 @@ class RemoteTier:
         max_listed: int = 100_000,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Asks the remote nothing yet, so it opens whether the remote is there or not.
+        """Create the tier without calling the remote, which may be down.
 
         Args:
-            blobs: where the bytes go.
-            fingerprint: of the model; a part of every key, so that models share a remote and no segments.
-            codec: for what is put; anything that is there is read by the codec that it names. Raw if None.
-            deadline_s: longest time that any one call waits for the remote, retries included.
-            breaker: guards the remote; one with its defaults if None.
-            backoff: pauses between retries; its defaults if None.
-            ttl_s: seconds after which the remote forgets a segment, counted from its put; None for never.
+            blobs: stores the bytes.
+            fingerprint: of the model; part of every key, so that models share a remote but no segments.
+            codec: for new segments; stored ones are read by the codec that they name. Raw if None.
+            deadline_s: longest time that one call waits for the remote, including retries.
+            breaker: the circuit breaker; one with defaults if None.
+            backoff: pauses between retries; defaults if None.
+            ttl_s: seconds after its put at which the remote deletes a segment; None for never.
             max_bytes: larger segments are neither put nor fetched.
-            max_listed: at most so many segments are listed by `records`.
+            max_listed: maximum number of segments that `records` lists.
             now: seconds since the epoch, for the time of creation in the bytes.
 
         Raises:
-            UsageError: an argument is out of its range, or `ttl_s` is given and `blobs` does not expire.
+            UsageError: an argument is out of range, or `ttl_s` is given and `blobs` cannot expire keys.
         """
         if ttl_s is not None and (ttl_s <= 0 or not blobs.expires):
             raise UsageError(f"{blobs.name} cannot expire segments after {ttl_s} s")
         if max_bytes <= 0 or max_listed < 0:
-            raise UsageError(f"no room for segments in {max_bytes} bytes, or {max_listed} of them listed")
+            raise UsageError(f"max_bytes ({max_bytes}) must be positive and max_listed ({max_listed}) not negative")
         try:
             BlobKey(fingerprint, SegmentId("0" * 32))
         except ValueError as error:
@@ -174,7 +173,7 @@ class RemoteTier:
         self._deletions = Deletions()
         self._lock = Lock()
         self._stats = RemoteStats()
-        self._gave_garbage = False  # warned of once, until something sound comes
+        self._gave_garbage = False  # one warning until the next valid segment
 
     @property
     def stats(self) -> RemoteStats:
@@ -183,20 +182,21 @@ class RemoteTier:
 
     @property
     def available(self) -> bool:
-        """False while the breaker is open: a miss then says nothing about what the remote holds."""
+        """False while the breaker is open: a miss then does not mean that the remote lacks the segment."""
         return self.breaker.state is BreakerState.CLOSED
 
     @property
     def undeleted(self) -> tuple[SegmentId, ...]:
-        """What was deleted here while the remote could not be reached, and may still lie there."""
+        """Segments whose deletion the remote has not confirmed."""
         return tuple(key.segment for key in self._deletions.owed())
 
     def put(self, record: SegmentRecord, payload: SegmentSource) -> None:
-        """Send a segment, replacing one of the same id.
+        """Send a segment, replacing one with the same id.
 
         Raises:
-            OSError: it was not taken, or not in time (it may still arrive: whole, and unless it is deleted first).
-            ValueError: record and payload do not fit each other.
+            OSError: the remote did not store it, or not in time. It may still arrive, whole, unless it is deleted
+                first.
+            ValueError: record and payload are inconsistent.
             SegmentLost: the payload could not be read.
         """
         key = BlobKey(self.fingerprint, record.id)
@@ -215,9 +215,9 @@ class RemoteTier:
         self._count(puts=1, bytes_out=len(data))
 
     def get(self, segment: SegmentId) -> SegmentSource | None:
-        """The segment with all its bytes, or None: not there, not in time, or not to be believed.
+        """The segment with all its bytes, or None if it is missing, late or invalid.
 
-        A layer that fails its checksum raises `SegmentLost` when it is asked for.
+        A layer that fails its checksum raises `SegmentLost` when it is read.
         """
         key = self._readable_key(segment)
         if key is None:
@@ -229,7 +229,7 @@ class RemoteTier:
             self._note_garbage(segment, str(error))
             return None
         except BlobRefused as refused:
-            logger.debug("segment %s of the remote store is not for us: %s", segment, refused)
+            logger.debug("segment %s of the remote store is skipped: %s", segment, refused)
             self._count(refused=1)
             return None
         except OSError as error:
@@ -242,10 +242,10 @@ class RemoteTier:
         return found
 
     def delete(self, segment: SegmentId) -> None:
-        """Forget it, here at once and in the remote as soon as that can be reached; unknown ids are ignored.
+        """Delete a segment: here at once, in the remote as soon as it can be reached. Unknown ids are ignored.
 
-        A deletion that the remote did not confirm is logged, counted and listed in `undeleted`, and tried again
-        with later puts and deletions of this process.
+        A deletion that the remote did not confirm is logged, counted, listed in `undeleted`, and retried with later
+        puts and deletions of this process.
 
         Raises:
             OSError: the remote did not confirm it.
@@ -260,14 +260,14 @@ class RemoteTier:
         self.settle_deletions(_OWED_AT_ONCE)
 
     def settle_deletions(self, limit: int | None = None) -> int:
-        """Try owed deletions again, at most `limit` and none after one that fails; returns how many are left."""
+        """Retry pending deletions, at most `limit`, until one fails; returns how many are left."""
         for key in self._deletions.owed(limit):
             if not self._carry_out(key):
                 break
         return len(self._deletions.owed())
 
     def nbytes(self, segment: SegmentId) -> int:
-        """Bytes that it takes in the remote, 0 if it is not there or the remote does not answer."""
+        """Bytes that a segment takes in the remote, 0 if it is not there or the remote does not answer."""
         key = self._readable_key(segment)
         if key is None:
             return 0
@@ -278,7 +278,7 @@ class RemoteTier:
             return 0
 
     def find(self, segments: Sequence[SegmentId]) -> list[SegmentRecord]:
-        """Records of those of `segments` that are held now: two calls each, one deadline for all.
+        """Records of those of `segments` that are stored: two calls each, one deadline for all.
 
         Raises:
             OSError: the remote did not answer, or not in time.
@@ -287,20 +287,20 @@ class RemoteTier:
         return self._calls.call(lambda: [record for key in keys for record in self._find(key)]) if keys else []
 
     def close(self) -> None:
-        """Drop the connections: calls under way end with an error, later calls open new ones."""
+        """Close the connections: running calls fail, later calls open new connections."""
         try:
             self._blobs.close()
         except OSError as error:
             logger.debug("closing connections: %s", error)
 
     def size_of(self, record: SegmentRecord, payload: SegmentSource) -> int:
-        """Bytes that it would take in the remote."""
+        """Bytes that a payload would take in the remote."""
         return file_bytes(record, payload, self._codec, self.fingerprint)
 
     def records(self) -> Iterator[SegmentRecord]:
-        """What the remote holds of this fingerprint now, asked for while iterating: two calls and a page a segment.
+        """Records of this fingerprint in the remote, fetched while iterating: two calls per segment, and the pages.
 
-        Ends early, with a warning, at `max_listed` segments. What is damaged or of another format version is left out.
+        Ends early, with a warning, at `max_listed` segments. Damaged segments and other format versions are skipped.
 
         Raises:
             OSError: the remote stops answering.
@@ -349,13 +349,13 @@ class RemoteTier:
         try:
             header = self._fetch_header(key)
         except (RemoteGarbage, BlobRefused) as error:
-            logger.debug("segment %s of the remote store is passed over: %s", key.segment, error)
+            logger.debug("segment %s of the remote store is skipped: %s", key.segment, error)
             return []
         return [] if header is None else [header.record]
 
     def _require_own(self, header: SegmentHeader, key: BlobKey) -> None:
         if header.record.id != key.segment or header.fingerprint != key.fingerprint:
-            raise RemoteGarbage(f"it holds segment {header.record.id} of {header.fingerprint}")
+            raise RemoteGarbage(f"it contains segment {header.record.id} of model {header.fingerprint}")
 
     def _send(self, running: RunningPut, data: bytes) -> None:
         if running.deleted.is_set():
@@ -391,7 +391,7 @@ class RemoteTier:
             self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
 
     def _note_unavailable(self, error: OSError) -> None:
-        """The breaker says when that begins and ends, so this is no warning."""
+        """Not a warning, since the breaker logs when an outage starts and ends."""
         logger.debug("the remote store did not answer: %s", error)
         self._count(unavailable=1)
 
@@ -408,7 +408,7 @@ class RemoteTier:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """What is refused inside is a failure of the remote, but for a newer version's segment, which is no fault of it."""
+    """Convert refused segments to failures of the remote, except those of a newer version."""
     try:
         yield
     except SegmentRefused as refused:

@@ -1,4 +1,4 @@
-"""Calls to another machine that end in time, and stop for a while when it does not answer."""
+"""Calls to another machine with a deadline, retries and a circuit breaker."""
 
 import logging
 import os
@@ -22,26 +22,25 @@ ResultT = TypeVar("ResultT")
 
 
 class BreakerState(Enum):
-    """What happens to the next call."""
+    """How the breaker treats the next call."""
 
     CLOSED = "closed"
-    """It is made."""
+    """It is allowed."""
     OPEN = "open"
     """It is refused at once."""
     HALF_OPEN = "half-open"
-    """One call, the probe, is under way; others are refused until it has ended."""
+    """One call, the probe, is running; others are refused until it has ended."""
 
 
 Permit = int
-"""Leave to make one call: how often the breaker had changed its state. If it has since, the outcome does not count."""
+"""Permission for one call: the number of state changes so far. After a further change its outcome is ignored."""
 
 
 class CircuitBreaker:
-    """Refuses calls to a remote after failures in a row, and lets one probe through after a while.
+    """Refuses calls to a remote after failures in a row, and allows one probe after a cool-down.
 
-    A call that succeeds but takes longer than `slow_s` counts as a failure: a cache that answers later than
-    the answer could be computed is of no use. Thread-safe. Changes between working and not working are logged
-    once each; single failures and failed probes are not.
+    A call that succeeds but takes longer than `slow_s` counts as a failure: a cache slower than computing is useless.
+    Thread-safe. Each change between working and not working is logged once; single failures and failed probes are not.
     """
 
     def __init__(
@@ -56,34 +55,34 @@ class CircuitBreaker:
         """A closed breaker.
 
         Args:
-            name: what it guards, for the log (no secrets).
+            name: the remote's name for the log (no secrets).
             failures_to_open: failures in a row that open it.
-            slow_s: a call that takes longer is a failure; None for no such limit.
-            cool_down_s: time from opening to the next probe, and the longest that a probe keeps others out.
+            slow_s: a call that takes longer is a failure; None for no limit.
+            cool_down_s: time from opening to the next probe, and the longest time that a probe blocks others.
             clock: monotonic seconds.
 
         Raises:
             UsageError: a number that is not positive.
         """
         if failures_to_open < 1 or cool_down_s <= 0 or (slow_s is not None and slow_s <= 0):
-            raise UsageError("a circuit breaker's failures, limit and cool-down must be positive")
+            raise UsageError("a circuit breaker's failures_to_open, slow_s and cool_down_s must be positive")
         self.name = name
         self._failures_to_open, self._slow_s, self._cool_down_s = failures_to_open, slow_s, cool_down_s
         self._clock = clock
         self._lock = Lock()
         self.state = BreakerState.CLOSED
-        """What it was after the last call; an open one stays so until the next `ask`."""
+        """The state after the last call; an open breaker stays open until the next `ask`."""
         self.times_opened = 0
-        """How often it went from working to not working."""
+        """Number of changes from working to not working."""
         self._era: Permit = 0
         self._failures = 0
         self._since_s = 0.0
 
     def ask(self) -> Permit | None:
-        """Leave to call, or None if the call must not be made.
+        """A permit for one call, or None if the call is refused.
 
-        Every permit is handed back with `succeeded` or `failed`. The permit of a probe that is not handed back
-        within the cool-down is void, and another probe may start.
+        Return every permit with `succeeded` or `failed`. A probe's permit expires after the cool-down; then another
+        probe may start.
         """
         with self._lock:
             if self.state is BreakerState.CLOSED:
@@ -94,7 +93,7 @@ class CircuitBreaker:
             return self._era
 
     def succeeded(self, permit: Permit, elapsed_s: float) -> None:
-        """The call was answered after `elapsed_s`."""
+        """Report that the call was answered after `elapsed_s`."""
         if self._slow_s is not None and elapsed_s > self._slow_s:
             self.failed(permit, f"took {elapsed_s:.3f} s, the limit is {self._slow_s:.3f} s")
             return
@@ -107,7 +106,7 @@ class CircuitBreaker:
                 logger.info("%s works again", self.name)
 
     def failed(self, permit: Permit, reason: str) -> None:
-        """The call was not answered, or not with anything of use."""
+        """Report that the call got no answer or an invalid one."""
         with self._lock:
             if permit != self._era:
                 return
@@ -119,7 +118,7 @@ class CircuitBreaker:
                 self._change(BreakerState.OPEN)
                 self.times_opened += 1
                 logger.warning(
-                    "%s failed %d times in a row and is left alone for %.1f s at a time: %s",
+                    "%s failed %d times in a row and is not called for %.1f s at a time: %s",
                     self.name,
                     self._failures,
                     self._cool_down_s,
@@ -132,11 +131,11 @@ class CircuitBreaker:
         self._since_s = self._clock()
 
 
-class RemoteGarbage(OSError):  # noqa: N818  (a state of the world, not a mistake)
-    """The remote answered with bytes that are not what was put there. A failure to the breaker, but not retried."""
+class RemoteGarbage(OSError):  # noqa: N818  (a state of the remote, not a mistake)
+    """The remote returned invalid bytes. The breaker counts it as a failure; it is not retried."""
 
 
-class RemoteUnavailable(OSError):  # noqa: N818  (a state of the world, not a mistake)
+class RemoteUnavailable(OSError):  # noqa: N818  (a state of the remote, not a mistake)
     """The call was not made: the breaker is open."""
 
 
@@ -150,19 +149,19 @@ class Backoff:
 
     def __post_init__(self) -> None:
         if self.base_s < 0 or self.cap_s < 0 or self.retries < 0:
-            raise UsageError(f"a back-off cannot be negative: {self}")
+            raise UsageError(f"a back-off must not be negative: {self}")
 
     def pause_s(self, retry: int, rng: random.Random) -> float:
-        """How long to wait before this retry."""
+        """Seconds to wait before this retry."""
         return rng.uniform(0.0, min(self.cap_s, self.base_s * 2.0**retry))
 
 
 class RemoteCalls:
-    """Makes calls under one deadline, retries included, and asks a breaker before each.
+    """Makes calls under a deadline that includes retries, and asks a circuit breaker before each attempt.
 
-    A call runs in another thread and is abandoned at the deadline: socket time-outs bound one read and not a
-    reply that trickles in, and most fsspec drivers have none. At most `max_calls` are under way; one more that does
-    not get its turn before its deadline fails. `cut` is called after an abandoned call, to end it.
+    A call runs in another thread and is abandoned at the deadline: socket timeouts limit one read but not a slow
+    trickle of bytes, and most fsspec drivers have none. At most `max_calls` run at once; a further call fails if none
+    ends before its deadline. `cut` is called after an abandoned call, to end it.
     """
 
     def __init__(
@@ -177,9 +176,9 @@ class RemoteCalls:
         sleep: Callable[[float], None] = time.sleep,
         rng: random.Random | None = None,
     ) -> None:
-        """Nothing is called yet. Raises `UsageError` if the deadline or the number of calls is not positive."""
+        """Makes no call yet. Raises `UsageError` if the deadline or the number of calls is not positive."""
         if deadline_s <= 0:
-            raise UsageError(f"no call can be made in {deadline_s} s")
+            raise UsageError(f"the deadline must be positive, but is {deadline_s} s")
         self.deadline_s, self.breaker = deadline_s, breaker
         self._cut = cut
         self._backoff = Backoff() if backoff is None else backoff
@@ -188,19 +187,19 @@ class RemoteCalls:
         self._rng = random.Random() if rng is None else rng
 
     @property
-    def under_way(self) -> int:
-        """Calls that run now, abandoned ones included."""
-        return self._workers.under_way
+    def running(self) -> int:
+        """Number of running calls, including abandoned ones."""
+        return self._workers.running
 
     def call(self, operation: Callable[[], ResultT], *, retry: bool = True) -> ResultT:
-        """What `operation` returns; it may be run several times, and may still run after the deadline.
+        """The result of `operation`, which may be run several times and may still run after the deadline.
 
         Raises:
             RemoteUnavailable: the breaker is open.
-            PermissionError: not let in (not retried).
-            RemoteGarbage: raised by `operation` on what it got (not retried).
-            BlobRefused: answered with a no (neither retried nor a failure to the breaker).
-            OSError: no answer before the deadline, `TimeoutError` if it was the last attempt that took too long.
+            PermissionError: access was denied (not retried).
+            RemoteGarbage: raised by `operation` for invalid bytes (not retried).
+            BlobRefused: the remote refused (neither retried nor counted by the breaker).
+            OSError: no answer before the deadline; `TimeoutError` if the last attempt took too long.
         """
         deadline, retries, made = self._clock() + self.deadline_s, self._backoff.retries if retry else 0, 0
         while True:
@@ -218,7 +217,7 @@ class RemoteCalls:
     def _attempt(self, operation: Callable[[], ResultT], deadline: float) -> ResultT:
         permit = self.breaker.ask()
         if permit is None:
-            raise RemoteUnavailable(f"{self.breaker.name} is left alone after failures")
+            raise RemoteUnavailable(f"{self.breaker.name} is not called for a while after failures")
         began = self._clock()
         try:
             result = self._workers.run(operation, deadline - began)
@@ -236,45 +235,45 @@ class RemoteCalls:
 
 
 _IDLE_S = 10.0
-"""A worker with nothing to do for so long ends."""
+"""An idle worker ends after this time."""
 
 
-class Abandoned(TimeoutError):  # noqa: N818  (what happened to the call)
-    """Nobody waits for the call any more; it may still run."""
+class Abandoned(TimeoutError):  # noqa: N818  (named for the call's outcome)
+    """The call was abandoned at its time limit; it may still run."""
 
 
 class DaemonWorkers:
-    """Runs calls in at most `max_workers` daemon threads, and gives up waiting for one at its time limit.
+    """Runs calls in at most `max_workers` daemon threads, and abandons a call at its time limit.
 
-    Not a `ThreadPoolExecutor`, which makes the interpreter wait at exit for a call that is stuck, and queues without
-    bound behind it. Threads are kept between calls: with one started for each a call took 0.3 ms, one in ten 4 ms,
-    with kept ones 0.1 ms. A forked child starts with none. Thread-safe.
+    Not a `ThreadPoolExecutor`: that makes the interpreter wait at exit for a stuck call, and queues without limit
+    behind it. Threads are reused: a call took 0.3 ms (one in ten 4 ms) with a new thread each, 0.1 ms with reuse. A
+    forked child starts with none. Thread-safe.
     """
 
     def __init__(self, max_workers: int) -> None:
-        """No thread is started yet. Raises `UsageError` if `max_workers` is not positive."""
+        """Starts no thread yet. Raises `UsageError` if `max_workers` is not positive."""
         if max_workers < 1:
-            raise UsageError(f"calls need at least one thread, not {max_workers}")
+            raise UsageError(f"max_workers must be at least 1, not {max_workers}")
         self._max_workers = max_workers
         self._start_afresh()
 
     @property
-    def under_way(self) -> int:
-        """Calls that run now, abandoned ones included."""
+    def running(self) -> int:
+        """Number of running calls, including abandoned ones."""
         return self._busy
 
     def run(self, operation: Callable[[], ResultT], limit_s: float) -> ResultT:
-        """What `operation` returns or raises, if it does so within `limit_s` seconds; else it runs on, unheeded.
+        """The result or exception of `operation`, if it ends within `limit_s` seconds; else it is abandoned.
 
         Raises:
-            Abandoned: it did not, or all workers were busy for that long.
+            Abandoned: it did not end in time, or all workers were busy that long.
             OSError: no thread can be started.
         """
         if os.getpid() != self._pid:
             self._start_afresh()
         ends_s = time.monotonic() + limit_s
         if limit_s <= 0 or not self._free.acquire(timeout=limit_s):
-            raise Abandoned("all calls under way are stuck")
+            raise Abandoned("all running calls are stuck")
         outcome: Future[ResultT] = Future()
 
         def job() -> None:
@@ -290,14 +289,14 @@ class DaemonWorkers:
         except TimeoutError:
             if not outcome.done():
                 raise Abandoned(f"no answer within {limit_s:.3f} s") from None
-            return outcome.result()  # a time-out of the operation itself, or it ended at the last moment
+            return outcome.result()  # a timeout raised by the operation itself, or it ended at the last moment
 
     def _start_afresh(self) -> None:
         self._pid = os.getpid()
         self._lock = Lock()
         self._free = BoundedSemaphore(self._max_workers)
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._idle = 0  # workers that wait, less jobs that are on their way to one
+        self._idle = 0  # idle workers minus queued jobs
         self._busy = 0
 
     def _reserve_worker(self) -> None:
@@ -325,7 +324,7 @@ class DaemonWorkers:
                         return
                 continue
             job()
-            del job  # it holds what it worked on
+            del job  # it refers to its data
             with self._lock:
                 self._busy -= 1
                 self._idle += 1

@@ -1,7 +1,7 @@
-"""One segment, one file: written so that it is there whole or not at all, read one layer at a time.
+"""Segment files: written atomically, read one layer at a time.
 
-The files are safetensors files, but not written with that library: it orders tensors by alignment, then name, so that
-all scales would come before all layers, and one layer would not be one contiguous read.
+They are safetensors files, but not written by that library: it sorts tensors by alignment, then name, so all scales
+would precede all layers, and one layer would not be one contiguous read.
 """
 
 import os
@@ -31,7 +31,7 @@ from chunkweave.tiers.segment_header import (
 
 
 class EncodedSegment:
-    """A segment that is known by its header, while its layers lie encoded somewhere. A base of `SegmentSource`s."""
+    """A segment with a decoded header and encoded layers. A base class of `SegmentSource`s."""
 
     __slots__ = ("header", "keys_at", "nbytes", "tokens")
 
@@ -42,25 +42,25 @@ class EncodedSegment:
 
 
 def layout_of(payload: SegmentSource, codec: Codec) -> SegmentLayout:
-    """How `payload` would be laid out by `codec`; reads its first layer."""
+    """The layout of `payload` under `codec`; reads its first layer."""
     first = payload.layer(0)
     shape = (payload.nbytes // max(1, first.nbytes), *first.shape)
     return SegmentLayout(shape, first.dtype, codec, payload.keys_at)
 
 
 def file_bytes(record: SegmentRecord, payload: SegmentSource, codec: Codec, fingerprint: str) -> int:
-    """Bytes of `payload` once it is encoded, header and all. Raises what `encoded_layers` does, but for `OSError`."""
+    """Bytes of the encoded `payload` with its header. Raises the errors of `encoded_layers` except `OSError`."""
     layout = layout_of(payload, codec)
     head = header_bytes(record, fingerprint, layout, 0.0, (0,) * layout.num_layers)
     return len(head) + layout.num_layers * layout.layer_bytes
 
 
 def encoded_layers(record: SegmentRecord, payload: SegmentSource, layout: SegmentLayout) -> Iterator[bytearray]:
-    """The run of each layer of `payload` in order, `layer_bytes` long.
+    """The encoded layers of `payload` in order, each `layer_bytes` long.
 
     Raises:
         OSError: the codec cannot represent this KV.
-        UsageError: a layer is not of the layout's shape and dtype.
+        UsageError: a layer's shape or dtype differs from the layout's.
         SegmentLost: the payload could not be read.
     """
     for index in range(layout.num_layers):
@@ -79,7 +79,7 @@ def encoded_layers(record: SegmentRecord, payload: SegmentSource, layout: Segmen
 
 
 def decode_layer(header: SegmentHeader, index: int, data: torch.Tensor) -> torch.Tensor:
-    """One layer from its encoded run `data` (uint8, `layer_bytes` long), once its checksum matches.
+    """Decode one layer from `data` (uint8, `layer_bytes` long) after checking its checksum.
 
     The result may be a view of `data`.
 
@@ -96,16 +96,16 @@ def decode_layer(header: SegmentHeader, index: int, data: torch.Tensor) -> torch
 
 
 class MemorySegment(EncodedSegment):
-    """A segment that came over the wire; implements `SegmentSource`.
+    """A segment received over the network; implements `SegmentSource`.
 
-    The bytes are all here, but a layer is checked and decoded only when it is asked for. Immutable; any thread may
-    read. `report_lost` is called with a layer that fails its checksum.
+    All bytes are in memory; a layer is checked and decoded when it is read. Immutable and thread-safe. `report_lost` is
+    called for a layer that fails its checksum.
     """
 
     __slots__ = ("_data", "_report_lost")
 
     def __init__(self, data: bytes, report_lost: Callable[[SegmentLost], None] | None = None) -> None:
-        """The segment in `data`; only its header is checked now. Raises what `parse_header` does."""
+        """The segment in `data`; only its header is checked now. Raises the errors of `parse_header`."""
         super().__init__(parse_header(data, len(data)))
         self._data = data
         self._report_lost = report_lost
@@ -118,7 +118,7 @@ class MemorySegment(EncodedSegment):
             IndexError: there is no such layer.
         """
         start, size = self.header.layer_offset(index), self.header.layout.layer_bytes
-        # Copied, because tensors over `bytes` could be written to, and a run within a message need not be aligned.
+        # Copied, because a tensor over `bytes` would be writable, and a layer within a message may be unaligned.
         run = torch.empty(size, dtype=torch.uint8)
         run.numpy()[:] = np.frombuffer(self._data, np.uint8, count=size, offset=start)
         try:
@@ -132,7 +132,7 @@ class MemorySegment(EncodedSegment):
 def encode_segment(
     record: SegmentRecord, payload: SegmentSource, *, codec: Codec, fingerprint: str, created_s: float
 ) -> bytes:
-    """The bytes that `write_segment` would write. Raises what `encoded_layers` does."""
+    """The bytes that `write_segment` would write. Raises the errors of `encoded_layers`."""
     layout = layout_of(payload, codec)
     runs = list(encoded_layers(record, payload, layout))
     checksums = tuple(zlib.crc32(run) for run in runs)
@@ -141,17 +141,17 @@ def encode_segment(
 
 TEMPORARY_SUFFIX = ".tmp"
 _FIRST_READ_BYTES = 16 << 10
-# O_NONBLOCK: a FIFO of a segment's name would otherwise block the open until somebody writes to it.
+# O_NONBLOCK: otherwise opening a FIFO with a segment's name would block until it has a writer.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class DiskSegment(EncodedSegment):
-    """A segment whose layers lie in a file; implements `SegmentSource`.
+    """A segment whose layers are in a file; implements `SegmentSource`.
 
-    Every layer opens the file anew: no descriptors are held, however many segments a request has, and no two threads
-    share one. What is read must match the checksum from the header that was read on opening, so a file that was
-    deleted, replaced or damaged since then is lost, never mistaken. Immutable; any thread may read.
+    Each read opens the file again: a request with many segments holds no descriptors, and threads share none. Layers
+    must match the checksums in the header read at creation, so a file that was deleted, replaced or damaged since then
+    is reported as lost. Immutable and thread-safe.
     """
 
     __slots__ = ("path",)
@@ -163,10 +163,10 @@ class DiskSegment(EncodedSegment):
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:
         """Keys and values of one layer, `[2, tokens, kv_heads, head_dim]`: one read, checked, decoded.
 
-        `scratch` (uint8) is read into if it is long enough, and the result may then be a view of it.
+        `scratch` (uint8), if long enough, is used as the buffer; the result may then be a view of it.
 
         Raises:
-            SegmentLost: the file is gone, is another one, cannot be read, or fails its checksum.
+            SegmentLost: the file is gone, was replaced, cannot be read, or fails its checksum.
             IndexError: there is no such layer.
         """
         header, offset = self.header, self.header.layer_offset(index)
@@ -176,7 +176,7 @@ class DiskSegment(EncodedSegment):
         try:
             with _open_regular(self.path) as (file, size):
                 if size != header.record.nbytes:
-                    raise SegmentRefused(FileProblem.CORRUPT, f"{size} bytes, not {header.record.nbytes} as it had")
+                    raise SegmentRefused(FileProblem.CORRUPT, f"{size} bytes instead of {header.record.nbytes}")
                 read = _read_into(file, data.numpy().data, offset)
         except (OSError, SegmentRefused) as error:
             raise SegmentLost(header.record.id, str(error)) from error
@@ -188,12 +188,12 @@ class DiskSegment(EncodedSegment):
 def write_segment(
     path: Path, record: SegmentRecord, payload: SegmentSource, *, codec: Codec, fingerprint: str, created_s: float
 ) -> SegmentHeader:
-    """Write a segment to `path`, replacing what is there; it is whole and on the medium when this returns.
+    """Write a segment to `path` atomically and durably, replacing an existing file.
 
-    A temporary file in the same folder takes the data, is synced and renamed; then the folder is synced. A writer
-    that dies in between leaves at most a temporary file.
+    The data goes to a temporary file in the same folder, which is synced and renamed; then the folder is synced. A
+    writer that dies in between leaves at most a temporary file.
 
-    Raises what `encoded_layers` does, and `OSError` if it could not be written; nothing stays.
+    Raises the errors of `encoded_layers`, and `OSError` if it cannot be written; then no file remains.
     """
     layout = layout_of(payload, codec)
     head = header_bytes(record, fingerprint, layout, created_s, (0,) * layout.num_layers)
@@ -203,7 +203,7 @@ def write_segment(
     try:
         file = os.open(temporary, _WRITE_FLAGS, 0o600)
         try:
-            # Room for the header is left free and filled last: its checksums are known only then.
+            # The header is written last, into reserved space: its checksums are known only then.
             offset = len(head)
             for run in encoded_layers(record, payload, layout):
                 checksums.append(zlib.crc32(run))
@@ -224,11 +224,11 @@ def write_segment(
 
 
 def read_header(path: Path) -> SegmentHeader:
-    """The checked header of a segment file. The id in it must be the file's name.
+    """The validated header of a segment file. Its id must be the file's name.
 
     Raises:
         FileNotFoundError: there is no such file.
-        SegmentRefused: it is not a whole segment that this version reads, or may not be read.
+        SegmentRefused: it is not a whole segment that this version reads, or it is not readable.
     """
     try:
         with _open_regular(path) as (file, size):
@@ -244,13 +244,13 @@ def read_header(path: Path) -> SegmentHeader:
         raise SegmentRefused(FileProblem.UNREADABLE, str(error)) from error
     header = parse_header(whole, size)
     if header.record.id != path.stem:
-        raise SegmentRefused(FileProblem.CORRUPT, f"it holds segment {header.record.id}, not the one it is named for")
+        raise SegmentRefused(FileProblem.CORRUPT, f"it contains segment {header.record.id}, which is not its name")
     return header
 
 
 @contextmanager
 def _open_regular(path: Path) -> Iterator[tuple[int, int]]:
-    """Descriptor and size of a regular file; a link, folder or device of that name is refused as foreign."""
+    """Descriptor and size of a regular file; a link, folder or device is refused as foreign."""
     try:
         file = os.open(path, _READ_FLAGS)
     except OSError as error:
@@ -275,7 +275,7 @@ def _write_all(file: int, data: bytes | bytearray, offset: int) -> int:
 
 
 def _read_into(file: int, view: memoryview, offset: int) -> int:
-    """Fill `view` from `offset` on; fewer bytes only where the file ends."""
+    """Fill `view` from file position `offset`; returns fewer bytes only at the end of the file."""
     read = 0
     while read < len(view):
         count = os.preadv(file, [view[read:]], offset + read)

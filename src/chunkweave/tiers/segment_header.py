@@ -1,6 +1,6 @@
-"""The header of a segment file: what it says, how it is written, and how little of it is believed.
+"""The header of a segment file: its fields, encoding and validation.
 
-docs/disk-format.md describes the format. The bytes here are the same on disk and on the wire.
+docs/disk-format.md describes the format. Bytes on disk and on the wire are the same.
 """
 
 import enum
@@ -24,16 +24,16 @@ from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
 from chunkweave.types import ChunkId, SegmentId
 
 FORMAT_VERSION = 3
-"""The newest that is read and written. A file says the oldest that can read it: 2 if its keys are rotated, 3 if it is a
-mean or has read more than its context."""
+"""The newest version that is read and written. A file names the oldest version that can read it: 2 if its keys are
+rotated, 3 if it is a mean or has `read` ids."""
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 4 << 20
-"""Far above what a chunk of 128k tokens and 1000 layers need, far below what would hurt to allocate."""
+"""Far more than a chunk of 128k tokens and 1000 layers needs, yet cheap to allocate."""
 
 _ALIGNMENT = 64
 _NO_CHECKSUM = b"0" * 32
-# Version and checksum keep their place in every version, so that a flipped bit is never taken for a newer format.
+# Version and checksum are at the same place in every version, so a flipped bit is not mistaken for a newer format.
 _HEAD = re.compile(rb'\{"__metadata__":\{"chunkweave_segment":"(\d{4})","checksum":"([0-9a-f]{32})",')
 _ID = re.compile(r"[0-9a-f]{32}")
 
@@ -57,8 +57,8 @@ class FileProblem(enum.Enum):
     UNDELETABLE = "undeletable"
 
 
-class SegmentRefused(Exception):  # noqa: N818  (a signal between layers of the library, never seen by its users)
-    """A file or message that is not a segment of ours, or not a whole one. Nothing of it was used."""
+class SegmentRefused(Exception):  # noqa: N818  (internal: users of the library never see it)
+    """A file or message that is not one of our segments, or not a whole one. None of its data was used."""
 
     def __init__(self, problem: FileProblem, reason: str) -> None:
         super().__init__(reason)
@@ -67,9 +67,10 @@ class SegmentRefused(Exception):  # noqa: N818  (a signal between layers of the 
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """Where the tensors of a segment lie. `shape` is `[layers, 2, tokens, kv_heads, head_dim]`.
+    """The layout of a segment's tensors. `shape` is `[layers, 2, tokens, kv_heads, head_dim]`.
 
-    `keys_at` is the position of the first token that the keys are rotated to (None: before RoPE); it moves no tensor.
+    `keys_at` is the position of the first token for which the keys are rotated (None: before RoPE). It does not affect
+    the tensors' offsets.
     """
 
     shape: Shape
@@ -79,7 +80,7 @@ class SegmentLayout:
 
     @property
     def version(self) -> int:
-        """The oldest version of the format that can say this."""
+        """The oldest format version that can represent this layout."""
         return 1 if self.keys_at is None else 2
 
     @property
@@ -98,16 +99,16 @@ class SegmentLayout:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one encoded layer: one contiguous run."""
+        """Bytes of one encoded layer, which is contiguous."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """Everything that a segment file says beside its tensors.
+    """All fields of a segment file beside its tensors.
 
-    `record.nbytes` is the size of the whole file; the tensors start at byte `data_start` of it.
-    `layer_checksums` are the CRC-32 of each layer's encoded run.
+    `record.nbytes` is the size of the whole file; the tensors start at its byte `data_start`. `layer_checksums` are the
+    CRC-32 of each encoded layer.
     """
 
     record: SegmentRecord
@@ -118,22 +119,22 @@ class SegmentHeader:
     data_start: int
 
     def layer_offset(self, index: int) -> int:
-        """Byte of the file at which a layer's run starts; raises `IndexError` if there is no such layer."""
+        """Offset of an encoded layer in the file, in bytes; raises `IndexError` if there is no such layer."""
         if not 0 <= index < self.layout.num_layers:
-            raise IndexError(f"layer {index} of a segment of {self.layout.num_layers}")
+            raise IndexError(f"layer {index} of a segment with {self.layout.num_layers} layers")
         return self.data_start + index * self.layout.layer_bytes
 
 
 def header_bytes(
     record: SegmentRecord, fingerprint: str, layout: SegmentLayout, created_s: float, layer_checksums: tuple[int, ...]
 ) -> bytes:
-    """Length word and header, padded so that the tensors start on a multiple of 64 bytes.
+    """Length word and header, padded so that the tensors start at a multiple of 64 bytes.
 
-    Their number does not depend on checksums or time, so that a file's size is known before it is encoded.
-    `record.nbytes` is not written: it follows from the file.
+    The number of bytes does not depend on checksums or time, so a file's size is known before it is encoded.
+    `record.nbytes` is not written; it is the file's size.
 
     Raises:
-        UsageError: record and layout do not fit each other or this format's bounds.
+        UsageError: record and layout are inconsistent or exceed the format's limits.
     """
     _require_fitting(record, layout)
     metadata = {
@@ -161,19 +162,19 @@ def header_bytes(
     text = json.dumps({"__metadata__": metadata, **_tensor_table(layout)}, separators=(",", ":")).encode()
     text += b" " * (-(LENGTH_BYTES + len(text)) % _ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
-        raise UsageError(f"a header of {len(text)} bytes; at most {MAX_HEADER_BYTES} are written")
+        raise UsageError(f"the header has {len(text)} bytes; the limit is {MAX_HEADER_BYTES}")
     whole = len(text).to_bytes(LENGTH_BYTES, "little") + text
     return whole.replace(_NO_CHECKSUM, _checksum(whole), 1)
 
 
 def header_size(head: bytes, file_bytes: int) -> int:
-    """Bytes of length word and header of a file of `file_bytes` that begins with `head` (8 bytes are enough).
+    """Bytes of length word and header of a file of `file_bytes` that begins with `head` (at least 8 bytes).
 
     Raises:
-        SegmentRefused: no segment has such a header.
+        SegmentRefused: the size is invalid.
     """
     if len(head) < LENGTH_BYTES:
-        raise SegmentRefused(FileProblem.CORRUPT, f"{len(head)} bytes are no segment file")
+        raise SegmentRefused(FileProblem.CORRUPT, f"a file of {len(head)} bytes is not a segment")
     size = int.from_bytes(head[:LENGTH_BYTES], "little")
     if size > MAX_HEADER_BYTES or LENGTH_BYTES + size > file_bytes:
         raise SegmentRefused(FileProblem.CORRUPT, f"it claims a header of {size} bytes in a file of {file_bytes}")
@@ -183,20 +184,20 @@ def header_size(head: bytes, file_bytes: int) -> int:
 def parse_header(data: bytes, file_bytes: int) -> SegmentHeader:
     """The header of a file of `file_bytes` that begins with `data`: at least length word and header.
 
-    The checksum is compared before anything is parsed, and every field is checked though it matched.
+    The checksum is compared before anything is parsed; every field is still validated afterwards.
 
     Raises:
-        SegmentRefused: it is foreign, damaged, of a version from the future, or contradicts itself or the file.
+        SegmentRefused: the header is foreign, damaged, of a newer version, or contradicts itself or the file.
     """
     size = header_size(data, file_bytes)
     whole = data[:size]
     if len(whole) < size:
-        raise SegmentRefused(FileProblem.CORRUPT, f"the header takes {size} bytes, {len(whole)} are there")
+        raise SegmentRefused(FileProblem.CORRUPT, f"the header needs {size} bytes, the data has {len(whole)}")
     head = _HEAD.match(whole, LENGTH_BYTES)
     if head is None:
         foreign = whole[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{"
         problem = FileProblem.FOREIGN if foreign else FileProblem.CORRUPT
-        raise SegmentRefused(problem, "it does not start as a segment of chunkweave")
+        raise SegmentRefused(problem, "it does not start with the header of a chunkweave segment")
     blank = whole[: head.start(2)] + _NO_CHECKSUM + whole[head.end(2) :]
     if _checksum(blank) != head[2]:
         raise SegmentRefused(FileProblem.CORRUPT, "the header's checksum does not match")
@@ -208,12 +209,12 @@ def parse_header(data: bytes, file_bytes: int) -> SegmentHeader:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SegmentRefused(FileProblem.CORRUPT, f"the header contradicts itself ({error})") from error
     if version != _version(header.record, header.layout):
-        raise SegmentRefused(FileProblem.CORRUPT, f"format version {version} does not say what it does")
+        raise SegmentRefused(FileProblem.CORRUPT, f"the fields do not match format version {version}")
     return header
 
 
 def is_segment_id(text: str) -> bool:
-    """Whether `text` is 32 lower-case hex digits, and so nothing that could lead out of a folder."""
+    """Whether `text` is 32 lower-case hex digits, so that it cannot lead out of a folder."""
     return _ID.fullmatch(text) is not None
 
 
@@ -246,7 +247,7 @@ def _header_of(fields: dict[str, Any], data_start: int, file_bytes: int) -> Segm
     _require_fitting(record, layout)
     checksums = tuple(int(checksum, 16) for checksum in metadata["layer_checksums"].split())
     if len(checksums) != layout.num_layers or fields != _tensor_table(layout):
-        raise ValueError("tensors are not those of its shape and codec")
+        raise ValueError("its tensors do not match its shape and codec")
     if data_start + layout.num_layers * layout.layer_bytes != file_bytes:
         raise ValueError(f"its tensors do not fill a file of {file_bytes} bytes: cut short or extended")
     created_s = datetime.fromisoformat(metadata["created"]).timestamp()
@@ -256,15 +257,15 @@ def _header_of(fields: dict[str, Any], data_start: int, file_bytes: int) -> Segm
 def _require_fitting(record: SegmentRecord, layout: SegmentLayout) -> None:
     shape = layout.shape
     if len(shape) != 5 or shape[1] != 2 or min(shape) < 1:
-        raise UsageError(f"not [layers, 2, tokens, kv_heads, head_dim]: {shape}")
+        raise UsageError(f"the shape must be [layers, 2, tokens, kv_heads, head_dim], but is {shape}")
     if layout.keys_at is not None and layout.keys_at < 0:
-        raise UsageError(f"keys at position {layout.keys_at}")
+        raise UsageError(f"keys_at must not be negative, but is {layout.keys_at}")
     if layout.dtype not in _KV_DTYPES.values():
-        raise UsageError(f"KV of {layout.dtype} has no place in this format")
+        raise UsageError(f"the format does not support KV of {layout.dtype}")
     if len(record.token_ids) != shape[2]:
         raise UsageError(f"{len(record.token_ids)} token ids, but KV of {shape[2]} tokens")
     if record.id != segment_id(record.chunk_id, record.context):
-        raise UsageError(f"id {record.id} does not follow from chunk and context")
+        raise UsageError(f"id {record.id} is not the id of its chunk and context")
 
 
 @lru_cache(maxsize=1024)
@@ -284,7 +285,7 @@ def _tensor_table(layout: SegmentLayout) -> dict[str, Any]:
 
 
 def _version(record: SegmentRecord, layout: SegmentLayout) -> int:
-    """The oldest version that can say this. An older reader would not know what a segment has read, and keep it."""
+    """The oldest version that can represent this. An older reader would ignore `read` ids and keep the segment."""
     return 3 if record.contexts or record.read else layout.version
 
 
@@ -303,13 +304,13 @@ def _checksum(whole: bytes) -> bytes:
 
 
 _FLOAT_BYTES = 4
-"""Per-token masses are for rankings, so that float32 will do; they are two thirds of a header."""
+"""Per-token masses are used for ranking only, so float32 is enough; they are two thirds of a header."""
 
 
 def attention_fields(profile: AttentionProfile | None) -> dict[str, str]:
-    """The fields that say what `attention_of` reads; none without a profile.
+    """The header fields of a profile, which `attention_of` reads; empty without a profile.
 
-    Masses on chunks keep all their digits, those of single tokens are rounded to float32.
+    Masses on chunks keep full precision; those of single tokens are rounded to float32.
     """
     if profile is None:
         return {}
@@ -325,10 +326,10 @@ def attention_fields(profile: AttentionProfile | None) -> dict[str, str]:
 
 
 def attention_of(fields: Mapping[str, str]) -> AttentionProfile | None:
-    """The profile that a header's `fields` have, or None if they have none.
+    """The profile in a header's `fields`, or None if there is none.
 
     Raises:
-        ValueError: a field is no such value, or they contradict each other.
+        ValueError: a field is invalid, or fields contradict each other.
         KeyError: some fields are there, others missing.
     """
     if not any(name.startswith("attention_") for name in fields):
@@ -351,5 +352,5 @@ def _packed(masses: Sequence[float]) -> str:
 def _unpacked(text: str) -> tuple[float, ...]:
     data = b64decode(text, validate=True)
     if len(data) % _FLOAT_BYTES:
-        raise ValueError(f"{len(data)} bytes are no list of float32")
+        raise ValueError(f"{len(data)} bytes are not a list of float32")
     return struct.unpack(f"<{len(data) // _FLOAT_BYTES}f", data)

@@ -1,5 +1,5 @@
 """Weaving inside vLLM, as a plug-in: stock layers, stock scheduler, no fork (docs/vllm.md).
 
-Of this the rest of chunkweave imports what needs neither vLLM nor torch (`request`, `report_socket`), and nothing of
-vLLM is imported before one of its modules is.
+The rest of chunkweave imports only modules of this package that need neither vLLM nor torch (`request`,
+`report_socket`). vLLM is imported only by the modules that use it.
 """

@@ -1,7 +1,7 @@
-"""Which of vLLM's model classes are woven, and what their layers have otherwise than their family's anatomy says.
+"""vLLM's model classes that can be woven, and how their layers differ from their family's anatomy.
 
-vLLM names a layer's norms as transformers does, so that `models.anatomy` holds for its modules too. What differs is how
-a layer is called, and what vLLM alone knows of it: which layers rotate, and within which window a layer attends.
+vLLM names a layer's norms as transformers does, so `models.anatomy` applies to its modules too. What differs is how a
+layer is called, and properties that only vLLM records: which layers rotate, and a layer's attention window.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,18 +16,18 @@ from chunkweave.models.anatomy import Anatomy
 
 
 class Call(StrEnum):
-    """How a layer is called, and what it gives; a stream is `[tokens, hidden]`."""
+    """How a layer is called, and what it returns; a stream is `[tokens, hidden]`."""
 
     ADDED_LATER = "added later"
-    """`layer(positions, hidden, residual)` gives two states whose sum is the stream."""
+    """`layer(positions, hidden, residual)` returns two states whose sum is the stream."""
     HIDDEN_FIRST = "hidden first"
-    """`layer(hidden, positions, residual)` gives two states whose sum is the stream."""
+    """`layer(hidden, positions, residual)` returns two states whose sum is the stream."""
     ADDED = "added"
-    """`layer(positions, hidden, residual)` gives the stream first; the residual is not read."""
+    """`layer(positions, hidden, residual)` returns the stream first; the residual is not read."""
     STREAM = "stream"
-    """`layer(positions, hidden)` gives the stream first."""
+    """`layer(positions, hidden)` returns the stream first."""
     TRANSFORMERS = "transformers"
-    """As transformers calls it: a batch of one, with the cosines and sines of its positions; gives the stream."""
+    """As transformers calls it: a batch of one, with cosines and sines of its positions; returns the stream."""
 
 
 def _always(_: Any) -> bool:
@@ -36,18 +36,19 @@ def _always(_: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One of vLLM's model classes; Llama's, unless it is said otherwise."""
+    """One of vLLM's model classes; the defaults are Llama's."""
 
     call: Call = Call.ADDED_LATER
     attention: str = "self_attn"
     output: str = "o_proj"
     mlp: str = "mlp"
     interleaved: bool = False
-    """Whether transformers rotates dim 2i with dim 2i + 1; vLLM's rotary modules say so themselves."""
+    """Whether transformers rotates dim 2i with dim 2i + 1; vLLM's rotary modules record this themselves."""
     rotates: Callable[[Any], bool] = _always
     """Whether a layer's attention module rotates."""
     reduces_itself: bool = False
-    """Whether the layer sums over tensor-parallel ranks, instead of its projections: with several, it is not woven."""
+    """Whether the layer, not its projections, sums over tensor-parallel ranks; it is then not woven with several ranks.
+    """
 
 
 _LLAMA = Architecture()
@@ -82,7 +83,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
     }
 )
-"""By the name of the class."""
+"""By class name."""
 
 RUN_BY_TRANSFORMERS: Mapping[str, Architecture] = MappingProxyType(
     {
@@ -93,11 +94,11 @@ RUN_BY_TRANSFORMERS: Mapping[str, Architecture] = MappingProxyType(
         "smollm3": Architecture(call=Call.TRANSFORMERS, rotates=lambda attention: bool(attention.use_rope)),
     }
 )
-"""By `model_type`: families without a class in vLLM, which puts modules of its own into transformers' layers."""
+"""By `model_type`: families without a class in vLLM, which puts its own modules into transformers' layers."""
 
 
 def architecture_of(model: Any, config: Any) -> Architecture | None:
-    """That of a model of vLLM's with this configuration of the checkpoint; None if it is not woven."""
+    """The architecture of a vLLM model with this checkpoint configuration; None if it cannot be woven."""
     name = type(model).__name__
     if name.startswith("Transformers"):
         return RUN_BY_TRANSFORMERS.get(getattr(config, "model_type", ""))
@@ -105,43 +106,48 @@ def architecture_of(model: Any, config: Any) -> Architecture | None:
 
 
 def missing_modules(layer: Any, architecture: Architecture, anatomy: Anatomy) -> list[str]:
-    """The modules that a layer should have and has not."""
+    """Expected modules that a layer does not have."""
     wanted = [name for name in (*anatomy.norms, architecture.attention, architecture.mlp) if not hasattr(layer, name)]
     attention = getattr(layer, architecture.attention, None)
     return wanted + [name for name in ("qkv_proj", architecture.output, "attn") if not hasattr(attention, name)]
 
 
 def windows_of(attentions: Sequence[Any]) -> tuple[int | None, ...]:
-    """How many keys up to its own a token sees, by vLLM's `Attention` module; empty if all see all.
+    """Keys up to its own that a token sees, per vLLM `Attention` module; empty if all see all.
 
     Raises:
-        UnsupportedModelError: a module's backend says it in a way that is not known.
+        UnsupportedModelError: a module's backend records its window in an unknown form.
     """
     windows = tuple(_window(getattr(attention.impl, "sliding_window", None)) for attention in attentions)
     return windows if any(windows) else ()
 
 
 def sinks_of(attentions: Sequence[Any]) -> tuple[tuple[float, ...], ...]:
-    """The sinks of this rank's query heads by vLLM's `Attention` module; empty without."""
+    """The sinks of this rank's query heads, per vLLM `Attention` module; empty without."""
     sinks = [getattr(attention.impl, "sinks", None) for attention in attentions]
     return tuple(tuple(one.float().tolist()) for one in sinks if one is not None)
 
 
 @contextmanager
 def narrowed(attentions: Sequence[Any], window: int) -> Iterator[None]:
-    """Narrow the windows that there are to `window` keys, for a check with few tokens."""
-    before = [(attention.impl, attention.impl.sliding_window) for attention in attentions if windows_of([attention])]
-    for impl, was in before:
+    """Narrow existing windows to `window` keys, for a check with few tokens."""
+    impls = [attention.impl for attention in attentions if windows_of([attention])]
+    before = [(impl, impl.sliding_window, getattr(impl, "window_left", None)) for impl in impls]
+    for impl, was, left in before:
         impl.sliding_window = window if isinstance(was, int) else (window - 1, 0)
+        if left is not None:  # FlashInfer's layers refuse a plan for another window than this
+            impl.window_left = window - 1
     try:
         yield
     finally:
-        for impl, was in before:
+        for impl, was, left in before:
             impl.sliding_window = was
+            if left is not None:
+                impl.window_left = left
 
 
 def _window(said: Any) -> int | None:
-    """Backends keep a number of keys, or how far to the left and to the right a token sees."""
+    """Parse a backend's window: a number of keys, or how far to the left and right a token sees."""
     match said:
         case None | -1 | (-1, -1):
             return None
@@ -149,4 +155,4 @@ def _window(said: Any) -> int | None:
             return said
         case (int(left), 0) if left >= 0:
             return left + 1
-    raise UnsupportedModelError(f"its attention is limited in a way that is not known ({said!r})")
+    raise UnsupportedModelError(f"its attention has a limit of an unknown form ({said!r})")

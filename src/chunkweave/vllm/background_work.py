@@ -1,4 +1,4 @@
-"""What a worker does while no step runs: mostly copies out of vLLM's blocks."""
+"""Work of a worker between steps, mostly copies out of vLLM's blocks."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -7,6 +7,7 @@ from threading import Condition, Thread
 
 import torch
 
+from chunkweave.tiers.device import Event, Streams
 from chunkweave.types import ChunkId
 
 logger = logging.getLogger("vllm.chunkweave")
@@ -14,12 +15,14 @@ logger = logging.getLogger("vllm.chunkweave")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """`slices` does a little at each `next`. Until it is done, `tokens` in blocks of a request stay as they are.
+    """`slices` does a small piece at each `next`. Until it is done, `tokens` in blocks of a request must not change.
 
-    `number` is reported when it is done, or failed; `chunks` are those that it stores.
+    A piece only issues copies to the device. It yields an event, and the next piece runs once this event has occurred.
+
+    `number` is reported when it is done or has failed; `chunks` are those that it stores.
     """
 
-    slices: Iterator[object]
+    slices: Iterator[Event]
     request_id: str
     number: int | None = None
     chunks: frozenset[ChunkId] = frozenset()
@@ -27,14 +30,20 @@ class Work:
 
 
 class BackgroundWork:
-    """Does work in the order in which it came in, on a thread that rests while a step runs.
+    """Runs work in order of arrival, in a thread that pauses while a step runs.
 
-    So a step waits for one slice at most. Work on more than `most_tokens` does not wait: it would hold too many blocks.
+    So a step waits for at most one slice, and not for the device: the thread waits for a slice's event without the
+    lock. Slices issue to a stream of their own. If more than `most_tokens` would be queued, work is done at once,
+    because it would hold too many blocks.
     """
 
-    def __init__(self, most_tokens: int) -> None:
+    def __init__(self, most_tokens: int, streams: Streams | None = None) -> None:
+        """`streams` has the stream for slices, which nothing else uses; None: the CPU."""
         self._most_tokens = most_tokens
+        self._streams = Streams() if streams is None else streams
         self._queue: list[Work] = []
+        self._issued: Event = None
+        """What the first work in the queue waits for."""
         self._done: set[int] = set()
         self._in_step = self._closed = False
         self._turn = Condition()
@@ -42,19 +51,19 @@ class BackgroundWork:
         self._thread.start()
 
     def begin_step(self) -> None:
-        """A step begins: the thread ends its slice and rests. Nothing happens if one runs already."""
+        """Start a step: wait for the current slice and pause the thread. Idempotent."""
         self._in_step = True
         with self._turn:
             pass
 
     def end_step(self) -> None:
-        """The step has ended."""
+        """End the step."""
         self._in_step = False
         with self._turn:
             self._turn.notify()
 
     def add(self, work: Work, *, at_once: bool = False) -> None:
-        """More work, which is done now if it is to be `at_once`."""
+        """Queue work, or with `at_once` do it, and all earlier work, now."""
         with self._turn:
             self._queue.append(work)
             while self._queue and (at_once or sum(one.tokens for one in self._queue) > self._most_tokens):
@@ -62,25 +71,25 @@ class BackgroundWork:
             self._turn.notify()
 
     def finish(self, wanted: Callable[[Work], bool] = lambda _: True) -> None:
-        """Do that work now, and what came in before it."""
+        """Finish all `wanted` work now, and everything queued before it."""
         with self._turn:
             last = max((place for place, work in enumerate(self._queue) if wanted(work)), default=-1)
             for _ in range(last + 1):
                 self._finish_first()
 
     def reads(self, request_id: str) -> bool:
-        """Whether blocks of a request are still to be read."""
+        """Whether blocks of a request must still be read."""
         with self._turn:
             return any(work.request_id == request_id and work.tokens for work in self._queue)
 
     def take_done(self) -> set[int]:
-        """Numbers of work that was done, or failed; each once."""
+        """Numbers of work that is done or has failed; each once."""
         with self._turn:
             done, self._done = self._done, set()
             return done
 
     def close(self) -> None:
-        """Do all work, and end the thread."""
+        """Finish all work and end the thread."""
         self._closed = True
         with self._turn:
             self._turn.notify()
@@ -88,35 +97,36 @@ class BackgroundWork:
         self.finish()
 
     def _run(self) -> None:
-        with self._turn:
-            while not self._closed:
-                if self._in_step or not self._queue:
+        while True:
+            with self._turn:
+                while not self._closed and (self._in_step or not self._queue):
                     self._turn.wait()
-                else:
+                if self._closed:
+                    return
+                issued = self._issued  # another one if a step has finished work while this thread waited
+                if issued is None or issued.query():  # type: ignore[no-untyped-call]
                     self._slice()
+                    continue
+            issued.synchronize()
 
     def _finish_first(self) -> None:
         while self._slice():
             pass
 
     def _slice(self) -> bool:
-        """Go on with the first, in whatever thread; returns whether it goes on."""
-        work = self._queue[0]
+        """Run one slice of the first work, in any thread; returns whether more is left of it."""
+        work, issued = self._queue[0], self._issued
+        self._issued = None
         try:
-            with torch.inference_mode():
-                if next(work.slices, self) is not self:
+            if issued is not None:
+                issued.synchronize()
+            with torch.inference_mode(), self._streams.copying():
+                for event in work.slices:
+                    self._issued = event
                     return True
-        except Exception:  # a cache may cost time, never the engine
-            logger.exception("what is to be kept of request %s is not stored", work.request_id)
+        except Exception:  # a failed store costs later requests time; it must not end the engine
+            logger.exception("KV of request %s could not be stored", work.request_id)
         del self._queue[0]
         if work.number is not None:
             self._done.add(work.number)
         return False
-
-
-def wait_for_now(device: torch.device) -> Callable[[], None]:
-    """A call that lets the stream of whichever thread makes it wait for what the current stream was given until now."""
-    if device.type != "cuda":
-        return lambda: None
-    now = torch.cuda.current_stream(device).record_event()
-    return lambda: torch.cuda.current_stream(device).wait_event(now)

@@ -1,4 +1,4 @@
-"""From which position on a request's blocks are apart from others' in vLLM's prefix cache."""
+"""Separates a request's blocks in vLLM's prefix cache, from one position on."""
 
 import hashlib
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def keep_apart(request: Any, salt: str, *, start: int = 0, block_tokens: int = 1) -> None:
-    """Have a request's blocks found under `salt` from the block on in which position `start` lies.
+    """Salt the hashes of a request's blocks with `salt`, from the block that contains position `start` on.
 
-    Those before are found by everyone with the request's own `cache_salt`. vLLM's hashes are a chain, each made of the
-    one before; it is `block_tokens` that one covers.
+    Earlier blocks are shared with all requests of the same `cache_salt`. vLLM's hashes are a chain, each derived from
+    the one before; one covers `block_tokens` tokens.
     """
     shared, hasher = start // block_tokens, request._block_hasher
     if shared and hasher is not None:
@@ -23,9 +23,9 @@ def keep_apart(request: Any, salt: str, *, start: int = 0, block_tokens: int = 1
 
 @dataclass(frozen=True, slots=True)
 class _SaltedHasher:
-    """Hashes a request's blocks as `plain` does, but that the one behind the first `shared` is made of the salt too.
+    """Hashes a request's blocks as `plain` does, but adds the salt to the hash after the first `shared` ones.
 
-    So are all after it, whenever they are hashed: also those of tokens that are generated.
+    All later hashes derive from that one, whenever they are made, including those of generated tokens.
     """
 
     plain: Callable[[Any], list[bytes]]
@@ -33,7 +33,7 @@ class _SaltedHasher:
     salt: bytes
 
     def __call__(self, request: Any) -> list[bytes]:
-        """The hashes of the blocks that are full, and have none yet."""
+        """The hashes of full blocks that have none yet."""
         there = request.block_hashes
         found = self.plain(request)
         missing = self.shared - len(there)

@@ -1,4 +1,4 @@
-"""Under which cache salt blocks in vLLM's own prefix cache were computed, so that those of a salt can be forgotten."""
+"""Records the cache salt of blocks in vLLM's own prefix cache, so that those of one salt can be forgotten."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
@@ -7,31 +7,31 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import get_block_hash, make_block_hash_with_group_id
 
 _HASHES_PER_BLOCK = 4
-"""Hashes that are remembered for each of vLLM's blocks: a hash may cover less than a block, or outlive its own."""
+"""Most hashes recorded per vLLM block: a hash may cover less than a block, or outlive its block."""
 
 
 class BlockOwners:
     """Forgets blocks by the `cache_salt` of the requests that computed them. Called from the scheduler's thread only.
 
-    A block whose salt is not known (any more) is forgotten with every salt: rather too much than too little. What is
-    forgotten is found by no later request. Running requests keep it, and vLLM frees it as always.
+    A block with an unknown salt is forgotten with every salt. Later requests do not find forgotten blocks; running
+    requests keep them, and vLLM frees them as usual.
     """
 
     def __init__(self, manager: Any) -> None:
         """`manager` is vLLM's `KVCacheManager`."""
         self._manager = manager
         self._salts: OrderedDict[bytes, str] = OrderedDict()
-        """By block hash, those that were used last at the end."""
+        """By block hash, most recently used last."""
         self._live: dict[str, tuple[Any, str]] = {}
         self._swept: set[str] = set()
-        """Live requests that may use what was removed: their blocks are forgotten once more when they end."""
+        """Live requests that may use removed KV: their blocks are forgotten again when they end."""
 
     def begin(self, request: Any) -> None:
-        """A request came in, with chunks or without; its `cache_salt` is still as its client gave it."""
+        """Add a new request, with or without chunks; its `cache_salt` is still the client's."""
         self._live[request.request_id] = request, request.cache_salt or ""
 
     def finish(self, request: Any) -> None:
-        """A request ends; its hashes are still there."""
+        """Remove an ended request, whose hashes still exist."""
         _, salt = self._live.pop(request.request_id, (None, ""))
         if request.request_id in self._swept:
             self._swept.discard(request.request_id)
@@ -40,7 +40,7 @@ class BlockOwners:
             self._note(request.block_hashes, salt)
 
     def forget(self, salts: Collection[str] | None) -> None:
-        """Forget all blocks of salts (None: of all), and what their live requests have computed when these end."""
+        """Forget all blocks of `salts` (None: all), and blocks of their live requests when these end."""
         for request, salt in self._live.values():
             self._note(request.block_hashes, salt)
         self._swept.update(name for name, (_, salt) in self._live.items() if salts is None or salt in salts)
@@ -48,7 +48,7 @@ class BlockOwners:
             pool.evict_blocks({block.block_id for block in pool.blocks if self._is_of(salts, pool, block)})
 
     def _is_of(self, salts: Collection[str] | None, pool: Any, block: Any) -> bool:
-        """Whether a block can be found, and not under other salts alone."""
+        """Whether a block is cached, and not only under other salts."""
         if block.block_hash is None:
             return False
         keys = (block.block_hash, *pool.cached_block_hashes_by_block.get(block.block_id, ()))

@@ -1,7 +1,8 @@
-"""The connector that vLLM makes, one in the scheduler and one in each worker, where its two halves do the work."""
+"""vLLM's connector class: one instance in the scheduler and one in each worker, delegating to its two halves."""
 
 import logging
 from functools import partial
+from math import inf
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -11,14 +12,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 
 from chunkweave.errors import ModelError
+from chunkweave.models.kernels.compiles import KERNEL_COMPILES
 from chunkweave.planning.calibration import stored_calibration
 from chunkweave.planning.method_choice import MethodRequest
-from chunkweave.vllm.model_check import checked_layers, measured_cost, model_fingerprint, model_folder, usual_start
+from chunkweave.vllm.model_check import (
+    checked_layers,
+    measured_cost,
+    model_fingerprint,
+    model_folder,
+    room_for_weaves,
+    spare_bytes,
+    usual_start,
+)
 from chunkweave.vllm.orders import Holdings, StepOrders, StepResults
-from chunkweave.vllm.plugin import loaded_model
+from chunkweave.vllm.plugin import copy_before_sleep, loaded_model
 from chunkweave.vllm.report_socket import ReportSender
 from chunkweave.vllm.request import Defaults
 from chunkweave.vllm.scheduler import ConnectorScheduler
@@ -34,16 +45,16 @@ _MEASURED_TOKENS = 2048
 
 
 class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM has no types
-    """Brings chunks' KV into vLLM's blocks, by plans of chunkweave's reuse methods.
+    """Loads chunks' KV into vLLM's blocks, by plans of chunkweave's reuse methods.
 
-    Layers may have blocks for their windows alone, which is what `SupportsHMA` says (hybrid memory allocation).
+    `SupportsHMA`: layers may have blocks for their window only (hybrid memory allocation).
 
-    `kv_connector_extra_config` holds what `PluginSettings` reads. A calibration record is looked for in `cache_dir`,
-    beside the model, and among those that are shipped.
+    `kv_connector_extra_config` holds the keys of `PluginSettings`. A calibration record is read from `cache_dir`, from
+    beside the model, or from those shipped.
     """
 
     _scheduler: ConnectorScheduler
-    """Only in vLLM's scheduler; `_worker` only in a worker, and there only if it weaves."""
+    """Only in vLLM's scheduler; `_worker` only in workers that weave."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -71,7 +82,7 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: what is saved is a cache, and no request waits for it."""
+        """No: saved KV is a cache, and no request waits for it."""
         return False
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -86,11 +97,11 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return tokens, bool(tokens)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Holdings]) -> None:
-        """At start-up: what every worker holds, by rank."""
+        """At start-up: the contents of every worker's store, by rank."""
         self._scheduler.begin_with(metadata)
 
     def get_handshake_metadata(self) -> Holdings | None:
-        """At start-up: what this worker holds; None if it weaves nothing."""
+        """At start-up: the contents of this worker's store; None if it does not weave."""
         return None if self._worker is None else self._worker.holdings()
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -112,19 +123,33 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0])
 
+    def reset_cache(self) -> bool:
+        """Make all stored KV unusable; vLLM calls it before it sleeps and when weights are replaced."""
+        self._scheduler.reset()
+        return True
+
     def register_kv_caches(self, _kv_caches: dict[str, Any]) -> None:
-        """The caches exist: check the model, try it, and switch weaving on, or log why not."""
+        """Check and try the model once its caches exist; enable weaving, or log why not."""
+        KERNEL_COMPILES.logger = logger
+        config, room = self._vllm_config, inf
+        ranks = RankAgreement() if config.parallel_config.tensor_parallel_size > 1 else Alone()
         try:
-            layers = checked_layers(loaded_model(), self._vllm_config, self._kv_cache_config)
+            layers, kept = checked_layers(loaded_model(), config, self._kv_cache_config)
+            if layers.device.type == "cuda":
+                spare, kept = ranks.least([spare_bytes(config, layers.device), -kept])
+                room = room_for_weaves(layers, config, self._settings.store, kept=-kept, spare=spare)
         except ModelError as error:
             logger.error("chunkweave weaves nothing, requests are served by vLLM alone: %s", error)
             return
-        ranks = RankAgreement() if self._vllm_config.parallel_config.tensor_parallel_size > 1 else Alone()
         number = self._vllm_config.parallel_config.data_parallel_index
         fingerprint = model_fingerprint(self._vllm_config)
         most_tokens = min(self._vllm_config.scheduler_config.max_num_batched_tokens, _MEASURED_TOKENS)
-        measure = partial(measured_cost, layers, fingerprint, most_tokens, lambda go_on: bool(ranks.least([go_on])[0]))
-        self._worker = ConnectorWorker(layers, fingerprint, self._settings, ranks, replica=number, measure=measure)
+        measure = partial(measured_cost, layers, fingerprint, most_tokens, lambda more: bool(ranks.least([more])[0]))
+        self._worker = ConnectorWorker(
+            layers, fingerprint, self._settings, ranks, replica=number, room_bytes=room, measure=measure
+        )
+        worker_class = resolve_obj_by_qualname(config.parallel_config.worker_cls)
+        copy_before_sleep(worker_class, self._worker.before_sleep)
         logger.info("chunkweave weaves: %s passed the start-up check", type(loaded_model()).__name__)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -136,10 +161,10 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             self._worker.step(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: requests are scheduled after their weave."""
+        """No effect: requests are scheduled after their weave."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing here: whole parts are saved from the blocks, see `wait_for_save`."""
+        """No effect: whole parts are saved from the blocks (see `wait_for_save`)."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
@@ -167,13 +192,13 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
 
 def _window(kv_cache_config: KVCacheConfig) -> int | None:
-    """The smallest window of layers that keep blocks for theirs alone."""
+    """The smallest window of layers that keep only blocks in their window; None without such layers."""
     specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
     return min((spec.sliding_window for spec in specs if isinstance(spec, SlidingWindowSpec)), default=None)
 
 
 def _defaults(settings: PluginSettings, config: VllmConfig, fingerprint: str) -> Defaults:
-    """What requests without a method get, from the settings and the model's calibration record, if it has one."""
+    """Defaults for requests without a method, from the settings and the model's calibration record, if any."""
     folder = model_folder(config)
     record = stored_calibration(settings.store.cache_dir, folder, fingerprint)
     where = f"{config.model_config.model} --cache-dir DIR" if folder is None else str(folder)

@@ -1,7 +1,7 @@
-"""What is stored of chunks, asked by command: which have a mean, and from which contexts can be woven. Torch-free.
+"""Inventory of stored chunks by command: which have a mean, and which can be used as context. No torch here.
 
-The command is a request of its own, with `kv_transfer_params = {"chunkweave": {"stored": ...}}`. Chunks are named by
-their tokens, and found under the request's own `cache_salt`. The scheduler answers by what the workers have reported.
+The command is a separate request with `kv_transfer_params = {"chunkweave": {"stored": ...}}`. Chunks are named by their
+tokens, within the request's `cache_salt`. The scheduler answers from the workers' reports.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,19 +15,19 @@ from chunkweave.types import ChunkId, SegmentId
 from chunkweave.vllm.removal import chunks_params, named_chunks
 
 STORED = "stored"
-"""The field of a request that is such a command."""
+"""The request field of this command."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Of the chunks of one command, the numbers of those with a mean, and of those that contexts can be woven from."""
+    """Indices, into a command's chunks, of those with a mean, and of those that contexts can be woven from."""
 
     means: frozenset[int] = frozenset()
     contexts: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, report: Any) -> "Inventory":
-        """What an answer carries; nothing where the plug-in does not know the command."""
+        """Parse an answer; empty if the plug-in does not know the command."""
         try:
             return cls(*(frozenset(map(int, report[name])) for name in ("means", "contexts")))
         except (KeyError, TypeError, ValueError):
@@ -35,12 +35,12 @@ class Inventory:
 
 
 def inventory_params(chunks: Iterable[Sequence[int]], start: Sequence[int]) -> dict[str, Any]:
-    """The command that asks for chunks with these tokens, sent in prompts that begin with `start`."""
+    """The command for chunks with these tokens, in prompts that begin with `start`."""
     return {STORED: chunks_params(chunks, start)}
 
 
 def asked_chunks(given: Any, *, fingerprint: str, salt: str, start: tuple[int, ...]) -> list[ChunkId]:
-    """The chunks that a command asks for; what is left out is as in `request.parse`.
+    """The chunks of a command; defaults are as in `request.parse`.
 
     Raises:
         UsageError: the message says which field is wrong.
@@ -52,7 +52,7 @@ def asked_chunks(given: Any, *, fingerprint: str, salt: str, start: tuple[int, .
 
 
 def inventory_report(chunks: Sequence[ChunkId], stored: Callable[[ChunkId | SegmentId], bool]) -> dict[str, list[int]]:
-    """The answer, by what is `stored` on all ranks."""
+    """The answer, given what is `stored` on all ranks."""
 
     def numbers(mark: Mark) -> list[int]:
         return [number for number, chunk in enumerate(chunks) if stored(marked(chunk, mark))]

@@ -1,4 +1,4 @@
-"""LoRA adapters: what tells their KV apart, and how a weave computes with that of its request."""
+"""LoRA adapters: keys that separate their KV, and computing a weave with its request's adapter."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,20 +13,20 @@ from chunkweave.models.fingerprint import content_hash
 from chunkweave.vllm.orders import NotWoven
 
 _Files = dict[str, tuple[int, int]]
-"""Sizes and times of change by name."""
+"""Sizes and modification times by name."""
 
 
 class AdapterKeys:
-    """What an adapter adds to its chunks' ids: a hash of its files, since its name may stand for others tomorrow.
+    """An adapter's part of its chunks' ids: a hash of its files, because its name may later mean other files.
 
-    vLLM has read them some time before. If they change later, it is not known which ones it computes with.
+    vLLM reads the files some time earlier. If they change later, it is unknown which ones vLLM uses.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Path, _Files, str]] = {}
 
     def of(self, lora: Any) -> str:
-        """That of a `LoRARequest`.
+        """The key of a `LoRARequest`.
 
         Raises:
             UsageError: its files cannot be read here, or have changed since its first request.
@@ -58,9 +58,9 @@ def _files(folder: Path) -> _Files:
 
 
 class Adapters:
-    """Those of a loaded model: its modules compute each row with the one that a mapping names.
+    """Adapters of a loaded model: its modules compute each row with the adapter in a mapping.
 
-    vLLM maps the rows of a step's requests. Those of a weave are others, and of one request alone.
+    vLLM maps the rows of a step's requests; a weave's rows differ, and belong to one request.
     """
 
     def __init__(self, model: Any) -> None:
@@ -69,10 +69,10 @@ class Adapters:
 
     @contextmanager
     def using(self, adapter: int) -> Iterator[None]:
-        """Inside, rows are computed with an adapter, by its number in vLLM; 0 is none. Afterwards all is as before.
+        """Compute rows with an adapter, by its number in vLLM (0: none); restores the mapping afterwards.
 
         Raises:
-            NotWoven: it is not loaded, or the step's own adapters take up all the places.
+            NotWoven: it is not loaded, or the step's own adapters use all slots.
         """
         if self._manager is None:
             yield
@@ -89,17 +89,17 @@ class Adapters:
                 self._manager.set_adapter_mapping(before)
 
     def map_rows(self, count: int) -> None:
-        """The next so many rows that modules see are the weave's."""
+        """Map the next `count` rows to the weave's adapter."""
         if self._manager is not None:
             self._manager.set_adapter_mapping(LoRAMapping((self._adapter,) * count, (self._adapter,), is_prefill=True))
 
     def _activate(self, adapter: int, step: set[int]) -> None:
-        """Give it a place, if need be that of an adapter that this step has no use for."""
+        """Load an adapter into a slot, replacing one that this step does not use if necessary."""
         manager = self._manager
         assert manager is not None
         if adapter not in manager.list_adapters():
             raise NotWoven(f"adapter {adapter} is not loaded yet")
         if len(step | {adapter}) > manager.lora_slots:
-            raise NotWoven("the step's own adapters take up all the places (--max-loras)")
-        for one in [*step, adapter]:  # the one that was not used for longest has to give way
+            raise NotWoven("the step's own adapters use all slots (--max-loras)")
+        for one in [*step, adapter]:  # marks the step's as recently used, so that the oldest other one is evicted
             manager.activate_adapter(one)

@@ -1,8 +1,8 @@
-"""Which model vLLM has loaded, whether it can be woven, and whether weaving it comes out right.
+"""Identifies the model that vLLM has loaded, whether it can be woven, and whether weaving gives correct results.
 
-At start-up each worker tries weaving on random tokens; two things must hold (one of them alone misses faults of the
-other). With every token active, each way to run a pass equals vLLM's own forward. And a chunk's KV, read, rotated back,
-rotated to another position and written, equals what vLLM computes at that position.
+At start-up each worker tries weaving on random tokens. Two things must hold, because each alone misses faults that the
+other finds. With every token active, each way to run a pass equals vLLM's own forward. And a chunk's KV, read, rotated
+back, rotated to another position and written, equals what vLLM computes at that position.
 """
 
 import logging
@@ -15,7 +15,8 @@ import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
-from chunkweave.errors import UnsupportedModelError
+from chunkweave.config import StoreConfig
+from chunkweave.errors import ModelError, UnsupportedModelError
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.models.anatomy import anatomy_of
@@ -25,6 +26,7 @@ from chunkweave.planning.cost import CostModel, measured_quickly
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, Watch
 from chunkweave.prompt.parts import PartKind, PromptPart
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
+from chunkweave.settings import GIB
 from chunkweave.types import ChunkId, SegmentId, Span
 from chunkweave.vllm.architectures import (
     ARCHITECTURES,
@@ -37,17 +39,17 @@ from chunkweave.vllm.architectures import (
     windows_of,
 )
 from chunkweave.vllm.paged_kv import RequestBlocks
-from chunkweave.vllm.stock_layers import StockLayers
-from chunkweave.vllm.weave import WeaveJob
+from chunkweave.vllm.stock_layers import BACKENDS, StockLayers
+from chunkweave.vllm.weave import WeaveJob, scratch_bytes
 
 logger = logging.getLogger("vllm.chunkweave")
 
 
 def check_supported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Refuse what weaving cannot handle before its layers are used.
+    """Refuse models that weaving cannot handle, before their layers are used.
 
     Raises:
-        UnsupportedModelError: model or configuration have such a feature; the message names it.
+        UnsupportedModelError: model or configuration have an unsupported feature; the message names it.
     """
     reason = next(_unsupported(model, config, kv_cache_config), None)
     if reason is not None:
@@ -63,9 +65,12 @@ def _unsupported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig)
     if config.parallel_config.pipeline_parallel_size > 1:
         yield "pipeline parallelism would need hidden-state transfer"
     if config.parallel_config.data_parallel_size > 1:  # 1 for the engines of a dense model, which are independent
-        yield "with data parallelism its experts wait in every layer for engines that weave nothing then"
+        yield "with data parallelism its experts wait in every layer for other engines, which do not weave then"
+    parallel = config.parallel_config
+    if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+        yield "with context parallelism a rank has only some of a prompt's tokens"
     if config.speculative_config is not None:
-        yield "with speculative decoding drafts have a KV cache of their own"
+        yield "with speculative decoding, drafts have a separate KV cache"
     if config.model_config.is_multimodal_model:
         yield "multimodal prompts have parts that are not tokens"
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -96,7 +101,17 @@ def _unsupported_layers(layers: Sequence[Any], architecture: Architecture, confi
     said = getattr(config.model_config.hf_config, "attn_logit_softcapping", None)
     for cap in {getattr(attention.attn.impl, "logits_soft_cap", None) or None for attention in attentions} - {said}:
         yield f"vLLM caps attention scores at {cap}, the checkpoint at {said}"
+    yield from _unsupported_backends([attention.attn for attention in attentions])
     yield from _unsupported_windows([attention.attn for attention in attentions], config.model_config)
+
+
+def _unsupported_backends(attentions: Sequence[Any]) -> Iterator[str]:
+    names = sorted({attention.get_attn_backend().get_name() for attention in attentions})
+    known = f"choose one with --attention-backend: {', '.join(BACKENDS)}"
+    if unknown := [name for name in names if name not in BACKENDS]:
+        yield f"how its attention backend {', '.join(unknown)} keeps metadata and KV is not known; {known}"
+    if len(names) > 1:
+        yield f"its layers have several attention backends, {', '.join(names)}; {known}"
 
 
 def _unsupported_rotations(rotaries: Sequence[Any]) -> Iterator[str]:
@@ -110,7 +125,7 @@ def _unsupported_rotations(rotaries: Sequence[Any]) -> Iterator[str]:
 
 
 def _unsupported_windows(attentions: Sequence[Any], config: ModelConfig) -> Iterator[str]:
-    """Segments are shared with the project's own engine, so that both must see the same keys."""
+    """Check that both engines see the same keys, because they share segments."""
     everywhere = (None,) * len(attentions)
     try:
         windows = windows_of(attentions) or everywhere
@@ -129,29 +144,79 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 """Largest relative error, by norm, of hidden states and of KV; half precision rounds at every step."""
 
 
-def checked_layers(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> StockLayers:
-    """The layers of a model that can be woven and was tried.
+def checked_layers(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[StockLayers, int]:
+    """The layers of a supported model that passed the trial, and the bytes of device memory that they keep.
 
-    Sliding windows are narrowed while it is tried, so that the tokens are more than a window.
+    They keep what attention backends allocate for their metadata.
+
+    Sliding windows are narrowed during the trial, so that the tokens exceed a window.
 
     Raises:
-        UnsupportedModelError: model or configuration have a feature that cannot be woven, or what comes out differs.
+        UnsupportedModelError: model or configuration have an unsupported feature, or the results differ.
     """
     check_supported(model, config, kv_cache_config)
     architecture = architecture_of(model, config.model_config.hf_config)
     attentions = [getattr(layer, architecture.attention).attn for layer in model.model.layers] if architecture else []
+    before = _allocated_bytes(torch.device(config.device_config.device))
     with narrowed(attentions, _TOKENS // 2):
-        _check(StockLayers(model, config, kv_cache_config))
-    return StockLayers(model, config, kv_cache_config)
+        tried = StockLayers(model, config, kv_cache_config)
+        _check(tried)
+        kept = _allocated_bytes(tried.device) - before
+    return StockLayers(model, config, kv_cache_config), kept
+
+
+def _allocated_bytes(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def spare_bytes(config: VllmConfig, device: torch.device) -> int:
+    """CUDA memory beside vLLM's own budget; call it once vLLM has allocated the KV cache.
+
+    Of what is free, vLLM's activations and graphs will take a part, so at most the share that its budget leaves counts.
+    With a KV cache of a given size (`kv_cache_memory_bytes`) vLLM has no share, and all that is free counts.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    cache = config.cache_config
+    share = 1.0 if cache.kv_cache_memory_bytes else 1.0 - cache.gpu_memory_utilization
+    return min(free, int(total * share))
+
+
+def room_for_weaves(layers: StockLayers, config: VllmConfig, store: StoreConfig, *, kept: int, spare: int) -> int:
+    """Device memory for weaves: the `spare` bytes without what is sent ahead, the device tier, and `kept` ones.
+
+    Raises:
+        ModelError: a prompt of as many tokens as a step does not fit; the message has the number.
+    """
+    longest = config.model_config.max_model_len
+    usual = min(config.scheduler_config.max_num_batched_tokens, longest)
+    taken = store.device_staging_bytes + store.device_budget_bytes + kept
+    own, itemsize = layers.own_geometry, layers.dtype.itemsize
+    usual_bytes, longest_bytes = (
+        taken + scratch_bytes(own, itemsize, tokens=tokens, active=tokens) for tokens in (usual, longest)
+    )
+    needed = (
+        f"beside --gpu-memory-utilization it needs {_gib(usual_bytes)} of device memory for prompts of {usual} tokens "
+        f"and {_gib(longest_bytes)} for {longest}, with {_gib(taken)} for device_staging, device_budget and workspaces"
+    )
+    if usual_bytes > spare:
+        less = "lower --gpu-memory-utilization or device_staging"
+        raise ModelError(f"{needed}; {_gib(spare)} are there: {less}")
+    logger.info("chunkweave weaves: %s; %s are there, and vLLM computes prompts that need more", needed, _gib(spare))
+    return spare - taken
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB"
 
 
 def _check(layers: StockLayers) -> None:
-    """Try weaving on blocks whose contents are restored afterwards."""
+    """Try weaving on blocks, and restore their contents."""
     blocks = -(-(_TOKENS + _SHIFT) // layers.paged.block_size)
     last = layers.paged.num_slots // layers.paged.block_size
     groups = max(layers.paged.groups) + 1
-    if last <= 2 * groups * blocks:  # the first block is nobody's
-        raise UnsupportedModelError("the KV cache is too small to try weaving in it")
+    if last <= 2 * groups * blocks:  # block 0 is the null block
+        raise UnsupportedModelError("the KV cache is too small for the start-up check of weaving")
     free = [range(last - (n + 1) * blocks, last - n * blocks) for n in range(2 * groups)]
     tables = [RequestBlocks(free[n::2], layers.paged) for n in range(2)]
     everywhere = torch.arange(0, _TOKENS + _SHIFT, device=layers.device)
@@ -163,7 +228,7 @@ def _check(layers: StockLayers) -> None:
 
 
 def _check_all_active(layers: StockLayers, blocks: RequestBlocks, ids: torch.Tensor) -> None:
-    """Recompute ratio 1: the KV of the last layer against that of vLLM's forward, with its kernels and with ours."""
+    """Recompute ratio 1: the last layer's KV equals that of vLLM's forward, with vLLM's kernels and with ours."""
     positions = torch.arange(len(ids), device=layers.device)
     last = layers.num_layers - 1
     slots = blocks.of(last).slots(positions)
@@ -182,12 +247,12 @@ def _check_all_active(layers: StockLayers, blocks: RequestBlocks, ids: torch.Ten
 
 
 def _check_shift(layers: StockLayers, tables: list[RequestBlocks], ids: torch.Tensor) -> None:
-    """Recompute ratio 0: a chunk computed at positions 0.., reused at others, against one computed there."""
+    """Recompute ratio 0: a chunk computed at positions 0.. and reused at others equals one computed there."""
     positions = torch.arange(len(ids), device=layers.device)
     shifted = positions + _SHIFT
     layers.forward(ids.to(layers.device), positions, layers.activate(positions, tables[0]))
     stored = [layers.paged.read(layer, tables[0].of(layer).slots(positions)) for layer in range(layers.num_layers)]
-    # Attention depends on distances alone: the same slots, entered with later positions, give the KV of a chunk there.
+    # Attention depends only on distances: the same slots with later positions give the KV of a chunk there.
     layers.forward(ids.to(layers.device), shifted, layers.activate(positions, tables[0]))
     expected = [layers.paged.read(layer, tables[0].of(layer).slots(positions)) for layer in range(layers.num_layers)]
     before = PromptPart(PartKind.START, tuple(range(3, 3 + _SHIFT)))
@@ -207,10 +272,10 @@ def _check_shift(layers: StockLayers, tables: list[RequestBlocks], ids: torch.Te
 
 
 def measured_cost(layers: StockLayers, fingerprint: str, most_tokens: int, agreed: Callable[[bool], bool]) -> CostModel:
-    """What prefill costs by vLLM's own forward, measured in about two seconds (`measured_quickly`).
+    """Prefill times of vLLM's own forward, measured in about two seconds (`measured_quickly`).
 
-    Of prompts of at most `most_tokens`, in blocks whose contents are restored afterwards. Call it before there are
-    requests, on all ranks alike.
+    For prompts of at most `most_tokens`, in blocks whose contents are restored. Call it before the first request, on
+    all ranks alike.
     """
     size = layers.paged.block_size
     last, groups = layers.paged.num_slots // size, max(layers.paged.groups) + 1
@@ -222,7 +287,7 @@ def measured_cost(layers: StockLayers, fingerprint: str, most_tokens: int, agree
         ids = positions * 7919 % 251 + 3
         active = layers.activate(positions, blocks)
         took_s = 0.0
-        for _ in range(2):  # the first one makes code for this number of tokens
+        for _ in range(2):  # the first run compiles code for this number of tokens
             started_s = time.perf_counter()
             layers.forward(ids, positions, active)[-1:].cpu()
             took_s = time.perf_counter() - started_s
@@ -240,7 +305,7 @@ def measured_cost(layers: StockLayers, fingerprint: str, most_tokens: int, agree
 
 
 def _compare(what: str, layers: StockLayers, expected: torch.Tensor, found: torch.Tensor) -> None:
-    error = ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+    error = layers.ranks.maximum((found.float() - expected.float()).norm() / expected.float().norm()).item()
     if not error <= _TOLERANCE[layers.paged.dtype]:
         raise UnsupportedModelError(f"{what} differ from vLLM's own by {error:.3g} of their norm")
 
@@ -249,7 +314,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def model_fingerprint(config: VllmConfig) -> str:
-    """The fingerprint that chunkweave's own engine gives the same checkpoint; with dummy weights, of shape and seed."""
+    """The fingerprint that our engine gives the same checkpoint; for dummy weights, of shape and seed."""
     model = config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
     folder = model_folder(config)
@@ -259,16 +324,16 @@ def model_fingerprint(config: VllmConfig) -> str:
 
 
 def model_folder(config: VllmConfig) -> Path | None:
-    """Where the checkpoint's files are; None for dummy weights, which have none."""
+    """The folder of the checkpoint's files; None for dummy weights."""
     model = config.model_config
     return None if config.load_config.load_format == "dummy" else _folder(model.model, model.revision)
 
 
 def usual_start(model: ModelConfig) -> tuple[int, ...]:
-    """The leading tokens of a prompt that are part of no chunk, as the project's own engine makes them.
+    """The leading tokens of a prompt that belong to no chunk, as in our own engine.
 
     They are what the model's tokenizer puts before a text. A config may name a BOS that the tokenizer does not add
-    (Qwen2.5), so it is read only where there is no tokenizer.
+    (Qwen2.5), so it is used only without a tokenizer.
     """
     bos = getattr(model.hf_config, "bos_token_id", None)
     named = (bos,) if isinstance(bos, int) else ()
@@ -283,20 +348,20 @@ def usual_start(model: ModelConfig) -> tuple[int, ...]:
         )
         return HuggingFaceTokenizer(tokenizer).start_ids
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-        logger.warning("the tokenizer cannot be read (%s): a prompt is taken to begin with %s", error, named)
+        logger.warning("the tokenizer cannot be read (%s): prompts are assumed to begin with %s", error, named)
         return named
 
 
 def rank_fingerprint(fingerprint: str, rank: int, size: int) -> str:
-    """What one of `size` tensor-parallel ranks keeps its segments under: each has a share of the heads only.
+    """Fingerprint for the segments of one of `size` tensor-parallel ranks, which has only a share of the heads.
 
-    One alone has them all, and shares its segments with the project's own engine.
+    A single rank has all heads, and shares its segments with our own engine.
     """
     return fingerprint if size == 1 else f"{fingerprint}-tp{rank}of{size}"
 
 
 def _folder(name: str, revision: str | None) -> Path:
-    """The folder of a checkpoint; of a name on a hub the files lie in the hub's own cache by now."""
+    """The folder of a checkpoint; a hub name is in the local hub cache by now."""
     folder = Path(name)
     if folder.is_dir():
         return folder

@@ -1,4 +1,4 @@
-"""What the connector's halves send each other: orders to the workers in every step, and what became of them."""
+"""Messages between the connector's halves: orders to the workers in every step, and their results."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,17 +18,19 @@ from chunkweave.vllm.removal import RemovalOrder, Removed
 from chunkweave.vllm.request import WeaveRequest
 
 PLACED_PER_COMPUTED = 32
-"""As how many stored tokens, placed in a layer, one that is computed counts: moving keys and values is bytes, computing
-is all weights of the layer. Assumed, not measured."""
+"""Number of stored tokens whose placement in a layer costs as much as computing one: moving keys and values is bytes,
+computing reads all weights of the layer. Assumed, not measured.
+"""
 
 BlockIds = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WeaveOrder:
-    """Bring the KV of positions `first` to `stop` of a request into its blocks, which are given by group of layers.
+    """Load the KV of positions `[first, stop)` of a request into its blocks, given per group of layers.
 
-    Others may take the blocks below `exact`: what is in them already is exact, and what is brought must be.
+    Blocks below position `exact` are shared with other requests: their contents are exact, and what is loaded there
+    must be.
     """
 
     request_id: str
@@ -38,22 +40,21 @@ class WeaveOrder:
     stop: int
     exact: int = 0
     adapter: int = 0
-    """The LoRA adapter's number in vLLM, 0 if there is none."""
+    """The LoRA adapter's number in vLLM, 0 without one."""
 
 
 class NotWoven(Exception):  # noqa: N818  (a signal within the worker, never seen by users)
-    """Nothing is wrong, but vLLM had better compute this request."""
+    """Not an error: vLLM should compute this request itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """After this step's forward the KV of positions below `computed` is in the blocks: store the parts that end there.
+    """After this step's forward, the KV below position `computed` is in the blocks: store the parts that end there.
 
-    The blocks stay as they are until the workers say that the order of this `number` is done, or the request is among
-    the preempted ones.
+    The blocks do not change until the workers report order `number` as done, or the request is preempted.
 
-    Those that end at `saved` or before are stored already. `exact` says that vLLM computed every position.
-    `windowed` layers have lost what lies before `readable`, or may have after the next step.
+    Parts that end at or before `saved` are stored already. `exact`: vLLM computed every position. `windowed` layers
+    have lost KV before `readable`, or may have after the next step.
     """
 
     request_id: str
@@ -66,12 +67,12 @@ class SaveOrder:
     windowed: bool = False
     number: int = 0
     adapter: int = 0
-    """As in a `WeaveOrder`."""
+    """As in `WeaveOrder`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookupOrder:
-    """Find out whether a tier that others fill too has something of a prompt; the request waits for that."""
+    """Look up a prompt in tiers that other servers fill too; the request waits for the result."""
 
     request_id: str
     prompt: Prompt
@@ -79,9 +80,9 @@ class LookupOrder:
 
 @dataclass(frozen=True, slots=True)
 class AskedOrder:
-    """Count a request that is not woven: `local` of its tokens were in vLLM's own cache, it computes the others.
+    """Count a request that is not woven: `local` of its tokens were in vLLM's own cache, vLLM computes the rest.
 
-    If those were woven for another one, `woven` says how.
+    If the cached tokens were woven for an earlier request, `woven` describes it.
     """
 
     request_id: str
@@ -92,9 +93,9 @@ class AskedOrder:
 
 @dataclass(frozen=True, slots=True)
 class Holdings(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM has no types
-    """One worker to the scheduler, once, at start-up: what its tiers hold, and whether others fill them too.
+    """One worker to the scheduler, once at start-up: the contents of its tiers, and whether others fill them too.
 
-    `store_tokens` are those that they have room for; None if that is not known.
+    `store_tokens` is their capacity in tokens; None if unknown.
     """
 
     stored: frozenset[ChunkId | SegmentId]
@@ -104,10 +105,11 @@ class Holdings(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM has 
 
 @dataclass(slots=True)
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types
-    """Scheduler to workers. `idle`: nothing else is to be computed in this step.
+    """Scheduler to workers. `idle`: this step computes nothing else.
 
-    Requests that are `waiting` have come in and got no blocks in this step. Blocks of `preempted` requests are given to
-    others in this step; those of `held` ones, which have ended, when the workers have copied what they were to save.
+    `reset`: drop all KV first, because weights may have been replaced. Requests in `waiting` have arrived and got no
+    blocks in this step. Blocks of `preempted` requests are given to others in this step; those of `held` ones, which
+    have ended, once the workers have copied what they save.
     """
 
     weaves: list[WeaveOrder] = field(default_factory=list)
@@ -119,16 +121,17 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no type
     preempted: frozenset[str] = frozenset()
     held: list[str] = field(default_factory=list)
     removals: list[RemovalOrder] = field(default_factory=list)
+    reset: bool = False
     idle: bool = False
 
 
 @dataclass(slots=True)
 class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has no types
-    """Workers to scheduler: what came into the stores or left them, reports of finished weaves, and failed ones.
+    """Workers to scheduler: changes of the stores, reports of finished weaves, and failed ones.
 
-    `copies` says by how many more ranks (or fewer) something of a chunk, or an exact segment, is held now. `answered`
-    says on how many ranks the remote lookup of a request has ended, `saved` on how many a save of this number is done.
-    `removed` has an answer of each rank that has done what a command asked for.
+    `copies` maps a chunk or exact segment to the change in the number of ranks that hold it. `answered` is the number
+    of ranks on which a request's remote lookup has ended, `saved` the number on which a save order is done. `removed`
+    has one answer per rank that finished a removal.
     """
 
     copies: Counter[ChunkId | SegmentId] = field(default_factory=Counter)
@@ -139,11 +142,11 @@ class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has 
     removed: dict[str, list[Removed]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether there is anything to send: most steps bring nothing."""
+        """Whether there is anything to send; most steps have nothing."""
         return bool(self.copies or self.reports or self.failed or self.answered or self.saved or self.removed)
 
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "StepResults":
-        """What all ranks say; their reports are the same."""
+        """The combined results of all ranks; their reports are equal."""
         assert isinstance(other, StepResults)
         copies, answered, saved = Counter(self.copies), Counter(self.answered), Counter(self.saved)
         copies.update(other.copies)
@@ -163,10 +166,10 @@ def request_report(
     local: int,
     hits: Mapping[str, int],
 ) -> dict[str, object]:
-    """The report of one request, with the fields of the project's `ReuseReport`.
+    """The report of one request, with the fields of `ReuseReport`.
 
-    `sources` cover the prompt, `recomputed` are positions in its reused parts, ascending. `local` of its tokens were in
-    vLLM's own prefix cache: those of them that are exact are the `engine_cached_tokens`.
+    `sources` cover the prompt; `recomputed` are positions in reused parts, ascending. `local` tokens were in vLLM's own
+    prefix cache; the exact ones of these are `engine_cached_tokens`.
     """
     spans = {one: joined(sources.get(one, ())) for one in KVSource}
     exact, reused, computed = (

@@ -1,7 +1,7 @@
-"""Reading and writing vLLM's paged KV cache without knowing how a backend lays it out.
+"""Read and write vLLM's paged KV cache without knowing a backend's layout.
 
-Writing goes through the backend's own `do_kv_cache_update`. Reading needs the inverse, which no backend offers; so it
-is learnt: a block is written with the number of each of its elements, and what then lies where is looked up.
+Writes use the backend's own `do_kv_cache_update`. No backend offers the inverse, so the layout is learnt: each element
+of a block is written with its own number, and the numbers found in memory give the places.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,19 +15,21 @@ import torch
 from chunkweave.errors import UnsupportedModelError
 
 _DIGIT = 128
-"""Numbers are written digit by digit, each exact in bfloat16 (8 bits of significand)."""
+"""Numbers are written digit by digit; each digit is exact in bfloat16 (8 bits of significand)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Strided:
-    """Where keys (or values) lie in a block, if that is an affine function of token, head and dim."""
+    """The layout of keys (or values) in a block, as an affine function of token, head and dim."""
 
     origin: int
     strides: tuple[int, ...]
 
     @classmethod
     def found(cls, offsets: torch.Tensor) -> "_Strided | None":
-        """From offsets in memory from a block's first element, `[tokens, kv_heads, head_dim]`."""
+        """From offsets in memory relative to a block's first element, `[tokens, kv_heads, head_dim]`; None if not
+        affine.
+        """
         origin = offsets[0, 0, 0]
         steps = [offsets.select(dim, min(1, size - 1))[0, 0] - origin for dim, size in enumerate(offsets.shape)]
         axes = [torch.arange(size, device=offsets.device) for size in offsets.shape]
@@ -37,7 +39,7 @@ class _Strided:
         return cls(int(origin), tuple(map(int, steps)))
 
     def view(self, cache: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """They in a whole cache, `[blocks, *shape]` where `shape` is of the offsets."""
+        """A view of them in a whole cache, `[blocks, *shape]`; `shape` is that of the offsets."""
         strides = (cache.stride(0), *self.strides)
         return cache.as_strided((len(cache), *shape), strides, cache.storage_offset() + self.origin)
 
@@ -45,17 +47,17 @@ class _Strided:
 class PagedKV:
     """The KV cache of all attention layers of one worker; slots are `block * block_size + offset`, as in vLLM.
 
-    Owns no memory: the tensors are vLLM's. `block_size` is the scheduler's; a backend may cut its blocks smaller, to
-    `kernel_block` tokens, which changes no slot. `groups` says by layer which of a request's tables is its own:
-    layers of one group have the same blocks.
+    Owns no memory: the tensors are vLLM's. `block_size` is the scheduler's; a backend may use smaller blocks of
+    `kernel_block` tokens, which changes no slot. `groups` maps each layer to one of a request's block tables: layers of
+    one group have the same blocks.
     """
 
     def __init__(self, layers: Sequence[Any], block_size: int, groups: Sequence[int] | None = None) -> None:
-        """Learn the layout of `layers`, vLLM's `Attention` modules in layer order; `groups` None: all are in one.
+        """Learn the layout of `layers`, vLLM's `Attention` modules in layer order; `groups` None: one group.
 
         Raises:
-            UnsupportedModelError: the cache is not one of plain keys and values per head, or the layout found does
-                not reproduce what was written.
+            UnsupportedModelError: the cache has no plain keys and values per head, or the learnt layout does not
+                reproduce what was written.
         """
         self._layers = layers
         self.block_size = block_size
@@ -84,12 +86,12 @@ class PagedKV:
         self._verify()
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put rotated `keys` and `values` `[tokens, kv_heads, head_dim]` into `slots` `[tokens]` of one layer."""
+        """Write rotated `keys` and `values` `[tokens, kv_heads, head_dim]` to `slots` `[tokens]` of one layer."""
         attention = self._layers[layer]
         attention.impl.do_kv_cache_update(attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots)
 
     def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Rotated keys and values of `slots` `[tokens]` of one layer, `[2, tokens, kv_heads, head_dim]`, a copy."""
+        """Rotated keys and values at `slots` `[tokens]` of one layer, `[2, tokens, kv_heads, head_dim]`, a copy."""
         cache, rows = self._layers[layer].kv_cache, slots % self.kernel_block
         keys, values = self._strided
         if keys is not None and values is not None and cache.stride() == self._strides:
@@ -101,9 +103,18 @@ class PagedKV:
         found: torch.Tensor = tokens[where, rows].transpose(0, 1)
         return found
 
+    def reserve(self, nbytes: int) -> None:
+        """Let PyTorch take device memory now and keep it for the tensors that follow.
+
+        Raises:
+            torch.OutOfMemoryError: it is not there.
+        """
+        if self.device.type != "cpu":
+            torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
     @contextmanager
     def preserved(self, slots: torch.Tensor) -> Iterator[None]:
-        """On leaving, the blocks of `slots` hold what they held on entering, in every layer."""
+        """Restore the blocks of `slots` in every layer on exit."""
         blocks = torch.unique(slots // self.kernel_block)
         kept = [layer.kv_cache[blocks].clone() for layer in self._layers]
         try:
@@ -131,7 +142,7 @@ class PagedKV:
         return torch.argsort(found).view(tokens, 2, heads, dim)
 
     def _verify(self) -> None:
-        """Write random KV to scattered slots of two blocks, and read it back, in the first and the last layer."""
+        """Write random KV to scattered slots of two blocks and read it back, in the first and the last layer."""
         generator = torch.Generator().manual_seed(0)
         block = self.num_slots // self.kernel_block - 2
         slots = torch.randperm(2 * self.kernel_block, generator=generator)[: self.kernel_block + 3]
@@ -146,13 +157,13 @@ class PagedKV:
 
 
 _NULL_BLOCK = 0
-"""In place of blocks that have left the window of a group's layers."""
+"""Replaces blocks that have left the window of a group's layers."""
 
 
 class BlockTable:
-    """One request's blocks of one group of layers, in both of the sizes that they are counted in.
+    """One request's blocks of one group of layers, counted in both block sizes.
 
-    Positions before `begins` have none (any more): they have left the layers' window.
+    Positions before `begins` have no blocks: they have left the layers' window.
     """
 
     def __init__(self, block_ids: Sequence[int], paged: PagedKV) -> None:
@@ -168,12 +179,12 @@ class BlockTable:
         return blocks * self.kernel_block + positions % self.kernel_block
 
     def rows(self, count: int) -> torch.Tensor:
-        """The table as `count` requests that share it, `[count, blocks]`, int32."""
+        """The table repeated for `count` requests that share it, `[count, blocks]`, int32."""
         return self._kernel_blocks.to(torch.int32).expand(count, -1).contiguous()
 
 
 class RequestBlocks:
-    """One request's block tables, one for each group of layers. From `begins` on all have blocks; `whole`: from 0."""
+    """One request's block tables, one per group of layers. From `begins` on all have blocks; `whole`: from 0 on."""
 
     def __init__(self, block_ids: Sequence[Sequence[int]], paged: PagedKV) -> None:
         self.tables = tuple(BlockTable(ids, paged) for ids in block_ids)

@@ -1,4 +1,4 @@
-"""What vLLM has computed of one part, copied out of its blocks for the store."""
+"""Copies one part's KV out of vLLM's blocks for the store."""
 
 from collections.abc import Iterator
 
@@ -17,9 +17,10 @@ class PartCopy:
     """One part's KV, read from the blocks piece by piece in prompt order. Owned by the worker."""
 
     def __init__(self, part: StoredPart, layers: StockLayers, memory: HostMemory, *, as_they_are: bool) -> None:
-        """Into `memory`. Keys `as_they_are` come back to the bit, to the same position; else they are read before RoPE.
+        """Copy into `memory`. Keys `as_they_are` are restored bitwise at the same position; else they are read before
+        RoPE.
 
-        The latter is for codecs that quantize by channel: before RoPE outliers keep to theirs.
+        The latter is for codecs that quantize by channel: before RoPE, outliers stay in fixed channels.
         """
         self._part, self._layers, self._as_they_are = part, layers, as_they_are
         self._until = part.span.start
@@ -27,11 +28,13 @@ class PartCopy:
         self._kv = memory.empty(shape, layers.paged.dtype)
 
     def follows(self, blocks: RequestBlocks, piece: Span) -> bool:
-        """Whether a piece can be read: what lies before it was, and it has not left the window of some layer."""
+        """Whether a piece can be read: it continues what was read, and all layers still have its blocks."""
         return piece.start == self._until and piece.start >= blocks.begins
 
-    def read(self, blocks: RequestBlocks, piece: Span) -> Iterator[None]:
-        """Read a piece that follows, a layer at each `next`."""
+    def read(self, blocks: RequestBlocks, piece: Span, *, wait: bool = True) -> Iterator[None]:
+        """Read a piece that follows, one layer per `next`. Without `wait`, copies to page-locked memory are only
+        issued, to the current stream.
+        """
         paged = self._layers.paged
         self._until = piece.stop
         positions = torch.arange(piece.start, piece.stop, device=self._layers.device)
@@ -40,19 +43,19 @@ class PartCopy:
             keys, values = paged.read(layer, blocks.of(layer).slots(positions))
             if not self._as_they_are:
                 keys = self._layers.rotations.inverse(layer, keys, positions)
-            self._kv[layer, 0, rows] = keys
-            self._kv[layer, 1, rows] = values
+            for place, copied in enumerate((keys, values)):
+                self._kv[layer, place, rows].copy_(copied, non_blocking=not wait)
             yield
 
     def write(self, blocks: RequestBlocks) -> None:
-        """Put a part whose keys are as they are into other blocks, at the same positions."""
+        """Write a part with keys as they are into other blocks, at the same positions."""
         paged, span = self._layers.paged, self._part.span
         positions = torch.arange(span.start, span.stop, device=self._layers.device)
         for layer, kv in enumerate(self._kv.to(paged.device)):
             paged.write(layer, blocks.of(layer).slots(positions), *kv)
 
     def segment(self, exact_to: int, read: frozenset[ChunkId]) -> tuple[SegmentRecord, SegmentKV]:
-        """The part, for the store; it is exact if it ends at `exact_to` or before, else it has `read` this."""
+        """The part as a segment; exact if it ends at or before `exact_to`, else its record has `read`."""
         part = self._part
         kv = SegmentKV(self._kv, part.span.start if self._as_they_are else None)
         exact = part.span.stop <= exact_to

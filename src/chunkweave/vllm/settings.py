@@ -1,4 +1,4 @@
-"""The connector's extra config: every key that vLLM's user may give, checked before anything is loaded."""
+"""The connector's extra config: every key, checked before anything is loaded."""
 
 import os
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _KNOWN = {name: one for kind in _GROUPS for name, one in settings_at(kind, Place
 
 @dataclass(frozen=True, slots=True)
 class PluginSettings:
-    """Where segments are kept, how weaves share a step, and in `requests` what `Defaults.from_config` reads."""
+    """Settings of the store and of weaves' share of a step; `requests` is for `Defaults.from_config`."""
 
     store: StoreConfig
     weave: WeaveConfig
@@ -34,9 +34,9 @@ class PluginSettings:
     def from_config(
         cls, extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ, *, most_tokens: int = 2048
     ) -> "PluginSettings":
-        """Read `kv_connector_extra_config`. Without `remote_url` the environment's is used.
+        """Read `kv_connector_extra_config`; `remote_url` defaults to the environment's.
 
-        Without `weave_step_tokens` it is an eighth of `most_tokens`, which vLLM computes at most in a step.
+        `weave_step_tokens` defaults to an eighth of `most_tokens`, vLLM's maximum per step.
 
         Raises:
             UsageError: an unknown key, or a value that is out of range or of the wrong type.
@@ -48,11 +48,11 @@ class PluginSettings:
             raise UsageError(f"unknown keys of kv_connector_extra_config: {unknown}; there are: {there}")
         url = environment.get(REMOTE_URL_VARIABLE)
         given = ({"remote_url": url} if url else {}) | given
-        read(PluginConfig, given, Place.CONNECTOR)  # what the others name may be in its files
+        read(PluginConfig, given, Place.CONNECTOR)  # first: other settings may name plug-ins in its files
         store = read(StoreConfig, given, Place.CONNECTOR)
         if store.cache_dir is not None:
             store = replace(store, cache_dir=store.cache_dir.expanduser())
-        make_policy(store.policy)  # refused now, not in every worker
+        make_policy(store.policy)  # raise here, not in every worker
         make_codec(store.codec)
         given_cost_model(store.cost_model, None)
         requests = {key: given[key] for key in SETTINGS & given.keys() if given[key] is not None}

@@ -1,10 +1,10 @@
 """vLLM's own decoder layers, driven one by one over any set of positions of one request's blocks.
 
-The trick that needs no kernel and no model code of ours: each run of consecutive active positions is presented to the
-attention backend as a request of its own that shares the real block table. Its causal mask then is exact.
+This needs no kernel and no model code of ours: each run of consecutive active positions is passed to the attention
+backend as a separate request that shares the real block table. Its causal mask is then exact.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -35,18 +35,23 @@ from chunkweave.vllm.paged_kv import BlockTable, PagedKV, RequestBlocks
 from chunkweave.vllm.rotation import Rotations, SharedRotary
 
 MOST_RUNS = 1024
-"""Runs in one call of a backend: some size buffers by the number of requests that there may be."""
+"""Most runs in one backend call: some backends size buffers by the maximum number of requests."""
+
+BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "CPU_ATTN")
+"""vLLM's attention backends whose contract is known: what builders take, how long metadata is valid, how KV is written.
+Tests compare it with vLLM's source.
+"""
 
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines as transformers' layers want them."""
+"""Cosines and sines for transformers' layers."""
 
 
 class LayerModules:
-    """One layer. `run` and `finish` need a forward context of vLLM's around them.
+    """One layer. `run` and `finish` need a vLLM forward context.
 
-    `attention` is vLLM's `Attention`, `rotary` the module that it rotates with, None if it does not rotate, or if the
-    rotary module is the model's. `rotates` says whether it does.
+    `attention` is vLLM's `Attention`; `rotary` its rotary module, None if the layer does not rotate or the model owns
+    the module. `rotates` says whether it rotates.
     """
 
     def __init__(self, block: Any, architecture: Architecture, anatomy: Anatomy) -> None:
@@ -58,12 +63,12 @@ class LayerModules:
         self.rotary = getattr(own, "rotary_emb", None) if self.rotates else None
         self._head_dim = int(self.attention.head_size)
         self._sizes = [self._head_dim * int(heads) for heads in (self.attention.num_heads, self.attention.num_kv_heads)]
-        self._query_scale = float(own.scaling) * self._head_dim**0.5
+        self.query_scale = float(own.scaling) * self._head_dim**0.5
 
     def run(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, angles: Angles | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The whole layer, with vLLM's kernels; the residual that comes back is still to be added, if there is one."""
+        """Run the whole layer with vLLM's kernels; if a residual is returned, it is still to be added."""
         block = self._block
         match self._call:
             case Call.ADDED_LATER:
@@ -81,25 +86,25 @@ class LayerModules:
                 return _first(stream)[0], None
 
     def qkv(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values of the stream before the layer, `[tokens, heads, head_dim]`, before RoPE.
+        """Queries, keys and values from the stream before the layer, `[tokens, heads, head_dim]`, before RoPE.
 
-        Queries come scaled as `DecoderLayers` says.
+        Queries are scaled as in `DecoderLayers`.
         """
         queries, keys = self._sizes
         found = _first(self._own.qkv_proj(self._normed(self._anatomy.before_attention, hidden)))
         q, k, v = torch.split(found, [queries, keys, keys], dim=-1)
         q, k = self._head_normed(q, k)
-        return q if self._query_scale == 1.0 else q * self._query_scale, k, self._by_head(v)
+        return q if self.query_scale == 1.0 else q * self.query_scale, k, self._by_head(v)
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """What comes behind attention: output projection, residuals, norms and MLP."""
+        """The rest of the layer after attention: output projection, residuals, norms and MLP."""
         anatomy = self._anatomy
         added = hidden + self._normed(anatomy.behind_attention, _first(self._output(attended)))
         before = (anatomy.before_attention, hidden) if anatomy.parallel else (anatomy.before_mlp, added)
         return added + self._normed(anatomy.behind_mlp, _first(self._mlp(self._normed(*before))))
 
     def _head_normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """By head, through the norms that there are."""
+        """Split by head and apply the norms, if there are any."""
         query_norm, key_norm = (getattr(self._own, name, None) for name in self._anatomy.head_norms)
         if query_norm is None or key_norm is None:
             return self._by_head(q), self._by_head(k)
@@ -111,7 +116,7 @@ class LayerModules:
         return query_norm(self._by_head(q).contiguous()), key_norm(self._by_head(k).contiguous())
 
     def _normed(self, norm_name: str, states: torch.Tensor) -> torch.Tensor:
-        """What the norm of that name makes of `states`; without a name, the states."""
+        """`states` after the norm of that name; unchanged without a name."""
         return _first(getattr(self._block, norm_name)(states)) if norm_name else states
 
     def _by_head(self, states: torch.Tensor) -> torch.Tensor:
@@ -120,37 +125,46 @@ class LayerModules:
 
 
 def _first(found: Any) -> torch.Tensor:
-    """What a module gives, where some give a tuple that begins with it."""
+    """A module's output, or the first element if it is a tuple."""
     first: torch.Tensor = found[0] if isinstance(found, tuple) else found
     return first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ActiveSet:
-    """Positions that go through a layer together, `[tokens]` ascending, with their attention metadata.
+class Piece:
+    """Rows of an active set for one call: at most the rows and runs that the backend was sized for.
 
-    `pieces` are at most as many rows and runs each as the backend was sized for, with metadata and slots by layer name.
+    `batches` are the inputs of the metadata builders, one per group of layers; `slots` are by layer name.
     """
 
+    rows: slice
+    batches: tuple[CommonAttentionMetadata, ...]
+    slots: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActiveSet:
+    """Positions that run through a layer together, `[tokens]` ascending, in pieces."""
+
     positions: torch.Tensor
-    pieces: tuple[tuple[slice, dict[str, Any], dict[str, torch.Tensor]], ...]
+    pieces: tuple[Piece, ...]
 
 
 class StockLayers:
-    """The decoder of a model that vLLM has loaded, for one worker: this rank's share of the heads.
+    """The decoder of a model loaded by vLLM, for one worker: this rank's share of the heads.
 
-    `run` is vLLM's whole layer with its own kernels. Those return no attention weights and cannot hide keys: where
-    either is needed, the project's layer loop drives the same modules as `DecoderLayers` (`embed`, `qkv`,
-    `rotate_queries`, `rotate_keys`, `finish`) and attends with `attention`.
+    `run` is vLLM's whole layer with its own kernels. These return no attention weights and cannot hide keys. Where
+    either is needed, our layer loop drives the same modules as `DecoderLayers` (`embed`, `qkv`, `rotate_queries`,
+    `rotate_keys`, `finish`) and attends with `attention`.
 
     `geometry` is the whole model's, `own_geometry` has this rank's heads, `ranks` combines over all of them.
     """
 
     def __init__(self, model: Any, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        """Learn the KV cache's layout; the caches must be bound, and `check_supported` must have passed.
+        """Learn the KV cache's layout; caches must be bound, and `check_supported` must have passed.
 
         Raises:
-            UnsupportedModelError: the layout or the rotation is one that weaving cannot handle.
+            UnsupportedModelError: weaving cannot handle the layout or the rotation.
         """
         config = vllm_config.model_config.hf_config
         architecture, anatomy = architecture_of(model, config), anatomy_of(config)
@@ -179,6 +193,7 @@ class StockLayers:
         for group in groups:
             spec = group.kv_cache_spec.copy_with_new_block_size(self.paged.kernel_block)
             self._builders.append((group.layer_names, builder(spec, group.layer_names, eager, self.device)))
+        self._built: list[tuple[CommonAttentionMetadata, Any] | None] = [None] * len(groups)
         self._most_rows = vllm_config.scheduler_config.max_num_batched_tokens
         windows, sinks = windows_of(attentions), sinks_of(attentions)
         self.geometry: Geometry = replace(geometry_of(config), windows=windows, sinks=sinks)
@@ -198,32 +213,33 @@ class StockLayers:
     def activate(self, positions: torch.Tensor, blocks: RequestBlocks) -> ActiveSet:
         """Prepare a set of positions, `[tokens]` ascending, of the request with those blocks.
 
-        The host asks the device once where they are: all that it has to know of their runs follows.
+        The host reads the positions from the device once; everything about their runs follows from them.
         """
         pieces, where = [], positions.cpu()
         for rows in self._pieces_by_runs(where):
-            metadata: dict[str, Any] = {}
+            batches: list[CommonAttentionMetadata] = []
             slots: dict[str, torch.Tensor] = {}
             runs = _Runs.of(where[rows])
-            for table, (names, builder) in zip(blocks.tables, self._builders, strict=True):
+            for table, (names, _) in zip(blocks.tables, self._builders, strict=True):
                 own = table.slots(positions[rows])
-                metadata |= dict.fromkeys(names, builder.build(0, runs.metadata(positions[rows], table, own)))
+                batches.append(runs.batch(positions[rows], table, own))
                 slots |= dict.fromkeys(names, own)
-            pieces.append((rows, metadata, slots))
+            pieces.append(Piece(rows, tuple(batches), slots))
         return ActiveSet(positions, tuple(pieces))
 
     def run(
         self, layer: int, active: ActiveSet, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One whole layer, which writes its KV and attends; `[tokens, hidden]` each, the residual as it may be added.
+        """Run one whole layer, which writes its KV and attends; `[tokens, hidden]` each.
 
-        `hidden` and `residual` may be overwritten: vLLM's layers work in place.
+        `hidden` and `residual` may be overwritten: vLLM's layers work in place. A returned residual is still to be
+        added.
         """
         done = []
-        for rows, metadata, slots in active.pieces:
-            positions = active.positions[rows]
+        for piece in active.pieces:
+            rows, positions = piece.rows, active.positions[piece.rows]
             angles = None if self._shared_rotary is None else self._shared_rotary.angles(layer, positions)
-            with self._context(metadata, slots, len(positions)):
+            with self._context(len(positions), piece, (self.paged.groups[layer],)):
                 part = None if residual is None else residual[rows]
                 done.append(self._layers[layer].run(positions, hidden[rows], part, angles))
         if len(done) == 1:
@@ -231,24 +247,42 @@ class StockLayers:
         to_add = [part for _, part in done if part is not None]
         return torch.cat([part for part, _ in done]), torch.cat(to_add) if to_add else None
 
+    def attend(
+        self, layer: int, active: ActiveSet, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """A layer's attention alone, by vLLM's kernel over the request's blocks, `[tokens, heads * head_dim]`.
+
+        `queries` (scaled as by `qkv`) and the same tokens' `keys` are after RoPE; keys and `values` are written to the
+        blocks.
+        """
+        modules, done = self._layers[layer], []
+        if modules.query_scale != 1.0:
+            queries = queries / modules.query_scale
+        for piece in active.pieces:
+            rows = piece.rows
+            with self._context(rows.stop - rows.start, piece, (self.paged.groups[layer],)):
+                own = (states[rows].flatten(1) for states in (queries, keys, values))
+                done.append(modules.attention(*own))
+        return _joined(done)
+
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, active: ActiveSet) -> torch.Tensor:
-        """The model's own forward of the whole body, `[tokens, hidden]`: what the start-up check compares with."""
-        ((rows, metadata, slots),) = active.pieces
-        with self._context(metadata, slots, rows.stop):
+        """The model's own forward of the whole body, `[tokens, hidden]`, for comparison in the start-up check."""
+        (piece,) = active.pieces
+        with self._context(len(positions), piece, range(len(self._builders))):
             hidden: torch.Tensor = self._model(token_ids, positions)
         return hidden
 
     def keys_values(
         self, layer: int, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fresh keys before RoPE and values of a layer, `[tokens, kv_heads, head_dim]`; its inputs stay as they are."""
+        """Fresh keys before RoPE and values of a layer, `[tokens, kv_heads, head_dim]`; does not mutate its inputs."""
         _, keys, values = self.qkv(layer, hidden if residual is None else hidden + residual)
         return keys, values
 
     def qkv(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values before RoPE of this rank's heads; queries are scaled as `DecoderLayers` says.
+        """Queries, keys and values before RoPE of this rank's heads; queries are scaled as in `DecoderLayers`.
 
-        There may be no tokens (any more): vLLM's modules are then left alone.
+        Accepts no tokens; vLLM's modules are then not called.
         """
         if not len(hidden):
             own = self.own_geometry
@@ -268,27 +302,27 @@ class StockLayers:
     rotate_keys = rotate_queries
 
     def finish(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The rest of a layer, by as many tokens at a time as vLLM was sized for. `hidden` is used up."""
+        """The rest of a layer, in pieces that vLLM was sized for. Overwrites `hidden`."""
         done = []
         for rows in self._pieces(len(hidden)):
-            with self._context({}, {}, rows.stop - rows.start):
+            with self._context(rows.stop - rows.start):
                 done.append(self._layers[layer].finish(hidden[rows], attended[rows]))
         return _joined(done)
 
     def _rotary_of(self, layer: int) -> Any:
-        """What a layer rotates with, None if it does not."""
+        """The rotary module or table of a layer, None if it does not rotate."""
         modules = self._layers[layer]
         if self._shared_rotary is None or not modules.rotates:
             return modules.rotary
         return self._shared_rotary.table(layer, int(modules.attention.head_size))
 
     def _pieces(self, rows: int) -> Iterator[slice]:
-        """That many rows in pieces of at most as many as vLLM was sized for."""
+        """Rows in pieces of at most the size that vLLM was sized for."""
         for start in range(0, rows, self._most_rows):
             yield slice(start, min(start + self._most_rows, rows))
 
     def _pieces_by_runs(self, where: torch.Tensor) -> Iterator[slice]:
-        """Positions `[tokens]`, on the host, in pieces of as many rows and runs as there may be in one call."""
+        """Positions `[tokens]`, on the host, in pieces of at most the rows and runs allowed in one call."""
         starts = _starts(where).tolist()
         for rows in self._pieces(len(where)):
             inside = [start for start in starts if rows.start < start < rows.stop]
@@ -296,11 +330,29 @@ class StockLayers:
             yield from (slice(first, stop) for first, stop in pairwise(cuts))
 
     @contextmanager
-    def _context(self, metadata: dict[str, Any], slots: dict[str, torch.Tensor], tokens: int) -> Iterator[None]:
-        """What vLLM's modules expect around them; attention needs `metadata` and `slots` by layer name."""
+    def _context(self, tokens: int, piece: Piece | None = None, groups: Iterable[int] = ()) -> Iterator[None]:
+        """The forward context of vLLM's modules; attention needs a `piece`, and the `groups` of its layers."""
         self.adapters.map_rows(tokens)
+        metadata: dict[str, Any] = {}
+        if piece is not None:
+            for group in groups:
+                metadata |= dict.fromkeys(self._builders[group][0], self._metadata(group, piece.batches[group]))
+        slots = {} if piece is None else piece.slots
         with set_forward_context(metadata, self._config, num_tokens=tokens, slot_mapping=slots, skip_compiled=True):
             yield
+
+    def _metadata(self, group: int, batch: CommonAttentionMetadata) -> Any:
+        """The backend's metadata of a batch, valid until another batch of the group is built.
+
+        Metadata may refer to a plan and to buffers of its builder, which the next `build` overwrites (FlashInfer,
+        FlexAttention). All pieces and weaves share the builder, and a weave may pause between any two layers. So
+        metadata is built right before its use, and used again only if nothing was built since.
+        """
+        built = self._built[group]
+        if built is None or built[0] is not batch:
+            self._built[group] = None  # if this build fails, the metadata before it is not valid either
+            built = self._built[group] = batch, self._builders[group][1].build(0, batch)
+        return built[1]
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -308,10 +360,10 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _without_graphs(config: VllmConfig) -> VllmConfig:
-    """What builders of metadata for eager passes are to see of vLLM's config.
+    """The vLLM config for metadata builders of eager passes.
 
-    With CUDA graphs, backends copy metadata to addresses that are captured, in buffers for `max_num_seqs` requests.
-    These builders are not vLLM's own, and what they build is seen by no graph.
+    With CUDA graphs, backends copy metadata to captured addresses, in buffers for `max_num_seqs` requests. These
+    builders are separate from vLLM's own, and no graph reads their output.
     """
     eager = copy(config)
     eager.compilation_config = copy(config.compilation_config)
@@ -322,7 +374,7 @@ def _without_graphs(config: VllmConfig) -> VllmConfig:
 
 
 def _starts(where: torch.Tensor) -> torch.Tensor:
-    """Rows at which runs of consecutive positions begin, but for the first."""
+    """Rows at which runs of consecutive positions begin, except the first."""
     return torch.nonzero(where[1:] != where[:-1] + 1).squeeze(1) + 1
 
 
@@ -330,7 +382,7 @@ def _starts(where: torch.Tensor) -> torch.Tensor:
 class _Runs:
     """Runs of consecutive positions, each as a request whose cache ends with it; on the host.
 
-    `starts` `[runs + 1]` are the rows at which they begin, and the end; `lengths` `[runs]` those of the caches.
+    `starts` `[runs + 1]` are their first rows, and the end; `lengths` `[runs]` are the lengths of the caches.
     """
 
     starts: torch.Tensor
@@ -338,13 +390,13 @@ class _Runs:
 
     @classmethod
     def of(cls, where: torch.Tensor) -> "_Runs":
-        """Those of positions `[tokens]`, ascending."""
+        """The runs of positions `[tokens]`, ascending."""
         edge = torch.tensor([0])
         starts = torch.cat((edge, _starts(where), edge + len(where)))
         return cls(starts.to(torch.int32), (where[starts[1:] - 1] + 1).to(torch.int32))
 
-    def metadata(self, positions: torch.Tensor, table: BlockTable, slots: torch.Tensor) -> CommonAttentionMetadata:
-        """As vLLM has it of a batch; `positions` and their `slots` `[tokens]` are on the device."""
+    def batch(self, positions: torch.Tensor, table: BlockTable, slots: torch.Tensor) -> CommonAttentionMetadata:
+        """The runs as a vLLM batch; `positions` and their `slots` `[tokens]` are on the device."""
         device, count = positions.device, len(self.lengths)
         return CommonAttentionMetadata(
             query_start_loc=self.starts.to(device, non_blocking=True),
@@ -363,7 +415,7 @@ class _Runs:
 
 
 class TensorParallelRanks(Ranks):
-    """`Ranks` by vLLM's own collectives; each has as many query heads as the others, in order."""
+    """`Ranks` by vLLM's own collectives; all have the same number of query heads, in order."""
 
     def __init__(self) -> None:
         self._count = get_tensor_model_parallel_world_size()
@@ -380,12 +432,12 @@ class TensorParallelRanks(Ranks):
         return mean
 
     def maximum(self, states: torch.Tensor) -> torch.Tensor:
-        """Greatest of the ranks' tensors: there is no such reduction, so that all are gathered."""
+        """Element-wise maximum over the ranks' tensors; gathers all, because there is no such reduction."""
         gathered: torch.Tensor = tensor_model_parallel_all_gather(states.unsqueeze(0).contiguous(), dim=0)
         greatest: torch.Tensor = gathered.amax(0)
         return greatest
 
     def norm(self, norms: torch.Tensor) -> torch.Tensor:
-        """The norm over all heads from those over each rank's own. Shared key heads count more often, each alike."""
+        """The norm over all heads, from each rank's. Shared key heads count several times, all equally often."""
         total: torch.Tensor = tensor_model_parallel_all_reduce(norms.square())
         return total.sqrt()

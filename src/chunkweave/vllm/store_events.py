@@ -1,4 +1,4 @@
-"""What the scheduler knows of the workers' stores, and how it gets to know it."""
+"""The scheduler's knowledge of the workers' stores, and the messages that update it."""
 
 import time
 from collections import Counter
@@ -15,20 +15,20 @@ if TYPE_CHECKING:  # they need vLLM
     from chunkweave.vllm.orders import LookupOrder, StepResults
 
 MOST_CHANGES = 4096
-"""Most changed chunks and segments in the results of one step: the rest follows in the next."""
+"""Most changes of chunks and segments in one step's results; the rest follows in the next step."""
 
 _THREADS = 4
 
 
 class RemoteLookups:
-    """Looks up in shared tiers, on threads, what the scheduler knows nothing of. Called from one thread."""
+    """Looks up prompts in shared tiers, in threads. Called from one thread."""
 
     def __init__(
         self, probe: Callable[[Prompt], None], timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`probe` looks a prompt's chunks up in the shared tiers; afterwards the store knows what was found.
+        """`probe` looks up a prompt's chunks in the shared tiers and records the result in the store.
 
-        A request waits at most `timeout_s` for it; the call itself may take longer.
+        A request waits at most `timeout_s`; the call itself may take longer.
         """
         self._probe = probe
         self._timeout_s = timeout_s
@@ -37,12 +37,12 @@ class RemoteLookups:
         self._running: dict[str, tuple[float, Future[None]]] = {}
 
     def begin(self, orders: "Iterable[LookupOrder]") -> None:
-        """Look up for requests that wait."""
+        """Start lookups for waiting requests."""
         for order in orders:
             self._running[order.request_id] = (self._clock(), self._executor.submit(self._probe, order.prompt))
 
     def answered(self) -> set[str]:
-        """Requests whose lookup has ended, or took too long; each once."""
+        """Requests whose lookup has ended or timed out; each once."""
         if not self._running:
             return set()
         late_s = self._clock() - self._timeout_s
@@ -52,19 +52,19 @@ class RemoteLookups:
         return done
 
     def run(self, work: Callable[[], object]) -> None:
-        """Do something else that may wait for a tier."""
+        """Run other work that may wait for a tier."""
         self._executor.submit(work)
 
     def close(self) -> None:
-        """Cancel what has not ended."""
+        """Cancel unfinished lookups."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 class StoreEvents:
-    """One worker's side: the changes of its store, ended lookups and removals, step by step. Called from one thread.
+    """One worker's side: changes of its store, ended lookups and removals, step by step. Called from one thread.
 
-    A request goes on with what the scheduler knows once its lookup has ended. So the end of a lookup is sent with the
-    chunks that it found, or after them, never before. Of a removal the same is true.
+    After its lookup has ended, a request uses what the scheduler knows. So the end of a lookup is sent together with
+    the chunks that it found, or later, never earlier. The same applies to removals.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class StoreEvents:
         removed: Callable[[], Mapping[str, Removed]] = dict,
         most: int = MOST_CHANGES,
     ) -> None:
-        """`changed` takes at most so many changes, `answered` the requests whose lookup has ended.
+        """`changed` returns at most the given number of changes, `answered` the requests whose lookup has ended.
 
-        What a lookup found is in `changed` once it is in `answered`; what a removal took away, once its answer is in
-        `removed`. At most `most` changes are sent in a step.
+        Results of a lookup are in `changed` before it is in `answered`; those of a removal before its answer is in
+        `removed`. At most `most` changes are sent per step.
         """
         self._changed = changed
         self._answered = answered
@@ -87,7 +87,7 @@ class StoreEvents:
         self._unsent_removals: dict[str, Removed] = {}
 
     def add_to(self, results: "StepResults") -> None:
-        """Add what has changed since the last step."""
+        """Add the changes since the last step."""
         self._unsent |= self._answered()
         self._unsent_removals.update(self._removed())
         changes = self._changed(self._most)
@@ -101,31 +101,31 @@ class StoreEvents:
 
 
 class StoredMirror:
-    """The scheduler's side: on how many ranks something of a chunk, or an exact segment, is stored.
+    """The scheduler's side: on how many ranks a chunk (in any context), or an exact segment, is stored.
 
-    It can be used if it is on all. Ranks report changes at different times, so they are counted, not compared.
+    It is usable if all ranks have it. Ranks report changes at different times, so they are counted.
     """
 
     def __init__(self, ranks: int = 1) -> None:
-        """`ranks` is how many workers each have a share of the heads."""
+        """`ranks` is the number of workers, each with a share of the heads."""
         self._ranks = ranks
         self._copies: dict[ChunkId | SegmentId, int] = {}
         self._coming: Counter[ChunkId | SegmentId] = Counter()
 
     def __contains__(self, one: ChunkId | SegmentId) -> bool:
-        """Whether every rank holds a chunk, in some context, or this exact segment, or is about to."""
+        """Whether every rank holds a chunk in some context, or this exact segment, or will store it soon."""
         return self._copies.get(one, 0) >= self._ranks or one in self._coming
 
     def expect(self, coming: Iterable[ChunkId | SegmentId]) -> None:
-        """Ranks were told to store these, and do so before they look for anything."""
+        """Record that ranks were ordered to store these, which they do before any lookup."""
         self._coming.update(coming)
 
     def settle(self, come: Iterable[ChunkId | SegmentId]) -> None:
-        """Ranks have stored what was expected, or could not."""
+        """Record that ranks have stored what was expected, or could not."""
         self._coming -= Counter(come)
 
     def note(self, changes: Mapping[ChunkId | SegmentId, int]) -> None:
-        """So many ranks more (or fewer) hold these."""
+        """Add changes in the number of ranks that hold each entry."""
         for one, change in changes.items():
             copies = self._copies.get(one, 0) + change
             if copies:
@@ -134,5 +134,5 @@ class StoredMirror:
                 self._copies.pop(one, None)
 
     def add(self, stored: Iterable[ChunkId | SegmentId]) -> None:
-        """One rank more holds these."""
+        """Record that one more rank holds these."""
         self.note(dict.fromkeys(stored, 1))

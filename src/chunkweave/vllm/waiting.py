@@ -1,4 +1,4 @@
-"""Which requests wait for parts that others compute. The scheduler's half decides, alone, for all ranks. Torch-free."""
+"""Decides which requests wait for parts that others compute: in the scheduler, for all ranks. No torch here."""
 
 import time
 from collections import deque
@@ -11,26 +11,27 @@ from chunkweave.scheduling.in_progress import PartInProgress, Stored, Wanted, sa
 from chunkweave.types import ChunkId, Context
 
 LEAST_SAVED_TOKENS = 64
-"""Tokens that a wait must save: it costs two more steps, and each reads all weights. Assumed, not measured."""
+"""Least tokens that a wait must save: it costs two more steps, each of which reads all weights. Assumed, not measured.
+"""
 
 _LATE = 4
-"""A request stops waiting after so many times the time that is expected: the owner may be reading from a slow tier."""
+"""A request stops waiting after this multiple of the expected time: the owner may be reading from a slow tier."""
 
 _STEPS = 8
-"""Steps whose time is remembered."""
+"""Number of recent steps whose time is kept."""
 
 
 Owner = TypeVar("Owner", bound=Hashable)
 
 
 class PartsInProgress(Generic[Owner]):
-    """Owns which request computes which parts. Called from one thread.
+    """Records which request computes which parts. Called from one thread.
 
-    A key names a part in the form that a waiting request can use: what names the chunk and its context for an exact
-    path, a `ChunkId` for a chunk that serves in any context.
+    A key names a part in the form that a waiting request can use: chunk and context for an exact path, a `ChunkId` for
+    a chunk usable in any context.
 
-    A request claims parts when it begins to compute and drops each when it can be found in the store. Where a request
-    that holds a claim never waits, every wait is for one that has begun, and no two requests wait for each other.
+    A request claims parts when it starts computing, and drops each when it is visible in the store. If a request with a
+    claim never waits, every wait is for a running request, so no two requests wait for each other.
 
     >>> parts = PartsInProgress[str]()
     >>> parts.claim("first", ["a", "b"])
@@ -48,21 +49,21 @@ class PartsInProgress(Generic[Owner]):
         self._keys: dict[Owner, set[Hashable]] = {}
 
     def __len__(self) -> int:
-        """How many parts are being computed."""
+        """Number of parts in progress."""
         return len(self._owners)
 
     def claim(self, owner: Owner, keys: Iterable[Hashable]) -> None:
-        """`owner` computes these parts from now on. Parts that another request computes too have several owners."""
+        """Record that `owner` computes these parts. A part may have several owners."""
         for key in keys:
             self._owners.setdefault(key, {})[owner] = None
             self._keys.setdefault(owner, set()).add(key)
 
     def owners_of(self, key: Hashable) -> tuple[Owner, ...]:
-        """All requests that compute a part, the earliest claim first."""
+        """All requests that compute a part, earliest claim first."""
         return tuple(self._owners.get(key, ()))
 
     def drop(self, owner: Owner, keys: Iterable[Hashable]) -> None:
-        """`owner` has stored these parts, or will not. Keys that it does not hold are ignored."""
+        """Record that `owner` has stored these parts, or will not. Keys that it does not hold are ignored."""
         held = self._keys.get(owner, set())
         for key in held.intersection(keys):
             held.discard(key)
@@ -73,7 +74,7 @@ class PartsInProgress(Generic[Owner]):
             self._keys.pop(owner, None)
 
     def release(self, owner: Owner) -> None:
-        """`owner` has ended, failed or lost its KV. What it had not stored has the next owner, or none."""
+        """Drop all claims of an owner that ended, failed or lost its KV. Other owners of a part keep theirs."""
         self.drop(owner, tuple(self._keys.get(owner, ())))
 
     def check(self) -> None:
@@ -90,7 +91,7 @@ class PartsInProgress(Generic[Owner]):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Most tokens of a step that has both: those of vLLM's prefills, and those of weaves."""
+    """Most tokens of a step that has both prefills (by vLLM) and weaves."""
 
     prefill_tokens: int = 2048
     weave_tokens: int = 256
@@ -98,7 +99,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class PartToStore:
-    """A part that is stored when its request has computed up to position `stop`; `exact` as in `PartInProgress`."""
+    """A part that is stored once its request has computed up to position `stop`; `exact` as in `PartInProgress`."""
 
     chunk: ChunkId
     context: Context
@@ -110,8 +111,8 @@ class PartToStore:
 class Computation:
     """What a request computes, from the first step in which it has blocks.
 
-    Below `computed` it has the KV. A weave that has not ended computes `weave_tokens` first, counted as through all
-    layers, and brings the KV up to `woven_to`. `profiles` says that what the parts attend to is stored with them.
+    It has the KV below `computed`. An unfinished weave computes `weave_tokens` first (counted through all layers), and
+    then has the KV up to `woven_to`. `profiles`: attention profiles are stored with the parts.
     """
 
     parts: Sequence[PartToStore] = ()
@@ -123,7 +124,7 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """What is computed before some parts are stored: in vLLM's prefills, and in weaves."""
+    """Tokens computed before some parts are stored: by vLLM's prefills, and by weaves."""
 
     prefilled_tokens: int
     woven_tokens: int
@@ -135,7 +136,7 @@ class _Ahead:
 
 @dataclass(slots=True)
 class _Wait:
-    """Since when a request waits, for which chunks of which owners, and how long for these."""
+    """Start time of a request's wait, the owners of the chunks that it waits for, and its deadline."""
 
     since_s: float
     owners: dict[ChunkId, str] = field(default_factory=dict)
@@ -143,44 +144,45 @@ class _Wait:
 
 
 class PartWaits:
-    """Owns what requests compute, and since when others wait for it. Called from the scheduler's thread only.
+    """Records what requests compute, and which requests wait for it. Called from the scheduler's thread only.
 
-    A request waits before it has blocks, for requests that have them. So the owner of a part never waits for a waiter.
-    It asks in every step. If the owner has ended, failed or was preempted, the first waiter that asks computes.
+    A request waits before it has blocks, for requests that have them, so the owner of a part never waits for a waiting
+    request. A waiting request is checked in every step. If the owner has ended, failed or was preempted, the first
+    waiting request that is checked computes the parts.
     """
 
     def __init__(
         self, pace: Pace | None = None, *, most_s: float = 10.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """A request waits at most `most_s`, for all its parts together, and less where less is expected."""
+        """A request waits at most `most_s` in total, and less if less is expected."""
         self._pace = pace or Pace()
         self._most_s = most_s
         self._clock = clock
         self._parts = PartsInProgress[str]()
         self._running: dict[str, Computation] = {}
-        """In the order in which they got blocks, which is the one in which vLLM prefills them and workers weave."""
+        """In order of getting blocks, in which vLLM prefills them and workers weave."""
         self._waits: dict[str, _Wait] = {}
         self._steps: deque[tuple[float, int]] = deque(maxlen=_STEPS)
-        """When recent steps began, and their tokens."""
+        """Start times and tokens of recent steps."""
         self._took_s: tuple[float, float] | None = None
-        """What a step and a token took lately; decoding and weaves are in it, and so are pauses."""
+        """Recent seconds per step and per token; includes decoding, weaves and pauses."""
 
     def __len__(self) -> int:
-        """How many chunks are being computed that others may wait for."""
+        """Number of chunks in progress that others may wait for."""
         return len(self._parts)
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether a request has begun to compute."""
+        """Whether a request has started to compute."""
         return request_id in self._running
 
     def begin(self, request_id: str, computation: Computation) -> None:
-        """A request got blocks."""
+        """Record that a request got blocks."""
         self._waits.pop(request_id, None)
         self._running[request_id] = computation
         self._parts.claim(request_id, (part.chunk for part in computation.parts))
 
     def step(self, tokens: int) -> None:
-        """A step begins that computes so many tokens."""
+        """Record the start of a step that computes `tokens` tokens."""
         now_s = self._clock()
         computed = sum(count for _, count in self._steps)
         if computed >= LEAST_SAVED_TOKENS:  # not of each step alone: vLLM may begin one before the last has ended
@@ -189,32 +191,32 @@ class PartWaits:
         self._steps.append((now_s, tokens))
 
     def progress(self, request_id: str, computed: int) -> None:
-        """At the end of this step a request has its KV below a position."""
+        """Record that a request has its KV below a position at the end of this step."""
         if request_id in self._running:
             self._running[request_id].computed = computed
 
     def woven(self, request_id: str) -> None:
-        """A weave has ended: what it computed is stored, and vLLM computes the rest."""
+        """Record that a weave has ended: what it computed is stored, and vLLM computes the rest."""
         if (one := self._running.get(request_id)) is not None:
             one.computed, one.weave_tokens = max(one.computed, one.woven_to), 0
             self._parts.drop(request_id, [part.chunk for part in one.parts if part.stop <= one.woven_to])
 
     def stored(self, request_id: str, chunks: Iterable[ChunkId]) -> None:
-        """Chunks that a request computed are stored before others are woven, or never."""
+        """Record that chunks computed by a request are stored before other weaves, or never."""
         self._parts.drop(request_id, chunks)
 
     def withhold(self, request_id: str) -> None:
-        """Nothing of what a request computes may be stored any more."""
+        """Record that nothing computed by a request may be stored any more."""
         self._parts.release(request_id)
 
     def end(self, request_id: str) -> None:
-        """A request has ended, failed or lost its blocks."""
+        """Remove a request that ended, failed or lost its blocks."""
         self._waits.pop(request_id, None)
         self._running.pop(request_id, None)
         self._parts.release(request_id)
 
     def still_waits(self, request_id: str) -> bool:
-        """Whether a request that waits has nothing to decide: its owners all run, and have not stored all of it."""
+        """Whether a waiting request continues to wait: all its owners run, and have not stored everything."""
         wait = self._waits.get(request_id)
         if wait is None or not self._is_in_time(wait) or not self._running.keys() >= set(wait.owners.values()):
             return False
@@ -223,9 +225,9 @@ class PartWaits:
     def waits(
         self, request_id: str, wanted: Wanted, stored: Stored, *, woven: Collection[ChunkId], profiles: bool = False
     ) -> bool:
-        """Whether a request is to wait for parts that others compute; with `profiles`, if it needs these.
+        """Whether a request waits for parts that others compute; with `profiles`, only for parts with profiles.
 
-        `woven` are the chunks that it would compute in a weave if it did not wait; vLLM would prefill the others.
+        `woven` are the chunks that it would weave itself; vLLM would prefill the others.
         """
         if request_id in self._running or not self._parts:
             return False
@@ -245,7 +247,7 @@ class PartWaits:
         return self._is_in_time(wait)
 
     def _coming(self, wanted: Wanted, *, profiles: bool) -> dict[ChunkId, tuple[PartInProgress, str]]:
-        """Of each chunk, the part that is computed in the same context, or else the one that was begun first."""
+        """For each chunk, the part that is computed in the same context, or else the one that started first."""
         coming: dict[ChunkId, tuple[PartInProgress, str]] = {}
         for number, chunk in enumerate(wanted.chunks):
             found: list[tuple[PartToStore, str]] = []
@@ -273,10 +275,10 @@ class PartWaits:
         return _Ahead(prefilled, woven)
 
     def _beside(self, ahead: _Ahead, saved: float, *, woven: bool) -> int:
-        """What the owners compute by the time at which the request would have computed the parts itself.
+        """Tokens that the owners compute until the request would have computed the parts itself.
 
-        Requests that got blocks first are computed first, by vLLM and in the queue of weaves: so all their prefills if
-        it is prefilled, all weaves if it is woven, and of the other kind what fits into as many steps.
+        Requests that got blocks first are computed first, by vLLM and in the weave queue: all their prefills if this
+        one is prefilled, all weaves if it is woven, and of the other kind what fits into as many steps.
         """
         prefill, weave = self._pace.prefill_tokens, self._pace.weave_tokens
         if woven:
@@ -287,7 +289,7 @@ class PartWaits:
         return self._clock() <= wait.until_s
 
     def _late_s(self, ahead: _Ahead) -> float:
-        """How long the owners may take: what they compute, and two steps around it, as recent steps took."""
+        """Seconds allowed to the owners: their tokens and two more steps, at the pace of recent steps."""
         if self._took_s is None:
             return self._most_s
         step_s, token_s = self._took_s

@@ -1,12 +1,13 @@
 """One request's plan, executed pass by pass over vLLM's layers, in slices of layers.
 
-Per layer the order is the project's own (`planning.plan`): fresh K and V of the active tokens, evidence, refine; cached
-KV of all others; then attention and the rest of the layer for the survivors. A pass that looks at K and V alone runs
-through vLLM's whole layers (`StockPass`), one that looks at attention or hides keys through the project's layer loop
-(`LoopPass`); so does every one where layers with a window have no blocks for what has left it.
+The order within a layer is that of `planning.plan`: fresh K and V of the active tokens, evidence, refine; cached KV of
+all others; then attention and the rest of the layer for the survivors. A pass that reads only K and V runs through
+vLLM's whole layers (`StockPass`). These run through our layer loop (`LoopPass`): a pass that reads attention or hides
+keys, on a GPU a pass whose tokens are scattered (`too_scattered`), and every pass if windowed layers have no blocks for
+what has left the window.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -19,34 +20,36 @@ from chunkweave.fusion.loop import PassRun
 from chunkweave.fusion.rows import ActiveRows, flags_of
 from chunkweave.kv.request_cache import Placement, Rotate, before_rope
 from chunkweave.kv.segment import SegmentKV, SegmentSource
+from chunkweave.models.attention import FlatResult, OwnQueries, ScatteredQueries
 from chunkweave.planning.plan import Evidence, KVSource, Pass, Plan, clipped
 from chunkweave.prompt.parts import Prompt
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore
-from chunkweave.types import Scattered, Span, joined, spans_of
+from chunkweave.tiers.device import HostMemory
+from chunkweave.types import Geometry, Scattered, Span, joined, spans_of
 from chunkweave.vllm.orders import PLACED_PER_COMPUTED
 from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.rotation import BEFORE_ROPE
-from chunkweave.vllm.stock_layers import StockLayers
+from chunkweave.vllm.stock_layers import ActiveSet, StockLayers
 from chunkweave.weaving.segments import new_captures, parts_to_keep, segments_of
 
 START = -1
-"""In place of a layer's number: what a pass started with."""
+"""Pseudo layer number of what a pass started with."""
 
 Choices = Mapping[tuple[int, int], torch.Tensor]
-"""Positions that evidence chose, by pass and layer."""
+"""Positions chosen by evidence, by pass and layer."""
 
 
 _MOST_PASSIVE = 0.75
-"""Where a larger share of a segment's tokens is passive, all of them are brought."""
+"""If a larger share of a segment's tokens is passive, the whole segment is loaded."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fill:
-    """What the segments bring to one group of layers, where `passive` tokens need it: worked out once for all of them.
+    """What segments load into one group of layers for the `passive` tokens; computed once for all layers.
 
-    `rows` are those with blocks, `slots` theirs; their keys are stored as `at` positions and go `to` others. They are
-    places in a row where the others are few, whose KV is overwritten behind it: to pick rows out costs a copy.
+    `rows` are those with blocks, `slots` their slots. Their keys are stored `at` positions and rotated `to` others. If
+    few tokens are not passive, `rows` is a slice: these are overwritten afterwards, because picking rows costs a copy.
     """
 
     passive: torch.Tensor
@@ -57,20 +60,20 @@ class _Fill:
 
 
 class PagedCache:
-    """A `PassCache` whose positions from `first` to `stop` are to be brought into the request's blocks.
+    """A `PassCache` that loads positions `[first, stop)` into the request's blocks.
 
-    What lies before `first` is in the blocks already. What lies from `stop` on has no blocks yet: a question whose
-    attention is read beforehand; its KV is held for one layer at a time. For attention that is not vLLM's, keys and
-    values of the current layer are laid out in a row, `[2, capacity, kv_heads, head_dim]`; other passes fill the blocks
-    alone. Owned by one weave.
+    KV before `first` is in the blocks already. Positions from `stop` on have no blocks yet (a question whose attention
+    is read in advance); their KV is kept for one layer at a time. For attention other than vLLM's, the current layer's
+    keys and values are laid out in a row, `[2, capacity, kv_heads, head_dim]`; other passes only fill the blocks. Owned
+    by one weave.
 
-    Where a layer's blocks begin later than the prompt, `first` is 0, and passes need the row: what lies before is laid
-    out from the segments for each of them, and what all but the last computed there is held on the host.
+    If a layer's blocks begin later than the prompt, `first` is 0 and passes need the row: earlier positions are laid
+    out from the segments for each pass, and what passes before the last compute there is kept on the host.
     """
 
     kept_from: int | None = None
     last_pass = False
-    """Nothing is to be held for another one."""
+    """With True, nothing is kept for another pass."""
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class PagedCache:
         stop: int,
         capacity: int,
     ) -> None:
-        """`placements` are segments with the spans that they go to, ascending; `capacity` is the prompt's tokens."""
+        """`placements` are segments with their spans in the prompt, ascending; `capacity` is the prompt's tokens."""
         self.capacity, self.geometry = capacity, layers.geometry
         assert blocks.whole or not first, "what has left a window cannot be read back"
         self._paged, self._blocks = layers.paged, blocks
@@ -93,7 +96,7 @@ class PagedCache:
         assert all(one.stop <= other.start for one, other in pairwise(inside))
         positions = [position for span in inside for position in span.positions()]
         self.cached = torch.tensor(positions, dtype=torch.long, device=layers.device)
-        """Positions of what the segments bring, ascending."""
+        """Positions that the segments load, ascending."""
         keys_at = [position for segment, rows in self._sources for position in _keys_at(segment, rows)]
         self._keys_at = torch.tensor(keys_at, dtype=torch.long, device=layers.device)
         self._turned, self._rotated = keys_at != positions, set(keys_at) != {BEFORE_ROPE}
@@ -110,9 +113,10 @@ class PagedCache:
         self._written: dict[int, tuple[torch.Tensor, slice, torch.Tensor]] = {}
 
     def fill(self, layer: int, passive: torch.Tensor) -> None:
-        """Bring the segments' KV of a layer into the blocks, once; `passive` are the places in `cached` that need it.
+        """Load the segments' KV of a layer into the blocks, once; `passive` indexes the entries of `cached` that need
+        it.
 
-        The KV of the others is about to be computed.
+        The KV of the other entries is about to be computed.
         """
         if self._loaded[layer]:
             return
@@ -131,7 +135,7 @@ class PagedCache:
             self._paged.write(layer, fill.slots, self._moved(layer, keys, fill.at, fill.to), values)
 
     def load_layer(self, layer: int, rotate: Rotate) -> None:  # noqa: ARG002  (the protocol has it)
-        """Lay the KV of a layer out in a row: what is in the blocks, and what segments bring, which goes there too."""
+        """Lay out a layer's KV in a row: from the blocks, and from segments, whose KV is also written to the blocks."""
         self._at, loaded = layer, self._loaded[layer]
         self._loaded[layer] = True
         row, table, inside = self._row_of(layer), self._blocks.of(layer), self._inside(layer, self.cached)
@@ -148,7 +152,7 @@ class PagedCache:
 
     def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Segments' KV at `positions` (all of them `cached`), `[2, tokens, kv_heads, head_dim]`, before RoPE."""
-        places = torch.searchsorted(self.cached, positions)
+        places = torch.searchsorted(self.cached, positions)  # indices into `cached`, not positions
         found = self._gather(layer)[:, places]
         if not self._rotated:
             return found
@@ -156,7 +160,7 @@ class PagedCache:
         return torch.stack((self._rotations.turn(layer, found[0], self._keys_at[places], nowhere), found[1]))
 
     def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrite rows at `positions` `[tokens]`, ascending, with rotated `keys` and `values`, in row and blocks."""
+        """Overwrite rotated `keys` and `values` at `positions` `[tokens]`, ascending, in the row and the blocks."""
         row = self._row_of(layer)
         row[0].index_copy_(0, positions, keys)
         row[1].index_copy_(0, positions, values)
@@ -168,11 +172,11 @@ class PagedCache:
             self._held.setdefault(layer, []).append((positions[: inside.start], held))
 
     def keep(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> None:
-        """Never called: the question's KV is vLLM's to compute and to keep."""
-        raise AssertionError(f"{len(keys)} keys of layer {layer} at {positions} have no place")
+        """Never called: vLLM computes and keeps the question's KV."""
+        raise AssertionError(f"{len(keys)} keys of layer {layer} at {positions} cannot be kept")
 
     def clear(self, layer: int, hidden: torch.Tensor) -> None:
-        """Make the rows at the positions `hidden` finite; a later pass writes them into the blocks."""
+        """Set the rows at positions `hidden` to 0, so that they are finite; a later pass writes them to the blocks."""
         self._row_of(layer).index_fill_(1, hidden, 0)
 
     def view(self, layer: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,7 +192,7 @@ class PagedCache:
         return self._row
 
     def _place(self, layer: int, places: slice) -> None:
-        """Lay out what the segments bring to those places in `cached`."""
+        """Lay out what the segments load for a slice of `cached`."""
         if places.stop <= places.start:
             return
         row, where = self._row_of(layer), self._rows(places)
@@ -200,21 +204,21 @@ class PagedCache:
         row[1, where] = values
 
     def _rows(self, places: slice) -> slice | torch.Tensor:
-        """The positions of those places in `cached`: as a slice, which costs a copy less, where they are one run."""
+        """The positions of a slice of `cached`; a slice, which avoids a copy, if they are consecutive."""
         first, stop = self._where[places.start], self._where[places.stop - 1] + 1
         return slice(first, stop) if stop - first == places.stop - places.start else self.cached[places]
 
     def _moved(self, layer: int, keys: torch.Tensor, at: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-        """Keys that are as `at` positions, as they are `to` others: untouched if all segments were computed there."""
+        """Rotate keys from `at` to `to`; unchanged if all segments were computed at their positions."""
         return self._rotations.turn(layer, keys, at, to) if self._turned else keys
 
     def _inside(self, layer: int, positions: torch.Tensor) -> slice:
-        """Those of the `positions`, ascending, that have blocks in a layer."""
+        """The slice of `positions` (ascending) that have blocks in a layer."""
         begins = self._blocks.of(layer).begins
         return slice(int((positions < begins).sum()) if begins else 0, int((positions < len(self._below)).sum()))
 
     def _slots_of(self, layer: int, positions: torch.Tensor) -> tuple[slice, torch.Tensor]:
-        """Those of the positions that have blocks, and their slots; worked out once for the rows of many layers."""
+        """The slice of `positions` with blocks, and their slots; cached for rows that many layers share."""
         group = self._paged.groups[layer]
         if group not in self._written or self._written[group][0] is not positions:
             inside = self._inside(layer, positions)
@@ -222,7 +226,7 @@ class PagedCache:
         return self._written[group][1:]
 
     def _gather(self, layer: int) -> torch.Tensor:
-        """Keys as they are stored and values of all `cached` positions, `[2, tokens, kv_heads, head_dim]`."""
+        """Keys as stored, and values, of all `cached` positions, `[2, tokens, kv_heads, head_dim]`."""
         if self._raw is None or self._raw[0] != layer:
             parts = [source.layer(layer)[:, rows] for source, rows in self._sources]
             device, dtype = self._paged.device, self._paged.dtype
@@ -231,7 +235,7 @@ class PagedCache:
 
 
 def _keys_at(segment: SegmentSource, rows: slice) -> Sequence[int]:
-    """The positions that the keys of some rows of a segment are stored for."""
+    """The positions for which keys of some rows of a segment are stored."""
     count = rows.stop - rows.start
     if segment.keys_at is None:
         return [BEFORE_ROPE] * count
@@ -242,7 +246,7 @@ def _keys_at(segment: SegmentSource, rows: slice) -> Sequence[int]:
 class WeaveInput:
     """What all passes of one weave share: the layers, the request's KV, and its prompt.
 
-    `token_ids` `[tokens]` is the whole prompt, on the device; `reused` flags the tokens of reused parts, on the host.
+    `token_ids` `[tokens]` is the whole prompt, on the device; `reused` flags tokens of reused parts, on the host.
     """
 
     layers: StockLayers
@@ -255,8 +259,8 @@ class WeaveInput:
 class RunningPass:
     """A pass that is run layer by layer. Owned by its weave.
 
-    `rows` are the active tokens; `started` the positions of the candidates at the beginning; `layer` the number of
-    layers that were run.
+    `rows` are the active tokens, `started` the positions of the candidates at the start, `layer` the number of layers
+    run.
     """
 
     def __init__(self, weave: WeaveInput, rows: ActiveRows, a_pass: Pass) -> None:
@@ -285,11 +289,11 @@ class RunningPass:
 
     @property
     def recompute_work(self) -> int:
-        """Reused-chunk tokens that were active, summed over the layers done."""
+        """Active tokens of reused chunks, summed over the layers done."""
         return sum(work.kept_tokens - self._computed for work, _ in self.rows.work)
 
     def next_layer(self) -> None:
-        """Run one more layer; there must be one."""
+        """Run one more layer; at least one must be left."""
         self._run(self.layer)
         self.layer += 1
 
@@ -298,19 +302,21 @@ class RunningPass:
 
 
 class StockPass(RunningPass):
-    """A pass through vLLM's own layers and kernels: it looks at nothing but keys and values; all tokens have blocks."""
+    """A pass through vLLM's own layers and kernels: it reads only keys and values, and all tokens have blocks."""
 
     def __init__(self, weave: WeaveInput, rows: ActiveRows, a_pass: Pass, decided: Mapping[int, torch.Tensor]) -> None:
-        """Where it was `decided` before which positions a layer's rule keeps, no evidence is needed."""
+        """With `decided`, the positions that a layer's rule keeps, no evidence is computed."""
         super().__init__(weave, rows, a_pass)
         self._rules = {rule.layer for rule in a_pass.keep_top}
         self._decided = decided.keys()
-        self._hidden = weave.layers.embed(rows.token_ids) if len(rows) else None
+        self._hidden: torch.Tensor | None = None
         self._residual: torch.Tensor | None = None
         self._activate()
 
     def _run(self, layer: int) -> None:
         layers, rows = self._weave.layers, self.rows
+        if not layer and len(rows):  # not earlier: the ranks sum embeddings, and have agreed by now
+            self._hidden = layers.embed(rows.token_ids)
         if layer in self._rules and self._hidden is not None:
             self._hidden = self._refined(layer, self._hidden)
         self._weave.cache.fill(layer, self._passive)
@@ -320,7 +326,7 @@ class StockPass(RunningPass):
         if layer < self._depth - 1:
             self._hidden, self._residual = layers.run(layer, self._active, self._hidden, self._residual)
             return
-        # Nobody reads hidden states of these tokens behind the last layer: their K and V are all that is left to do.
+        # The last layer's output is not read for these tokens, so only their K and V are computed.
         keys, values = layers.keys_values(layer, self._hidden, self._residual)
         slots = self._weave.blocks.of(layer).slots(rows.positions)
         layers.paged.write(layer, slots, layers.rotate_keys(layer, keys, rows.positions), values)
@@ -336,29 +342,102 @@ class StockPass(RunningPass):
         return hidden[kept]
 
     def _activate(self) -> None:
-        """What follows from the active positions is worked out once, here."""
+        """Compute everything that derives from the active positions, once."""
         positions, cached = self.rows.positions, self._weave.cache.cached
         self._active = self._weave.layers.activate(positions, self._weave.blocks)
         self._passive = torch.nonzero(~torch.isin(cached, positions)).squeeze(1)
 
 
-class LoopPass(RunningPass):
-    """A pass through the project's layer loop over vLLM's modules: attention is looked at, or keys are hidden.
+class PagedAttention:
+    """`FlatAttention` of one request by vLLM's kernel, which reads its blocks; no key is hidden.
 
-    Its question has no answer here: vLLM computes it again, over what was woven.
+    Rows from position `stop` on have no blocks: our kernel attends for them. `layer` is the current one, set by the
+    loop.
     """
 
-    def __init__(self, weave: WeaveInput, rows: ActiveRows, a_pass: Pass) -> None:
+    def __init__(self, weave: WeaveInput, stop: int) -> None:
+        self._layers, self._blocks, self._stop = weave.layers, weave.blocks, stop
+        self._positions: torch.Tensor | None = None
+        self._active: ActiveSet | None = None
+        self._behind: dict[int | None, ScatteredQueries] = {}
+        self.layer = 0
+
+    def attend(self, queries: torch.Tensor, owners: Sequence[OwnQueries]) -> FlatResult:
+        """Attend the queries of the single owner; the backend's metadata for its rows is computed once."""
+        (owner,) = owners
+        positions, keys, values = owner.queries.positions, owner.keys, owner.values
+        if self._active is None or self._positions is not positions:
+            self._positions, self._behind = positions, {}
+            inside = positions[: int((positions < self._stop).sum())]
+            self._active = self._layers.activate(inside, self._blocks)
+        at, states = self._active.positions, queries[:0].flatten(1)
+        if len(at):
+            states = self._layers.attend(self.layer, self._active, queries[: len(at)], keys[at], values[at])
+        if len(at) < len(positions):
+            window = owner.queries.window
+            if window not in self._behind:
+                self._behind[window] = ScatteredQueries(positions[len(at) :], keys.dtype, window=window)
+            rest = replace(owner, queries=self._behind[window])
+            states = torch.cat((states, self._layers.attention.attend(queries[len(at) :], [rest]).states))
+        return FlatResult(states, [None])
+
+
+class LoopPass(RunningPass):
+    """A pass through our layer loop over vLLM's modules: attention is read, keys are hidden, or tokens are scattered.
+
+    Its question gets no answer here: vLLM computes it again over the woven KV. If no key is hidden and all positions
+    before `stop` have blocks, vLLM's kernel attends for these on a CPU; on a GPU our kernel also measures attention.
+    """
+
+    def __init__(self, weave: WeaveInput, rows: ActiveRows, a_pass: Pass, stop: int) -> None:
         super().__init__(weave, rows, a_pass)
-        self._loop = PassRun(weave.layers, [rows], attention=weave.layers.attention)
+        paged = weave.layers.device.type == "cpu" and weave.blocks.whole and not a_pass.hidden
+        self._paged = PagedAttention(weave, stop) if paged else None
+        self._loop: PassRun | None = None
 
     def _run(self, layer: int) -> None:
+        if self._loop is None:  # see `StockPass`
+            layers = self._weave.layers
+            self._loop = PassRun(layers, [self.rows], attention=self._paged or layers.attention)
         assert layer == self._loop.layer
+        if self._paged is not None:
+            self._paged.layer = layer
         self._loop.next_layer()
 
 
+_TILE_QUERIES = 128
+"""Queries of one request for which vLLM's kernel reads the keys once."""
+
+_MOST_READS = 4.0
+"""A guess until a GPU measures it. Too low costs a few kernel launches per layer, too high many times a full prefill's
+attention.
+"""
+
+
+def keys_read(runs: Iterable[Span]) -> int:
+    """Keys that vLLM's kernel reads, per layer and key head, for runs of active positions.
+
+    Each run `[start, stop)` is a request. Its queries are cut into tiles of T = 128, and a tile reads all keys up to
+    its last query's: sum over runs and over i = 1 .. ceil((stop - start) / T) of min(start + i T, stop).
+    """
+    tile = _TILE_QUERIES
+    return sum(min(first + tile, run.stop) for run in runs for first in range(run.start, run.stop, tile))
+
+
+def too_scattered(a_pass: Pass, whole: Span) -> bool:
+    """Whether vLLM's kernel reads more than `_MOST_READS` times the keys for a pass that it reads to prefill `whole`.
+
+    The positions that a start or a rule will pick are not known yet; as many are assumed, evenly spread over the
+    candidates. Windows are left out, since they shorten both.
+    """
+    candidates = [position for span in a_pass.candidates for position in span.positions()]
+    left = min((rule.count for rule in a_pass.keep_top), default=a_pass.starting_tokens)
+    spread = (candidates[n * len(candidates) // left] for n in range(left))
+    return keys_read(joined((*a_pass.required, *spans_of(spread)))) > _MOST_READS * keys_read([whole])
+
+
 class CapturedParts:
-    """The parts of one prompt that are captured while it is woven: this rank's heads of them. Owned by the weave.
+    """The parts of one prompt that are captured while it is woven: this rank's heads. Owned by the weave.
 
     `captures` take the KV, `attention` what the parts' tokens attend to.
     """
@@ -375,10 +454,10 @@ class CapturedParts:
         first: int,
         before: int | None = None,
     ) -> None:
-        """Parts that begin before `first` are in vLLM's blocks already, and not looked at.
+        """Parts that begin before `first` are in vLLM's blocks already, and are skipped.
 
-        Only the KV of parts that begin `before`, and are computed, is kept; None: of all, and with a `config` their
-        attention.
+        With `before`, only computed parts that begin before it are captured, without attention; None: all parts, and
+        with a `config` their attention.
         """
         self._prompt, self._plan, self._store = prompt, plan, store
         fraction = config.variant_fraction if before is None and config is not None else None
@@ -393,26 +472,49 @@ class CapturedParts:
                 plan.parts, layers.geometry, config, device=layers.device, ranks=layers.ranks
             )
 
-    def segments(self, exact_to: int) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
-        """What is to be stored, after the weave: exact are only parts that end at `exact_to` or before."""
+    def segments(self, exact_to: int, memory: HostMemory) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
+        """The segments to store after the weave, in `memory`; only parts that end at or before `exact_to` are exact."""
         complete = [capture for capture in self.captures if capture.complete]
         found = segments_of(self._prompt, self._plan, complete, self.attention, store=self._store, exact_to=exact_to)
         for record, kv in found:
-            yield record, SegmentKV(kv.kv.cpu())
+            yield record, SegmentKV(memory.empty(kv.kv.shape, kv.kv.dtype).copy_(kv.kv))
+
+    def exchange(self) -> None:
+        """Sum attention over the ranks; call it once, after the last layer, on all ranks."""
+        if self.attention is not None:
+            self.attention.over_ranks()
 
     @property
     def spans(self) -> frozenset[Span]:
-        """The spans of the parts that were captured whole."""
+        """Spans of the parts that were captured completely."""
         return frozenset(capture.part.span for capture in self.captures if capture.complete)
 
 
-class WeaveJob:
-    """Brings positions `first` to `stop` of one prompt into its blocks. Owned by one worker, run a few layers a step.
+def scratch_bytes(geometry: Geometry, itemsize: int, *, tokens: int, active: int) -> int:
+    """Device memory of a weave's own tensors, without captures: an upper bound, counted and not measured.
 
-    What lies before `first` is in the blocks already; what lies from `stop` on, vLLM computes afterwards. Both are left
-    out of the plan's active sets, which changes nothing for the rest: attention is causal. Only a question whose
-    attention is read, and tokens of parts that are captured, are computed here too, beside the blocks.
+    It has one layer's KV of all `tokens` of the prompt four times: received, joined, rotated, and in a row. Of `active`
+    tokens it has the stream and its residual before and after a layer, and queries, keys, values and states three
+    times. Index tensors take 80 bytes per token. What vLLM's modules allocate is in vLLM's budget, because no call has
+    more tokens than vLLM was sized for.
     """
+    kv = 2 * geometry.num_kv_heads * geometry.head_dim
+    states = 4 * geometry.hidden_size + 3 * (geometry.num_heads * geometry.head_dim + kv)
+    return itemsize * (4 * tokens * kv + active * states) + 80 * tokens
+
+
+class WeaveJob:
+    """Computes positions `[first, stop)` of one prompt into its blocks. Owned by one worker; runs a few layers per
+    step.
+
+    What can fail on one rank alone is done when it is made: before `run`, no collective has begun.
+
+    KV before `first` is in the blocks already; vLLM computes positions from `stop` on afterwards. Both are left out of
+    the plan's active sets, which does not change the rest, because attention is causal. Only a question whose attention
+    is read, and tokens of captured parts, are also computed here, outside the blocks.
+    """
+
+    captured: CapturedParts | None = None
 
     def __init__(
         self,
@@ -427,14 +529,20 @@ class WeaveJob:
         captured: CapturedParts | None = None,
         chosen: Choices | None = None,
     ) -> None:
-        """`placements` are the segments of the plan with the spans that they go to.
+        """`placements` are the plan's segments with their spans in the prompt.
 
-        `captured` are parts that the last pass keeps for the store. `chosen` is what another job of the same chunks and
-        method chose, where this one begins behind what that wove: it takes the same, so that an answer does not depend
-        on what vLLM's own cache held.
+        `captured` are parts that the last pass captures for the store. `chosen` are the choices of another job with the
+        same chunks and method, if this one begins after what that job wove: it makes the same choices, so that an
+        answer does not depend on the contents of vLLM's own cache.
         """
         self.first = self._first = first
         self._plan, self._stop = plan, stop
+        passes = [clipped(a_pass, first, plan.prompt_tokens) for a_pass in plan.passes]
+        active = max(a_pass.required_tokens + a_pass.starting_tokens for a_pass in passes)
+        itemsize, captures = layers.dtype.itemsize, () if captured is None else captured.captures
+        self.scratch_bytes = scratch_bytes(layers.own_geometry, itemsize, tokens=plan.prompt_tokens, active=active)
+        self.device_bytes = self.scratch_bytes + sum(capture.nbytes for capture in captures)
+        """Device memory that it may take until it is done."""
         reused = flags_of(plan.spans(KVSource.REUSED), plan.prompt_tokens)
         cache = PagedCache(layers, blocks, placements, first=first, stop=stop, capacity=plan.prompt_tokens)
         ids = torch.tensor(token_ids[: plan.prompt_tokens], dtype=torch.long, device=layers.device)
@@ -450,37 +558,45 @@ class WeaveJob:
 
     @property
     def layer(self) -> int:
-        """The layer that is run next: the number of those that were, in the current pass."""
+        """The next layer to run: the number of layers run in the current pass."""
         return 0 if self._running.done and not self._last_begun else self._running.layer
 
     @property
     def chosen(self) -> Choices:
-        """Positions of the candidates that starts and rules kept so far, ascending."""
+        """Positions of the candidates that starts and rules have kept so far, ascending."""
         starts = {(n, START): p.started for n, p in self._passes.items() if self._plan.passes[n].start is not None}
         return starts | {(n, layer): kept for n, p in self._passes.items() for layer, kept in p.rows.kept.items()}
 
     @property
+    def outline(self) -> tuple[object, ...]:
+        """What decides which collectives it runs; equal on all ranks. Call it before `run`."""
+        captured = self.captured
+        captures = [] if captured is None else [one.part.span for one in captured.captures]
+        attention = captured is not None and captured.attention is not None
+        return self.first, captures, attention, sorted(self._decided)
+
+    @property
     def recomputed(self) -> list[int]:
-        """Positions of reused chunks that were computed again, or are being, ascending."""
+        """Positions of reused chunks that were recomputed, or are being recomputed, ascending."""
         return [position for span in self._recomputed for position in span.positions()]
 
     @property
     def stopped_at_layer(self) -> int | None:
-        """From which layer on unfocused chunks are not computed any more; None: no token was dropped."""
+        """The layer from which unfocused chunks were not computed any more; None: no token was dropped."""
         stops = (one.rows.stop for one in self._passes.values())
         return next((stop.layer_if_dropped for stop in stops if stop is not None), None)
 
     @property
     def recompute_work(self) -> int:
-        """Reused-chunk tokens that were active, summed over the layers done."""
+        """Active tokens of reused chunks, summed over the layers done."""
         return sum(one.recompute_work for one in self._passes.values())
 
     def run(self, layers: float = inf, work: float = inf) -> int:
-        """The next layers of the current pass and of those after it: at most `layers`, until `work` is done or more.
+        """Run the next layers of the current and later passes: at most `layers`, and until `work` is done.
 
         Returns:
-            The work done: tokens computed, summed over layers. A layer that computes few counts as those that it
-            would take as long to compute as it takes to place what is stored.
+            The work done: tokens computed, summed over layers. A layer that computes few tokens counts at least as much
+            as placing the stored tokens costs.
         """
         done = 0
         while layers > 0 and done < work and not self.done:
@@ -489,6 +605,8 @@ class WeaveJob:
             done += max(self._running.active_tokens, (self._stop - self._first) // PLACED_PER_COMPUTED, 1)
             self._running.next_layer()
             layers -= 1
+        if self.done and self.captured is not None:
+            self.captured.exchange()
         return done
 
     @property
@@ -505,7 +623,7 @@ class WeaveJob:
         return joined(span for one in whole for span in spans_of(one.recomputed))
 
     def _next_pass(self) -> None:
-        """Begin the first pass that was not begun, but for those that only read what is known already."""
+        """Start the next pass, skipping passes that would only read what is already known."""
         for number in range(max(self._passes, default=-1) + 1, len(self._plan.passes)):
             a_pass = self._plan.passes[number]
             known = a_pass.watch is not None and (number + 1, START) in self._decided
@@ -537,8 +655,10 @@ class WeaveJob:
         )
         reads = any(rule.by is Evidence.READ_DEVIATION for rule in a_pass.keep_top)
         by_row = reads_question or captures or reads or a_pass.hidden or not self._input.blocks.whole
+        if self._input.layers.device.type == "cuda":
+            by_row = by_row or too_scattered(a_pass, Span(self._first, self._stop))
         if not by_row or not (a_pass.required or a_pass.candidates):
             return StockPass(self._input, rows, a_pass, decided)
         if captures and self.captured is not None:
             rows.keep(captures, self.captured.attention)
-        return LoopPass(self._input, rows, a_pass)
+        return LoopPass(self._input, rows, a_pass, self._stop)

@@ -1,6 +1,6 @@
-"""Weaves that wait for their turn: looked up, planned and read in the background, begun by all ranks at once.
+"""Queue of weaves: looked up, planned and read in the background, and started by all ranks at once.
 
-Segments of requests that are still in vLLM's own queue are read ahead.
+Segments of requests that are still in vLLM's own queue are prefetched.
 """
 
 import hashlib
@@ -31,26 +31,26 @@ from chunkweave.weaving.segments import PlanSources, Prefetch
 logger = logging.getLogger("vllm.chunkweave")
 
 AHEAD = 4
-"""Weaves that are prepared before their turn: more would only read against one another, and take memory."""
+"""Weaves prepared before their turn; more would compete for reads and take memory."""
 
 
 class Alone:
-    """The agreement of one worker that has all heads. Of several ranks, each makes the same calls in the same order."""
+    """Agreement of a single worker with all heads. With several ranks, all make the same calls in the same order."""
 
     rank = 0
     size = 1
 
     def least(self, numbers: Sequence[int]) -> list[int]:
-        """The least of each number over all ranks; numbers of 63 bits and a sign."""
+        """Minimum of each number over all ranks; numbers have 63 bits and a sign."""
         return list(numbers)
 
     def gather(self, what: Any) -> list[Any]:
-        """What each rank has, by rank."""
+        """Each rank's object, by rank."""
         return [what]
 
 
 class RankAgreement(Alone):
-    """The agreement of vLLM's tensor-parallel ranks, over their CPU channel: a few numbers for each weave."""
+    """Agreement of vLLM's tensor-parallel ranks, over their CPU channel: a few numbers per weave."""
 
     def __init__(self) -> None:
         group = get_tp_group()
@@ -58,25 +58,33 @@ class RankAgreement(Alone):
         self._channel = group.cpu_group
 
     def least(self, numbers: Sequence[int]) -> list[int]:
-        """The least of each number over all ranks."""
+        """Minimum of each number over all ranks."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
         distributed.all_reduce(tensor, distributed.ReduceOp.MIN, group=self._channel)
         return [int(number) for number in tensor]
 
     def gather(self, what: Any) -> list[Any]:
-        """What each rank has, by rank."""
+        """Each rank's object, by rank."""
         found: list[Any] = [None] * self.size
         distributed.all_gather_object(found, what, group=self._channel)
         return found
 
 
+class RankFailedError(SystemExit):
+    """One rank failed while others may wait for it in a collective.
+
+    It ends the worker's process, and with it vLLM's engine. vLLM would answer an `Exception` and wait for the other
+    ranks, which wait for this one.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedWeave:
-    """A plan, and its segments, pinned in the store until they are closed.
+    """A plan with its segments, pinned in the store until closed.
 
-    Before the position `exact_to` nothing of the KV is approximate. `behind` says that it begins behind approximate KV
-    of vLLM's own cache, which may have been woven from other segments than those of the plan. `share_s` says
-    since when, by this worker's clock, it computes a share of a mean that is not stored yet; None: no share.
+    No KV before position `exact_to` is approximate. `behind`: it starts after approximate KV in vLLM's own cache, which
+    may be woven from other segments than the plan's. `share_s` is the start, by this worker's clock, of computing a
+    share of a mean that is not stored yet; None: no share.
     """
 
     plan: Plan
@@ -88,9 +96,9 @@ class PreparedWeave:
 
 @dataclass(slots=True, eq=False)
 class QueuedWeave:
-    """One order on its way. `error` says why it will not be woven; `planned` is set once all ranks may begin.
+    """One pending order. `error` says why it is not woven; `planned` is set once all ranks may start.
 
-    Of several ranks, each has at least `everywhere` layers in memory, as they last agreed; None: it is one alone.
+    With several ranks, each has at least `everywhere` layers in memory, as last agreed; None with one rank.
     """
 
     order: WeaveOrder
@@ -104,7 +112,7 @@ class QueuedWeave:
 
     @property
     def layers(self) -> float:
-        """How many layers may be woven now: those that are in memory."""
+        """Number of layers that can be woven now: those in memory."""
         assert self.planned is not None
         segments = self.planned.pinned
         if self.everywhere is not None:
@@ -117,9 +125,9 @@ class QueuedWeave:
 class WeaveQueue:
     """Owns the orders of one worker until they are done. Called from the worker's thread only.
 
-    A weave begins when the first layer of all segments is in memory, and continues as the others come. Several ranks
-    agree first on what is stored, so that all plan alike, and then, before each slice, on how many layers all of them
-    have: what is read can hold up no rank in the middle of a layer in which the others wait for it.
+    A weave starts when the first layer of all segments is in memory, and continues as others arrive. Several ranks
+    first agree on what is stored, so that all make the same plan, and before each slice on how many layers all of them
+    have, so that no rank waits for a read within a layer in which the others wait for it.
     """
 
     def __init__(
@@ -132,10 +140,10 @@ class WeaveQueue:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`look_up` finds what is stored for an order's prompt, `plan` plans with that and begins to read.
+        """`look_up` finds what is stored for an order's prompt; `plan` makes the plan and starts reading.
 
-        Both are called on threads with `background`, for slow tiers. All `ranks` must agree. An order that is not ready
-        after `timeout_s` is given up.
+        With `background` both run in threads, for slow tiers. All `ranks` must agree. An order that is not ready after
+        `timeout_s` is given up.
         """
         self._look_up, self._plan = look_up, plan
         self._ranks = ranks
@@ -147,8 +155,13 @@ class WeaveQueue:
     def __len__(self) -> int:
         return len(self._weaves)
 
+    @property
+    def orders(self) -> list[WeaveOrder]:
+        """The queued orders, oldest first."""
+        return [weave.order for weave in self._weaves.values()]
+
     def add(self, order: WeaveOrder, planned: PreparedWeave | None = None) -> None:
-        """Queue an order; one that was woven before, and preempted, with the same plan again."""
+        """Queue an order; a preempted one is queued again with its earlier plan."""
         weave = QueuedWeave(order)
         if planned is not None:
             weave.planning = Future()
@@ -156,7 +169,7 @@ class WeaveQueue:
         self._weaves[order.request_id] = weave
 
     def remove(self, request_id: str) -> bool:
-        """Take an order out, done or not; what was prepared for one that never began is closed."""
+        """Remove an order, finished or not; segments prepared for a weave that never started are closed."""
         weave = self._weaves.pop(request_id, None)
         if weave is None:
             return False
@@ -165,17 +178,45 @@ class WeaveQueue:
         return True
 
     def next(self) -> QueuedWeave | None:
-        """Prepare what is due, and return the first weave that can continue, or has failed; None while all wait."""
+        """Prepare due orders, and return the first weave that can continue or has failed; None if all wait."""
         self._start()
         if self._ranks.size > 1:
             self._agree_on_lookups()
         self._agree_on_plans()
         if self._ranks.size > 1:
             self._agree_on_layers()
-        return next((weave for weave in self._weaves.values() if self._can_go_on(weave)), None)
+        return next((weave for weave in self._weaves.values() if self._can_continue(weave)), None)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that weave together."""
+        return self._ranks.size
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of the weaves that have begun."""
+        return sum(weave.job.device_bytes for weave in self._weaves.values() if weave.job is not None)
+
+    def begin(self, weave: QueuedWeave, make: Callable[[], WeaveJob]) -> None:
+        """Begin a weave with the job that `make` returns, or set its error, alike on all ranks.
+
+        `make` runs no collective. The job begins if every rank could make it and all will run the same collectives.
+        """
+        try:
+            job = make()
+            digest = _digest_of(job.outline) if self.ranks > 1 else 0
+        except Exception as error:  # noqa: BLE001  (any failure of one rank is agreed on)
+            weave.error, digest = error, 0
+        sound, low, high = self._ranks.least([weave.error is None, digest, -digest])
+        if not sound:
+            weave.error = weave.error or NotWoven("another rank cannot begin it")
+        elif low != -high:
+            weave.error = NotWoven("its start or what it captures differs between ranks")
+        else:
+            weave.job = job
 
     def close(self) -> None:
-        """Give up what waits."""
+        """Remove all orders."""
         for request_id in tuple(self._weaves):
             self.remove(request_id)
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -194,7 +235,7 @@ class WeaveQueue:
         return self._plan(order, self._look_up(order))
 
     def _agree_on_lookups(self) -> None:
-        """Plan those that all ranks have looked up, with what all of them found."""
+        """Plan orders that all ranks have looked up, with what all of them found."""
         waiting = [(weave, weave.lookup) for weave in self._unsettled() if weave.lookup and weave.planning is None]
         for weave, found, same in self._agreed(waiting, lambda found: sorted(_known(found))):
             if not same:
@@ -203,18 +244,18 @@ class WeaveQueue:
             weave.planning = self._executor.submit(self._plan, weave.order, _by_id(found))
 
     def _agree_on_plans(self) -> None:
-        """Let those begin that all ranks have planned alike, and whose segments are in memory as far as needed."""
+        """Start weaves that all ranks planned alike and whose segments are in memory as far as needed."""
         waiting = [(weave, weave.planning) for weave in self._unsettled() if weave.planning]
         for weave, planned, same in self._agreed(waiting, lambda planned: planned.plan):
             if same:
                 weave.planned = planned
             else:
-                weave.error = NotWoven("its plan is not the same on every rank")
+                weave.error = NotWoven("its plan differs between ranks")
 
     def _agree_on_layers(self) -> None:
-        """Let weaves that have begun continue by the layers that every rank has, or give them up on all."""
-        under_way = [weave for weave in self._weaves.values() if weave.error is None and weave.planned is not None]
-        coming = [(weave, weave.planned.pinned) for weave in under_way if weave.planned and weave.everywhere != inf]
+        """Let started weaves continue by the layers that every rank has, or give them up on all ranks."""
+        started = [weave for weave in self._weaves.values() if weave.error is None and weave.planned is not None]
+        coming = [(weave, weave.planned.pinned) for weave in started if weave.planned and weave.everywhere != inf]
         if not coming:
             return
         numbers: list[int] = []
@@ -233,7 +274,7 @@ class WeaveQueue:
     def _agreed(
         self, waiting: "Sequence[tuple[QueuedWeave, Future[Any]]]", what: Callable[[Any], object]
     ) -> Iterator[tuple[QueuedWeave, Any, bool]]:
-        """Each weave whose result all ranks have, with the result, and whether `what` of it is the same on all."""
+        """Weaves whose result all ranks have, with the result, and whether `what` of it is equal on all ranks."""
         if not waiting:
             return
         ready = [self._is_ready(weave, future) for weave, future in waiting]
@@ -255,7 +296,7 @@ class WeaveQueue:
                 yield weave, future.result(), low == -high
 
     def _is_ready(self, weave: QueuedWeave, future: "Future[Any]") -> bool:
-        """Whether this rank has what it waits for; an error of it is noted."""
+        """Whether this rank has the result that it waits for; records an error."""
         if not future.done():
             self._give_up_late(weave)
             return False
@@ -269,11 +310,11 @@ class WeaveQueue:
             self._give_up_late(weave)
         return ready and weave.error is None
 
-    def _can_go_on(self, weave: QueuedWeave) -> bool:
+    def _can_continue(self, weave: QueuedWeave) -> bool:
         if weave.error is None and weave.planned is not None:
             if weave.layers > 0:
                 return True
-            if self._ranks.size == 1:  # several agree on that too
+            if self._ranks.size == 1:  # several ranks agree on this in `_agree_on_layers`
                 self._give_up_late(weave)
         return weave.error is not None
 
@@ -286,21 +327,21 @@ class WeaveQueue:
 
 
 MOST_READ = 4
-"""Requests whose segments are read before their turn: more would only read against one another, and take memory."""
+"""Requests whose segments are read before their turn; more would compete for reads and take memory."""
 
 
 class ReadAhead:
-    """Owns what is read for waiting requests until their weaves have ended. `find` is called from any thread."""
+    """Owns prefetches of waiting requests until their weaves have ended. `find` is thread-safe."""
 
     def __init__(self, prefetch: Callable[[WeaveRequest], Prefetch | None]) -> None:
-        """`prefetch` finds what a request would read and begins to; None if that is nothing. Called on threads."""
+        """`prefetch` finds what a request would read and starts reading; None if nothing. Called in threads."""
         self._prefetch = prefetch
         self._waiting: dict[str, WeaveRequest] = {}
         self._reading: dict[str, Future[Prefetch | None]] = {}
         self._executor = ThreadPoolExecutor(MOST_READ, "chunkweave-ahead")
 
     def begin(self, waiting: Mapping[str, WeaveRequest], placed: Iterable[str]) -> None:
-        """Read for requests that have come in, the first ones first; those that are `placed` read for themselves."""
+        """Prefetch for arrived requests, oldest first; those that are `placed` read for themselves."""
         if not waiting and not self._waiting:
             return
         self._waiting.update(waiting)
@@ -311,14 +352,14 @@ class ReadAhead:
             self._reading[request_id] = self._executor.submit(self._prefetch, self._waiting.pop(request_id))
 
     def find(self, request_id: str) -> Prefetch | None:
-        """What is being read for a request whose turn has come; None if it is nothing, or not known yet."""
+        """The prefetch of a request whose turn has come; None if there is none, or it is not known yet."""
         reading = self._reading.get(request_id)
         if reading is None or not reading.done() or reading.cancelled() or reading.exception() is not None:
             return None
         return reading.result()
 
     def drop(self, request_id: str) -> None:
-        """A request is woven, or will not be: what was read stays where it was put, and is pinned no longer."""
+        """Release the prefetch of a request that is woven, or will not be; loaded layers stay in memory, unpinned."""
         self._waiting.pop(request_id, None)
         reading = self._reading.pop(request_id, None)
         if reading is not None and not reading.cancel():
@@ -333,19 +374,19 @@ class ReadAhead:
     def _close(self, request_id: str, done: "Future[Prefetch | None]") -> None:
         error = None if done.cancelled() else done.exception()
         if error is not None:
-            logger.warning("nothing is read ahead for request %s: %s", request_id, error)
+            logger.warning("prefetch failed for request %s: %s", request_id, error)
         elif not done.cancelled() and (prefetch := done.result()) is not None:
-            with suppress(RuntimeError):  # at shutdown: it is closed here then
+            with suppress(RuntimeError):  # the executor is shut down: close it in this thread
                 self._executor.submit(prefetch.close)
                 return
             prefetch.close()
 
 
 class _Inline(Executor):
-    """Runs at once what is submitted: where there is memory only, a thread would only cost time."""
+    """Runs submitted calls at once: with memory tiers only, a thread would only cost time."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        """The call's outcome."""
+        """Run the call; returns its outcome."""
         outcome: Future[Any] = Future()
         try:
             outcome.set_result(fn(*args, **kwargs))
@@ -364,18 +405,18 @@ _Known = tuple[SegmentId, bool]
 
 
 def _known(found: PromptLookup) -> set[_Known]:
-    """What one rank has."""
+    """The segments that one rank found."""
     return {(record.id, record.exact) for record in _records(found)}
 
 
 def _held_by_all(found: PromptLookup, ranks: Sequence[Collection[_Known]]) -> PromptLookup:
-    """The lookup as if only that were stored which every rank has, and has as exact (or not) as the others."""
+    """The lookup restricted to segments that every rank has, with the same exactness."""
     everywhere = set.intersection(*map(set, ranks))
     return without(found, {record.id for record in _records(found) if (record.id, record.exact) not in everywhere})
 
 
 def _by_id(found: PromptLookup) -> PromptLookup:
-    """The same with variants by id: which was used last is not the same on every rank."""
+    """The lookup with variants sorted by id, because the order of last use differs between ranks."""
     parts = (replace(part, variants=tuple(sorted(part.variants, key=lambda r: r.id))) for part in found.parts)
     return PromptLookup(tuple(parts))
 
@@ -386,5 +427,5 @@ def _records(found: PromptLookup) -> list[SegmentRecord]:
 
 
 def _digest_of(what: object) -> int:
-    """62 bits of what `repr` says; equal if that is, which sets do not promise."""
+    """62 bits of a hash of `repr`; equal objects need equal `repr`, which sets do not guarantee."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest()) >> 2

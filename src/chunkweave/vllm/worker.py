@@ -1,4 +1,4 @@
-"""The connector's half in each worker: the segment store, the weaves that run, and what is saved."""
+"""The connector's half in each worker: the segment store, the running weaves, and saving."""
 
 import logging
 import time
@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import inf
+
+import torch
 
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.adaptive_methods import ContextMethod, method_for
@@ -18,10 +20,10 @@ from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.prompt.contexts import MeanShare
 from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.records import ANYTHING, SegmentRecord, segment_id
-from chunkweave.tiers.device import host_memory_for, streams_of
+from chunkweave.tiers.device import Event, Staging, host_memory_for, streams_of
 from chunkweave.tiers.preload import Gone
 from chunkweave.types import ChunkId, SegmentId, Span
-from chunkweave.vllm.background_work import BackgroundWork, Work, wait_for_now
+from chunkweave.vllm.background_work import BackgroundWork, Work
 from chunkweave.vllm.model_check import rank_fingerprint
 from chunkweave.vllm.orders import (
     AskedOrder,
@@ -42,7 +44,7 @@ from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
 from chunkweave.vllm.weave import CapturedParts, Choices, WeaveJob
-from chunkweave.vllm.weave_queue import Alone, PreparedWeave, QueuedWeave, ReadAhead, WeaveQueue
+from chunkweave.vllm.weave_queue import Alone, PreparedWeave, QueuedWeave, RankFailedError, ReadAhead, WeaveQueue
 from chunkweave.weaving.means import Means
 from chunkweave.weaving.segments import Prefetch, WeavingStore, loading_now, reads_of
 from chunkweave.weaving.stores import eviction_cost, eviction_order, open_store, store_counts
@@ -50,41 +52,41 @@ from chunkweave.weaving.stores import eviction_cost, eviction_order, open_store,
 logger = logging.getLogger("vllm.chunkweave")
 
 _CHOICES = 4096
-"""Prompts whose chosen positions are remembered: some hundred integers each."""
+"""Most prompts whose chosen positions are kept: some hundred integers each."""
 
 _CHOSEN_POSITIONS = 4 << 20
-"""All that are remembered, 8 bytes each: long prompts leave fewer prompts."""
+"""Most chosen positions in total, 8 bytes each; with long prompts, fewer prompts are kept."""
 
 _WAITING_SHARE = 1 / 8
-"""Of vLLM's blocks, how many may wait to be copied."""
+"""Share of vLLM's blocks that may wait to be copied."""
 
 _STARTS, _MOST_START_TOKENS = 64, 8
-"""Beginnings of prompts whose KV is kept as vLLM computed it, and the most tokens of one."""
+"""Most prompt beginnings whose KV is kept as vLLM computed it, and the most tokens of one."""
 
 _EXPIRE_S = 60.0
-"""How often the store is searched for what has outlived its time."""
+"""Seconds between scans of the store for expired segments."""
 
 _StartKey = tuple[int, tuple[int, ...]]
-"""The adapter, and the tokens that a prompt begins with and that are part of no chunk."""
+"""The adapter, and the leading tokens of a prompt that belong to no chunk."""
 
 _ChoiceKey = tuple[str, tuple[SegmentId, ...]]
-"""Requests of the same chunks and method, woven from the same segments, choose the same positions.
+"""Requests with the same chunks, method and reused segments choose the same positions.
 
-Exact parts do not count: stored or computed, their KV is the same.
+Exact parts are not included: their KV is the same whether stored or computed.
 """
 
 
 _Reads = Mapping[Span, frozenset[ChunkId] | None]
-"""What parts have read beside their contexts."""
+"""For each part, what it has read besides its context."""
 
 
 class ConnectorWorker:
     """Owns store and weaves of one worker. Called from the worker's thread only.
 
-    A step goes from `begin` to `end`; between steps, what is to be saved is copied out of the blocks.
+    A step runs from `begin` to `end`; between steps, KV to be saved is copied out of the blocks.
 
-    Every rank of a tensor-parallel group gets the same orders in the same order, and does the same: before it uses what
-    depends on its own tiers, threads or clock, `WeaveQueue` agrees on that with the other ranks.
+    Every rank of a tensor-parallel group gets the same orders in the same order and does the same. Before it uses
+    anything that depends on its own tiers, threads or clock, `WeaveQueue` agrees on it with the other ranks.
     """
 
     def __init__(
@@ -95,15 +97,19 @@ class ConnectorWorker:
         ranks: Alone | None = None,
         *,
         replica: int = 0,
+        room_bytes: float = inf,
         measure: Callable[[], CostModel] | None = None,
     ) -> None:
-        """`fingerprint` is the model's; each of several `ranks` keeps its own share of the heads (None: one alone).
+        """`fingerprint` is the model's; each of several `ranks` stores its own share of the heads (None: a single
+        rank).
 
-        `replica` is the number of the engine among those that vLLM runs in parallel (`--data-parallel-size`). `measure`
-        says what prefill costs here, for a policy that weighs it, if no `cost_model` is given: what `chunkweave
-        profile` writes into the cache folder are our own engine's times.
+        `replica` is the number of the engine among those that vLLM runs in parallel (`--data-parallel-size`). Weaves
+        take at most `room_bytes` of device memory at once; a prompt that needs more is computed by vLLM. `measure`
+        measures prefill here, for a policy that weighs it, if no `cost_model` is given; the file of `chunkweave
+        profile` in the cache folder has our own engine's times.
         """
         ranks = Alone() if ranks is None else ranks
+        self._room_bytes = room_bytes
         self._layers = layers
         self._num_layers = layers.geometry.num_layers
         self._lossless = settings.store.codec == RawCodec.name
@@ -124,6 +130,7 @@ class ConnectorWorker:
             send=self._streams.send,
             memory=self._memory,
             patient=True,
+            staging=Staging(settings.store.device_staging_bytes),
         )
         self._idle = False
         self._follower = self._store.follow()
@@ -135,21 +142,22 @@ class ConnectorWorker:
         timeout_s = settings.weave.load_timeout_s
         self._queue = WeaveQueue(self.look_up, self.plan, ranks, background=slow, timeout_s=timeout_s)
         self._in_background: Callable[[Callable[[], object]], object] = self._lookups.run if slow else _at_once
-        self._between_steps = BackgroundWork(int(layers.paged.num_slots * _WAITING_SHARE))
+        self._saving = streams_of(layers.device)  # apart from `_streams`: a weave's loads do not wait for saves
+        self._between_steps = BackgroundWork(int(layers.paged.num_slots * _WAITING_SHARE), self._saving)
         self._held: set[str] = set()
-        """Requests that have ended, whose blocks vLLM keeps until they are copied."""
+        """Ended requests whose blocks vLLM keeps until they are copied."""
         self._woven: dict[str, PreparedWeave] = {}
-        """Kept until a request is finished, so that a preempted one is woven the same again."""
+        """Kept until a request is finished, so that a preempted one is woven in the same way again."""
         self._choices: OrderedDict[_ChoiceKey, Choices] = OrderedDict()
         self._chosen_positions = 0
         self._begun: dict[str, dict[Span, PartCopy]] = {}
-        """By request, parts of which vLLM has computed the beginning."""
+        """By request, parts whose beginning vLLM has computed."""
         self._starts: OrderedDict[_StartKey, PartCopy] = OrderedDict()
-        """As every rank has it in the same step: where it is missing, all compute these tokens."""
+        """Equal on all ranks in the same step: if an entry is missing, all ranks compute these tokens."""
         self._outdated: set[str] = set()
-        """Requests that use what was removed meanwhile: nothing of them is stored."""
+        """Requests that use removed KV: nothing of them is stored."""
         self._noted: set[str] = set()
-        """Requests that are counted."""
+        """Requests that were counted."""
         self._arrived: set[str] = set()
         self._results = StepResults()
         self._expires = settings.store.ttl_s is not None
@@ -158,29 +166,26 @@ class ConnectorWorker:
         self._counts = CountsSender(replica * ranks.size + ranks.rank, self._counted)
 
     def holdings(self) -> Holdings:
-        """What is stored from earlier on, for the scheduler to begin with; call it before the first step."""
+        """What is stored at start-up, for the scheduler; call it before the first step."""
         bytes_per_token = self._layers.own_geometry.kv_elements_per_token() * self._layers.dtype.itemsize
         return Holdings(self._follower.take().added, self._store.shared, self._store.room_bytes // bytes_per_token)
 
     def begin(self, orders: StepOrders) -> None:
-        """Before vLLM gives blocks of preempted requests to others: copy what is to be kept of them."""
+        """Copy KV to be saved before vLLM gives blocks of preempted requests to others."""
         self._between_steps.begin_step()
         self._between_steps.finish(lambda work: work.request_id in orders.preempted)
 
     def step(self, orders: StepOrders) -> None:
-        """Cancel what is to be cancelled, then weave: a whole request in an idle step, else about `step_tokens`.
+        """Process cancellations, then weave: a whole request in an idle step, else about `step_tokens`.
 
-        A whole weave is less work than the prefill slice that vLLM would run in its place, so a request that comes in
+        A whole weave is less work than the prefill slice that vLLM would run instead, so a request that arrives
         meanwhile waits no longer than without the plug-in. Nothing here waits for a slow tier: while segments of one
-        request are read, another one is woven.
+        request are read, another request is woven.
         """
         self._idle = orders.idle
         self._streams.computes_here()
         self._held.update(orders.held)
-        for removal in orders.removals:  # behind what is still to be stored, which it may concern
-            if not removal.first_passes:
-                self._outdated |= removal.requests | self._woven_from(removal.chunks)
-            self._between_steps.add(Work(self._removing(removal), removal.request_id))
+        self._withdraw(orders)
         self._lookups.begin(orders.lookups)
         if self._ahead is not None:
             self._ahead.begin(orders.waiting, (order.request_id for order in orders.weaves))
@@ -198,15 +203,15 @@ class ConnectorWorker:
         while left > 0 and (weave := self._queue.next()) is not None:
             left -= self._weave(weave, left)
             if orders.idle and self._arrived:
-                return  # it is answered before the others are woven
+                return  # vLLM answers it before the others are woven
 
     def save(self, orders: StepOrders) -> None:
-        """Store the parts whose KV this step's forward has completed: between steps, or at once what leaves windows."""
+        """Store the parts whose KV this step's forward completed: between steps, or at once if windows may drop it."""
         for order in orders.saves:
             self._keep_start(order)
-            woven, written = self._woven.get(order.request_id), wait_for_now(self._layers.device)
+            woven, written = self._woven.get(order.request_id), self._saving.mark()
             exact_to = (order.computed if order.exact else 0) if woven is None else woven.exact_to
-            reads = self._reads(order.request, woven, exact=order.exact)  # while what it is woven from is pinned
+            reads = self._reads(order.request, woven, exact=order.exact)  # while its segments are pinned
             outdated = order.request_id in self._outdated
             parts = [part for part in order.request.stored_parts() if order.saved < part.span.stop <= order.computed]
             work = Work(
@@ -219,7 +224,7 @@ class ConnectorWorker:
             self._between_steps.add(work, at_once=order.windowed)
 
     def forget(self, finished: Collection[str]) -> None:
-        """Drop the plans of requests that have ended, and what was read of parts that they never completed."""
+        """Drop the plans of ended requests, and copies of parts that they never completed."""
         self._outdated.difference_update(finished)
         self._noted.difference_update(finished)
         for request_id in finished:
@@ -231,7 +236,7 @@ class ConnectorWorker:
                 woven.pinned.close()
 
     def take_outcome(self) -> tuple[set[str], StepResults]:
-        """Requests that wait no longer, and what the scheduler gets to know: also which of them failed."""
+        """Requests that no longer wait, and the results for the scheduler, failures included."""
         self._results.saved.update(self._between_steps.take_done())
         self._events.add_to(self._results)
         outcome = self._arrived, self._results
@@ -239,17 +244,21 @@ class ConnectorWorker:
         return outcome
 
     def take_released(self) -> set[str]:
-        """Requests that have ended and whose blocks are needed no longer; each once."""
+        """Ended requests whose blocks are no longer needed; each once."""
         released = {request_id for request_id in self._held if not self._between_steps.reads(request_id)}
         self._held -= released
         return released
 
+    def before_sleep(self) -> None:
+        """Copy all KV to be saved, because sleeping frees vLLM's blocks. Called between steps."""
+        self._between_steps.finish()
+
     def end(self) -> None:
-        """The step is over: there is time to copy, until the next one begins."""
+        """End the step; copying continues until the next one begins."""
         self._between_steps.end_step()
 
     def close(self) -> None:
-        """Write what is still to be written, and close the store."""
+        """Flush pending writes and close the store."""
         self._between_steps.close()
         self._counts.close()
         self._queue.close()
@@ -260,17 +269,17 @@ class ConnectorWorker:
         self._store.close()
 
     def look_up(self, order: WeaveOrder) -> PromptLookup:
-        """What is stored for an order's prompt. From any thread."""
+        """What is stored for an order's prompt. Thread-safe."""
         return self._store.lookup(order.request.prompt)
 
     def plan(self, order: WeaveOrder, found: PromptLookup) -> PreparedWeave:
-        """Plan with what was found, pin it, and begin to read. From any thread.
+        """Plan with the lookup `found`, pin the segments, and start reading. Thread-safe.
 
         Raises:
-            NotWoven: nothing of it is stored (any more), and nothing is to be captured; or what was exact is gone.
+            NotWoven: nothing of it is stored and nothing is to be captured, or an exact segment is gone.
         """
         promotion, known = order.request.promotion, found
-        behind = order.first > order.exact  # what is approximate in vLLM's own cache: no exact prefix grows behind it
+        behind = order.first > order.exact  # starts after approximate KV in vLLM's cache: no exact prefix grows there
         if behind:
             promotion = replace(promotion, continued=frozenset())
         ahead = None if self._ahead is None else self._ahead.find(order.request_id)
@@ -281,7 +290,7 @@ class ConnectorWorker:
         mean = order.request.mean
         wanted = mean is not None and (mean.anew or not any(one.contexts for one in found.parts[-1].variants))
         share_s = time.monotonic() if wanted else None
-        if mean is not None:  # also if one is stored: no plan reuses the last token
+        if mean is not None:  # also if the mean is stored, because no plan reuses the last token
             method = ContextMethod()
         while found.hits or order.request.kept.profiles or order.request.mean is not None:
             plan = self._weaving_store.plan(found, method)
@@ -289,7 +298,7 @@ class ConnectorWorker:
             exact_to = order.exact if behind else min(reused, default=plan.prompt_tokens)
             if exact_to < order.exact:
                 raise NotWoven("an exact segment is gone, and others may take the blocks that it was to fill")
-            pinned = self._weaving_store.pin(plan, prefetched=ahead)
+            pinned = self._weaving_store.pin(plan, prefetched=ahead, first=order.first)
             gone = [SegmentId(one.segment.name) for one in pinned.placements if isinstance(one.segment, Gone)]
             if gone:
                 pinned.close()
@@ -301,14 +310,14 @@ class ConnectorWorker:
         raise NotWoven("nothing of it is stored")
 
     def _note(self, order: WeaveOrder, found: PromptLookup, plan: Plan | None) -> None:
-        """Count a request that is asked for, once, however often its weave is ordered."""
+        """Count a requested request once, however often its weave is ordered."""
         if order.request.asked and order.request_id not in self._noted:
             self._noted.add(order.request_id)
             use = RequestUse.of(found, ()) if plan is None else RequestUse.of(found, plan.segments(), plan.saved())
             self._store.note_request(use)
 
     def _too_slow(self, order: WeaveOrder, found: PromptLookup, loading: Loading) -> Collection[SegmentId]:
-        """What takes longer to load than to compute; not what others take from these blocks as exact."""
+        """Segments that load slower than they compute, except those that shared blocks need as exact."""
         exact = order.exact if order.request.method not in EXACT_METHODS else 0
         needed = {part.exact.id for part in found.parts if part.exact is not None and part.span.start < exact}
         return too_slow(found, loading) - needed
@@ -317,12 +326,12 @@ class ConnectorWorker:
     def _alone(self) -> bool:
         """Whether nothing else is computed or woven now.
 
-        Else what loads holds up nobody, and what is computed in its place costs others their time.
+        Otherwise loading delays no other request, while computing instead would.
         """
         return self._idle and len(self._queue) == 1
 
     def _read_ahead(self, request: WeaveRequest) -> Prefetch | None:
-        """Begin to read what a waiting request will read from slow tiers; None if that is nothing. From any thread."""
+        """Prefetch what a waiting request will read from slow tiers; None if there is nothing. Thread-safe."""
         plan = self._usual_plan(request, self._store.lookup(request.prompt))
         prefetch = self._weaving_store.prefetch(plan, from_memory=False)
         if prefetch.nbytes:
@@ -336,14 +345,16 @@ class ConnectorWorker:
     def _counted(self) -> dict[str, object]:
         return {"store": store_counts(self._store), "eviction": eviction_order(self._store)}
 
-    def _counting(self, asked: AskedOrder) -> Iterator[object]:
-        yield self._in_background(partial(self._count, asked))
+    def _counting(self, asked: AskedOrder) -> Iterator[Event]:
+        self._in_background(partial(self._count, asked))
+        yield None
 
-    def _removing(self, order: RemovalOrder) -> Iterator[object]:
-        yield self._in_background(partial(self._removals.run, order))
+    def _removing(self, order: RemovalOrder) -> Iterator[Event]:
+        self._in_background(partial(self._removals.run, order))
+        yield None
 
     def _hits(self, plan: Plan, local: int) -> dict[str, int]:
-        """Tokens of stored parts that were found, by tier: the first `local` of the prompt in vLLM's own cache."""
+        """Tokens of stored parts that were found, by tier; the prompt's first `local` tokens in vLLM's own cache."""
         hits: Counter[str] = Counter()
         for part in plan.parts:
             own = len(part.span.within(0, local))
@@ -354,35 +365,55 @@ class ConnectorWorker:
         return dict(hits)
 
     def _count(self, asked: AskedOrder) -> None:
-        """Count a request that vLLM computes; of what its own cache has of it, the segments here are used."""
+        """Count a request that vLLM computes; segments of tokens in vLLM's own cache count as used."""
         found = self._store.lookup(asked.prompt)
         if asked.woven is None:
             exact = (entry.exact for entry in found.parts if entry.span.start < asked.local)
             saved = {record.id: float(len(record)) for record in exact if record is not None}
             used = list(saved)
-        else:  # from which segments it was woven nobody knows any more: from these it would be now
+        else:  # the segments that it was woven from are not recorded: use those of a plan made now
             plan = self._usual_plan(asked.woven, found)
             used = [part.segment for part in plan.parts if part.segment is not None and part.span.stop <= asked.local]
             saved = plan.saved()
         self._store.note_request(RequestUse.of(found, used, saved))
 
     def _weave(self, weave: QueuedWeave, work: float) -> int:
-        """Go on with a weave, for about so much work; returns what was done."""
-        order, done = weave.order, 0
+        """Continue a weave, for about `work`; returns the work done.
+
+        If it fails, vLLM computes the request. Several ranks fail alike: by an error that they have agreed on.
+
+        Raises:
+            RankFailedError: this rank alone failed, so others may wait for it in a collective.
+        """
+        order, done, size = weave.order, 0, self._queue.ranks
         try:
-            if weave.error is not None:
-                raise weave.error
-            with self._layers.adapters.using(order.adapter):
-                if weave.job is None:
-                    assert weave.planned is not None
-                    weave.job = self._begin(order, weave.planned)
-                done = weave.job.run(weave.layers, work)
-            if weave.job.done:
-                self._queue.remove(order.request_id)
-                self._finish(order, weave.job)
-        except Exception as error:  # noqa: BLE001  (a cache may cost time, never an answer: vLLM computes it instead)
+            if weave.error is None:
+                done = self._continue(weave, work)
+        except NotWoven as error:  # by `adapters`: loaded alike on all ranks
+            weave.error = error
+        except Exception as error:  # a failed weave must not fail the request
+            if size > 1:
+                what = f"one of {size} tensor-parallel ranks failed while it wove request {order.request_id}"
+                logger.critical("%s; vLLM ends, because other ranks wait for it", what, exc_info=True)
+                raise RankFailedError(f"{what}: {error!r}") from error
+            weave.error = error
+        if weave.error is not None:
             self._queue.remove(order.request_id)
-            self._fail(order, error)
+            self._fail(order, weave.error)
+            weave.error = None  # its traceback holds the weave's tensors
+        return done
+
+    def _continue(self, weave: QueuedWeave, work: float) -> int:
+        order, done = weave.order, 0
+        with self._layers.adapters.using(order.adapter):
+            if weave.job is None:
+                assert weave.planned is not None
+                self._queue.begin(weave, partial(self._begin, order, weave.planned))
+            if weave.job is not None:
+                done = weave.job.run(weave.layers, work)
+        if weave.job is not None and weave.job.done:
+            self._queue.remove(order.request_id)
+            self._finish(order, weave.job)
         return done
 
     def _begin(self, order: WeaveOrder, woven: PreparedWeave) -> WeaveJob:
@@ -392,14 +423,14 @@ class ConnectorWorker:
         captured: CapturedParts | None = None
         looked_at = woven.share_s is not None if request.mean is not None else request.kept.profiles
         if looked_at or not (blocks.whole or request.mean is not None):
-            # Without profiles, only what has left a window is not in the blocks to be read afterwards.
+            # Without profiles, only KV that has left a window must be captured; the rest is read from the blocks later.
             before = None if looked_at else min(blocks.begins, order.stop)
             config = request.reuse.capture if request.kept.profiles else None
             first = order.first if request.mean is None else max(order.first, plan.parts[-1].span.start)
             captured = CapturedParts(
                 self._layers, request.prompt, plan, placements, self._store, config, first=first, before=before
             )
-        return WeaveJob(
+        job = WeaveJob(
             self._layers,
             blocks,
             plan,
@@ -410,24 +441,35 @@ class ConnectorWorker:
             captured=captured,
             chosen=self._choices.get(_choice_key(request, plan)) if order.first > order.exact else None,
         )
+        if job.device_bytes + self._queue.device_bytes > self._room_bytes:
+            raise NotWoven(
+                f"it needs {job.device_bytes} bytes of device memory, of {self._room_bytes:.0f} for all weaves"
+            )
+        self._layers.paged.reserve(job.scratch_bytes)
+        return job
 
     def _keep_start(self, order: SaveOrder) -> None:
-        """Keep the KV of what the prompt begins with, which no segment has, as vLLM computed it among many tokens."""
+        """Keep the KV of a prompt's leading tokens, which no segment has, as vLLM computed it in a large batch."""
         blocks, start = RequestBlocks(order.block_ids, self._layers.paged), order.request.start
         key = order.adapter, start
         if not (order.exact and blocks.whole and 0 < len(start) <= _MOST_START_TOKENS) or key in self._starts:
             return
         span = Span(0, len(start))
         copy = PartCopy(StoredPart(ChunkId(""), start, span, ()), self._layers, self._memory, as_they_are=True)
-        deque(copy.read(blocks, span), maxlen=0)
+        try:
+            deque(copy.read(blocks, span), maxlen=0)
+        except torch.OutOfMemoryError:
+            if self._queue.ranks > 1:  # their copies are equal
+                raise
+            return
         self._starts[key] = copy
         if len(self._starts) > _STARTS:
             self._starts.popitem(last=False)
 
     def _place_start(self, order: WeaveOrder, blocks: RequestBlocks) -> int:
-        """Put that KV into the blocks of a request by an exact method; returns from where on they are to be filled.
+        """Write that KV into the blocks of a request with an exact method; returns the position to fill from.
 
-        Computed alone, it would be rounded otherwise than the first time, and an answer with it.
+        Computed alone, it would round differently from the first time, and so could the answer.
         """
         copy = self._starts.get((order.adapter, order.request.start))
         if order.first or copy is None or order.request.method not in EXACT_METHODS or not blocks.whole:
@@ -438,7 +480,7 @@ class ConnectorWorker:
     def _finish(self, order: WeaveOrder, job: WeaveJob) -> None:
         woven = self._woven[order.request_id]
         plan = woven.plan
-        if order.first <= order.exact:  # for requests like it of which vLLM's own cache has a woven part
+        if order.first <= order.exact:  # for equal requests that find woven blocks in vLLM's own cache
             self._remember(_choice_key(order.request, plan), job.chosen)
         self._arrived.add(order.request_id)
         report = _report(plan, order, job, self._hits(plan, order.first))
@@ -446,18 +488,20 @@ class ConnectorWorker:
         self._results.reports[order.request_id] = {**report, "recompute_fraction": fraction}
         for segment, whole in woven.pinned.loaded():
             self._store.promote(segment, whole)
+        woven.pinned.drop_sent()
         if self._ahead is not None:
             self._ahead.drop(order.request_id)
         fresh = {part.span for part in plan.parts if part.kv_source is KVSource.COMPUTED}
         if job.captured is not None:
             fresh -= job.captured.spans
-            segments: Iterable[tuple[SegmentRecord, SegmentKV]] = job.captured.segments(woven.exact_to)
+            segments: Iterable[tuple[SegmentRecord, SegmentKV]]
+            segments = job.captured.segments(woven.exact_to, self._memory)
             if woven.behind:
                 segments = ((replace(record, read=(ANYTHING,)), kv) for record, kv in segments)
-            mean, share_s = order.request.mean, woven.share_s  # the scheduler's clock may be another machine's
+            mean, share_s = order.request.mean, woven.share_s  # the scheduler may run on another machine's clock
             share = None if mean is None or share_s is None else replace(mean, begun_s=share_s)
             self._insert(order.request_id, segments, share)
-        first = 0 if order.first <= order.exact else order.first  # what vLLM had is stored too, if it is exact
+        first = 0 if order.first <= order.exact else order.first  # exact KV in vLLM's cache is stored too
         parts = [
             part
             for part in order.request.kept_parts(self._is_exact)
@@ -475,9 +519,9 @@ class ConnectorWorker:
     def _insert(
         self, request_id: str, segments: Iterable[tuple[SegmentRecord, SegmentKV]], share: MeanShare | None = None
     ) -> None:
-        """Store segments as they are read or captured, or the mean that one is the last share of.
+        """Store segments as they are read or captured, or the mean that this share completes.
 
-        What cannot be stored costs time later.
+        A failure is logged; it costs later requests time.
         """
         if request_id in self._outdated:
             return
@@ -487,13 +531,13 @@ class ConnectorWorker:
                 return
             for record, kv in segments:
                 self._store.insert(record, kv)
-        except Exception:  # a cache may cost time, never the engine
-            logger.exception("what request %s computed is not stored", request_id)
+        except Exception:  # a failed store must not end the engine
+            logger.exception("KV computed by request %s could not be stored", request_id)
 
     def _copied(
         self, order: WeaveOrder, parts: Iterable[StoredPart], woven: PreparedWeave
     ) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
-        """Copies of parts in a request's blocks, but for what is computed behind something that was removed."""
+        """Copies of parts in a request's blocks, except those computed after a removed segment."""
         blocks, reads = RequestBlocks(order.block_ids, self._layers.paged), self._reads(order.request, woven)
         for part in parts:
             copy, read = self._copy_of(part), reads[part.span]
@@ -502,9 +546,9 @@ class ConnectorWorker:
                 yield copy.segment(woven.exact_to, read)
 
     def _reads(self, request: WeaveRequest, woven: PreparedWeave | None, *, exact: bool = False) -> _Reads:
-        """By part, what the segments have read that it is computed behind or from; None is `reads_of`'s.
+        """For each part, what the segments before it or under it have read; None as in `reads_of`.
 
-        Unless it is `exact`, nothing is known of what vLLM's own cache has of a request.
+        For KV from vLLM's own cache this is unknown, unless it is `exact`.
         """
         if woven is not None and not woven.behind:
             return {
@@ -514,17 +558,17 @@ class ConnectorWorker:
         return dict.fromkeys((part.span for part in request.stored_parts()), read)
 
     def _woven_from(self, chunks: frozenset[ChunkId] | None) -> set[str]:
-        """Requests that are woven from what has read one of these chunks."""
+        """Requests woven from segments that have read one of these chunks."""
         gone = (chunks or frozenset()) | {ANYTHING}
         reads = ((name, [*reads_of(woven.plan, self._store)][-1]) for name, woven in self._woven.items())
         return {name for name, read in reads if read is not None and not gone.isdisjoint(read)}
 
-    def _completed(self, order: SaveOrder, exact_to: int, reads: _Reads, written: Callable[[], None]) -> Iterator[None]:
-        """Store the parts that a step has completed, with a pause after each layer; begin when the KV is `written`.
+    def _completed(self, order: SaveOrder, exact_to: int, reads: _Reads, written: Event) -> Iterator[Event]:
+        """Store the parts that a step completed: yields `written`, after which the KV is there, and each layer's copy.
 
-        Where blocks leave windows, of those that it has not completed too the beginning is read now.
+        If blocks leave windows, the beginning of incomplete parts is read now too.
         """
-        written()
+        yield written
         blocks = RequestBlocks(order.block_ids, self._layers.paged)
         begun = self._begun.pop(order.request_id, {})
         prefix = [segment_id(part.id, part.context) for part in order.request.stored_parts()]
@@ -537,13 +581,14 @@ class ConnectorWorker:
             if read is None or self._is_exact(part):
                 continue
             copy = None if first == part.span.start else begun.get(part.span)
-            if copy is None:  # what lies before this step may be vLLM's own, and readable yet
+            if copy is None:  # earlier positions may be in vLLM's own cache, and still readable
                 first, copy = part.span.start, self._copy_of(part)
             if not copy.follows(blocks, Span(first, stop)):
                 continue
-            yield from copy.read(blocks, Span(first, stop))
+            for _ in copy.read(blocks, Span(first, stop), wait=False):
+                yield self._saving.mark()
             if complete:
-                with self._store.lease(prefix):  # what the request found is not evicted for what it adds
+                with self._store.lease(prefix):  # so that storing does not evict what the request found
                     self._store.insert(*copy.segment(exact_to, read))
             else:
                 self._begun.setdefault(order.request_id, {})[part.span] = copy
@@ -556,17 +601,43 @@ class ConnectorWorker:
         record = self._store.record(segment_id(part.id, part.context))
         return record is not None and record.exact
 
+    def _withdraw(self, orders: StepOrders) -> None:
+        """Reset, and queue removals behind pending stores, which they may concern."""
+        if orders.reset:
+            self._reset()
+        for removal in orders.removals:
+            if not removal.first_passes:
+                self._outdated |= removal.requests | self._woven_from(removal.chunks)
+            self._between_steps.add(Work(self._removing(removal), removal.request_id))
+
+    def _reset(self) -> None:
+        """Drop all KV in memory, because the weights may be others now, and let vLLM compute what is being woven.
+
+        The slow tiers keep KV of the weights that they are named by. What is stored from now on is not written there.
+        """
+        self._between_steps.finish()
+        for order in self._queue.orders:
+            self._queue.remove(order.request_id)
+            self._fail(order, NotWoven("the cache is reset"))
+        self._means.forget(None)
+        self._store.leave_slow_levels()
+        self._starts.clear()
+        self._begun.clear()
+        self._choices.clear()
+        self._chosen_positions = 0
+
     def _expire(self) -> None:
         if self._expires and time.monotonic() - self._expired_s > _EXPIRE_S:
             self._expired_s = time.monotonic()
             self._lookups.run(self._store.expire)
 
-    def _fail(self, order: WeaveOrder, error: Exception) -> None:
+    def _fail(self, order: WeaveOrder, error: BaseException) -> None:
         if isinstance(error, NotWoven):
             logger.debug("request %s is not woven: %s", order.request_id, error)
         else:
-            log = logger.warning if isinstance(error, SegmentLost) else logger.exception
-            log("request %s could not be woven (%s); vLLM computes it", order.request_id, error)
+            lost = isinstance(error, SegmentLost)
+            log, trace = (logger.warning, None) if lost else (logger.error, error)
+            log("request %s could not be woven (%s); vLLM computes it", order.request_id, error, exc_info=trace)
         if isinstance(error, SegmentLost) and not isinstance(error, SegmentLate):
             self._store.remove(SegmentId(error.segment))
         self.forget([order.request_id])
@@ -588,9 +659,9 @@ def _choice_key(request: WeaveRequest, plan: Plan) -> _ChoiceKey:
 
 
 def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, hits: Mapping[str, int]) -> dict[str, object]:
-    """Of a weave that is done, between what vLLM's own cache had and what vLLM computes behind it.
+    """The report of a finished weave, including what vLLM's own cache had and what vLLM computes afterwards.
 
-    Where that cache had woven blocks, of this very prompt, the plan says what they are.
+    Where that cache had blocks woven for this prompt, the plan says what they are.
     """
     first = job.first if order.first <= order.exact else 0
     sources = {one: [span.within(first, order.stop) for span in plan.spans(one)] for one in KVSource}

@@ -1,4 +1,4 @@
-"""The mean of a chunk's KV over several contexts: a guess at what it is in a context not known yet."""
+"""The mean of a chunk's KV over several contexts: an estimate of its KV in an unknown context."""
 
 import logging
 import threading
@@ -19,23 +19,23 @@ from chunkweave.types import ChunkId, Context, SegmentId
 logger = logging.getLogger(__name__)
 
 _MOST_PENDING = 32
-"""Chunks of which some contexts are computed and others not; each takes twice the memory of its bfloat16 KV."""
+"""Most unfinished means; each takes twice the memory of its bfloat16 KV."""
 
 
 _MOST_FORGOTTEN = 65_536
-"""Chunks of which it is known when they were forgotten."""
+"""Most chunks whose time of removal is recorded."""
 
 _MOST_DONE = 1024
-"""Means of which it is known when they were whole."""
+"""Most means whose time of completion is recorded."""
 
 
 _Key = tuple[str, int, ChunkId]
-"""A group, of how many contexts, and of which chunk: requests of two clients may name a group alike."""
+"""Group, number of contexts, and chunk; two clients may use the same group name."""
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """The sums over the contexts so far, in float32."""
+    """Sums over the contexts so far, in float32."""
 
     record: SegmentRecord
     kv: torch.Tensor
@@ -45,10 +45,10 @@ class _Pending:
 
 
 class Means:
-    """Collects KV of chunks by context until a chunk has all of its mean's. Owned by what computes; thread-safe.
+    """Collects KV of chunks by context until a mean is complete. Owned by the computing component; thread-safe.
 
-    KV is `[layers, 2, tokens, kv_heads, head_dim]`, keys before RoPE, so that a mean over positions means something.
-    What is pending is lost with the process; computing it is begun anew then.
+    KV is `[layers, 2, tokens, kv_heads, head_dim]`, with keys before RoPE, because keys rotated to different positions
+    have no meaningful mean. Unfinished means are lost with the process and computed again.
     """
 
     def __init__(self) -> None:
@@ -59,15 +59,15 @@ class Means:
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
-        """Means of which some contexts are computed and others not."""
+        """Number of unfinished means."""
         return len(self._pending)
 
     def store_shares(
         self, store: TieredStore[SegmentSource], share: MeanShare, computed: Iterable[tuple[SegmentRecord, SegmentKV]]
     ) -> frozenset[SegmentId]:
-        """Take KV of one context, and store what is a mean then; returns the means that are stored.
+        """Add KV of one context and store means that are complete; returns the stored means.
 
-        No `forget` comes between the two: what it is to remove is pending before it, and in the store after it.
+        Both happen under one lock, so `forget` finds a mean either pending or in the store.
         """
         stored = set()
         for record, kv in computed:
@@ -78,11 +78,12 @@ class Means:
         return frozenset(stored)
 
     def take(self, share: MeanShare, record: SegmentRecord, kv: SegmentKV) -> tuple[SegmentRecord, SegmentKV] | None:
-        """Add one context's KV; returns the mean once there are all of them. The same context twice counts once.
+        """Add one context's KV; returns the mean when all contexts are there. A repeated context counts once.
 
-        What was begun before something that it read was forgotten is dropped, and what comes when the mean is whole.
+        Contributions are dropped if they began before one of their inputs was forgotten, or before the mean was
+        completed.
         """
-        assert kv.keys_at is None, "keys of different positions have no mean"
+        assert kv.keys_at is None, "keys rotated to different positions have no mean"
         with self._lock:
             read = self._forgotten_s.keys() & {*record.sources, record.chunk_id}
             forgotten_s = max((self._forgotten_s[chunk] for chunk in read), default=-inf)
@@ -105,7 +106,7 @@ class Means:
             self._pending[key] = sums
             if len(self._pending) > _MOST_PENDING:
                 (group, *_), _ = self._pending.popitem(last=False)
-                logger.warning("too many chunks are being computed at once: %s is begun anew", group)
+                logger.warning("too many chunks are computed at once: %s starts over", group)
         elif record.context in sums.contexts:
             return None
         else:
@@ -118,12 +119,12 @@ class Means:
         self._done_s[key] = time.monotonic()
         if len(self._done_s) > _MOST_DONE:
             self._done_s.popitem(last=False)
-        for other in [one for one in self._pending if one[-1] == record.chunk_id]:  # over contexts that it had before
+        for other in [one for one in self._pending if one[-1] == record.chunk_id]:  # older groups of the same chunk
             del self._pending[other]
         return sums
 
     def forget(self, chunks: frozenset[ChunkId] | None) -> None:
-        """Drop what is pending of `chunks`, or has read one of them; None: all that is pending."""
+        """Drop pending means of `chunks` and those that have read one of them; None: all."""
         with self._lock:
             if chunks is None:
                 self._pending.clear()
@@ -134,7 +135,7 @@ class Means:
                 self._forgotten_s[chunk] = time.monotonic()
                 self._forgotten_s.move_to_end(chunk)
             while len(self._forgotten_s) > _MOST_FORGOTTEN:
-                _, self._all_forgotten_s = self._forgotten_s.popitem(last=False)  # as if it had been all
+                _, self._all_forgotten_s = self._forgotten_s.popitem(last=False)  # as if all were forgotten then
             for key, sums in list(self._pending.items()):
                 if sums.record.chunk_id in chunks or not chunks.isdisjoint(sums.read):
                     del self._pending[key]
@@ -145,10 +146,10 @@ def _key_of(share: MeanShare, record: SegmentRecord) -> _Key:
 
 
 def mean_profile(profiles: Sequence[AttentionProfile | None]) -> AttentionProfile | None:
-    """The attention of a mean: masses are means too, over the chunks of all contexts. None if one is not known.
+    """The attention profile of a mean: mean masses over the chunks of all contexts. None if a profile is missing.
 
-    A chunk of one of M contexts has 1/M of its mass there: CCI's a and b (Cache-Craft eq. 9) are means over the
-    contexts then, and beta is the share of all the mass that went to chunks of the new prefix.
+    A chunk of one of M contexts has 1/M of its mass there. So CCI's a and b (Cache-Craft eq. 9) are means over the
+    contexts, and beta is the share of all mass on chunks of the new prefix.
     """
     known = [profile for profile in profiles if profile is not None]
     if len(known) < len(profiles) or not known:

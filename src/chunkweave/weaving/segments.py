@@ -1,4 +1,4 @@
-"""The segments that prompts are woven from, for every backend: planned with, pinned, read, counted, and made anew."""
+"""Segments for weaving, for every backend: plan with them, pin, read, count, and create them."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ from chunkweave.prompt.parts import Prompt
 from chunkweave.store.index import PromptLookup, TieredLease
 from chunkweave.store.records import SegmentRecord, all_read, segment_id
 from chunkweave.store.store import TieredStore
-from chunkweave.tiers.device import BlockSegment, HostMemory, Send
+from chunkweave.tiers.device import BlockSegment, HostMemory, Send, Staging
 from chunkweave.tiers.preload import Gone, LayerLoader, LoadingSegment, LoadOrder
 from chunkweave.types import ChunkId, Geometry, SegmentId
 
 
 class Prefetch:
-    """Pins a waiting request's segments and reads their first layers. Give it to `WeavingStore.pin`, then close it.
+    """Pins a pending request's segments and reads their first layers. Pass it to `WeavingStore.pin`, then close it.
 
-    It helps as far as it goes: a plan that is made later takes from it what it still wants and reads the rest itself.
+    Optional: a plan made later takes the segments that it still needs, and reads the others itself.
     """
 
     def __init__(self, lease: TieredLease, loader: LayerLoader) -> None:
@@ -38,26 +38,30 @@ class Prefetch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that its segments take once their first layers are in."""
+        """Memory of its segments once their first layers are loaded, in bytes."""
         return sum(segment.nbytes for segment in self._loader.segments)
 
     def find(self, segment: SegmentId) -> LoadingSegment | None:
-        """The segment on its way, if it is one of these; not one that is behind another which is late."""
+        """The segment if it is being prefetched; None also if it is queued behind a late one."""
         found = self._by_id.get(segment)
         return None if found is None or (self._loader.late and not found.complete) else found
 
     def left(self, segment: SegmentId) -> float:
-        """The share of a segment that is still to be read; all of one that is not among these, or will not come."""
+        """The share of a segment that is still to be read; 1 if it is not prefetched or its read failed."""
         found = self.find(segment)
         return 1.0 if found is None or found.failure is not None else found.left
 
-    def start_using(self, wanted: Collection[SegmentId]) -> None:
-        """The request's turn has come: read on without bound, but no more than what is `wanted` now."""
+    def start_using(self, wanted: Collection[SegmentId], held_back: Collection[SegmentId] = ()) -> None:
+        """Read on without limit for the `wanted` segments, and cancel the others: the request is running now.
+
+        Copies are sent to the device from now on, except those of segments that are `held_back`.
+        """
         for segment in self._by_id.keys() - set(wanted):
             dropped = self._by_id[segment]
             if not dropped.complete:
                 del self._by_id[segment]
                 dropped.fail(SegmentLate(dropped.name, "the plan does without it"))
+        self._loader.hold_back({*held_back, *(self._by_id.keys() - set(wanted))})
         self._loader.release()
 
     def close(self) -> None:
@@ -74,11 +78,12 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeavingStore:
-    """A store of segments as a backend weaves from it: on the `device` that computes, of a model's `geometry`.
+    """A store as a backend weaves from it: on the compute `device`, for a model's `geometry`.
 
-    With a `cost` model, a layer that comes later than computing its segment takes is given up, unless the backend waits
-    for layers elsewhere and is `patient`. `order` is for comparison only. What is read goes into `memory` (None: plain)
-    and by `send` to the device (None: it is the host).
+    With a `cost` model, a layer that takes longer than computing its segment is given up, unless the backend waits for
+    layers elsewhere and is `patient`. `order` is for comparisons only. Segments are read into `memory` (None: plain
+    memory) and sent to the device by `send` (None: the device is the host), ahead of their use within the budget
+    `staging` (None: no limit).
     """
 
     store: TieredStore[SegmentSource]
@@ -89,9 +94,10 @@ class WeavingStore:
     send: Send | None = None
     memory: HostMemory | None = None
     patient: bool = False
+    staging: Staging | None = None
 
     def loading(self, ahead: Prefetch | None = None) -> Loading | None:
-        """What bringing segments in takes now; what was read `ahead` is in memory. None without a cost model."""
+        """The current cost of loading; segments read `ahead` are in memory. None without a cost model."""
         return None if self.cost is None else loading_now(self.cost, self.store, ahead)
 
     def plan(
@@ -103,10 +109,11 @@ class WeavingStore:
         history: Mapping[int, SegmentId] | None = None,
         loading: Loading | None = None,
     ) -> Plan:
-        """Plan with what was `found`, but for what was given up or, by `loading`, is computed sooner than it is in.
+        """Plan with the lookup `found`, without segments in `given_up` and those that, by `loading`, compute faster
+        than they load.
 
-        Without `loading` it is a plan for what a queue reads ahead: from any tier, be it slower than computing.
-        `history` has the segments of a conversation's earlier turns by the index of their part.
+        Without `loading` the plan is for prefetching: segments of any tier are used, even slow ones. `history` maps
+        part indices of a conversation's earlier turns to segments.
         """
         lookup = without(found, given_up)
         if history:
@@ -120,15 +127,16 @@ class WeavingStore:
         return plan
 
     def pin(
-        self, plan: Plan, *, prefetched: Prefetch | None = None, windows: Sequence[int | None] = ()
+        self, plan: Plan, *, prefetched: Prefetch | None = None, windows: Sequence[int | None] = (), first: int = 0
     ) -> "PlanSources":
-        """Pin the segments of a plan and start to read them; what was `prefetched` comes from there.
+        """Pin the segments of a plan and start reading them; `prefetched` ones are taken over.
 
-        `windows` are those of the layers; with them, layers of a segment that nothing will look at are not read.
+        `windows` are those of the layers; with them, layers of a segment that no token looks at are not read. Segments
+        that end before position `first` are not sent to the device ahead.
         """
         lease = self.store.lease(plan.segments())
         try:
-            return PlanSources(self, plan, lease, prefetched, unseen_layers(plan, windows))
+            return PlanSources(self, plan, lease, prefetched, unseen_layers(plan, windows), first)
         except BaseException:
             lease.release()
             raise
@@ -141,14 +149,13 @@ class WeavingStore:
         windows: Sequence[int | None] = (),
         from_memory: bool = True,
     ) -> Prefetch:
-        """Start reading what `pin` would read, while the request still waits.
+        """Start reading what `pin` would read into host memory, while the request is pending.
 
-        With a cost model only the first layers, as many as keep the later ones from being waited for (Cache-Craft
-        eq. 16). The equation takes for granted that loading is hidden. Where a tier is slower than computing, all
-        layers are read as long as the queue lasts (§3.5 hides loading there), segment by segment and those of faster
-        tiers first, so that when the turn comes as many as possible are whole. Of segments that together take more
-        than `max_bytes` the first ones of the prompt are read, as many as fit. Without `from_memory`, what lies in the
-        host's memory stays there.
+        With a cost model only the first layers are read, as many as keep later ones from being waited for (Cache-Craft
+        eq. 16). The equation assumes that loading can be hidden. If a tier is slower than computing, all layers are
+        read while the request is queued (§3.5 hides loading there), segment by segment and faster tiers first, so that
+        as many as possible are complete when the request starts. If the segments exceed `max_bytes`, the first ones of
+        the prompt that fit are read. Without `from_memory`, segments in host memory are not read.
         """
         lease = self.store.lease(plan.segments())
         unseen = unseen_layers(plan, windows)
@@ -174,8 +181,12 @@ class WeavingStore:
         *,
         depth: int | None = None,
         order: LoadOrder | None = None,
+        held_back: Collection[SegmentId] | None = None,
     ) -> LayerLoader:
-        """Read segments to the device on a thread. None of their layers is waited for longer than computing takes."""
+        """Read segments in a thread, and send them except those `held_back` (None: send none yet).
+
+        No layer is waited for longer than computing takes.
+        """
         longest = max((source.tokens for _, source in slow), default=0)
         wait_s = None if self.cost is None or self.patient or not slow else self.cost.prefill(longest)
         return LayerLoader(
@@ -185,12 +196,14 @@ class WeavingStore:
             depth=depth,
             wait_s=wait_s,
             send=self.send,
+            staging=self.staging,
+            held_back=[segment for segment, _ in slow] if held_back is None else held_back,
             memory=self.memory,
             unseen=unseen,
         )
 
     def _too_slow(self, plan: Plan) -> set[SegmentId]:
-        """The segments of a plan that take longer to load than to compute."""
+        """The segments of a plan that load slower than they compute."""
         loading = self.loading()
         parts = [] if loading is None else [(part.segment, part.span) for part in plan.parts]
         return {segment for segment, span in parts if segment and loading and not loading.pays(segment, span)}
@@ -208,12 +221,12 @@ class WeavingStore:
 
 
 def loading_now(cost: CostModel, store: TieredStore[SegmentSource], ahead: Prefetch | None) -> Loading:
-    """What bringing segments in takes now, for both backends; what was read `ahead` is in memory."""
+    """The current cost of loading, for both backends; segments read `ahead` are in memory."""
     return Loading(cost, store.tier_of) if ahead is None else Loading(cost, store.tier_of, ahead.left)
 
 
 def is_slow(source: SegmentSource, device: torch.device) -> bool:
-    """Whether a segment is not yet where it is computed with: in a slower tier, or on the host of a GPU."""
+    """Whether a segment is not in compute memory yet: in a slower tier, or on the host of a GPU."""
     return not isinstance(source, SegmentKV | BlockSegment) or source.device.type != device.type
 
 
@@ -222,7 +235,7 @@ def _exact_segments(plan: Plan) -> set[SegmentId | None]:
 
 
 def unseen_layers(plan: Plan, windows: Sequence[int | None]) -> dict[str, frozenset[int]]:
-    """By segment, the layers on which nothing looks at it, wherever in the prompt it is placed."""
+    """By segment, the layers at which no token looks at it, at any of its places in the prompt."""
     unseen: dict[str, frozenset[int]] = {}
     for part in plan.parts:
         if part.segment is not None:
@@ -232,10 +245,10 @@ def unseen_layers(plan: Plan, windows: Sequence[int | None]) -> dict[str, frozen
 
 
 class PlanSources:
-    """The pinned segments of one plan; those not on the device are read layer by layer on a thread. Close it.
+    """The pinned segments of one plan; those not on the device are read layer by layer in a thread. Close it.
 
-    `placements` says where every segment goes; a segment that left its store meanwhile is `Gone`. Owned by the request
-    whose plan it is.
+    `placements` maps each segment to positions; a segment that was evicted in the meantime is `Gone`. Owned by the
+    plan's request.
     """
 
     def __init__(
@@ -245,8 +258,9 @@ class PlanSources:
         lease: TieredLease,
         prefetched: Prefetch | None,
         unseen: Mapping[str, frozenset[int]],
+        first: int,
     ) -> None:
-        """Start to read; `WeavingStore.pin` makes one."""
+        """Start reading; made by `WeavingStore.pin`."""
         self._num_layers = store.geometry.num_layers
         self._lease = lease
         self._loader: LayerLoader | None = None
@@ -255,17 +269,20 @@ class PlanSources:
         for segment in plan.segments():
             ahead = None if prefetched is None else prefetched.find(segment)
             if ahead is not None and not ahead.unseen <= unseen[segment]:
-                ahead = None  # it was planned otherwise then
+                ahead = None  # the earlier plan skipped layers that this one needs
             sources[segment] = ahead or store.store.get(segment, exact=segment in exact) or Gone(segment)
         slow = [
             (segment, source)
             for segment, source in sources.items()
             if not isinstance(source, LoadingSegment | Gone) and is_slow(source, store.device)
         ]
+        before = {part.segment for part in plan.parts if part.span.stop <= first}
+        before -= {part.segment for part in plan.parts if part.span.stop > first}
+        held_back = [segment for segment in sources if segment in before]
         if prefetched is not None:
-            prefetched.start_using(sources.keys())
+            prefetched.start_using(sources.keys(), held_back)
         if slow:
-            self._loader = store.loader(slow, unseen)
+            self._loader = store.loader(slow, unseen, held_back=held_back)
             sources |= {SegmentId(segment.name): segment for segment in self._loader.segments}
             self._loader.release()
         chosen = [(part.span, part.segment) for part in plan.parts if part.segment is not None]
@@ -273,7 +290,7 @@ class PlanSources:
 
     @property
     def layers_in(self) -> int:
-        """How many of the first layers of every segment are in memory."""
+        """Number of leading layers of every segment that are in memory."""
         return min((segment.layers_in for segment in self._from_below()), default=self._num_layers)
 
     @property
@@ -283,33 +300,39 @@ class PlanSources:
 
     @property
     def reading(self) -> bool:
-        """Whether a segment is still being read, and may yet come in or be lost."""
+        """Whether a segment is still being read and may still arrive or fail."""
         return any(not segment.complete and segment.failure is None for segment in self._from_below())
 
     @property
     def failure(self) -> SegmentLost | None:
-        """Why a segment is known to be lost, or late; None as long as none is."""
+        """The known loss or delay of a segment; None if there is none."""
         sources = (placement.segment for placement in self.placements)
         read = [source for source in sources if isinstance(source, LoadingSegment | Gone)]
         losses = [*(source.failure or source.late for source in read), *(source.held_up for source in read)]
         return next((loss for loss in losses if loss is not None), None)
 
     def loaded(self) -> Iterator[tuple[SegmentId, SegmentKV]]:
-        """The segments that were read from a slower tier, as far as they came in whole."""
+        """The segments that were read completely from a slower tier."""
         for segment in self._from_below():
             whole = segment.whole()
             if whole is not None:
                 yield SegmentId(segment.name), whole
 
     def keep_lease(self) -> TieredLease:
-        """Stop reading; what was found stays pinned until the lease is released."""
+        """Stop reading; segments stay pinned until the returned lease is released."""
         self._stop_reading()
         lease, self._lease = self._lease, TieredLease((), ())
         return lease
 
+    def drop_sent(self) -> None:
+        """Free what was sent to the device ahead; layers are then read from the host."""
+        for segment in self._from_below():
+            segment.drop_sent()
+
     def close(self) -> None:
-        """Stop reading and unpin; idempotent."""
+        """Stop reading, free what was sent ahead, and unpin; idempotent."""
         self._stop_reading()
+        self.drop_sent()
         self._lease.release()
 
     def _stop_reading(self) -> None:
@@ -325,7 +348,7 @@ class PlanSources:
 def new_captures(
     parts: Iterable[tuple[PartPlan, WovenFrom | None]], geometry: Geometry, dtype: torch.dtype, device: torch.device
 ) -> list[PartCapture]:
-    """What captures each of `parts`, which are to be kept; `geometry` has the heads that are computed here."""
+    """Captures for `parts`; `geometry` has the heads computed here."""
     return [PartCapture(part, geometry, dtype, device=device, woven_from=origin) for part, origin in parts]
 
 
@@ -337,13 +360,13 @@ def parts_to_keep(
     *,
     variant_fraction: float | None,
 ) -> Iterator[tuple[PartPlan, WovenFrom | None]]:
-    """Each computed part that is to be kept, and with its origin each reused one that may become a variant.
+    """Each computed part to store, and each reused part that may become a variant, with its origin.
 
-    A reused chunk becomes one (Cache-Craft §3.3: a new chunk and prefix) if enough of it is recomputed
-    (`_least_recomputed`), and if no variant of this context is stored yet. It is the cached KV with one pass written
-    over it, so there is none after several. Which tokens a rule will keep is not known yet: a part is expected to get
-    its share of them. One that gets more by chance is not stored again; to follow every part for its sake takes longer
-    than that saves.
+    A reused chunk becomes a variant (Cache-Craft §3.3: a new chunk and prefix) if enough of it is recomputed
+    (`_least_recomputed`) and no variant of this context is stored. A variant is cached KV with one pass written over
+    it, so a plan of several passes makes none. Which tokens a rule will keep is not known yet, so a part is expected to
+    get its proportional share. A part that gets more by chance is not stored: tracking every part would cost more than
+    that saves.
     """
     sources = {placement.span: placement.segment for placement in placements}
     fraction = variant_fraction if len(plan.passes) == 1 else None
@@ -362,11 +385,11 @@ def parts_to_keep(
 
 
 def _least_recomputed(part: PartPlan, fraction: float) -> int:
-    """Tokens of a reused part that must be recomputed through the last layer for it to be stored as a variant.
+    """Tokens of a reused part that must be recomputed through the last layer to store it as a variant.
 
-    Of a part that Cache-Craft scored (eq. 12) at least `fraction` of them, all that it chose, and one: a chunk whose
-    recomputation stopped because the question did not attend to it is not yet fit for this context. Other methods
-    choose by the question or by deviation, not by what this context needs: all tokens.
+    For a part that Cache-Craft scored (eq. 12): at least `fraction` of its tokens, all that it chose, and one. A chunk
+    whose recomputation stopped because the question did not attend to it does not fit this context yet. Other methods
+    choose tokens by the question or by deviation, not by what this context needs, so they need all tokens.
     """
     if part.score is None:
         return len(part.span)
@@ -374,16 +397,16 @@ def _least_recomputed(part: PartPlan, fraction: float) -> int:
 
 
 def _active_tokens(a_pass: Pass, tokens: int) -> torch.Tensor:
-    """Of each of so many tokens, how likely it is active at the last layer of a pass, `[tokens]` on the host."""
+    """Probability that each token is active at the last layer of a pass, `[tokens]` on the host."""
     required, candidates = flags_of(a_pass.required, tokens), flags_of(a_pass.candidates, tokens)
     share = a_pass.candidates_at(maxsize) / max(1, a_pass.candidate_tokens)
     return required.double().maximum(candidates * share)
 
 
 def reads_of(plan: Plan, store: TieredStore[SegmentSource]) -> Iterator[frozenset[ChunkId] | None]:
-    """For each part of a plan, what the segments have read that parts up to it are reused from.
+    """For each part of a plan, the chunks read by the segments that this and earlier parts reuse.
 
-    None from the first on that was removed meanwhile: what is computed behind that is not to be stored.
+    None from the first removed segment on: parts computed after it must not be stored.
     """
     read: frozenset[ChunkId] | None = frozenset()
     for part in plan.parts:
@@ -403,11 +426,11 @@ def segments_of(
     exact_to: int = maxsize,
     owner: str = "",
 ) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
-    """The finished segments in prompt order, with their profiles if attention was captured.
+    """The finished segments in prompt order, with profiles if attention was captured.
 
-    A part is exact only if it ends at `exact_to` or before, and every part before it was; what follows a reused chunk
-    never is, nor is a woven one. What the reused segments have read, of which the `store` has the records, these have
-    read too. Nothing is given behind one that was removed meanwhile.
+    A part is exact only if it ends at or before `exact_to` and all parts before it are exact; nothing after a reused
+    chunk is exact, nor is a woven part. A segment has read what the reused segments before it have read (their records
+    are in `store`). After a removed segment, nothing is returned.
     """
     captured = {capture.part.span: capture for capture in captures}
     exact = True

@@ -1,4 +1,4 @@
-"""Opens the hierarchy of tiers that a configuration asks for."""
+"""Opens the tiered store of a configuration."""
 
 import logging
 import time
@@ -35,11 +35,11 @@ _MOST_QUEUE_BYTES = 1 << 30
 def eviction_cost(
     config: StoreConfig, fingerprint: str, known: CostModel | None, measure: Callable[[], CostModel] | None, name: str
 ) -> CostModel | None:
-    """What computing costs, for a policy that weighs it (RAGCache §5.1 eq. 2); None for one that does not.
+    """The compute costs for a policy that weighs them (RAGCache §5.1 eq. 2); None for other policies.
 
-    That is the `known` one if there is any, else what was measured at an earlier start over the same folder, else it is
-    measured now. It is kept in the folder under `name`, apart from what `chunkweave profile` writes there: loading is
-    decided by a profile alone, since nothing is known of tiers here.
+    The result is `known`, else the measurement of an earlier start with the same folder, else a new measurement. It is
+    stored in the folder under `name`, separate from the file of `chunkweave profile`: it knows nothing about tiers, so
+    loading decisions use only a profile.
     """
     if not weighs_cost(config.policy):
         return None
@@ -55,7 +55,7 @@ def eviction_cost(
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             cost.save(path)
         except OSError as error:
-            logger.warning("what prefill costs is not kept in %s: %s", path, error)
+            logger.warning("the measured prefill times cannot be stored in %s: %s", path, error)
     return cost
 
 
@@ -66,17 +66,17 @@ def open_store(
     streams: "Streams | None" = None,
     cost: CostModel | None = None,
 ) -> TieredStore[SegmentSource]:
-    """The levels that `config` asks for, from fast to slow: device, host, disk, remote.
+    """The levels of a configuration, from fast to slow: device, host, disk, remote.
 
-    Only the host is always there. A tier's code, and the client packages that it needs, load only if it is used.
-    The background writer's queue may hold a quarter of the host budget in memory, between 64 MiB and 1 GiB.
+    Only the host is always there. A tier's code and its client packages are imported only if it is used. The background
+    writer's queue holds up to a quarter of the host budget, between 64 MiB and 1 GiB.
 
     Args:
         config: budgets, folder, URL, policy.
-        fingerprint: the model's; other models' segments are never seen.
+        fingerprint: the model's; segments of other models are never visible.
         device: where the model computes; its memory is the device level, unless it is the CPU.
-        streams: the device's, where several threads of different streams use the store.
-        cost: what computing costs, for policies that weigh it (`eviction_cost`).
+        streams: the device's streams, if several threads with different streams use the store.
+        cost: compute costs, for policies that weigh them (`eviction_cost`).
 
     Raises:
         UnknownMethodError: no such eviction policy or codec.
@@ -102,7 +102,7 @@ def open_store(
 
 
 def store_counts(store: TieredStore[SegmentSource]) -> dict[str, Any]:
-    """What a store holds and has counted, JSON-able, for metrics: of its tiers too, and of remotes among them."""
+    """Contents and counters of a store, its tiers and remotes, JSON-compatible, for metrics."""
     from chunkweave.tiers.remote import RemoteTier
 
     remotes = {level.name: tier for level in store.levels if isinstance(tier := level.store.tier, RemoteTier)}
@@ -117,11 +117,11 @@ _MOST_SHOWN = 64
 
 
 def eviction_order(store: TieredStore[SegmentSource], most: int = _MOST_SHOWN) -> dict[str, list[dict[str, Any]]]:
-    """By level the segments of least priority, which are evicted first, JSON-able: at most so many of each.
+    """By level, the `most` segments that are evicted first, JSON-compatible.
 
-    With the numbers by which the level's policy ranks them, `frequency` among them where it counts uses. A policy that
-    says no numbers has segments in no order. Segments are `behind` so many parts at most, means in so many
-    `contexts`. Looks at every record: not for every request.
+    Each has the numbers by which the level's policy ranks it, including `frequency` if the policy counts uses. If the
+    policy has no numbers, the order is arbitrary. `behind` is the number of parts before a segment (for a mean the most
+    in any of its `contexts`). Scans every record: do not call it per request.
     """
 
     def shown(record: SegmentRecord, numbers: dict[str, float]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _memory(
         tier = DeviceTier(device, budget_bytes=config.device_budget_bytes, streams=streams)
         yield Level("device", _store(config, tier, config.device_budget_bytes, prefill_s))
     memory = host_memory_for(device, config.most_pinned_bytes)
-    # On a CPU whatever is computed or read lies in the host's memory already.
+    # On a CPU, everything computed or read is in host memory already.
     host: HostTier[SegmentSource] = HostTier(None if device.type == "cpu" else partial(moved_into, memory))
     yield Level("host", _store(config, host, config.host_budget_bytes, prefill_s))
 
@@ -171,7 +171,7 @@ def _slow(
             blobs, fingerprint, codec=make_codec(config.codec), ttl_s=config.ttl_s if blobs.expires else None
         )
         budget_bytes = _UNBOUNDED_BYTES if config.remote_budget_bytes is None else config.remote_budget_bytes
-        # A list of a remote takes round trips for each segment; one that can be asked is asked when it matters.
+        # Listing a remote takes a round trip per segment, so a remote that supports lookups is not listed at the start.
         load = not isinstance(remote, SharedTier)
         removed = Tombstones(config.cache_dir, fingerprint, blobs.name)
         store = _store(config, remote, budget_bytes, prefill_s, shared=True, load=load, removed=removed)

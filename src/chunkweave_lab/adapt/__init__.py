@@ -1,1 +1,1 @@
-"""Teaching a model to read reused chunks: low-rank adapters, distilled from the model itself."""
+"""Trains a model to read reused chunks: low-rank adapters, distilled from the model itself."""

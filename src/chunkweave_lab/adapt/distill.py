@@ -1,9 +1,9 @@
-"""Self-distillation: low-rank adapters learn to answer over reused chunks as the model itself does by full prefill.
+"""Self-distillation: low-rank adapters learn to answer over reused chunks as the model does with full prefill.
 
-The teacher is the model without its adapters, under full attention. It answers the questions of a prompt greedily; the
-student, the same weights with adapters, reads the same passages as reuse has them (`Reading`), and the loss is
-KL(teacher || student) along the teacher's own answer. No labels are needed. Among the readings is full attention, so
-that what the model says by full prefill moves little. Where a prompt has answers, these are the teacher.
+The teacher is the model without adapters, with full attention. It answers the questions of a prompt greedily. The
+student has the same weights and adapters, and reads the same passages as under reuse (`Reading`). The loss is
+KL(teacher || student) along the teacher's answer, so no labels are needed. Full attention is one of the readings, so
+that answers with full prefill change little. If a prompt has answers, they replace the teacher's.
 """
 
 import json
@@ -31,7 +31,7 @@ from chunkweave_lab.adapt.reading import PassageReader, Passages, Reading
 logger = logging.getLogger(__name__)
 
 RECORD = "adaptation.json"
-"""Beside the adapter's weights: what it was made of, and how far it came."""
+"""File beside the adapter's weights: its model, data and settings, and the results of training."""
 
 _CHECKPOINT, _BEFORE = "checkpoint", ".checkpoint-before"
 _WEIGHTS = "adapter_model.safetensors"
@@ -40,12 +40,12 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class AdaptConfig:
-    """How the adapters are made.
+    """The settings of training.
 
-    `targets` are names of linear modules, or `all-linear`. `readings` come in turn. The learning rate rises over
-    `warmup_steps` and falls along a cosine to a tenth until `minutes` are over. A step is `prompts_a_step` prompts.
-    Every `check_minutes` the adapters are held against `held_out_prompts` prompts that are not learnt from, in the
-    readings `looked_at`; after `patience` such looks without gain it is enough.
+    `targets` are names of linear modules, or `all-linear`. `readings` alternate. The learning rate rises over
+    `warmup_steps` and falls along a cosine to a tenth at the end of `minutes`. A step has `prompts_a_step` prompts.
+    Every `check_minutes` the adapters are evaluated on `held_out_prompts` held-out prompts in the readings `looked_at`;
+    training stops after `patience` evaluations without improvement.
     """
 
     minutes: float = 60.0
@@ -77,7 +77,7 @@ class AdaptConfig:
 
     @property
     def learnt(self) -> dict[str, Any]:
-        """What must be the same to go on from a checkpoint: all but how long it goes on."""
+        """The settings that must equal a checkpoint's to continue from it: all except the duration."""
         values = asdict(self)
         for name in ("minutes", "check_minutes", "patience", "recompute_activations", "looked_at"):
             del values[name]
@@ -88,8 +88,9 @@ class AdaptConfig:
 class Distance:
     """How far one reading of the held-out prompts is from full prefill of the model without adapters.
 
-    `kl` is the mean over answer tokens in nats, `agreement` how often the most likely token is the same. Of given
-    answers they are the mean negative log-likelihood and how often the most likely token is the answer's.
+    `kl` is the mean over answer tokens in nats, `agreement` the share of tokens with the same most likely token. For
+    given answers they are the mean negative log-likelihood and the share of tokens where the most likely token is the
+    answer's.
     """
 
     kl: float
@@ -98,7 +99,7 @@ class Distance:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One look at the held-out prompts: after so many steps and seconds of training, by reading."""
+    """One evaluation on the held-out prompts, by reading, after `step` steps and `elapsed_s` seconds of training."""
 
     step: int
     elapsed_s: float
@@ -107,13 +108,13 @@ class Look:
 
     @property
     def kl(self) -> float:
-        """Mean of the readings'."""
+        """Mean of the readings' `kl`."""
         return sum(one.kl for one in self.held_out.values()) / len(self.held_out)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where training is, for whoever watches: `loss` is the mean of the last steps."""
+    """The progress of training; `loss` is the mean of the last steps."""
 
     step: int
     elapsed_s: float
@@ -124,9 +125,9 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lesson:
-    """A prompt, and the answer to each of its questions: tokens, and what the teacher expected at each of them.
+    """A prompt with the answers to its questions: tokens, and the teacher's distribution at each of them.
 
-    None where the answer is given: then its tokens are what is to be expected.
+    The distribution is None if the answer is given: its tokens are then the target.
     """
 
     passages: Passages
@@ -136,9 +137,9 @@ class _Lesson:
 
 
 class Distiller:
-    """Trains adapters of one model; owns the model meanwhile. `folder` is where checkpoints and the result go.
+    """Trains adapters of one model, which it owns meanwhile. Checkpoints and the result are written to `folder`.
 
-    Mutates the model's modules: linear layers get adapters beside them.
+    Mutates the model's modules: adds adapters to linear layers.
     """
 
     def __init__(
@@ -152,12 +153,12 @@ class Distiller:
         data: str,
         start: Path | None = None,
     ) -> None:
-        """`frame` is an opening with its neutral passages and no chunks, `data` a digest of what is learnt from.
+        """`frame` is an opening with neutral passages and no chunks, `data` a digest of the training data.
 
-        `start` is a folder of adapters to begin with instead of ones that do nothing.
+        `start` is a folder of initial adapters; the default ones have no effect.
 
         Raises:
-            UsageError: PEFT is not installed, `start` does not fit, or `folder` holds a checkpoint of another model,
+            UsageError: PEFT is not installed, `start` does not fit, or `folder` has a checkpoint with another model,
                 data or settings.
         """
         self._config, self._folder, self._builder, self._frame = config, folder, builder, frame
@@ -184,13 +185,13 @@ class Distiller:
 
     @property
     def looks(self) -> tuple[Look, ...]:
-        """All looks at the held-out prompts so far; the first is before any step."""
+        """All evaluations on the held-out prompts so far; the first is before training."""
         return tuple(self._looks)
 
     def train(self, source: TrainingPrompts, held_out: TrainingPrompts) -> Iterator[Progress]:
-        """Train until the minutes are over or nothing is gained any more, and yield after each step.
+        """Train until the time is over or results stop improving; yields after each step.
 
-        A checkpoint is written at each look, and when the caller stops early.
+        A checkpoint is written at each evaluation, and when the caller stops early.
         """
         kept = [self._lesson(held_out.prompt(index)) for index in range(self._config.held_out_prompts)]
         recent: list[float] = []
@@ -236,7 +237,7 @@ class Distiller:
         return _Lesson(passages, questions, [own for own, _ in answers], torch.cat([rows for _, rows in answers]))
 
     def _read(self, lesson: _Lesson, reading: Reading) -> tuple[torch.Tensor, torch.Tensor]:
-        """Distance from what is expected at each answer token, in nats, and whether the most likely token is right."""
+        """Distance from the target at each answer token, in nats, and whether the most likely token is right."""
         pairs = zip(lesson.questions, lesson.answers, strict=True)
         questions = [(*question, *answer[:-1]) for question, answer in pairs]
         found = self._reader.logits(lesson.passages, questions, reading, last=[len(one) for one in lesson.answers])
@@ -264,14 +265,14 @@ class Distiller:
         return loss
 
     def _rate(self, total_s: float) -> float:
-        """Share of the learning rate at this step."""
+        """The current fraction of the maximum learning rate."""
         if self._step < self._config.warmup_steps:
             return (self._step + 1) / self._config.warmup_steps
         return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, self._elapsed_s / total_s)))
 
     @torch.no_grad()
     def _look(self, kept: Sequence[_Lesson], loss: float | None) -> Look:
-        """Hold the adapters against the held-out prompts, and keep them if they are the best so far."""
+        """Evaluate the adapters on the held-out prompts, and save them if they are the best so far."""
         found: dict[str, Distance] = {}
         for reading in self._config.looked_at:
             kl, same = zip(*(self._read(lesson, reading) for lesson in kept), strict=True)
@@ -284,7 +285,7 @@ class Distiller:
         return look
 
     def _save_result(self) -> None:
-        """Adapters in PEFT's format, in bfloat16, and their record, each replaced at once."""
+        """Write the adapters in PEFT's format, in bfloat16, and their record, each atomically."""
         self._folder.mkdir(parents=True, exist_ok=True)
         scratch = self._folder / ".partial"
         self._adapted.save_pretrained(scratch)
@@ -302,7 +303,7 @@ class Distiller:
         shutil.rmtree(scratch)
 
     def _save_checkpoint(self) -> None:
-        """All that is needed to go on, under a name of its own and renamed when it is whole."""
+        """Write everything needed to continue, atomically by renaming a temporary file."""
         scratch, place = self._folder / ".checkpoint", self._folder / _CHECKPOINT
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
@@ -338,8 +339,8 @@ class Distiller:
         other = [name for name, value in self._made_of.items() if state.get(name) != value]
         if other:
             raise UsageError(
-                f"{place} is a checkpoint of another {' and '.join(other)}; give another folder, or remove it to begin "
-                "anew"
+                f"{place} is a checkpoint of another {' and '.join(other)}; give another folder, or remove it to start "
+                "again"
             )
         weights = load_file(place / "weights.safetensors")
         moments = load_file(place / "moments.safetensors")
@@ -355,7 +356,7 @@ class Distiller:
                 }
         self._looks = [_look_of(look) for look in state["looks"]]
         self._best = math.inf if state["best"] is None else state["best"]
-        logger.info("goes on from step %d of %s", self._step, place)
+        logger.info("continuing from step %d of %s", self._step, place)
 
 
 def _look_of(saved: dict[str, Any]) -> Look:
@@ -364,25 +365,25 @@ def _look_of(saved: dict[str, Any]) -> Look:
 
 
 def _begin_with(adapted: Any, folder: Path) -> None:
-    """Give the adapters the weights of those in `folder`."""
+    """Load the adapters' initial weights from `folder`."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     try:
         weights = load_file(folder / _WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"there are no adapters to begin with in {folder}: {error}") from error
+        raise UsageError(f"cannot load initial adapters from {folder}: {error}") from error
     wanted = {name: one.shape for name, one in get_peft_model_state_dict(adapted).items()}
     if wanted != {name: one.shape for name, one in weights.items()}:
-        raise UsageError(f"the adapters in {folder} are of another rank or for other modules; see --rank and --targets")
+        raise UsageError(f"the adapters in {folder} have another rank or other modules; see --rank and --targets")
     set_peft_model_state_dict(adapted, weights)
 
 
 def _with_adapters(model: Any, config: AdaptConfig) -> Any:
-    """A `PeftModel` around `model`, whose linear modules get adapters in place, in float32."""
+    """A `PeftModel` around `model`; adds float32 adapters to its linear modules in place."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise UsageError("adapters are made with PEFT: pip install '.[adapt]' in a checkout of chunkweave") from error
+        raise UsageError("training adapters needs PEFT: pip install '.[adapt]' in a checkout of chunkweave") from error
     targets: Any = config.targets[0] if len(config.targets) == 1 else list(config.targets)
     made = LoraConfig(r=config.rank, lora_alpha=config.scale, target_modules=targets, task_type="CAUSAL_LM")
     return get_peft_model(model, made)

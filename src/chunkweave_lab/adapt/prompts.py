@@ -1,4 +1,4 @@
-"""What a model is taught on: the user's passages in random order, number and length, and questions about them."""
+"""Training prompts: the user's passages in random order, number and length, and questions about them."""
 
 import hashlib
 import re
@@ -14,7 +14,7 @@ from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.types import Chunk
 
 PIECE_TOKENS = (64, 128, 256)
-"""Most tokens of a chunk; a document is cut by one of them, so that chunks of all lengths are seen."""
+"""Maximum tokens of a chunk; one of them is drawn per document, so that chunk lengths vary."""
 
 _LEAST_GROUPS = 8
 _ABOUT_NAMES = ("What do the passages say about {}?", "Who or what is {}?", "Tell me about {} in one sentence.")
@@ -24,7 +24,7 @@ _NAME = re.compile(r"(?<=[a-z,;] )[A-Z][\w'-]+(?: [A-Z][\w'-]+)*")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Passages that belong together, and what is asked about them, if anybody asks."""
+    """Passages that belong together, and questions about them, if any."""
 
     chunks: tuple[Chunk, ...]
     questions: tuple[str, ...] = ()
@@ -32,7 +32,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class PromptSizes:
-    """Bounds of a training prompt. `most_tokens` are those of its chunks."""
+    """Bounds of a training prompt. `most_tokens` limits the tokens of its chunks."""
 
     least_chunks: int = 2
     most_chunks: int = 8
@@ -41,16 +41,16 @@ class PromptSizes:
 
     def __post_init__(self) -> None:
         if not 1 <= self.least_chunks <= self.most_chunks:
-            raise UsageError(f"from {self.least_chunks} to {self.most_chunks} chunks a prompt is no range")
+            raise UsageError(f"{self.least_chunks} to {self.most_chunks} chunks per prompt is not a range")
         if self.questions < 1:
             raise UsageError(f"a prompt needs at least one question, not {self.questions}")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPrompt:
-    """Chunks in the order in which they stand, and the questions that are asked about them, each by itself.
+    """Chunks in prompt order, and independent questions about them.
 
-    With `answers`, one a question, these are learnt instead of what the model itself says.
+    With `answers`, one per question, these are learnt instead of the model's own answers.
     """
 
     chunks: tuple[Chunk, ...]
@@ -59,19 +59,19 @@ class TrainingPrompt:
 
 
 class TrainingPrompts(Protocol):
-    """Where training prompts come from."""
+    """A source of training prompts."""
 
     def prompt(self, index: int) -> TrainingPrompt:
-        """The i-th one, the same each time."""
+        """The prompt with this index; deterministic."""
 
 
 def groups_of_documents(documents: Sequence[Document], tokenizer: TextTokenizer, rng: Random) -> list[Group]:
-    """One group a document, cut into chunks of at most one of `PIECE_TOKENS`."""
+    """One group per document, split into chunks of at most one of `PIECE_TOKENS` tokens."""
     return [_cut(one.text, one.name, tokenizer, rng) for one in documents]
 
 
 def groups_of_examples(examples: Sequence[Example], tokenizer: TextTokenizer, rng: Random) -> list[Group]:
-    """One group a question of a data set: its passages, cut likewise where they are long, and the question."""
+    """One group per question of a data set: its passages, split likewise if they are long, and the question."""
     groups = []
     for example in examples:
         pieces = [_cut(chunk.text, chunk.source, tokenizer, rng).chunks for chunk in example.chunks]
@@ -84,20 +84,20 @@ def _cut(text: str, source: str, tokenizer: TextTokenizer, rng: Random) -> Group
 
 
 def held_out(groups: Sequence[Group], share: float, rng: Random) -> tuple[list[Group], list[Group]]:
-    """Groups to train on, and others to look how it goes: no passage is in both.
+    """Groups for training and for evaluation; no passage is in both.
 
     Raises:
-        UsageError: there is too little text.
+        UsageError: there are too few groups.
     """
     if len(groups) < _LEAST_GROUPS:
-        raise UsageError(f"there are {len(groups)} documents or questions to learn from; give at least {_LEAST_GROUPS}")
+        raise UsageError(f"there are {len(groups)} documents or questions to train on; give at least {_LEAST_GROUPS}")
     mixed = rng.sample(list(groups), len(groups))
     count = max(_LEAST_GROUPS // 2, round(share * len(groups)))
     kept = mixed[:count]
     texts = {chunk.text for group in kept for chunk in group.chunks}
     rest = [group for group in mixed[count:] if not any(chunk.text in texts for chunk in group.chunks)]
     if not rest:
-        raise UsageError("every document shares passages with those that are held out; give more documents")
+        raise UsageError("every document shares passages with the held-out documents; give more documents")
     return rest, kept
 
 
@@ -112,7 +112,7 @@ def digest_of_groups(groups: Sequence[Group]) -> str:
 
 
 class PromptSource:
-    """Draws training prompts; the i-th is a function of the groups, the sizes, the seed and i alone."""
+    """Draws training prompts; prompt i depends only on the groups, the sizes, the seed and i."""
 
     def __init__(
         self, groups: Sequence[Group], count_tokens: Callable[[str], int], sizes: PromptSizes, *, seed: str
@@ -124,7 +124,7 @@ class PromptSource:
         self._seed = seed
 
     def prompt(self, index: int) -> TrainingPrompt:
-        """Passages of one group and others, shuffled; the group's questions, then questions made from the text."""
+        """Passages of one group and of others, shuffled; the group's questions, then generated ones."""
         rng = Random(f"{self._seed} {index}")
         group = rng.choice(self._groups)
         wanted = rng.randint(self._sizes.least_chunks, self._sizes.most_chunks)
@@ -148,7 +148,7 @@ class PromptSource:
 
 
 def _made_up(chunks: Sequence[Chunk], rng: Random, count: int) -> list[str]:
-    """Questions for names in the text, and for how its sentences go on, by turns as far as there are any."""
+    """Generated questions, alternately about names in the text and about the rest of its sentences."""
     names = [name for chunk in chunks for name in dict.fromkeys(_NAME.findall(chunk.text))]
     sentences = [question for chunk in chunks for question, _ in sentence_questions(chunk.text)]
     about = [rng.choice(_ABOUT_NAMES).format(name) for name in rng.sample(names, min(count, len(names)))]

@@ -1,9 +1,9 @@
-"""A forward that can be differentiated, under the attention that reuse gives: how a woven prompt is read.
+"""A differentiable forward pass with the attention pattern of reuse.
 
-All parts of a prompt and several questions about it are one flat batch. A chunk's tokens see what it was computed
-behind and themselves, at the positions that they were computed at; questions see the opening and all chunks at the
-positions that assembly gives them, and none of the other questions. This is what `full-reuse` computes over chunks that
-were stored in the same way, in one pass.
+All parts of a prompt and several questions about it are one flat batch. A chunk's tokens attend to the chunk and its
+stored context, at the positions at which they were computed. Questions attend to the opening and all chunks, at their
+positions in the prompt, but not to other questions. In one pass this computes the same as `full-reuse` over chunks that
+were stored in the same way.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -20,23 +20,23 @@ from chunkweave.prompt.parts import PartKind, PromptPart
 
 
 class Reading(StrEnum):
-    """What the tokens of a chunk see before it."""
+    """The context that the tokens of a chunk attend to."""
 
     FULL = "full"
-    """Everything, as in full prefill."""
+    """All earlier text, as in full prefill."""
     ALONE = "alone"
-    """Nothing but the model's BOS."""
+    """Only the model's BOS."""
     INSTRUCTION = "instruction"
     """The instruction."""
     NEUTRAL = "neutral"
-    """The instruction and neutral passages, as `Engine.precompute` has it."""
+    """The instruction and neutral passages, as in `Engine.precompute`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passages:
-    """What questions are asked about: the opening of a prompt (START, SYSTEM), neutral passages, chunks in order.
+    """The input of questions: a prompt's opening (START, SYSTEM), neutral passages, and chunks in order.
 
-    Neutral passages are no part of the prompt: chunks were computed behind them.
+    Neutral passages are not part of the prompt: they are only the context in which chunks are computed.
     """
 
     opening: tuple[PromptPart, ...]
@@ -45,11 +45,11 @@ class Passages:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens in front of a question."""
+        """Tokens before a question."""
         return sum(map(len, (*self.opening, *self.chunks)))
 
     def seen_tokens(self, reading: Reading) -> int:
-        """How many tokens a chunk was computed behind, of opening and neutral passages; for `FULL` the opening's."""
+        """Tokens of opening and neutral passages in a chunk's context; for `FULL` those of the opening."""
         opening = sum(map(len, self.opening))
         if reading is Reading.ALONE:
             return sum(len(part) for part in self.opening if part.kind is PartKind.START)
@@ -58,27 +58,27 @@ class Passages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """Where the rows of a flat batch are, and at which positions: head, chunks, questions."""
+    """Rows and positions of a flat batch: head, chunks, questions."""
 
     token_ids: torch.Tensor
     computed_at: torch.Tensor
-    """Position of each row where it is computed, `[rows]`."""
+    """Position at which each row is computed, `[rows]`."""
     placed_at: torch.Tensor
-    """Position of each row as questions see it."""
+    """Position of each row for questions, `[rows]`."""
     head: int
     opening: int
     chunks: tuple[slice, ...]
     seen: int
     owners: torch.Tensor
-    """Which question each of the last rows belongs to."""
+    """The question of each question row."""
 
     @property
     def behind(self) -> int:
-        """The first row of the questions."""
+        """Index of the first question row."""
         return self.chunks[-1].stop if self.chunks else self.head
 
     def together(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Where some whole questions of `rows` rows or more (the last: of what is left) begin and end, by owner."""
+        """Groups of whole questions with at least `rows` rows (except the last): (begin, end) by owner."""
         first = 0
         for stop in accumulate(torch.bincount(self.owners).tolist()):
             if stop - first >= rows or stop == len(self.owners):
@@ -87,17 +87,17 @@ class _Layout:
 
 
 _ROWS_TOGETHER = 128
-"""Rows of questions, about, that look at their keys together: more see more of each other's, masked, for nothing."""
+"""Approximate question rows per attention call. Larger groups waste more work on masked keys of other questions."""
 
 _Asking = tuple[slice, tuple[slice, ...], torch.Tensor]
-"""Rows that ask, the rows that they look at, and the mask between the two."""
+"""Query rows, the key rows that they attend to, and the mask between the two."""
 
 
 class PassageReader:
-    """Reads passages and questions through a model's layers; everything it computes can be differentiated."""
+    """Runs passages and questions through a model's layers; differentiable."""
 
     def __init__(self, model: LayerwiseModel, device: torch.device, *, recompute: bool = False) -> None:
-        """`recompute` keeps what goes into each layer only, and computes the rest again for gradients."""
+        """`recompute` keeps only each layer's inputs, and recomputes the rest for gradients."""
         self._model = model
         self._device = device
         self._recompute = recompute
@@ -107,7 +107,7 @@ class PassageReader:
     ) -> list[torch.Tensor]:
         """Logits of the `last` tokens of each of the `questions`, `[tokens, vocab]` each.
 
-        A question is its token ids, and those of an answer behind them, `[at least 1]`.
+        A question is its token ids, followed by those of an answer; at least one token.
         """
         layout = self._layout(passages, questions, reading)
         hidden, _ = self._through_layers(layout, reading, keep=False)
@@ -119,9 +119,9 @@ class PassageReader:
     def answer(
         self, passages: Passages, questions: Sequence[Sequence[int]], *, stop_ids: Collection[int], max_new_tokens: int
     ) -> list[tuple[list[int], torch.Tensor]]:
-        """Full prefill's greedy answer to each question, a stop token last if one came, and what was expected at each.
+        """Full prefill's greedy answer to each question, with the log-probabilities at each token.
 
-        That is log-probabilities, `[answer tokens, vocab]` in float32.
+        A stop token, if any, is last. Log-probabilities are `[answer tokens, vocab]` in float32.
         """
         layout = self._layout(passages, questions, Reading.FULL)
         hidden, cache = self._through_layers(layout, Reading.FULL, keep=True)
@@ -180,7 +180,7 @@ class PassageReader:
     def _through_layers(
         self, layout: _Layout, reading: Reading, *, keep: bool
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Hidden states of the questions behind the last layer, and, to `keep`, the KV of all rows as they see it."""
+        """Hidden states of the questions after the last layer and, with `keep`, the KV of all rows for questions."""
         model, hidden = self._model, self._model.embed(layout.token_ids)
         masks = {
             window: self._masks(layout, reading, window, hidden.dtype)
@@ -203,7 +203,7 @@ class PassageReader:
     def _one_layer(
         self, layer: int, hidden: torch.Tensor, layout: _Layout, asking: Sequence[_Asking], shifted: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states behind one layer, and keys and values as questions see them."""
+        """Hidden states after one layer, and the keys and values that questions attend to."""
         model = self._model
         q, k, v = model.qkv(layer, hidden)
         queries = model.rotate_queries(layer, q, layout.computed_at)
@@ -217,7 +217,7 @@ class PassageReader:
         return model.finish(layer, hidden, torch.cat(attended)), placed, v
 
     def _masks(self, layout: _Layout, reading: Reading, window: int | None, dtype: torch.dtype) -> list[_Asking]:
-        """Which rows ask, which rows they look at, and the mask between them: head, chunks, and some questions each."""
+        """Query rows, key rows and masks for the head, the chunks, and each group of questions."""
         opening, head, behind = slice(0, layout.opening), slice(0, layout.head), layout.behind
         asking: list[tuple[slice, tuple[slice, ...]]] = [(head, (head,))] if layout.head else []
         if reading is Reading.FULL:
@@ -241,7 +241,7 @@ class PassageReader:
     def _next(
         self, state: "_Decoding", active: Sequence[int], token_ids: Sequence[int], positions: Sequence[int]
     ) -> torch.Tensor:
-        """Logits behind one more token of each of the `active` questions, `[questions, vocab]`; extends the state."""
+        """Logits after one more token of each of the `active` questions, `[questions, vocab]`; extends the state."""
         model, device = self._model, self._device
         owner, at = torch.tensor(active, device=device), torch.tensor(positions, device=device)
         state.owners, state.positions = torch.cat((state.owners, owner)), torch.cat((state.positions, at))
@@ -264,7 +264,7 @@ class PassageReader:
 
 @dataclass(slots=True, eq=False)
 class _Decoding:
-    """The KV of what was read, and whose each row is: -1 for what all see."""
+    """The KV of all rows, and each row's question: -1 for rows that all questions see."""
 
     cache: list[tuple[torch.Tensor, torch.Tensor]]
     owners: torch.Tensor

@@ -1,4 +1,4 @@
-"""`chunkweave adapt`: teach a model to read reused chunks, from one's own documents, without labels."""
+"""`chunkweave adapt`: train a model to read reused chunks, from the user's documents, without labels."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from chunkweave.calibration.questions import read_text
 from chunkweave.calibration.results import commit, machine, versions
 from chunkweave.cli import options
 from chunkweave.cli.console import Output, progress, stderr, table_of
-from chunkweave.cli.options import Only, TimedModelOptions, with_blocks
+from chunkweave.cli.options import Only, SeededModelOptions, with_blocks
 from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.models.adapters import adapter_folder
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from chunkweave_lab.adapt.prompts import Group
 
 _HELD_OUT = 0.05
-"""Share of the documents and questions that is not learnt from."""
+"""Held-out share of the documents and questions."""
 
 _WORLD_QUESTIONS = 400
 _WORLD_PASSAGES = 6
@@ -32,63 +32,62 @@ _WORLD_PASSAGES = 6
 
 @with_blocks
 def adapt(
-    folder: Annotated[Path, typer.Argument(help="Where the adapters go, and the checkpoint to go on from.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the adapters, and for the checkpoint to continue from.")],
     *,
-    model: TimedModelOptions,
+    model: SeededModelOptions,
     docs: Annotated[
         list[Path] | None,
-        typer.Option("--docs", help="Documents to learn from: text file or folder of them; repeatable."),
+        typer.Option("--docs", help="Documents to train on: a text file or a folder of them; repeatable."),
     ] = None,
     dataset: Annotated[
         list[Path] | None,
         typer.Option(
             "--dataset",
-            help="Passages with questions to learn from: a file as `bench fidelity` reads it, or `worlds`; repeatable.",
+            help="Passages with questions to train on: a file as for `bench fidelity`, or `worlds`; repeatable.",
         ),
     ] = None,
     questions_file: Annotated[
-        Path | None, typer.Option(help="Questions about --docs, one a line, beside those that are made from the text.")
+        Path | None, typer.Option(help="Questions about --docs, one per line, in addition to generated ones.")
     ] = None,
-    start: Annotated[
-        str | None, typer.Option(help="Adapters to begin with: a folder, or a bundled one by its name.")
-    ] = None,
-    minutes: Annotated[float, typer.Option(help="How long to train, counting what a checkpoint has behind it.")] = 60.0,
+    start: Annotated[str | None, typer.Option(help="Initial adapters: a folder, or the name of bundled ones.")] = None,
+    minutes: Annotated[float, typer.Option(help="Training time, including the time before a checkpoint.")] = 60.0,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16,
-    scale: Annotated[int, typer.Option(min=1, help="LoRA's alpha: adapters count alpha / rank.")] = 32,
-    targets: Annotated[str, typer.Option(help="Linear modules that get adapters, by commas.")] = "all-linear",
-    learning_rate: Annotated[float, typer.Option(help="Greatest learning rate.")] = 5e-4,
+    scale: Annotated[int, typer.Option(min=1, help="LoRA's alpha: adapters are scaled by alpha / rank.")] = 32,
+    targets: Annotated[str, typer.Option(help="Linear modules that get adapters, separated by commas.")] = "all-linear",
+    learning_rate: Annotated[float, typer.Option(help="Maximum learning rate.")] = 5e-4,
     readings: Annotated[
-        str, typer.Option(help="How the student reads chunks, in turn: alone, instruction, neutral, full.")
+        str, typer.Option(help="How the student reads chunks, alternating: alone, instruction, neutral, full.")
     ] = "alone,neutral,instruction,full",
-    chunks: Annotated[int, typer.Option(min=1, help="Most chunks of a prompt.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(min=16, help="Most tokens of a prompt's chunks.")] = 1024,
-    questions: Annotated[int, typer.Option(min=1, help="Questions about the passages of a prompt.")] = 6,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer that are learnt from.")] = 24,
-    check_minutes: Annotated[float, typer.Option(help="Minutes between two looks at what was held out.")] = 10.0,
-    patience: Annotated[int, typer.Option(min=1, help="Looks without gain before it ends.")] = 4,
+    chunks: Annotated[int, typer.Option(min=1, help="Maximum chunks per prompt.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=16, help="Maximum tokens of a prompt's chunks.")] = 1024,
+    questions: Annotated[int, typer.Option(min=1, help="Questions per prompt.")] = 6,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 24,
+    check_minutes: Annotated[
+        float, typer.Option(help="Minutes between two evaluations on the held-out documents.")
+    ] = 10.0,
+    patience: Annotated[int, typer.Option(min=1, help="Evaluations without improvement before training ends.")] = 4,
     recompute_activations: Annotated[
-        bool, typer.Option("--recompute-activations", help="Less memory, a third more time.")
+        bool, typer.Option("--recompute-activations", help="Use less memory and a third more time.")
     ] = False,
     capture: Annotated[CaptureConfig, Only("neutral_tokens", "neutral_file")],
     output: Output,
 ) -> None:
-    """Teach a model to read reused chunks: low-rank adapters in PEFT's format, distilled from the model itself.
+    """Train a model to read reused chunks: low-rank adapters in PEFT's format, distilled from the model itself.
 
-    Called again with the same folder it goes on. Needs no labels; `--adapter FOLDER` uses what comes out.
+    A second call with the same folder continues. Needs no labels. Use the result with `--adapter FOLDER`.
     """
     if not docs and not dataset:
-        raise UsageError("what should the model learn from? Give --docs or --dataset")
+        raise UsageError("there is nothing to train on: give --docs or --dataset")
     if questions_file is not None and not docs:
         raise UsageError("--questions-file needs --docs, the documents that the questions are about")
     model.named()
-    model.bound_threads()
     from chunkweave_lab.adapt.distill import AdaptConfig, Distiller
     from chunkweave_lab.adapt.prompts import PromptSizes, PromptSource, digest_of_groups, held_out
     from chunkweave_lab.adapt.reading import Passages, Reading
 
     known = {str(reading): reading for reading in Reading}
     if unknown := [name for name in options.names(readings) if name not in known]:
-        raise UsageError(f"no such reading: {unknown[0]}; there are: {', '.join(known)}")
+        raise UsageError(f"unknown reading {unknown[0]}; there are: {', '.join(known)}")
     sizes = PromptSizes(min(2, chunks), chunks, prompt_tokens, questions)
     config = AdaptConfig(
         minutes=minutes,
@@ -118,7 +117,11 @@ def adapt(
             )
             for some, name in ((learnt, "learn"), (kept, "held out"))
         ]
-        stderr().print(f"{len(learnt)} documents or questions to learn from, {len(kept)} held out")
+        stderr().print(
+            f"trains for {minutes:g} minutes on {len(learnt)} documents or questions, with {len(kept)} held out; "
+            f"{folder} has the best adapter so far after every {check_minutes:g} minutes",
+            soft_wrap=True,
+        )
         with progress(f"adapting {model.name}") as report:
             for now in distiller.train(*sources):
                 report(round(min(now.elapsed_s, now.total_s)), round(now.total_s))
@@ -153,7 +156,7 @@ def adapt(
 def _groups(
     engine: "Engine", docs: Sequence[Path], datasets: Sequence[Path], questions_file: Path | None, seed: int
 ) -> "list[Group]":
-    """Everything to learn from, cut into chunks."""
+    """All training data, split into chunks."""
     from chunkweave_lab.adapt.prompts import Group, groups_of_documents, groups_of_examples
 
     tokenizer, rng = engine.loaded.tokenizer, Random(seed)
@@ -178,14 +181,14 @@ def _groups(
 
 
 def _line(look: "Look") -> str:
-    """One line of how it goes."""
+    """One line of progress."""
     learnt = "" if look.loss is None else f", loss {look.loss:.4f}"
     found = ", ".join(f"{reading} {one.kl:.4f} ({one.agreement:.1%})" for reading, one in look.held_out.items())
     return f"step {look.step}, {look.elapsed_s / 60:.0f} minutes{learnt}; held out, KL and top-1: {found}"
 
 
 def _table(looks: "Sequence[Look]") -> Table:
-    """The first and the best look, by reading."""
+    """The first and the best evaluation, by reading."""
     first, best = looks[0], min(looks, key=lambda look: look.kl)
     return table_of(
         list(first.held_out),
@@ -194,5 +197,5 @@ def _table(looks: "Sequence[Look]") -> Table:
         ("KL after", lambda reading: f"{best.held_out[reading].kl:.4f}"),
         ("top-1 before", lambda reading: f"{first.held_out[reading].agreement:.1%}"),
         ("top-1 after", lambda reading: f"{best.held_out[reading].agreement:.1%}"),
-        title=f"from the model's own full prefill, on what was held out ({best.step} steps)",
+        title=f"distance from the model's full prefill on held-out documents ({best.step} steps)",
     )

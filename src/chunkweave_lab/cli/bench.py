@@ -14,8 +14,19 @@ from rich.text import Text
 from chunkweave.calibration.questions import bundled_examples
 from chunkweave.calibration.results import BenchmarkResult, computed_on, peak_rss_bytes
 from chunkweave.cli import options
-from chunkweave.cli.console import Output, check_writable, progress, seconds, size, status, stderr, table_of, write_text
-from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_blocks
+from chunkweave.cli.console import (
+    Output,
+    check_writable,
+    counted,
+    progress,
+    seconds,
+    size,
+    status,
+    stderr,
+    table_of,
+    write_text,
+)
+from chunkweave.cli.options import Only, SeededModelOptions, ValueOptions, with_blocks
 from chunkweave.config import PluginConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.planning.cost import CostModel
@@ -36,7 +47,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure reuse methods against each
 
 Html = Annotated[
     Path | None,
-    typer.Option("--html", help="Also write a report to this file, to look at in a browser: table, pictures, how run."),
+    typer.Option("--html", help="Also write an HTML report to this file: table, pictures, settings."),
 ]
 
 
@@ -52,11 +63,11 @@ RowT = TypeVar("RowT", bound=Row)
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkRun(Generic[RowT]):
-    """One measurement, from what was measured so far to a table and a file, also if it is interrupted.
+    """One measurement: makes a table and a file of the samples so far, even if it is interrupted.
 
-    `summarize` makes one row a contender, of all that is measured by then; `table` shows them, given the result's
-    configuration with what was "auto" in it; `more` is what the result has beside rows; `draw` draws the rows, as far
-    as pictures are asked for. `html` is where a report of all this goes.
+    `summarize` makes one row per contender from the samples so far. `table` shows them, given the result's
+    configuration with resolved "auto" values. `more` returns the result's fields beside the rows, `draw` the requested
+    pictures. `html` is the path of the report.
     """
 
     name: str
@@ -70,7 +81,7 @@ class BenchmarkRun(Generic[RowT]):
     html: Path | None = None
 
     def show(self, output: Output, *, complete: bool = True) -> dict[str, Any]:
-        """Print the table and draw what is to be drawn; the JSON object that docs/evidence.md describes."""
+        """Print the table and draw the pictures; returns the JSON object that docs/evidence.md describes."""
         rows = self.summarize()
         config = {**self.config, **computed_on(self.engine.loaded.model)}
         table, pictures = self.table(rows, config), self.draw(rows)
@@ -86,14 +97,14 @@ class BenchmarkRun(Generic[RowT]):
 
     @contextmanager
     def reported(self, output: Output, samples: Sized) -> Iterator[None]:
-        """Show the result when the block ends; if it ends early, what `samples` there are by then."""
+        """Show the result when the block ends; if it ends early, the result of the `samples` so far."""
         complete = False
         try:
             yield
             complete = True
         except KeyboardInterrupt:
             if samples:
-                stderr().print("interrupted: the result covers what was measured so far")
+                stderr().print("interrupted: the result covers the questions measured so far")
             raise
         finally:
             if samples:
@@ -101,7 +112,7 @@ class BenchmarkRun(Generic[RowT]):
 
 
 def check_pictures(html: Path | None, *pngs: Path | None) -> None:
-    """Find out before a long run whether what is to be drawn of it can be drawn and written.
+    """Check before a long run that its pictures can be drawn and written.
 
     Raises:
         UsageError: a file cannot be written, or matplotlib is not installed.
@@ -113,7 +124,7 @@ def check_pictures(html: Path | None, *pngs: Path | None) -> None:
 
 
 def result_page(result: Mapping[str, Any], table: Table, pictures: Sequence[Picture]) -> str:
-    """A benchmark's result as one HTML file that needs no other: its table as on screen, pictures, how it was run."""
+    """A benchmark's result as a self-contained HTML file: table, pictures, settings."""
     from chunkweave.page import asset, render
 
     def plain(text: object) -> str:
@@ -141,25 +152,25 @@ def ttft(
     dataset: Annotated[
         Path | None,
         typer.Option(
-            help="MuSiQue JSON, SQuAD 1.1 JSON, or JSONL of {question, chunks, answers}; bundled documents if left out."
+            help="MuSiQue JSON, SQuAD 1.1 JSON, or JSONL of {question, chunks, answers}; default: bundled documents."
         ),
     ] = None,
     *,
-    model: TimedModelOptions,
+    model: SeededModelOptions,
     _plugins: PluginConfig,  # its files bring methods
     methods: Annotated[
         str,
         typer.Option(
             help="Reuse methods, separated by commas; `full` is always added as the reference. Settings follow a "
-            "colon, a value of one method alone an @: `cacheblend:layer-2@0.05`. There are: "
+            "colon, the value of a single method an @: `cacheblend:layer-2@0.05`. There are: "
             f"{BENCH_METHODS.listed}."
         ),
     ] = "prefix,full-reuse,cacheblend",
     values: ValueOptions,
-    chunks: Annotated[int, typer.Option(help="Chunks of a prompt.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option(help="Tokens of every chunk; 0 leaves passages as they are.")] = 512,
+    chunks: Annotated[int, typer.Option(help="Chunks per prompt.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens per chunk; 0 keeps passages whole.")] = 512,
     warm: options.Warm = "alone",
-    questions: Annotated[int, typer.Option(help="Questions that are measured.")] = 10,
+    questions: Annotated[int, typer.Option(help="Number of measured questions.")] = 10,
     hf_reference: Annotated[bool, typer.Option(help="Measure the Hugging Face forward too.")] = True,
     store: StoreConfig,
     html: Html = None,
@@ -168,7 +179,6 @@ def ttft(
     """Time to first token by reuse method: alternating contenders, one warm store, the same token ids for all."""
     check_pictures(html)
     model.named()
-    model.bound_threads()
     from chunkweave.calibration.prompts import Warmth
     from chunkweave_lab.ttft import TtftConfig, make_workload
 
@@ -185,7 +195,7 @@ def ttft(
         seed=seed,
         hf_reference=hf_reference,
     )
-    config.contenders()  # refused now, not after the model is loaded
+    config.contenders()  # refuse bad specifications before the model is loaded
     examples = (
         load_dataset(dataset, seed=seed)
         if dataset is not None
@@ -206,7 +216,7 @@ def ttft_run(
     samples: list[TtftSample],
     html: Path | None = None,
 ) -> BenchmarkRun[TtftRow]:
-    """Times of all contenders, the reference first."""
+    """The run that measures times of all contenders; the reference is first."""
 
     def more() -> dict[str, Any]:
         store, stats = engine.store, engine.store.stats
@@ -233,9 +243,9 @@ def measure_ttft(engine: "Engine", workload: "Workload", config: "TtftConfig", s
     """Measure all questions behind a progress bar."""
     from chunkweave_lab.ttft import measure
 
-    with progress("measuring") as report:
+    with progress(f"measuring {counted(len(workload.measured), 'question')}, prefills") as report:
         for sample in measure(engine, workload, config, report):
-            samples.append(sample)  # noqa: PERF402 - what is there when it is interrupted stays
+            samples.append(sample)  # noqa: PERF402 - samples must be kept if it is interrupted
 
 
 def _ttft_table(rows: Sequence[TtftRow], config: dict[str, Any], engine: "Engine") -> Table:
@@ -268,36 +278,35 @@ def _ttft_table(rows: Sequence[TtftRow], config: dict[str, Any], engine: "Engine
 @with_blocks
 def loading(
     *,
-    model: TimedModelOptions,
-    chunks: Annotated[int, typer.Option(help="Chunks of the prompt.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every chunk.")] = 512,
+    model: SeededModelOptions,
+    chunks: Annotated[int, typer.Option(help="Chunks in the prompt.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per chunk.")] = 512,
     reuse: Annotated[ReuseConfig, Only("recompute_ratio")],
     quotients: Annotated[
-        str, typer.Option(help="How slow the link is: loading time over recompute time, separated by commas.")
+        str, typer.Option(help="Slowness of the link: loading time divided by recompute time, separated by commas.")
     ] = "0.25,0.5,1,2,4",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of every way of loading; the median counts.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per way of loading; the median is reported.")] = 5,
     wait: Annotated[float, typer.Option(help="Seconds that a prefetched request waits before its turn.")] = 0.3,
     disk: Annotated[
-        Path | None, typer.Option(help="Also load from a real disk: a folder there, for files that are removed again.")
+        Path | None, typer.Option(help="Also load from a real disk: a folder on it for temporary files.")
     ] = None,
     cost_model: Annotated[
         Path | None,
         typer.Option(
-            help="File of `chunkweave profile`, of this model on this machine, that predictions follow from; measured "
-            "first if left out."
+            help="File of `chunkweave profile` for this model on this machine, used for predictions; measured if "
+            "not given."
         ),
     ] = None,
     output: Output,
 ) -> None:
-    """Time to first token when segments load slowly: all at once, in the background, layer by layer."""
+    """Measure time to first token when segments load slowly: all at once, in the background, layer by layer."""
     model.named()
     slowness = tuple(options.numbers(quotients, "--quotients"))
     if min(slowness) <= 0 or wait < 0:
         raise UsageError("--quotients must be positive and --wait not negative")
     if disk is not None and not disk.is_dir():
-        raise UsageError(f"--disk names no folder: {disk}")
+        raise UsageError(f"--disk is not a folder: {disk}")
     given = None if cost_model is None else CostModel.read(cost_model)
-    model.bound_threads()
     from chunkweave_lab.loading import LoadingConfig
 
     config = LoadingConfig(reuse.recompute_ratio, slowness, repeats, wait)
@@ -314,7 +323,7 @@ def loading(
 
 
 def _cost_model(engine: "Engine", given: CostModel | None) -> CostModel:
-    """What predictions follow from: a file's, or measured now as `chunkweave profile` does it."""
+    """The cost model for predictions: from a file, or measured now as `chunkweave profile` does."""
     loaded = engine.loaded
     if given is not None:
         if given.fingerprint != loaded.fingerprint:
@@ -327,7 +336,7 @@ def _cost_model(engine: "Engine", given: CostModel | None) -> CostModel:
 
 
 def _prompt(engine: "Engine", chunks: int, chunk_tokens: int, seed: int) -> "Prompt":
-    """One bundled question over chunks of one size; refused if it does not fit the model."""
+    """One bundled question over chunks of equal size; refused if it does not fit into the model's context."""
     from chunkweave.calibration.prompts import PromptMaker
 
     examples = bundled_examples(1, seed=seed)
@@ -345,7 +354,7 @@ def _measure_loading(
     disk: Path | None,
     rows: "list[LoadingRow]",
 ) -> None:
-    """Measure every quotient behind a progress bar, then a real disk if there is to be one."""
+    """Measure every quotient with a progress bar, then a real disk if one is given."""
     from chunkweave_lab.loading import measure_disk_loading, measure_loading
 
     model = engine.loaded.model

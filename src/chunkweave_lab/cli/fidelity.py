@@ -14,8 +14,8 @@ from chunkweave.calibration.results import QuestionLog
 from chunkweave.calibration.summaries import FidelityRow, FidelitySample, summarize_fidelity
 from chunkweave.cli import options
 from chunkweave.cli.calibrate import PromptOptions, computed_behind, measured_with, samples_of
-from chunkweave.cli.console import Output, check_writable, progress, seconds, stderr, table_of
-from chunkweave.cli.options import Only, TimedModelOptions, ValueOptions, with_blocks
+from chunkweave.cli.console import Output, check_writable, counted, progress, seconds, stderr, table_of
+from chunkweave.cli.options import Only, SeededModelOptions, ValueOptions, with_blocks
 from chunkweave.config import CaptureConfig, PluginConfig, ReuseConfig, StoreConfig, Weights
 from chunkweave.errors import UsageError
 from chunkweave_lab.baselines import BENCH_METHODS
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Reference(StrEnum):
-    """Whose full prefill is the judge."""
+    """The model whose full prefill is the reference."""
 
     OWN = "own"
     BASE = "base"
@@ -40,21 +40,21 @@ class Reference(StrEnum):
 @with_blocks
 def fidelity(
     *,
-    model: TimedModelOptions,
+    model: SeededModelOptions,
     _plugins: PluginConfig,  # its files bring methods
     methods: Annotated[
         str,
         typer.Option(
             help="Reuse methods, separated by commas; `full`, `full-reuse` and a noise floor are added. Settings "
             f"follow a colon, a value an @: `query:two-rounds@0.05`. There are: {BENCH_METHODS.listed}; and "
-            f"baselines of another prompt: {', '.join(PROMPT_BASELINES)}."
+            f"baselines with another prompt: {', '.join(PROMPT_BASELINES)}."
         ),
     ] = "prefix,epic,cacheblend,query",
     recompute_fraction: Annotated[
         str,
         typer.Option(
-            help="Shares of the reused tokens x layers, separated by commas: each method gets the ratio or alpha by "
-            "which it recomputes that much, dense first layers included. Instead of --recompute-ratio and --alpha."
+            help="Shares of the reused tokens x layers to recompute, separated by commas: each method gets the ratio "
+            "or alpha for that share, including dense first layers. Replaces --recompute-ratio and --alpha."
         ),
     ] = "",
     values: ValueOptions,
@@ -62,19 +62,21 @@ def fidelity(
     warm: Annotated[
         str,
         typer.Option(
-            help=f"{options.HOW_WARM} Several, separated by commas: the methods once more over each further one, in "
-            "rows of their own (`query neutral@5%`)."
+            help=f"{options.HOW_WARM} With several, separated by commas, the methods run again over each further one, "
+            "in separate rows (`query neutral@5%`)."
         ),
     ] = "alone",
     reference: Annotated[
         Reference,
         typer.Option(
-            help="Whose full prefill everything is compared with: the model's own, or with --adapter or --weights int8 "
-            "that of the base, the model without them (rows `of base`)."
+            help="The reference full prefill: the model's own or, with --adapter or --weights int8, that of the base, "
+            "the model without them (rows `of base`)."
         ),
     ] = Reference.OWN,
     new_tokens: options.NewTokens = 16,
-    free: Annotated[int, typer.Option(min=0, help="Questions that every contender also answers by itself.")] = 40,
+    free: Annotated[
+        int, typer.Option(min=0, help="Questions that every contender also answers freely, for F1 and ROUGE-L.")
+    ] = 40,
     deviations: Annotated[
         int,
         typer.Option(
@@ -88,12 +90,12 @@ def fidelity(
     plot: Annotated[Path | None, typer.Option(help="Draw divergence against speed-up into this PNG.")] = None,
     figures: Annotated[
         Path | None,
-        typer.Option("--plot-deviations", help="Draw what --deviations measures into this PNG.", show_default=False),
+        typer.Option("--plot-deviations", help="Draw the results of --deviations into this PNG.", show_default=False),
     ] = None,
     html: Html = None,
     output: Output,
 ) -> None:
-    """How close reuse methods come to full prefill, and how much sooner: your model, your documents, no labels."""
+    """Compare reuse methods with full prefill: closeness and speed, on your model and documents, without labels."""
     check_pictures(html, plot, figures)
     if samples is not None:
         check_writable(samples)
@@ -102,7 +104,6 @@ def fidelity(
     if reference is Reference.BASE and (not model.is_changed or deviations):
         raise UsageError("--reference base is for a model with --adapter or --weights int8, not with --deviations")
     model.named()
-    model.bound_threads()
     from chunkweave.calibration.fidelity import make_tasks, warm_by_earlier
     from chunkweave_lab.contexts import ContextWarmth
     from chunkweave_lab.fidelity import Base, FidelityConfig, judges_of
@@ -142,10 +143,10 @@ def fidelity(
             origin["reference"] = model.base().name
         ways: dict[str, Any] = {"warm": str(config.warm), "also_warm": [*map(str, config.also_warm)]}
         whole = {**asdict(config), **ways, **computed_behind((first, *also_warm), capture), **origin}
-        del whole["reuse"]["capture"]  # nothing measured is stored
+        del whole["reuse"]["capture"]  # measured runs store nothing
         log = QuestionLog(samples, {**whole, "seed": model.seed, **measured_with(engine, drawn)})
         if len(log):
-            stderr().print(f"{len(log)} questions are there already")
+            stderr().print(f"continuing: {counted(len(log), 'question')} measured before")
         strayed: list[PromptDeviation] = []
         found: list[Mapping[str, FidelitySample]] = [samples_of(line) for line in log.of("contenders")]
         run = BenchmarkRun(
@@ -183,7 +184,8 @@ def _measure(
             log.begin(fitted_values(engine, tasks, config, report))
     open_questions = [index for index in range(len(tasks)) if index not in log]
     contenders = config.contenders(log.found or {})
-    with progress("measuring") as report:
+    what = f"measuring {counted(len(open_questions), 'question')} with {counted(len(contenders), 'method')}, prefills"
+    with progress(what) as report:
         measured = measure_fidelity(
             engine, tasks, contenders, config, base=base, skip=log.__contains__, store=store, progress=report
         )
@@ -226,12 +228,12 @@ def _pictures(
     *,
     every: bool,
 ) -> list[Picture]:
-    """Those that have a file of their own; with `every` all that can be drawn."""
+    """The pictures with an output file; with `every`, all that can be drawn."""
     from chunkweave_lab.deviation import summarize_deviations
 
     drawn = []
     if every or plot is not None:
-        about = "Divergence from full prefill against how much sooner the first token is; lower right is better."
+        about = "Divergence from full prefill against speed-up to the first token; lower right is better."
         drawn.append(Picture(fidelity_figure(rows, title), about, plot))
     found = summarize_deviations(strayed)
     if (every or figures is not None) and "figures" in found:
@@ -249,19 +251,19 @@ def _title(config: Mapping[str, Any]) -> str:
 
 
 def fidelity_table(rows: Sequence[FidelityRow], config: Mapping[str, Any]) -> Table:
-    """Contenders: how close to full prefill, how much sooner, at what recomputation."""
+    """The contenders' closeness to full prefill, speed-up and recomputation."""
     most = max((row.questions for row in rows), default=0)
     tokens = next((row.prompt_tokens for row in rows if row.prompt_tokens is not None), 0.0)
     caption = (
         f"{most} questions, {tokens:.0f} tokens a prompt, {config['device']}, {config['dtype']}, threads: "
         f"{config['threads']}. KL: D(full || method) in nats over its own {config['new_tokens']} tokens, mean "
-        "(95 % bootstrap by question) and 90th percentile; left: of full reuse's.\nTop-1: both expect the same token. "
-        "Same: answers decoded freely that come out as full prefill's. NLL: of the first right answer, nats a token, "
-        "minus full prefill's. ROUGE-L: free answers against full prefill's own.\nSpeed-up: median of full / method; "
-        "limit: the same if time were FLOPs."
+        "(95 % bootstrap by question) and 90th percentile; left: share of full reuse's KL.\nTop-1: both have the same "
+        "most likely token. Same: greedy answers equal to full prefill's. NLL: of the first right answer, nats "
+        "per token, minus full prefill's. ROUGE-L: against the right answers; as full: against full prefill's.\n"
+        "Speed-up: median of full / method; limit: the same if time were FLOPs."
     )
     if "reference" in config:
-        caption += f"\nFull prefill and full reuse here are those of {config['reference']}: the rows `of base`."
+        caption += f"\nThe reference rows are full prefill and full reuse of {config['reference']} (`of base`)."
     return table_of(
         rows,
         ("method", lambda row: row.method),
@@ -274,7 +276,8 @@ def fidelity_table(rows: Sequence[FidelityRow], config: Mapping[str, Any]) -> Ta
         ("NLL", lambda row: _number(row.answer_nll_minus_full, "+.3f")),
         ("95 %", lambda row: _between(row.answer_nll_minus_full_low, row.answer_nll_minus_full_high, "+.3f")),
         ("F1", lambda row: _number(row.f1, ".3f")),
-        ("ROUGE-L", lambda row: _number(row.rouge_l_of_full, ".2f")),
+        ("ROUGE-L", lambda row: _number(row.rouge_l, ".3f")),
+        ("as full", lambda row: _number(row.rouge_l_of_full, ".2f")),
         ("TTFT", lambda row: "-" if row.ttft_s is None else seconds(row.ttft_s)),
         ("speed-up", lambda row: "-" if row.speedup is None else f"{row.speedup:.2f}x"),
         ("limit", lambda row: "-" if row.flops_limit is None else f"{row.flops_limit:.2f}x"),

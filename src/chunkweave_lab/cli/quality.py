@@ -1,4 +1,4 @@
-"""`chunkweave bench quality`: what answers are worth by reuse method and recompute ratio."""
+"""`chunkweave bench quality`: quality of answers by reuse method and recompute ratio."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from chunkweave.calibration.questions import Example
 from chunkweave.calibration.results import QuestionLog
 from chunkweave.cli import options
 from chunkweave.cli.calibrate import measured_with
-from chunkweave.cli.console import Output, check_writable, progress, seconds, stderr, table_of
+from chunkweave.cli.console import Output, check_writable, counted, progress, seconds, stderr, table_of
 from chunkweave.cli.options import SeededModelOptions, ValueOptions, with_blocks
 from chunkweave.config import PluginConfig, StoreConfig
 from chunkweave.errors import UsageError
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class QuestionOptions:
-    """Which questions are asked, of those that can be scored, and how long their answers may be."""
+    """Which questions with answers are asked, and the maximum length of their answers."""
 
     dataset: Annotated[
         str, typer.Option(help="`worlds` (generated, held out), or a MuSiQue, SQuAD 1.1 or JSONL file.")
     ] = WORLDS
-    questions: Annotated[int, typer.Option(min=1, help="Questions that are measured.")] = 200
-    chunks: Annotated[int, typer.Option(min=1, help="Passages of a question, with `worlds`.")] = 6
-    kinds: Annotated[str, typer.Option(help="Only these kinds of question, separated by commas; all if empty.")] = ""
+    questions: Annotated[int, typer.Option(min=1, help="Number of measured questions.")] = 200
+    chunks: Annotated[int, typer.Option(min=1, help="Passages per question, with `worlds`.")] = 6
+    kinds: Annotated[str, typer.Option(help="Kinds of question, separated by commas; all if empty.")] = ""
     warm: options.Warm = "alone"
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 24
 
     def draw(self, seed: int, *, earlier: int = 0, worlds: int = 0) -> list[Example]:
-        """The questions and `earlier` ones that warm the store, drawn with `seed`.
+        """The questions, and `earlier` ones that warm the store, drawn with `seed`.
 
-        `worlds` of the generated data set are asked about, ever new ones if 0.
+        Questions of the generated data set are about `worlds` worlds; 0: always new ones.
 
         Raises:
             DocumentError: the file cannot be read as a data set.
-            UsageError: it has too few questions with answers, or no such kind of them.
+            UsageError: it has too few questions with answers, or a kind is unknown.
         """
         count, kinds = self.questions + earlier, options.names(self.kinds)
         if self.dataset == WORLDS:
@@ -59,9 +59,7 @@ class QuestionOptions:
         refuse_unknown(kinds, {example.kind for example in examples})
         scored = [one for one in examples if one.answers and (not kinds or one.kind in kinds)]
         if len(scored) < count:
-            raise UsageError(
-                f"{self.dataset} has {len(scored)} fitting questions with answers, but {count} are asked for"
-            )
+            raise UsageError(f"{self.dataset} has {len(scored)} fitting questions with answers, but {count} are needed")
         return Random(seed).sample(scored, count)
 
 
@@ -74,7 +72,7 @@ def quality(
         str,
         typer.Option(
             help="Reuse methods, separated by commas; `full` and `full-reuse` are always added. Ablations follow a "
-            "colon: `cachecraft:no-focus`; a value of one method alone an @: `cacheblend@0.3`. "
+            "colon: `cachecraft:no-focus`; the value of a single method an @: `cacheblend@0.3`. "
             f"There are: {BENCH_METHODS.listed}. Baselines that change the prompt: "
             f"{', '.join(PROMPT_BASELINES)}; `compress@0.5` keeps that share of every chunk's tokens."
         ),
@@ -82,7 +80,7 @@ def quality(
     values: ValueOptions,
     asked: QuestionOptions,
     worlds: Annotated[
-        int, typer.Option(help="How many worlds `worlds` asks about, so that passages come back; 0: ever new ones.")
+        int, typer.Option(help="Number of worlds in `worlds`, so that passages recur; 0: always new ones.")
     ] = 0,
     deviations: Annotated[int, typer.Option(help="Questions on which KV and attention deviation are measured.")] = 20,
     samples: options.Samples = None,
@@ -91,7 +89,7 @@ def quality(
     html: Html = None,
     output: Output,
 ) -> None:
-    """Answer quality by reuse method: the same questions, the same warm store, paired intervals."""
+    """Measure answer quality by reuse method: the same questions, the same warm store, paired intervals."""
     check_pictures(html, plot)
     if samples is not None:
         check_writable(samples)
@@ -118,7 +116,7 @@ def quality(
         whole = {**asdict(config), "warm": str(config.warm), "model": model.name, **drawn, **options.kept(store)}
         log = QuestionLog(samples, {**whole, "questions": asked.questions, **measured_with(engine, examples)})
         if len(log):
-            stderr().print(f"{len(log)} questions are there already")
+            stderr().print(f"continuing: {counted(len(log), 'question')} measured before")
         elif log.found is None:
             log.begin({})
         found = [QualitySample.from_dict(one) for line in log.of("contenders") for one in line]
@@ -149,7 +147,8 @@ def _measure_quality(
 ) -> None:
     from chunkweave_lab.quality import measure_quality
 
-    with progress("answering") as report:
+    what = f"answering {counted(len(examples) - config.warm.queries - len(log), 'question')}"
+    with progress(f"{what} with {counted(len(config.contenders()) + len(config.baselines()), 'method')}") as report:
         measured = measure_quality(engine, examples, config, report, skip=log.__contains__)
         for question, samples in groupby(measured, lambda sample: sample.question):
             own = list(samples)
@@ -174,11 +173,11 @@ def _measure_deviations(
 
 def _picture(rows: Sequence[QualityRow], plot: Path | None, config: "QualityConfig") -> Picture:
     figure = quality_figure(rows, f"{rows[0].questions} questions, warm {config.warm}")
-    return Picture(figure, "F1 against the share that is computed again, with 95 % intervals.", plot)
+    return Picture(figure, "F1 against the recomputed share, with 95 % intervals.", plot)
 
 
 def _quality_table(rows: Sequence[QualityRow], title: str) -> Table:
-    """Contenders with intervals, the share of the gap closed, and what it cost."""
+    """The contenders' scores with intervals, the share of the gap closed, and the cost."""
     caption = (
         f"{rows[0].questions} questions. Intervals: 95 % bootstrap, the difference paired by question. Gap closed: "
         "share of the way from full-reuse to full on the kinds that cross passages. As full: ROUGE-L against full "

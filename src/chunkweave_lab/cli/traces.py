@@ -32,7 +32,7 @@ def simulate(
     trace: Annotated[
         str,
         typer.Option(
-            help="A trace (JSONL, Mooncake's format or ours), a data set (JSON) whose questions recur, "
+            help="A trace (JSONL, in Mooncake's format or ours), a data set (JSON) whose questions recur, "
             "or a generated workload: mmlu-like, zipf."
         ),
     ],
@@ -49,44 +49,40 @@ def simulate(
     device_budget: Annotated[
         str | None,
         typer.Option(
-            help="A faster tier above it, of that size: what it evicts goes into --budget.", rich_help_panel=_CACHE
+            help="Size of a faster tier above; segments that it evicts go to --budget.", rich_help_panel=_CACHE
         ),
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(help="The model whose KV sizes, and speed, are assumed.", rich_help_panel=_CLOCK)
+        str | None, typer.Option(help="The model whose KV sizes and speed are assumed.", rich_help_panel=_CLOCK)
     ] = None,
     cost_model: Annotated[
         Path | None,
-        typer.Option(help="A file of `chunkweave profile` as clock, in place of --teraflops.", rich_help_panel=_CLOCK),
+        typer.Option(help="A file of `chunkweave profile` for times, in place of --teraflops.", rich_help_panel=_CLOCK),
     ] = None,
-    teraflops: Annotated[
-        float, typer.Option(help="Speed at which prefill computes, in 10^12 FLOP/s.", rich_help_panel=_CLOCK)
-    ] = 50.0,
+    teraflops: Annotated[float, typer.Option(help="Speed of prefill in 10^12 FLOP/s.", rich_help_panel=_CLOCK)] = 50.0,
     host_bandwidth: Annotated[
-        str, typer.Option(help="Bytes a second from --budget up to --device-budget.", rich_help_panel=_CLOCK)
+        str, typer.Option(help="Bytes per second from --budget to --device-budget.", rich_help_panel=_CLOCK)
     ] = "20GB",
     window: Annotated[
         int,
         typer.Option(
-            min=0, help="How often a request may be passed over; 0 serves in order of arrival.", rich_help_panel=_CACHE
+            min=0, help="How often a request may be overtaken; 0 serves in order of arrival.", rich_help_panel=_CACHE
         ),
     ] = 32,
     requests: Annotated[
         int | None,
-        typer.Option(min=1, help="Requests; 10000 where they are drawn, a trace whole.", rich_help_panel=_DRAWN),
+        typer.Option(min=1, help="Requests; default: 10000 drawn ones, or a whole trace.", rich_help_panel=_DRAWN),
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(help="Requests a second, Poisson; a trace's own times if left out.", rich_help_panel=_DRAWN),
+        typer.Option(help="Requests per second, Poisson; default: a trace's own times.", rich_help_panel=_DRAWN),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(min=1, help="Documents of a drawn request.", rich_help_panel=_DRAWN)
+        int | None, typer.Option(min=1, help="Documents per drawn request.", rich_help_panel=_DRAWN)
     ] = None,
-    zipf: Annotated[
-        float | None, typer.Option(help="Exponent of the popularity of what is drawn.", rich_help_panel=_DRAWN)
-    ] = None,
+    zipf: Annotated[float | None, typer.Option(help="Zipf exponent of the popularity.", rich_help_panel=_DRAWN)] = None,
     documents: Annotated[
-        int, typer.Option(min=1, help="Documents of a generated workload.", rich_help_panel=_DRAWN)
+        int, typer.Option(min=1, help="Number of documents of a generated workload.", rich_help_panel=_DRAWN)
     ] = 10_000,
     drift: Annotated[
         float,
@@ -132,17 +128,17 @@ def simulate(
 
 
 def _part_of(report: Report, number: int, count: int) -> Report:
-    """Tells `report` of the progress of run `number` of `count` equal ones."""
+    """A progress callback for run `number` of `count` equal ones."""
     return lambda done, total: report(number * total + done, count * total)
 
 
 def _cost(shape: str | None, file: Path | None, teraflops: float, host_bytes_per_s: int) -> tuple["CostModel", str]:
-    """The clock, and what to call the model."""
+    """The cost model and its name."""
     from chunkweave.planning.cost import CostModel, analytic_cost, known_shape
 
     if file is not None:
         if shape is not None:
-            raise UsageError("give either --shape or --cost-model: a cost model has its own bytes a token")
+            raise UsageError("give either --shape or --cost-model: a cost model has its own bytes per token")
         cost = CostModel.read(file)
         return cost, str(file)
     if not teraflops > 0 or not host_bytes_per_s:
@@ -176,7 +172,7 @@ def _simulation_table(
     trace: "Trace", model: str, results: Sequence["SimulationResult"], bounds: Sequence["Bounds"]
 ) -> Table:
     kind = "Belady's MIN" if trace.equal_sizes else "a relaxation (sizes differ)"
-    asked = f"{size(trace.working_set_bytes)} asked for in all"
+    asked = f"working set {size(trace.working_set_bytes)}"
     return table_of(
         list(zip(results, bounds, strict=True)),
         ("memory", lambda run: " + ".join(size(tier.budget_bytes) for tier in run[0].config.tiers)),
@@ -191,8 +187,8 @@ def _simulation_table(
         ("p99", lambda run: seconds(run[0].ttft_percentile_s(99))),
         ("passed over", lambda run: str(run[0].most_passed_over)),
         title=f"{trace.name}: {len(trace.requests)} requests, {model}, {asked}",
-        caption=f"Bounds: {kind} for documents, Belady's MIN over tokens for tokens; the tree is not held against them."
-        "\nOne prefill at a time, decoding not simulated; the cold start counts.",
+        caption=f"Bounds: {kind} for documents, Belady's MIN over tokens for tokens; they ignore the tree."
+        "\nOne prefill at a time; decoding is not simulated; the cold start is included.",
         left=2,
         section=lambda run: run[0].config.tiers,
     )
@@ -210,14 +206,14 @@ def analyze(
             help=f"Chunk orders, separated by commas; `oracle` knows all requests. The others are: {ORDERINGS.listed}."
         ),
     ] = "original,frequency,tree-greedy,oracle",
-    top_k: Annotated[int | None, typer.Option(min=1, help="Take only so many chunks of each request.")] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="Take only so many requests.")] = None,
-    window: Annotated[int, typer.Option(min=1, help="Requests that chunks are counted over.")] = 1000,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Maximum chunks of each request.")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = None,
+    window: Annotated[int, typer.Option(min=1, help="Number of requests over which chunks are counted.")] = 1000,
     promote: Annotated[
-        int | None, typer.Option(min=1, help="Store a prefix once each of its chunks was asked for so often.")
+        int | None, typer.Option(min=1, help="Requests of each chunk before a prefix is stored.")
     ] = None,
     budget_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Tokens that the cache holds, evicted by --policy; unlimited if left out.")
+        int | None, typer.Option(min=0, help="Capacity of the cache in tokens, with --policy; default: unlimited.")
     ] = None,
     policy: Annotated[
         str, typer.Option(help=f"Eviction policy, with --budget-tokens. There are: {POLICIES.listed}.")
@@ -273,7 +269,7 @@ def _known(names: Sequence[str]) -> list[str]:
 
 
 def _affordable(names: Sequence[str], arrivals: Sequence["Arrival"]) -> tuple[list[str], list[str]]:
-    """The orderings to replay, and those that would take too long for requests of so many chunks."""
+    """The orderings to replay, and those that would take too long for requests with this many chunks."""
     from chunkweave_lab.chunk_order import MOST_ORACLE_CHUNKS, ORACLE
 
     most = max(len(arrival.documents) for arrival in arrivals)
@@ -294,12 +290,12 @@ def _overlap_table(
 
     chunks = [len(arrival.documents) for arrival in arrivals]
     warning = (
-        "Blocks of this trace are named for all before them: their order is not free.\n" if kind == MOONCAKE else ""
+        "Block names of this trace depend on all earlier blocks: their order is not free.\n" if kind == MOONCAKE else ""
     )
     table = Table(
         title=f"{name} ({kind}): {len(arrivals)} requests of {sum(chunks) / len(chunks):.1f} chunks on average",
         title_justify="left",
-        caption=f"{warning}prefix, total: with the one earlier request that fits best (CRAFT §3.1)",
+        caption=f"{warning}prefix, total: with the best matching earlier request (CRAFT §3.1)",
         caption_justify="left",
     )
     for head in ("prefix overlap", "total overlap", "chunks seen before", "repeated across turns"):

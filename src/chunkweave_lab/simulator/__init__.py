@@ -1,1 +1,1 @@
-"""Replays request traces through the tree, the policies and the queue that serve them, with a cost model as clock."""
+"""Replays request traces through the real tree, policies and queue, with times from a cost model."""

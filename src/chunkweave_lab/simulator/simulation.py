@@ -1,4 +1,4 @@
-"""Replays a trace: the tree decides what is kept, the queue who is next, and the cost model how long it takes."""
+"""Replays a trace: the tree decides what is cached, the queue which request is next, the cost model the times."""
 
 import heapq
 import statistics
@@ -23,7 +23,7 @@ _PROGRESS_STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A tier of the simulated hierarchy and its room, in bytes."""
+    """A tier of the simulated hierarchy and its budget in bytes."""
 
     name: str
     budget_bytes: int
@@ -31,10 +31,10 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class SimulationConfig:
-    """What a trace is replayed through.
+    """The settings of a replay.
 
-    `tiers` go from fast to slow; reading from all but the first costs what the cost model says of them. `window` is the
-    queue's: 0 serves in the order of arrival. Every `replicate_every` requests the `replicas` hottest upper nodes are
+    `tiers` are sorted from fast to slow; reads from all but the first cost time by the cost model. `window` is the
+    queue's: 0 serves in order of arrival. Every `replicate_every` requests the `replicas` hottest upper nodes are
     copied to the second tier.
     """
 
@@ -51,11 +51,11 @@ class SimulationConfig:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What came out of one replay. Every request counts, those on the cold cache included.
+    """The result of one replay. All requests count, including those on the cold cache.
 
-    `hits` of `documents` were stored with everything before them in their prompt (RAGCache §7.3's hit rate);
+    `hits` of `documents` were stored together with everything before them in their prompt (RAGCache §7.3's hit rate);
     `cached_tokens` of `prompt_tokens` were not computed. `ttft_s` has each request's time from arrival to the end of
-    its prefill, in the order served; one prefill runs at a time, decoding is not simulated.
+    its prefill, in the order served. One prefill runs at a time; decoding is not simulated.
     """
 
     config: SimulationConfig
@@ -70,7 +70,7 @@ class SimulationResult:
 
     @property
     def hit_rate(self) -> float:
-        """Documents found / documents asked for."""
+        """Documents found / documents requested."""
         return self.hits / self.documents if self.documents else 0.0
 
     @property
@@ -85,11 +85,11 @@ class SimulationResult:
 
     @property
     def mean_service_s(self) -> float:
-        """Mean time that a request keeps the engine busy: 1 / the rate that it can sustain."""
+        """Mean time that a request occupies the engine: 1 / the sustainable rate."""
         return self.busy_s / len(self.ttft_s) if self.ttft_s else 0.0
 
     def ttft_percentile_s(self, percent: int) -> float:
-        """The time to first token that `percent` % of the requests do not exceed (nearest rank)."""
+        """The `percent`-th percentile of time to first token (nearest rank)."""
         ordered = sorted(self.ttft_s)
         return ordered[max(0, -(-percent * len(ordered) // 100) - 1)] if ordered else 0.0
 
@@ -175,7 +175,7 @@ class _Replay:
         self._queue.submit(number, [record.chunk_id for record in request.path], request.prompt_tokens)
 
     def _serve_next(self, now_s: float) -> float:
-        """Serve the next request of the queue; returns when that is done."""
+        """Serve the next request of the queue; returns its end time in seconds."""
         next_up = self._queue.ready()
         assert next_up is not None, "a request waits"
         self._most_passed_over = max(self._most_passed_over, self._queue.passed_over(next_up.request))
@@ -209,14 +209,14 @@ _NEVER = float("inf")
 class Bounds:
     """Upper bounds of the hit rates on one trace under one budget, for any cache that never holds more than it.
 
-    Each node (a chunk in its context) counts as an object of its own that may come and go without its parent, and need
-    not come in when it is asked for. The tree only forbids more, so these bound it; they need not be reachable.
+    Each node (a chunk in its context) is an independent object that may be stored and evicted without its parent, and
+    need not be stored when it is requested. The tree is more restricted, so these bound it; they may be unreachable.
 
-    `token_hit_rate` is Belady's MIN with a token as the object: tokens have equal sizes, whatever the documents' are,
-    so farthest-next-use is optimal, part of a node being allowed to stay.
-    `hit_rate` is Belady's MIN over documents if all are of one size (`exact`). If sizes differ, farthest-next-use
-    bounds nothing; then it is the relaxation in which room may be lent over time: bytes x requests between two uses,
-    cheapest first, until budget x requests is spent (PFOO-L of Berger, Beckmann, Harchol-Balter, SIGMETRICS 2018).
+    `token_hit_rate` is Belady's MIN with tokens as objects: tokens have equal sizes, so farthest-next-use is optimal;
+    part of a node may stay. `hit_rate` is Belady's MIN over documents if all have one size (`exact`). If sizes differ,
+    farthest-next-use is not a bound; then it is the relaxation in which only the average room is limited: bytes x
+    requests between two uses, cheapest first, until budget x requests is spent (PFOO-L of Berger, Beckmann,
+    Harchol-Balter, SIGMETRICS 2018).
     """
 
     hit_rate: float
@@ -225,7 +225,7 @@ class Bounds:
 
 
 def bounds_of(trace: Trace, budget_bytes: int) -> Bounds:
-    """Both bounds, the cold start included: a first use is never a hit."""
+    """Both bounds, including the cold start: a first use is never a hit."""
     paths = [request.path for request in trace.requests]
     documents = [request.documents for request in trace.requests]
     references = sum(map(len, documents))
@@ -242,7 +242,7 @@ def bounds_of(trace: Trace, budget_bytes: int) -> Bounds:
 
 
 def _next_uses(references: Sequence[SegmentRecord]) -> list[float]:
-    """For each reference the place of the next one to the same node."""
+    """For each reference the index of the next one to the same node."""
     following = [_NEVER] * len(references)
     seen: dict[SegmentId, int] = {}
     for place in range(len(references) - 1, -1, -1):
@@ -271,7 +271,7 @@ def _unit_hits(requests: Iterable[Sequence[SegmentRecord]], budget_bytes: int) -
 
 
 def _token_hits(requests: Iterable[Sequence[SegmentRecord]], budget_bytes: int) -> float:
-    """Tokens hit by Belady's MIN with bypass if any part of a node may be kept."""
+    """Token hits of Belady's MIN with bypass if any part of a node may be kept."""
     references = [record for request in requests for record in request]
     held: dict[SegmentId, tuple[float, float]] = {}  # bytes kept, next use
     farthest: list[tuple[float, SegmentId]] = []
@@ -302,7 +302,7 @@ def _token_hits(requests: Iterable[Sequence[SegmentRecord]], budget_bytes: int) 
 
 
 def _relaxed_hits(requests: Sequence[Sequence[SegmentRecord]], budget_bytes: int) -> float:
-    """Most hits if only the average room over all requests is limited; the last one may be a part."""
+    """Maximum hits if only the average room over all requests is limited; the last hit may be fractional."""
     last: dict[SegmentId, int] = {}
     costs = []
     for number, request in enumerate(requests):

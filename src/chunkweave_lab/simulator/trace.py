@@ -1,4 +1,4 @@
-"""A trace: when each request arrives and which sequence of chunks it has."""
+"""Traces: arrival time and sequence of chunks of each request."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +22,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request as a trace file has it: its parts in prompt order, with the tokens of the question behind them.
+    """A request of a trace file: its parts in prompt order, and the tokens of its question.
 
-    With `has_system` the first part is the system part, which is no document and counts in no hit rate of documents.
-    Requests of one `conversation` are its turns; without one it stands alone.
+    With `has_system` the first part is the system part, which does not count in the hit rate of documents. Requests
+    with the same `conversation` are its turns; an empty one means an independent request.
     """
 
     arrival_s: float
@@ -42,7 +42,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A request as the tree sees it: one record for each part, in the context of the parts before it."""
+    """A request for the tree: one record per part, in the context of the parts before it."""
 
     arrival_s: float
     path: tuple[SegmentRecord, ...]
@@ -69,17 +69,17 @@ class Trace:
 
     @property
     def equal_sizes(self) -> bool:
-        """Whether all documents take the same room."""
+        """Whether all documents have the same size."""
         return len({record.nbytes for request in self.requests for record in request.documents}) <= 1
 
     @property
     def working_set_bytes(self) -> int:
-        """Bytes that every distinct node of the trace takes together."""
+        """Bytes of all distinct nodes of the trace."""
         return sum({record.id: record.nbytes for request in self.requests for record in request.path}.values())
 
 
 class PathRecords:
-    """Records of parts in contexts, one object for each node, sized for a model of `bytes_per_token`."""
+    """Records of parts in contexts, one object per node, sized for a model with `bytes_per_token`."""
 
     def __init__(self, bytes_per_token: int) -> None:
         self._bytes_per_token = bytes_per_token
@@ -87,7 +87,7 @@ class PathRecords:
         self._ids: dict[int, tuple[int, ...]] = {}
 
     def path(self, parts: Iterable[Part]) -> tuple[SegmentRecord, ...]:
-        """The records of `parts` one behind the other."""
+        """The records of consecutive `parts`."""
         path: list[SegmentRecord] = []
         context: Context = ()
         for part in parts:
@@ -102,14 +102,14 @@ class PathRecords:
 
 
 def key_of(part: Part) -> ChunkId:
-    """The name of a part as an id, which has ASCII alone."""
+    """The name of a part as an id, which is ASCII only."""
     return ChunkId(part.name.encode("unicode_escape").decode("ascii"))
 
 
 def build_trace(name: str, arrivals: Iterable[Arrival], bytes_per_token: int) -> Trace:
-    """Records for every part in every context, one object for each node: `bytes_per_token` is the model's KV.
+    """Records for every part in every context, one object per node, with `bytes_per_token` of KV.
 
-    A node's size is that of its first arrival. Requests are sorted by time; those of equal times keep their order.
+    A node's size is that of its first arrival. Requests are sorted by time; the sort is stable.
     """
     nodes = PathRecords(bytes_per_token)
     requests = [
@@ -130,7 +130,7 @@ def poisson_times(count: int, rate_per_s: float, seed: int) -> list[float]:
 
 
 def at_times(arrivals: Sequence[Arrival], times: Sequence[float]) -> list[Arrival]:
-    """The same requests at other times, in the same order."""
+    """The same requests in the same order, with other arrival times."""
     return [replace(one, arrival_s=time_s) for one, time_s in zip(arrivals, times, strict=True)]
 
 
@@ -138,13 +138,13 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """Read a trace; the format is found by the first line.
+    """Read a trace; the format is detected by the first line.
 
     - Mooncake: `{"timestamp": ms, "input_length": n, "output_length": m, "hash_ids": [..]}`. A hash id names a block of
-      512 tokens behind all blocks before it, so each is a part; a last, shorter block counts as a whole one, as
-      KV memory is allotted in blocks.
+      512 tokens after all earlier blocks, so each is a part; a last, shorter block counts as a whole one, since KV
+      memory is allocated in blocks.
     - Our own: `{"arrival_s": 0.5, "system": {"id": "s", "tokens": 90}, "chunks": [{"id": "a", "tokens": 512}, ..],
-      "question_tokens": 30, "conversation_id": "c"}`, only time and chunks being needed.
+      "question_tokens": 30, "conversation_id": "c"}`; only time and chunks are required.
 
     Raises:
         DocumentError: the file cannot be read or a line is not a request; the message has file, line and reason.
@@ -156,7 +156,7 @@ def read_trace(path: Path) -> list[Arrival]:
             read = _mooncake if isinstance(entry, dict) and "hash_ids" in entry else _own
         arrivals.append(read_entry(where, entry, read))
     if not arrivals:
-        raise DocumentError(f"{path} holds no request")
+        raise DocumentError(f"{path} has no request")
     return arrivals
 
 
@@ -189,14 +189,14 @@ def _part(entry: object, what: str) -> Part:
 def _list(entry: dict[str, Any], key: str) -> list[Any]:
     value = entry[key]
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{key!r} is not a list with something in it")
+        raise ValueError(f"{key!r} is not a non-empty list")
     return value
 
 
 def _number(entry: dict[str, Any], key: str) -> float:
     value = entry[key]
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise ValueError(f"{key!r} is not a number from 0 on: {value!r}")
+        raise ValueError(f"{key!r} is not a number of at least 0: {value!r}")
     return float(value)
 
 

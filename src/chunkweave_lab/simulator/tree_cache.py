@@ -1,4 +1,4 @@
-"""The knowledge tree under byte budgets, without payloads: what would be kept where (RAGCache §5.1, Algorithm 1)."""
+"""The knowledge tree under byte budgets, without payloads (RAGCache §5.1, Algorithm 1)."""
 
 from collections import Counter
 from collections.abc import Sequence, Set
@@ -15,7 +15,7 @@ from chunkweave.types import ChunkId, SegmentId
 
 @dataclass(frozen=True, slots=True)
 class TreeTier:
-    """A tier of a tree cache: its name, its room, and what ranks its nodes (a fresh policy)."""
+    """A tier of a tree cache: its name, its budget, and a new policy that ranks its nodes."""
 
     name: str
     budget_bytes: int
@@ -24,7 +24,7 @@ class TreeTier:
 
 @dataclass(frozen=True, slots=True)
 class TreeUse:
-    """What one request found: the first `hits` nodes of its path, with their tokens by the tier they were read from."""
+    """The nodes that a request found: the first `hits` of its path, with their tokens by tier read from."""
 
     hits: int
     cached_tokens: int
@@ -34,11 +34,11 @@ class TreeUse:
 
 @dataclass(frozen=True, slots=True)
 class TreeCounts:
-    """What has moved so far.
+    """Counters of moves.
 
-    `evictions` are nodes that left a tier; of these `swapped_out` were copied one tier down, `freed` were there
-    already (swap-out-only-once) and cost no copy; the rest is gone. `promotions` are copies up, `rejected` nodes that
-    found no room, `replicas` copies of hot upper nodes made ahead of any eviction.
+    `evictions` are nodes that left a tier; `swapped_out` of them were copied one tier down, `freed` were there already
+    (swap-out-only-once) and needed no copy; the rest is gone. `promotions` are copies to a faster tier, `rejected`
+    nodes that did not fit, `replicas` copies of hot upper nodes made ahead of evictions.
     """
 
     evictions: int = 0
@@ -50,27 +50,27 @@ class TreeCounts:
 
 
 class TreeCache:
-    """Decides on records alone what `TieredStore` decides with payloads in hand: same indexes, policies and rules.
+    """Makes the decisions of `TieredStore` on records only: same indexes, policies and rules.
 
-    New nodes go into the fastest tier; a node used from below is copied up again. To make room the policy of a
-    tier gives up its leaves first (a parent that became a leaf is a candidate at once). What a tier gives up goes one
-    tier down unless a copy is there already. That copy stays as long as a faster tier has the node, if anything else
-    can go, so that a node is copied out once (swap-out-only-once, RAGCache §5.1). While a request's new nodes come in,
-    those that it found are not evicted from the tiers that had them.
+    New nodes are stored in the fastest tier; a node used from a slower tier is copied up. To make room, a tier's policy
+    evicts leaves first (a parent that became a leaf is a candidate at once). An evicted node is copied one tier down
+    unless a copy is there. That copy stays while a faster tier has the node, if anything else can be evicted, so that a
+    node is copied out once (swap-out-only-once, RAGCache §5.1). While a request's new nodes are stored, the nodes that
+    it found are not evicted from their tiers.
 
-    For simulation, for capacity planning, and for schedulers that own their memory; a store with payloads keeps the
-    same tree itself (`TieredStore.tree`). Not thread-safe.
+    For simulation, capacity planning, and schedulers that own their memory; a store with payloads keeps the same tree
+    itself (`TieredStore.tree`). Not thread-safe.
     """
 
     def __init__(self, tiers: Sequence[TreeTier]) -> None:
         """An empty cache over `tiers`, from fast to slow.
 
         Raises:
-            UsageError: no tier, two of one name, or a negative budget.
+            UsageError: no tier, two tiers of one name, or a negative budget.
         """
         self.tree: KnowledgeTree[ChunkId] = KnowledgeTree([tier.name for tier in tiers])
         if any(tier.budget_bytes < 0 for tier in tiers):
-            raise UsageError("a tier's budget cannot be negative")
+            raise UsageError("a tier's budget must not be negative")
         self._counts: Counter[str] = Counter()
         self._no_pins: tuple[Set[SegmentId], ...] = (frozenset(),) * len(tiers)
         self._tiers = tuple(tiers)
@@ -84,15 +84,15 @@ class TreeCache:
         return TreeCounts(**self._counts)
 
     def used_bytes(self, tier: str) -> int:
-        """Bytes that lie on `tier`."""
+        """Bytes stored on `tier`."""
         return self._indexes[self.tree.tiers.index(tier)].used_bytes
 
     def records(self, tier: str) -> frozenset[SegmentId]:
-        """Ids of what lies on `tier`."""
+        """Ids of the segments on `tier`."""
         return frozenset(self._indexes[self.tree.tiers.index(tier)].records)
 
     def use(self, path: Sequence[SegmentRecord], question_tokens: int = 0) -> TreeUse:
-        """One request for `path` (system part first) with `question_tokens` behind it: count, promote, store, evict.
+        """Serve one request for `path` (system part first) with `question_tokens`: count, promote, store, evict.
 
         Each record's context is the chunks before it in the path.
         """
@@ -123,7 +123,7 @@ class TreeCache:
         return TreeUse(hits, cached_tokens, new_tokens, by_tier)
 
     def replicate(self, number: int) -> int:
-        """Copy the `number` hottest upper nodes of the fastest tier one tier down; returns how many were not there.
+        """Copy the `number` hottest upper nodes of the fastest tier one tier down; returns the number of new copies.
 
         If the fastest memory fails, the tree is not lost with it (RAGCache §6).
         """
@@ -146,7 +146,7 @@ class TreeCache:
         for tier, index in zip(self._tiers, self._indexes, strict=True):
             index.check()
             if index.used_bytes > tier.budget_bytes:
-                raise StoreError(f"{tier.name} holds {index.used_bytes} bytes of {tier.budget_bytes}")
+                raise StoreError(f"{tier.name} holds {index.used_bytes} bytes, the budget is {tier.budget_bytes}")
 
     def _stored(self, path: Sequence[SegmentRecord]) -> int:
         for i, record in enumerate(path):
@@ -165,9 +165,9 @@ class TreeCache:
             self._counts["promotions"] += 1
 
     def _insert(self, tier: int, record: SegmentRecord, pins: Sequence[Set[SegmentId]]) -> bool:
-        """Put `record` on a tier, evicting what must go; False, and nothing evicted, if it does not fit.
+        """Store `record` on a tier, evicting others if needed; False, without evicting, if it does not fit.
 
-        The rules are those of `SegmentStore.insert`: pinned nodes stay, and ancestors of the new one if they can.
+        The rules are those of `SegmentStore.insert`: pinned nodes stay; ancestors of the new one stay if possible.
         """
         index, budget = self._indexes[tier], self._tiers[tier].budget_bytes
         if record.id in index.records:
@@ -183,7 +183,7 @@ class TreeCache:
                 index.remove(victim)
                 victims.append(victim)
             below = list(pins)
-            if tier + 1 < len(self._tiers):  # none of these pushes out the copy of another one there
+            if tier + 1 < len(self._tiers):  # nodes evicted together do not evict each other's copies there
                 below[tier + 1] = pins[tier + 1] | (self._indexes[tier + 1].records.keys() & {v.id for v in victims})
             for victim in victims:
                 self._swap_out(tier, victim, below)

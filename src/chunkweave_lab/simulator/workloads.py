@@ -1,4 +1,4 @@
-"""Generated workloads: which documents requests ask for, where there is no trace."""
+"""Generated workloads: the documents of requests, if there is no trace."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +22,10 @@ _DRIFT_EVERY = 1000
 class Corpus:
     """A generated knowledge base and how requests draw from it.
 
-    Document r of `documents` is asked for first with weight 1 / r^`exponent`; the others of a request's `top_k` come
-    from the `neighbours` documents that lie next to it, the nearer the likelier, as retrieval finds related ones.
-    After every 1000 requests `drift` of the documents change places in the order of popularity.
-    Lengths are log-normal with mean `mean_tokens` (RAGCache §3.1's) and sigma `spread`, cut at `max_tokens`.
+    Document r of `documents` is drawn first with weight 1 / r^`exponent`; the others of a request's `top_k` are drawn
+    from its `neighbours` nearest documents, nearer ones more often, as retrieval finds related ones. After every 1000
+    requests a share `drift` of the documents swap places in the order of popularity. Lengths are log-normal with mean
+    `mean_tokens` (RAGCache §3.1's) and sigma `spread`, cut at `max_tokens`.
     """
 
     documents: int = 10_000
@@ -45,16 +45,16 @@ class Corpus:
         if not self.exponent >= 0:
             raise UsageError(f"a Zipf exponent must not be negative: {self.exponent}")
         if not 0 <= self.drift <= 1:
-            raise UsageError(f"drift is a share of the documents from 0 to 1, not {self.drift}")
+            raise UsageError(f"drift must be from 0 to 1, not {self.drift}")
 
 
 def exponent_for(documents: int, top_share: float, request_share: float) -> float:
-    """The Zipf exponent by which `top_share` of the documents get `request_share` of the requests.
+    """The Zipf exponent for which `top_share` of the documents get `request_share` of the requests.
 
-    RAGCache §3.2 measured with MMLU that 3 % of the documents get 60 % (its Figure 5).
+    RAGCache §3.2 measured for MMLU that 3 % of the documents get 60 % (its Figure 5).
 
     Raises:
-        UsageError: no skew does that.
+        UsageError: no exponent does.
     """
     top = max(1, round(documents * top_share))
     if not top / documents <= request_share < 1:
@@ -68,18 +68,18 @@ def exponent_for(documents: int, top_share: float, request_share: float) -> floa
 
 
 def mmlu_like(documents: int = 10_000, top_k: int = 2, drift: float = 0.0) -> Corpus:
-    """As skewed as RAGCache found MMLU to be: 3 % of the documents get 60 % of the requests; top-2, as in its §7."""
+    """The skew that RAGCache measured for MMLU: 3 % of the documents get 60 % of the requests; top-2, as in its §7."""
     return Corpus(documents, exponent_for(documents, 0.03, 0.6), top_k, drift=drift)
 
 
 def draw_requests(corpus: Corpus, times: Sequence[float], seed: int) -> list[Arrival]:
-    """One request for each of `times`."""
+    """One request per arrival time."""
     rng = Random(f"workload {seed}")
     mu = log(corpus.mean_tokens) - corpus.spread**2 / 2
     lengths = [
         max(1, min(corpus.max_tokens, round(rng.lognormvariate(mu, corpus.spread)))) for _ in range(corpus.documents)
     ]
-    places = rng.sample(range(corpus.documents), corpus.documents)  # popularity says nothing of the neighbourhood
+    places = rng.sample(range(corpus.documents), corpus.documents)  # popularity is independent of the neighbourhood
     draw = _zipf(corpus.documents, corpus.exponent, rng)
     nearer = _zipf(corpus.neighbours, 1.0, rng) if corpus.neighbours else None
     arrivals = []
@@ -96,16 +96,16 @@ def draw_requests(corpus: Corpus, times: Sequence[float], seed: int) -> list[Arr
 
 
 def recurring(examples: Sequence[Example], count: int, *, top_k: int, exponent: float, seed: int) -> Iterator[Example]:
-    """`count` times one of `examples` by Zipf's law, with `top_k` of its passages as a noisy retrieval ranks them.
+    """`count` draws of `examples` by Zipf's law, each with the `top_k` passages of a noisy retrieval.
 
-    A passage at rank r of its question scores -log r plus Gumbel noise of scale 1/4: rephrased, a question finds mostly
-    the same passages, now and then in another order.
+    A passage at rank r of its question scores -log r plus Gumbel noise of scale 1/4: a rephrased question mostly finds
+    the same passages, sometimes in another order.
 
     Raises:
         UsageError: a question has fewer passages.
     """
     if not 1 <= top_k <= min(len(example.chunks) for example in examples):
-        raise UsageError(f"top-k {top_k} is more than the passages of some question, or none")
+        raise UsageError(f"top-k {top_k} must be at least 1 and at most the number of passages of every question")
     rng = Random(f"workload {seed}")
     order = rng.sample(range(len(examples)), len(examples))
     draw = _zipf(len(examples), exponent, rng)
@@ -125,9 +125,7 @@ def ask_again(
     exponent: float,
     seed: int,
 ) -> list[Arrival]:
-    """A data set's questions asked again and again, each over the `top_k` passages that a noisy retrieval ranks first.
-
-    They are those of `recurring` as arrivals.
+    """Arrivals of a data set's recurring questions, each over the `top_k` passages of a noisy retrieval (`recurring`).
 
     Raises:
         UsageError: a question has fewer passages.
@@ -169,11 +167,11 @@ GENERATED = ("mmlu-like", "zipf")
 
 @dataclass(frozen=True, slots=True)
 class SourceConfig:
-    """How requests are drawn where the source is no trace, and when they arrive.
+    """How requests are drawn if the source is not a trace, and when they arrive.
 
-    `rate_per_s` are Poisson arrivals; None keeps a trace's own times and means one request a second elsewhere.
-    `requests` None takes a trace whole. `top_k`, `exponent`, `documents` and `drift` are for what is drawn; None is
-    each source's default.
+    `rate_per_s` gives Poisson arrivals; None keeps a trace's own times, or means one request per second. With
+    `requests=None` a trace is replayed wholly. `top_k`, `exponent`, `documents` and `drift` are for drawn requests;
+    None means the source's default.
     """
 
     requests: int | None = None
@@ -186,7 +184,7 @@ class SourceConfig:
 
     def __post_init__(self) -> None:
         if self.requests is not None and self.requests < 1:
-            raise UsageError(f"at least one request is needed, not {self.requests}")
+            raise UsageError(f"requests must be at least 1, not {self.requests}")
         if self.rate_per_s is not None and not self.rate_per_s > 0:
             raise UsageError(f"requests must arrive at a positive rate, not {self.rate_per_s}")
 
@@ -195,13 +193,13 @@ def open_source(name: str, config: SourceConfig) -> list[Arrival]:
     """Arrivals of `name`: `mmlu-like`, `zipf`, a trace file (JSONL), or a data set (JSON) whose questions recur.
 
     Raises:
-        UsageError: an option does not fit the source, or there is no such file.
+        UsageError: an option does not fit the source, or the file does not exist.
         DocumentError: the file is neither a trace nor a data set; the message has file, line and reason.
     """
     times = poisson_times(config.requests or 10_000, config.rate_per_s or 1.0, config.seed)
     if name == "mmlu-like":
         if config.exponent is not None:
-            raise UsageError("mmlu-like has a skew of its own; --zipf is for the trace `zipf`")
+            raise UsageError("mmlu-like has a fixed skew; --zipf is for the workload `zipf`")
         return draw_requests(mmlu_like(config.documents, config.top_k or 2, config.drift), times, config.seed)
     if name == "zipf":
         exponent = 1.0 if config.exponent is None else config.exponent
@@ -209,7 +207,7 @@ def open_source(name: str, config: SourceConfig) -> list[Arrival]:
         return draw_requests(corpus, times, config.seed)
     path = Path(name)
     if not path.exists():
-        raise UsageError(f"no trace {name!r}: neither a file nor one of {', '.join(GENERATED)}")
+        raise UsageError(f"unknown trace {name!r}: it is neither a file nor one of {', '.join(GENERATED)}")
     if path.suffix.lower() == ".json":
         exponent = 1.0 if config.exponent is None else config.exponent
         examples = load_dataset(path, seed=config.seed)
@@ -220,7 +218,7 @@ def open_source(name: str, config: SourceConfig) -> list[Arrival]:
 
 
 def bundled_token_count() -> Callable[[str], int]:
-    """Counts tokens with the tokenizer that comes with the package."""
+    """Counts tokens with the bundled tokenizer."""
     from tokenizers import Tokenizer
 
     with as_file(files("chunkweave") / "assets" / "tokenizer" / "tokenizer.json") as file:
@@ -230,7 +228,7 @@ def bundled_token_count() -> Callable[[str], int]:
 
 def _replayed(arrivals: list[Arrival], config: SourceConfig) -> list[Arrival]:
     if config.top_k is not None or config.exponent is not None:
-        raise UsageError("--top-k and --zipf are for requests that are drawn; a trace file says who asks for what")
+        raise UsageError("--top-k and --zipf are for drawn requests; a trace file defines its requests")
     kept = arrivals[: config.requests]
     if config.rate_per_s is None:
         return kept

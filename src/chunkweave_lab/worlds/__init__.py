@@ -1,1 +1,1 @@
-"""Worlds: small, consistent, invented places to ask questions about, made from a seed. Imports no torch."""
+"""Worlds: small, consistent, invented places for questions, generated from a seed. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Questions about worlds, and requests: a question with the passages it needs and others, shuffled."""
+"""Questions about worlds, and requests: a question with its passages and others, shuffled."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ from chunkweave_lab.worlds.wording import (
 def ask_about(
     passages: Sequence[Passage], rng: Random, split: Split, *, absent: Sequence[Passage] = ()
 ) -> list[Question]:
-    """All questions about `passages`; those about `absent` passages (of the same world) are not stated.
+    """All questions about `passages`; the answer to those about `absent` passages (of the same world) is "not stated".
 
     The order of `passages` changes only the order of the questions and of the two names in a which-two answer.
     """
@@ -52,7 +52,7 @@ def ask_about(
 
 
 def unique_pair(passages: Sequence[Passage], value_type: ValueType) -> tuple[str, Passage, Passage] | None:
-    """The value that exactly two passages share, with them, if no other value of the type is shared at all."""
+    """The value that exactly two passages share, with these, if no other value of the type is shared."""
     holders: dict[str, list[Passage]] = defaultdict(list)
     for passage in passages:
         for value in sorted(passage.values(value_type)):
@@ -166,10 +166,10 @@ _ATTEMPTS = 50
 
 
 def sample_request(world: World, rng: Random, num_passages: int, kind: QuestionKind | None = None) -> Request:
-    """A question of `kind` (else of a random one, by KIND_SHARES) over `num_passages` passages in random order.
+    """A question of `kind` (default: random, by KIND_SHARES) over `num_passages` passages in random order.
 
     Raises:
-        ValueError: if the world has no `num_passages` passages that allow a question of that kind.
+        ValueError: the world has no `num_passages` passages that allow a question of that kind.
     """
     if kind is None:
         possible = [k for k in KIND_SHARES if num_passages > 1 or k in (QuestionKind.SINGLE, QuestionKind.NOT_STATED)]
@@ -196,14 +196,16 @@ def as_request(question: Question, passages: Sequence[Passage]) -> Request:
 
 
 def pick_passages(world: World, rng: Random, count: int, kind: QuestionKind = QuestionKind.COMMON) -> list[Passage]:
-    """`count` passages in random order, begun with ones that `kind` takes, of which no more than two share a value
-    and no two pairs share one of the same type, as far as the world allows: so that what is shared can be asked for.
+    """`count` passages in random order, including those that `kind` needs.
+
+    As far as the world allows, at most two passages share a value, and at most one pair per type: questions about a
+    shared value then have one answer.
 
     Raises:
-        ValueError: if the world has fewer passages than that.
+        ValueError: the world has fewer passages.
     """
     if not 1 <= count <= len(world.passages):
-        raise ValueError(f"{count} passages asked of a world of {len(world.passages)}")
+        raise ValueError(f"the world has {len(world.passages)} passages, but {count} are needed")
     pool = list(world.passages)
     rng.shuffle(pool)
     chosen = _beginning(pool, rng, kind)[:count]
@@ -223,7 +225,7 @@ def pick_passages(world: World, rng: Random, count: int, kind: QuestionKind = Qu
 
 
 class _Shared:
-    """Which values are taken, and which types already have their one shared value."""
+    """Values in use, and types that already have a shared value."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         self._seen: dict[ValueType, set[str]] = {value_type: set() for value_type in SHARED_TYPES}
@@ -232,7 +234,7 @@ class _Shared:
             self.add(passage)
 
     def admits(self, passage: Passage) -> bool:
-        """Whether every type keeps at most one shared value, held by two passages."""
+        """Whether every type would still have at most one shared value, of two passages."""
         for value_type in SHARED_TYPES:
             overlap = passage.values(value_type) & self._seen[value_type]
             if overlap and (value_type in self._spent or len(overlap) > 1):
@@ -248,7 +250,7 @@ class _Shared:
 
 
 def _beginning(pool: Sequence[Passage], rng: Random, kind: QuestionKind) -> list[Passage]:
-    """The passages that a question of `kind` turns on, from a shuffled pool."""
+    """The passages that a question of `kind` needs, from a shuffled pool."""
     pairs = {
         QuestionKind.BRIDGE: _is_bridge,
         QuestionKind.ALIAS: _is_alias,
@@ -292,7 +294,7 @@ def _is_comparable(one: Passage, two: Passage) -> bool:
 
 
 def _one_per_subkind(questions: Sequence[Question], rng: Random) -> list[Question]:
-    """One question for each relation and shared type, so that numerous subkinds do not crowd out the others."""
+    """One question per relation and shared type, so that frequent subkinds do not dominate."""
     by_subkind: dict[tuple[str, str], list[Question]] = {}
     for question in questions:
         by_subkind.setdefault((str(question.relation), str(question.shared)), []).append(question)

@@ -1,4 +1,4 @@
-"""What a world is made of: facts, passages that state them, questions, requests."""
+"""Records of worlds: facts, passages that state them, questions, requests."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -6,7 +6,7 @@ from enum import StrEnum
 from chunkweave.types import Chunk
 
 NOT_STATED = "not stated"
-"""The gold answer to a question that the passages at hand do not answer."""
+"""The gold answer to a question that the given passages do not answer."""
 
 
 class Split(StrEnum):
@@ -17,7 +17,7 @@ class Split(StrEnum):
 
 
 class ValueType(StrEnum):
-    """What a fact's value is. Passages can share values of the first four types."""
+    """Types of a fact's value. Passages can share values of the first four types."""
 
     CITY = "city"
     PERSON = "person"
@@ -31,7 +31,7 @@ SHARED_TYPES = (ValueType.CITY, ValueType.PERSON, ValueType.YEAR, ValueType.NUMB
 
 
 class Relation(StrEnum):
-    """How a fact's value belongs to its subject."""
+    """How a fact's value relates to its subject."""
 
     CITY = "city"
     LEADER = "leader"
@@ -71,12 +71,12 @@ VALUE_TYPES: dict[Relation, ValueType] = {
 
 
 class QuestionKind(StrEnum):
-    """What answering takes."""
+    """Kinds of question, by the passages that the answer needs."""
 
     SINGLE = "single"
     """One passage holds the answer."""
     COMMON = "common"
-    """The one city, person, year or number that two passages share. No look-up from the question finds it."""
+    """The one city, person, year or number that two passages share. The question's words do not lead to it."""
     WHICH_TWO = "which-two"
     """The two subjects whose passages share a value."""
     BRIDGE = "bridge"
@@ -85,7 +85,7 @@ class QuestionKind(StrEnum):
     ALIAS = "alias"
     """One passage renames what another describes."""
     CORRECTION = "correction"
-    """Two dated reports differ; the later date counts, wherever it stands in the prompt."""
+    """Two dated reports differ; the later one is right, regardless of its position in the prompt."""
     NOT_STATED = "not-stated"
 
 
@@ -100,13 +100,13 @@ class Fact:
 
     @property
     def value_type(self) -> ValueType:
-        """What `value` is."""
+        """The type of `value`."""
         return VALUE_TYPES[self.relation]
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A text and every fact that it states. `unit` is what the subject's count counts ("rooms"), if anything."""
+    """A text and every fact that it states. `unit` is the unit of the subject's count ("rooms"), if any."""
 
     id: str
     subject: str
@@ -122,9 +122,9 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`answers` are equally right, the first is the one to train on; `needed` are the ids of the passages that matter.
+    """A question. All `answers` are right; the first is used for training. `needed` are ids of the needed passages.
 
-    `subjects`, `relation` and `shared` say what the question turns on: from them the checker derives the answer again.
+    `subjects`, `relation` and `shared` define the question; the checker derives the answer again from them.
     """
 
     kind: QuestionKind
@@ -154,4 +154,4 @@ class Request:
     answers: tuple[str, ...]
     kind: QuestionKind
     needed: tuple[int, ...]
-    """Places in `chunks` of the passages that the answer takes, ascending."""
+    """Indices in `chunks` of the passages that the answer needs, ascending."""

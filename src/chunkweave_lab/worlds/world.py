@@ -1,4 +1,4 @@
-"""Worlds out of a seed, and what is made of them: held-out questions as a data set."""
+"""Generates worlds from a seed, and held-out questions about them as a data set."""
 
 from dataclasses import dataclass
 from random import Random
@@ -21,8 +21,10 @@ from chunkweave_lab.worlds.wording import (
 
 @dataclass(frozen=True, slots=True)
 class WorldSize:
-    """How much a world holds. `values` is how many cities, persons, years and numbers its passages choose from:
-    the fewer, the more is shared. Passages have fillers, at most `max_fillers` but for those that `min_words` takes.
+    """The size of a world.
+
+    `values` is the number of cities, persons, years and numbers to choose from: with fewer, more values are shared.
+    Passages have at most `max_fillers` fillers, or more if `min_words` needs them.
     """
 
     institutions: int = 14
@@ -57,7 +59,7 @@ def generate_world(seed: int, split: Split, size: WorldSize = WorldSize()) -> Wo
 
 
 class _Maker:
-    """Draws values for one passage after the other. Owns the world's generator and its pools of values."""
+    """Draws values passage by passage. Owns the world's random generator and pools of values."""
 
     def __init__(self, rng: Random, split: Split, size: WorldSize) -> None:
         self.rng = rng
@@ -70,7 +72,7 @@ class _Maker:
         self._count = 0
 
     def institution(self, name: str) -> Passage:
-        """Where it is, who leads it, since when it is open and what it counts."""
+        """A passage with an institution's place, leader, opening year and count."""
         facts = (
             Fact(name, Relation.CITY, self.rng.choice(self.cities)),
             Fact(name, Relation.LEADER, self.rng.choice(self.persons)),
@@ -80,7 +82,7 @@ class _Maker:
         return self._write(facts, name)
 
     def person(self, name: str) -> Passage:
-        """A life in four facts."""
+        """A passage with four facts about a person."""
         facts = (
             Fact(name, Relation.IS, name),
             Fact(name, Relation.BIRTHPLACE, self.rng.choice(self.cities)),
@@ -91,7 +93,7 @@ class _Maker:
         return self._write(facts, name)
 
     def alias(self, name: str, alias: str) -> Passage:
-        """A note that gives an institution another name, and says little else about it."""
+        """A note with another name of an institution, and little else."""
         facts = (
             Fact(name, Relation.ALIAS, alias),
             Fact(name, Relation.ASIDE_CITY, self.rng.choice(self.cities)),
@@ -102,7 +104,7 @@ class _Maker:
         return self._write(facts, f"The name {alias}")
 
     def reports(self, name: str) -> list[Passage]:
-        """Two reports of different years that give an institution different counts."""
+        """Two reports of different years with different counts of an institution."""
         years, numbers = self.rng.sample(self._years, 2), self.rng.sample(self._numbers, 2)
         return [self._report(name, year, number) for year, number in zip(years, numbers, strict=True)]
 
@@ -158,9 +160,9 @@ def world_requests(
 ) -> list[Request]:
     """`count` questions over `passages` passages each, needed ones and distractors in random order.
 
-    A function of its arguments alone. `kinds` empty means all of them in their usual shares, else each in turn. With
-    `worlds`, all questions are about that many worlds, in turn, so that passages come back; else every world is asked
-    about four times and never again.
+    Deterministic in its arguments. With empty `kinds`, all kinds occur in their usual shares; else the given kinds
+    alternate. With `worlds`, all questions are about that many worlds, in turn, so passages recur; else each world has
+    four consecutive questions.
 
     Raises:
         ValueError: a world has too few passages for such a question.

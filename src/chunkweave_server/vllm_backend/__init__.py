@@ -1,4 +1,4 @@
-"""The vLLM backend: documents, orders, conversations, a queue and routes to replicas (docs/vllm.md).
+"""The vLLM backend: a front with documents, chunk order, conversations, a queue and routing (docs/vllm.md).
 
-vLLM's own servers run in processes of their own; nothing of vLLM is imported here.
+vLLM's servers run in separate processes; this package does not import vLLM.
 """

@@ -1,4 +1,4 @@
-"""An answer of vLLM's on its way: a replica, once more on another one, and a prefill before its search has ended."""
+"""One answer of vLLM: its attempts on replicas, its speculative prefill, and its end."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ TRIES = 2
 
 @dataclass(slots=True)
 class AnswerContext:
-    """What all answers share. `retries` counts requests that were given to a replica for the second time."""
+    """State shared by all answers. `retries` counts second attempts."""
 
     preparer: RequestPreparer
     fleet: Fleet
@@ -51,18 +51,19 @@ class AnswerContext:
 
 @dataclass(frozen=True, slots=True)
 class VllmEvent:
-    """Pieces of the choices of an answer, or its end behind them all."""
+    """Pieces of the choices of an answer; the last event has the end."""
 
     choices: Sequence[Choice]
     end: AnswerEnd | None = None
 
 
 class VllmAnswer:
-    """Pieces of an answer as vLLM's events bring them. Leave it by `aclose`. Belongs to the event loop's thread.
+    """The stream of one answer from vLLM. Close it by `aclose`. Used in the event loop's thread only.
 
-    A speculative one is a completion of one token until it is confirmed. It leaves the prompt's KV in vLLM's prefix
-    cache, where only a request of the same tokens, chunks and method finds it: the one that this then becomes. If it
-    fails, that is computed as if it had not been started. With a method that reuses nothing, nothing is computed ahead.
+    A speculative answer first runs a completion of one token. This leaves the prompt's KV in vLLM's prefix cache, where
+    only a request with the same tokens, chunks and method finds it: the confirmed answer. If the speculative prefill
+    fails, the confirmed answer is computed normally. With a method that reuses nothing, there is no speculative
+    prefill.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class VllmAnswer:
         parsing: Mapping[str, Any] | None = None,
         speculative: bool = False,
     ) -> None:
-        """`body` is what vLLM is sent but for the prompt, `parsing` what its parsers read, if it is to be parsed."""
+        """`body` is the body for vLLM without the prompt, `parsing` the chat for its parsers (None: no parsing)."""
         self._answered = False
         self._context = context
         self._prepared = prepared
@@ -98,13 +99,13 @@ class VllmAnswer:
 
     @property
     def begun(self) -> bool:
-        """Whether its first token, or before it is confirmed its prefill, has come, or it has ended."""
+        """Whether the first token has arrived, the speculative prefill is done (before `confirm`), or it has ended."""
         prefilled = not self._confirmed and self._ahead is not None and self._ahead.done()
         return self._first_s is not None or self._ended or prefilled
 
     @property
     def failed(self) -> bool:
-        """Whether it ended, or its prefill did, without a result."""
+        """Whether it, or its speculative prefill, ended without a result."""
         ahead = self._ahead
         lost = ahead is not None and ahead.done() and (ahead.cancelled() or ahead.result() is None)
         return (self._ended and not self._answered) or lost
@@ -116,8 +117,8 @@ class VllmAnswer:
         """The next pieces.
 
         Raises:
-            HttpError: vLLM refused the request or failed at it, or two replicas went away.
-            ChunkweaveError: too many wait, the deadline has passed, or the server stops.
+            HttpError: vLLM refused the request or failed at it, or both attempts were lost.
+            ChunkweaveError: the queue is full, the deadline has passed, or the server stops.
         """
         try:
             async with asyncio.timeout(self._left_s()) as self._limit:
@@ -132,18 +133,18 @@ class VllmAnswer:
             raise
 
     def confirm(self) -> None:
-        """A speculative request is wanted."""
+        """Turn a speculative answer into a normal one."""
         self._confirmed = True
 
     def abort(self) -> None:
-        """End it now; whoever reads it gets `RequestAbortedError`."""
+        """End it now; its reader gets `RequestAbortedError`."""
         self._aborted = True
         if self._limit is not None and not self._limit.expired():
-            with suppress(RuntimeError):  # nobody reads now: whoever does next finds no time left
+            with suppress(RuntimeError):  # no reader now: the next read finds no time left
                 self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def aclose(self) -> None:
-        """End it if it runs, and free its places; a second time is harmless."""
+        """End it if it runs, and free its queue entries. Idempotent."""
         self._ended = True
         await self._events.aclose()
         if self._ahead is not None:
@@ -154,10 +155,10 @@ class VllmAnswer:
         self._context.preparer.abandon(self._prepared)
 
     async def _all(self) -> AsyncGenerator[VllmEvent, None]:
-        """Its events, from a second attempt if the first was lost, or late, before its first token (RAGCache §6).
+        """The events, from a second attempt if the first was lost or late before its first token (RAGCache §6).
 
         The paper continues a request that fails later from stored KV; here its stream ends with an error. The second
-        attempt computes what neither replica has stored by then, and has until the deadline.
+        attempt reuses what its replica has stored, and may last until the deadline.
         """
         failed: Replica | None = None
         limit_s = self._context.first_token_s
@@ -167,14 +168,14 @@ class VllmAnswer:
                 async for event in self._attempt(avoid=failed, like=ahead, within_s=None if last else limit_s):
                     yield event
                 if self._first_s is None:
-                    raise HttpError(502, "vLLM answered nothing", code="replica_lost")
+                    raise HttpError(502, "vLLM returned no token", code="replica_lost")
                 return
             except (UpstreamLostError, UpstreamFailedError) as error:
                 logger.warning("a request was not answered: %s", error)
                 if self._placed is not None:
                     await _refuse_if_up(self._placed.replica, error)
                 if last or self._first_s is not None:
-                    message = "the vLLM server that answered this went away; its log says why"
+                    message = "the vLLM server of this request is gone; see its log"
                     raise HttpError(502, message, code="replica_lost") from error
                 failed, ahead = None if self._placed is None else self._placed.replica, None
                 if isinstance(error, ReplicaBusyError):
@@ -184,7 +185,7 @@ class VllmAnswer:
                     await self._context.fleet.until_another(failed, limit_s)
 
     async def _prefilled_ahead(self) -> Placed | None:
-        """Where it was prefilled while it was speculative; None if it was not, or that takes too long."""
+        """Where the speculative prefill ran; None if there was none, it failed, or it takes too long."""
         if self._ahead is None:
             return None
         try:
@@ -232,21 +233,21 @@ class VllmAnswer:
         return AnswerParser(upstream, ids, self._parsing, stop_ids=stop_ids, stream=self._streamed)
 
     async def _prefill(self) -> Placed | None:
-        """Compute one token that nobody sees; returns where, None if that failed."""
+        """Run the speculative prefill; returns where it ran, None if it failed."""
         kept: dict[str, Any] = {name: self._body[name] for name in ("model", "cache_salt") if name in self._body}
         try:
             placed = await compute_ahead(self._context, self._prepared, kept, tenant=self._tenant)
             self._prefilled_s = time.perf_counter()
         except (ChunkweaveError, HttpError) as error:
-            logger.debug("nothing is computed ahead: %s", error)
+            logger.debug("a speculative prefill failed: %s", error)
             return None
-        except Exception:  # a speculation must not cost an answer
-            logger.exception("nothing is computed ahead")
+        except Exception:  # a failed speculation must not fail the answer
+            logger.exception("a speculative prefill failed")
             return None
         return placed
 
     async def _conclude(self, placed: Placed, report_id: str | None) -> AnswerEnd:
-        """All of it has come: get its report, if there is one, and let everybody know."""
+        """End a complete answer: wait for its report, update fleet, conversation and shadow check."""
         context, choice = self._context, self._whole.choices[0]
         reported = None
         if report_id is not None and context.inbox is not None:
@@ -268,13 +269,13 @@ class VllmAnswer:
         return AnswerEnd(report, shown, cached, finish_reason, self._prefilled_s, placed.prompt)
 
     def _end_turn(self, placed: Placed, choice: Choice) -> None:
-        """Keep a complete answer for its conversation, if it is one's; what was cut away is not in its tokens then."""
+        """Add a complete answer to its conversation, if it has one, without text cut by a stop."""
         preparer, turn = self._context.preparer, self._prepared.turn
         if turn is None:
             return
         cut, tokenizer = isinstance(choice.get("stop_reason"), str), preparer.builder.tokenizer
         said = tokenizer.encode(choice["text"]) if cut else choice["token_ids"]
-        while said and said[-1] in tokenizer.stop_ids:  # what ends a turn comes from the template
+        while said and said[-1] in tokenizer.stop_ids:  # the template adds the end of a turn
             said = said[:-1]
         turns = preparer.turn_builder
         turns.end(turn, placed.prompt, turns.said(turn, placed.prompt, said))
@@ -294,12 +295,12 @@ async def compute_ahead(
     tenant: str,
     at: Replica | None = None,
 ) -> Placed:
-    """Have one token computed behind a prompt, which no client sees, `at` that replica if it is up; returns where.
+    """Prefill a prompt without an answer, `at` that replica if it is up; returns where it ran.
 
-    `body` has vLLM's fields that say whose it is: `model`, `cache_salt`.
+    `body` has the fields `model` and `cache_salt` for vLLM.
 
     Raises:
-        ChunkweaveError, HttpError: vLLM did not.
+        ChunkweaveError, HttpError: vLLM did not compute it.
     """
     fleet = context.fleet
     placed = await fleet.place(prepared, like=at, counted=False, tenant=tenant)
@@ -318,23 +319,23 @@ async def compute_ahead(
 
 
 async def _refuse_if_up(replica: Replica, error: UpstreamLostError | UpstreamFailedError) -> None:
-    """Refuse a request that a replica failed at, if that is healthy: another one would fail at it, too.
+    """Refuse a request that a healthy replica failed at: another replica would fail at it, too.
 
     Raises:
-        HttpError: 502.
+        HttpError: 502, the replica is healthy.
     """
     if isinstance(error, UpstreamFailedError) and await replica.upstream.healthy():
         raise failed_reply() from error
 
 
 def _prompt(placed: Placed, max_tokens: int, *, asked: bool = True) -> dict[str, Any]:
-    """The part of a body that depends on where it is computed; a prefill that nobody `asked` for yet says so."""
+    """The fields of a body that depend on the replica. `asked` is false for prefills ahead of a request."""
     prompt: dict[str, Any] = {"prompt": list(placed.prompt.token_ids), "max_tokens": max_tokens}
     prepared = placed.prepared
     choice = prepared.choice
     params = weave_params(placed.prompt, choice, placed.promotion, raisable=prepared.raisable, mean=prepared.mean)
     if params is None:
-        if reuses_nothing(choice.method, choice.reuse):  # else vLLM's own prefix cache would serve it
+        if reuses_nothing(choice.method, choice.reuse):  # a new salt, so that vLLM's own prefix cache is not used
             prompt["cache_salt"] = f"{prepared.request.cache_salt}|{uuid.uuid4().hex}"
         return prompt
     return {**prompt, "kv_transfer_params": {FIELD: params if asked else {**params, "asked": False}}}

@@ -1,4 +1,4 @@
-"""vLLM servers as the server's backend: started and watched, or found at their URLs."""
+"""vLLM servers as a backend: processes started and watched here, or running servers at given URLs."""
 
 import asyncio
 import logging
@@ -11,6 +11,7 @@ from typing import Any
 from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
 from chunkweave.conversation.registry import Conversations
 from chunkweave.conversation.turns import TurnBuilder
+from chunkweave.models.gguf import is_bundled_reader
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.prompt.contexts import rule_of
@@ -43,7 +44,7 @@ _USUAL_CONTEXT = 4096
 _POLL_S = 0.5
 _WATCH_S = 2.0
 _AT_A_TIME = 16
-"""Chunks that are tokenized in one of a tenant's turns."""
+"""Chunks that are tokenized in one turn of a tenant."""
 
 _UNSUPPORTED_IN_CHAT = (
     "functions",
@@ -53,7 +54,7 @@ _UNSUPPORTED_IN_CHAT = (
     "reasoning_effort",
     "thinking_token_budget",
 )
-"""What vLLM's chat endpoint does and its completions do not: a prompt of token ids goes through the latter."""
+"""Fields that only vLLM's chat endpoint supports: woven prompts are token ids and use the completions endpoint."""
 
 _UNSUPPORTED = (
     "kv_transfer_params",
@@ -66,15 +67,15 @@ _UNSUPPORTED = (
 
 
 class VllmBackend:
-    """One or several vLLM servers with the connector. `fleet`, `context` and `cache` are there once it has started.
+    """One or several vLLM servers with the connector. `start` sets `fleet`, `context` and `cache`.
 
-    `tokenizer` takes the place of what is loaded, for tests.
+    `tokenizer` replaces the loaded one, for tests.
     """
 
     def __init__(self, settings: Settings, flags: VllmFlags, *, tokenizer: TextTokenizer | None = None) -> None:
         self.name = flags.name
         self.first_stage = Stage.STARTING_VLLM
-        model = None if flags.adapter is None else self.name  # vLLM itself would take the model without it
+        model = None if flags.adapter is None else self.name  # vLLM's default is the model without the adapter
         self.passthrough = Passthrough(self._started_fleet, settings.requests.document_tag, model=model)
         self.shadow: ShadowMonitor | None = None
         self.context: AnswerContext
@@ -92,14 +93,14 @@ class VllmBackend:
 
     @property
     def unavailable(self) -> str | None:
-        """Nobody answers if no server is up."""
+        """Set while no vLLM server is up."""
         return None if self.fleet is not None and self.fleet.ready else "no vLLM server is ready"
 
     async def start(self, threads: TenantThreads) -> BackendParts:
-        """Start the servers, or wait for those that run already, and load the tokenizer."""
+        """Start the servers, or wait for running ones, and load the tokenizer."""
         self._threads = threads
         settings = self._settings.fleet
-        source = await in_thread(lambda: self._flags.source)  # a GGUF file is dequantized before vLLM has its folder
+        source = await in_thread(lambda: self._flags.source)  # dequantizes a GGUF file into a folder for vLLM
         passages = neutral_passages(self._settings.capture.neutral_file, Path(source))
         urls = {f"upstream-{number}": url for number, url in enumerate(settings.upstream)}
         if settings.report_socket is not None or not settings.upstream:
@@ -115,7 +116,7 @@ class VllmBackend:
         tokenizer, _ = await asyncio.gather(in_thread(self._tokenizer), self._start_servers(removals))
         most_tokens = await self._upstreams[0].most_tokens() or _USUAL_CONTEXT
         if not self.processes and await self._upstreams[0].serves(PARSE):
-            self._parsers = Parsers(tools=True)  # whether it has any only an answer tells
+            self._parsers = Parsers(tools=True)  # only a response shows whether it has a tool parser
         shadowing = self._settings.shadow
         self.shadow = None if shadowing is None else ShadowMonitor(shadowing)
         preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens, passages))
@@ -133,11 +134,12 @@ class VllmBackend:
             max_prefill_batch=settings.max_prefill_batch or len(fleet.replicas),
             speculate=settings.speculate,
             order=preparer.order,
+            reads_worlds_only=is_bundled_reader(self._flags.model),
             reorders=fleet.replicas[0].arranger.reorders,
         )
 
     async def stop(self) -> None:
-        """End the checks, then the vLLM servers."""
+        """Stop idle-time work and shadow checks, then the vLLM servers."""
         if self.fleet is not None:
             await self.cache.improving.close()
             await in_thread(self.fleet.save_counts)
@@ -155,7 +157,7 @@ class VllmBackend:
             self._inbox.close()
 
     async def submit(self, submission: Submission, *, speculative: bool = False) -> VllmAnswer:
-        """Tokenize in a thread; the answer finds its replica when it is read."""
+        """Tokenize in a thread. The answer chooses its replica when it is first read."""
         preparer, build = self.context.preparer, partial(self._chats.build, _details(submission.body))
         prepared = await self._threads.run(
             submission.tenant,
@@ -167,7 +169,7 @@ class VllmBackend:
         return VllmAnswer(self.context, prepared, submission, body, parsing=parsing, speculative=speculative)
 
     def samples(self) -> Iterator[MetricSample]:
-        """What this server knows of its replicas, and what the segment stores in vLLM's workers count, all together."""
+        """Metrics of the replicas, and sums over the segment stores in vLLM's workers."""
         assert self._removals is not None, "it has started"
         yield from fleet_samples(self.context.fleet, self.processes, self.context.retries)
         yield from self._removals.samples()
@@ -176,14 +178,18 @@ class VllmBackend:
             yield from counted_samples(counts)
 
     async def metrics(self) -> bytes:
-        """Those of every vLLM server that answers."""
+        """Metrics of all vLLM servers that are up."""
         up = {one.upstream.server: one.upstream for one in self._started_fleet().replicas if one.up}
         texts = await asyncio.gather(*(one.text("/metrics") for one in up.values()), return_exceptions=True)
         found = {server: text for server, text in zip(up, texts, strict=True) if isinstance(text, str)}
         return labelled(found).encode()
 
     def check(self, body: CompletionBody) -> None:
-        """Refuse what only vLLM's chats do, and tools where vLLM does not parse them."""
+        """Refuse fields that vLLM's completions do not support, and tools if vLLM does not parse them.
+
+        Raises:
+            HttpError: 400, such a field.
+        """
         given = {**body.passed_on, "echo": body.echo}
         refused = (*_UNSUPPORTED, "echo", *(_UNSUPPORTED_IN_CHAT if isinstance(body, ChatBody) else ()))
         if unsupported := [name for name in refused if given.get(name) not in (None, [], {}, False)]:
@@ -198,17 +204,17 @@ class VllmBackend:
         if not body.tools:
             raise HttpError(400, "tool_choice needs tools", param="tool_choice")
         if not self._parsers.tools:
-            message = f"tools need {TOOL_FLAGS} at the server's start, or at that of the vLLM servers"
+            message = f"tools need {TOOL_FLAGS} in the flags of this server or of the vLLM servers"
             raise HttpError(400, message, param="tools", code="unsupported_field")
         if body.stops:
             raise HttpError(400, "stop cannot be given with tools", param="stop", code="unsupported_field")
 
     def _parsing(self, body: CompletionBody) -> dict[str, Any] | None:
-        """What vLLM's parsers read of a request; None if nothing is to be parsed."""
+        """The chat request for vLLM's parsers; None if the answer is not parsed."""
         if not isinstance(body, ChatBody):
             return None
         calls = bool(body.tools) and body.tool_choice != "none"
-        if not calls and (body.stops or not self._parsers.reasoning):  # it would not end where the text does
+        if not calls and (body.stops or not self._parsers.reasoning):  # a stop text ends the text, not the tokens
             return None
         chat: dict[str, Any] = {
             "model": body.model or self.name,
@@ -261,7 +267,7 @@ class VllmBackend:
         await asyncio.gather(*(process.start() for process in self.processes))
 
     def _fleet_removals(self, fleet: Fleet) -> FleetRemovals:
-        """With what is pending from an earlier start. Servers that we start keep their names, others their URLs."""
+        """Removals, also those pending from an earlier run. Keys: names of our processes, URLs of other servers."""
 
         def key_of(replica: Replica) -> str:
             upstream = replica.upstream
@@ -322,7 +328,7 @@ class VllmBackend:
 
 
 def _details(body: CompletionBody) -> ChatDetails:
-    """What a request says that templates read, beside its texts."""
+    """Details of a request for chat templates, besides its texts."""
     if not isinstance(body, ChatBody):
         return ChatDetails(body.model)
     variables = {**body.chat_template_kwargs, **({"tools": body.tools} if body.tools else {})}
@@ -331,7 +337,7 @@ def _details(body: CompletionBody) -> ChatDetails:
 
 
 async def _follow(upstream: Upstream, removals: FleetRemovals) -> None:
-    """Note whether a server that somebody else runs is up."""
+    """Watch a server that was not started here, and report whether it is up."""
     while True:
         await asyncio.sleep(_WATCH_S)
         try:

@@ -1,4 +1,4 @@
-"""What `/v1/cache` does over vLLM: chunks are computed as prompts of their own, and removed by commands."""
+"""The commands of `/v1/cache` on vLLM: chunks are computed as separate prompts, and removed by commands."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ _POLL_S = 0.5
 
 
 class VllmCache:
-    """Belongs to the event loop's thread, but for what it hands to the tenants' threads."""
+    """`CacheCommands` on a fleet. Used in the event loop's thread only, except for work in the tenants' threads."""
 
     pins = False
 
@@ -49,11 +49,11 @@ class VllmCache:
         self._warmings = Warmings()
 
     async def warm(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
-        """Have chunks computed, one after the other and each as requests of one token; returns how many.
+        """Compute chunks one by one, each by requests of one token; returns how many were computed.
 
-        Those that have a mean somewhere are left out; what contexts are woven from is sent once to each replica, and
-        removed there at the end. Chunks that need none are sent, stored or not: what is stored costs a lookup. While as
-        many requests wait as may, it waits too.
+        Chunks with a mean on any replica are skipped. First passes are computed once on each replica that needs them,
+        and removed at the end. Chunks that get no mean are always sent: for a stored one vLLM only looks it up. While
+        the queue is full, this call waits.
         """
         preparer, computed = self._context.preparer, 0
         pool = await context_pool(preparer, self._threads, tenant, chunks, salt)
@@ -65,7 +65,7 @@ class VllmCache:
                 for chunk in chunks:
                     begin = partial(preparer.prepare_beforehand, chunk, pool=pool, without=gone, cache_salt=salt)
                     found, before = False, -1
-                    while before != len(gone):  # begun anew without what was removed meanwhile
+                    while before != len(gone):  # starts again without chunks removed meanwhile
                         before = len(gone)
                         warming.removed(gone)
                         work = await self._threads.run(tenant, partial(_all_of, begin))
@@ -81,7 +81,7 @@ class VllmCache:
 
     @property
     def idle(self) -> bool:
-        """Whether a vLLM server is up, and no request runs or waits, as far as this server sees."""
+        """Whether a vLLM server is up and no request runs or waits in this server."""
         fleet, shadow = self._context.fleet, self._context.shadow
         handed = any(replica.handed_through for replica in fleet.replicas)
         checking = shadow is not None and shadow.busy
@@ -89,19 +89,19 @@ class VllmCache:
 
     @property
     def most_tokens(self) -> int | None:
-        """As many as the model's context."""
+        """None: the model's context length."""
         return None
 
     def stored(self, part: PromptPart) -> Sequence[Context] | None:  # noqa: ARG002
-        """Only the plug-in knows."""
+        """None: only the plug-in knows."""
         return None
 
     def keeps(self, part: PromptPart) -> bool:  # noqa: ARG002
-        """Nothing is pinned."""
+        """False: there are no pins."""
         return False
 
     async def compute(self, prepared: PreparedRequest, tenant: str, place: str) -> tuple[str, float]:
-        """Have it computed, by the replica of that name if it is up; returns which one did, and the seconds."""
+        """Compute a prompt on the replica named `place` if it is up; returns the replica's name and the seconds."""
         replica = next((one for one in self._context.fleet.replicas if one.name == place), None)
         since_s = time.perf_counter()
         body = self._body(prepared.request.cache_salt)
@@ -109,12 +109,12 @@ class VllmCache:
         return placed.replica.name, time.perf_counter() - since_s
 
     async def settle(self, salt: str, parts: Sequence[PromptPart]) -> None:
-        """Have what contexts were woven from removed everywhere."""
+        """Remove first passes from all replicas that are up."""
         commands, up = self._commands(salt), [one for one in self._context.fleet.replicas if one.up]
         await asyncio.gather(*(commands.drop_first_passes(replica, parts) for replica in up))
 
     async def _lost_means(self, salt: str) -> list[tuple[str, ChunkId]]:
-        """The means that there were, by replica, and that are removed: with what they had read, and what these had."""
+        """The known means, by replica, that are no longer stored: removed with the chunks that they had read."""
         commands, lost = self._commands(salt), list[tuple[str, ChunkId]]()
         means = self.improving.means(salt)
         for replica in self._context.fleet.replicas:
@@ -127,17 +127,21 @@ class VllmCache:
         return Commands(self._model, salt, tuple(self._context.preparer.builder.tokenizer.start_ids))
 
     def _body(self, salt: str) -> dict[str, Any]:
-        """The fields of vLLM's that say whose a request is."""
+        """The fields `model` and `cache_salt` for vLLM."""
         return {"model": self._model, **({"cache_salt": salt} if salt else {})}
 
     async def pin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:  # noqa: ARG002
-        """Refused: vLLM's cache pins nothing."""
-        raise HttpError(501, "this needs --backend engine: vLLM's cache pins nothing", code="needs_engine")
+        """Always refused: vLLM's cache has no pins.
+
+        Raises:
+            HttpError: 501.
+        """
+        raise HttpError(501, "this needs --backend engine: vLLM's cache has no pins", code="needs_engine")
 
     unpin = pin
 
     async def forget(self, tenant: str, texts: Sequence[str], salt: str) -> Forgotten:
-        """Have every replica remove chunks from its stores, and what vLLM's own prefix cache has of their salt."""
+        """Remove chunks from the stores of every replica, and their salt's blocks from vLLM's own prefix cache."""
         preparer, chunks = self._context.preparer, [Chunk(text) for text in texts]
         parts = await storable_parts(preparer, self._threads, tenant, chunks, salt)
         if not parts:
@@ -154,12 +158,12 @@ class VllmCache:
         return Forgotten(removed, queued)
 
     async def clear(self) -> int:
-        """Remove everything of all tenants from all replicas; returns how many segments there were."""
+        """Remove everything of all tenants from all replicas; returns the number of removed segments."""
         await self.improving.cleared()
         return await to_its_end(self._removals.remove(EVERYTHING))
 
     def stats(self) -> Mapping[str, Any]:
-        """The replicas as the server sees them, and what their workers said last of what they evict first."""
+        """Statistics of the replicas, and the last reported order of eviction in their workers."""
         inbox = self._context.inbox
         return {
             "eviction": {} if inbox is None else dict(inbox.eviction),
@@ -184,21 +188,21 @@ class VllmCache:
 
 
 class _Warming:
-    """One call that has chunks computed. Belongs to the event loop's thread."""
+    """State of one call that warms chunks. Used in the event loop's thread only."""
 
     def __init__(self, context: AnswerContext, tenant: str, body: Mapping[str, Any], commands: Commands) -> None:
-        """`body` has vLLM's fields that say whose it is."""
+        """`body` has the fields `model` and `cache_salt` for vLLM."""
         self._context, self._tenant, self._body, self._commands = context, tenant, body, commands
         self._sent: set[tuple[str, ChunkId | None]] = set()
-        """By replica, chunks that contexts can be woven from there."""
+        """Replica and chunk, for chunks that contexts can be woven from there."""
         self._woven_at: set[str] = set()
         self._tokens: Counter[str] = Counter()
-        """By replica, of the chunks whose mean it was to compute."""
+        """By replica, tokens of the chunks whose mean was assigned to it."""
         self.means: dict[ChunkId, tuple[str, list[Context]]] = {}
-        """Of which chunks a mean is stored, where, and over which contexts; none if that is not known."""
+        """By chunk with a mean: its replica and the mean's contexts, empty if they are not known."""
 
     async def look(self, pool: ContextPool) -> set[ChunkId]:
-        """Ask all replicas what they store; returns which chunks have a mean somewhere."""
+        """Ask all replicas what they store; returns the chunks with a mean on any of them."""
         up, with_mean = [replica for replica in self._context.fleet.replicas if replica.up], set[ChunkId]()
         found = await asyncio.gather(*(self._commands.stored(replica, pool.parts) for replica in up))
         for replica, stored in zip(up, found, strict=True):
@@ -208,13 +212,13 @@ class _Warming:
         return with_mean
 
     def removed(self, gone: AbstractSet[ChunkId]) -> None:
-        """Means that have read what is gone are removed."""
+        """Forget means that have read removed chunks."""
         self.means = {
             chunk: mean for chunk, mean in self.means.items() if all(gone.isdisjoint(context) for context in mean[1])
         }
 
     async def settle(self, pool: ContextPool) -> None:
-        """Have what contexts were woven from removed where it was sent, of the chunks that have a mean now."""
+        """Remove the first passes that this call computed, of chunks that have a mean now."""
         if not self._woven_at:
             return
         with_mean = await self.look(pool)
@@ -223,10 +227,12 @@ class _Warming:
         await asyncio.gather(*(self._commands.drop_first_passes(replica, parts) for replica in at))
 
     async def compute(self, work: Sequence[PreparedRequest], gone: AbstractSet[ChunkId]) -> bool:
-        """Have one chunk computed by one replica, where its mean comes together; if that goes, by another one.
+        """Compute one chunk on one replica, since a mean must be at one place; on another one if that is lost.
 
-        Nothing more of it once one of its contexts is `gone`: without that there is no mean. Returns whether it was
-        computed now.
+        Stops if one of its contexts is `gone`, because the mean needs all contexts. Returns whether it was computed.
+
+        Raises:
+            HttpError: 502, two replicas were lost.
         """
         if not work or work[-1].prompt.parts[-1].id in self.means:
             return False
@@ -247,12 +253,12 @@ class _Warming:
             except UpstreamLostError as error:
                 tries -= 1
                 if not tries:
-                    message = "the vLLM server that computed this went away; its log says why"
+                    message = "the vLLM server that computed this is gone; see its log"
                     raise HttpError(502, message, code="replica_lost") from error
                 failed = replica
 
     async def _look_for_contexts(self, replica: Replica, work: Sequence[PreparedRequest]) -> None:
-        """Ask which of the chunks that have a mean need no first pass there: contexts may be woven from the mean."""
+        """Ask which chunks with a mean need no first pass on this replica: contexts can be woven from the mean."""
         firsts = (one.prompt.parts[-1] for one in work if one.mean is None)
         asked = [part for part in firsts if part.id in self.means and (replica.name, part.id) not in self._sent]
         if asked:
@@ -260,9 +266,9 @@ class _Warming:
             self._sent |= {(replica.name, chunk) for chunk in stored.contexts}
 
     def _replica_for(self, one: PreparedRequest, failed: Replica | None) -> Replica:
-        """Where a chunk is computed: a mean where the fewest tokens of means were, so that they are spread.
+        """The replica for a chunk; for a mean the one with the fewest tokens of means so far, to spread them.
 
-        By what replicas hold they would all follow their contexts to one of them.
+        Chosen by cached tokens, all means would go to the replica of their contexts.
         """
         fleet = self._context.fleet
         up = [each for each in fleet.replicas if each.up]
@@ -273,10 +279,10 @@ class _Warming:
         return replica
 
     async def _compute_at(self, replica: Replica, one: PreparedRequest) -> None:
-        """Have one request computed, once there is room in the queue.
+        """Compute one request on a replica; waits while the queue is full.
 
         Raises:
-            UpstreamLostError: the replica went away.
+            UpstreamLostError: the replica was lost.
         """
         first_pass = replica.name, one.prompt.parts[-1].id
         if one.mean is None and first_pass in self._sent:

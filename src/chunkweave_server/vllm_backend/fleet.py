@@ -1,4 +1,4 @@
-"""The replicas: which are up, which one gets a request, how requests wait, and metrics of all."""
+"""The replicas: their state, routing, queues and metrics."""
 
 import asyncio
 import itertools
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 _BURST_TOKENS = 4096
-"""Work of a tenant that asks seldom which goes before that of others, whoever's turn it is."""
+"""Tokens of work that an inactive tenant saves up: they are scheduled before other tenants' turns."""
 
 
 _POLL_S = 0.1
 
 
 class NoReplicaError(HttpError):
-    """No replica answers now."""
+    """No replica is up."""
 
     def __init__(self) -> None:
         super().__init__(503, "no vLLM server is ready; try again", code="no_replica", retry_after_s=5)
@@ -46,9 +46,9 @@ class NoReplicaError(HttpError):
 
 @dataclass(slots=True, eq=False)
 class Placed:
-    """A request at the replica that computes it, its chunks in the order that suits that one.
+    """A request placed on a replica, with its chunks in the best order for that replica.
 
-    `expected_tokens` of it are assumed to be cached there; `work_tokens` are those left, its answer's among them.
+    `expected_tokens` are assumed to be cached there; `work_tokens` are the other tokens, including the answer's.
     """
 
     replica: "Replica"
@@ -63,21 +63,21 @@ class Placed:
 
     @property
     def prompt(self) -> Prompt:
-        """As it is computed."""
+        """The prompt in the replica's order."""
         return self.arranged.prompt
 
     @property
     def promotion(self) -> Promotion | None:
-        """Over what its exact prefix may grow; a conversation keeps whatever its next turn goes on from."""
+        """How far its exact prefix may grow; None in a conversation, which stores everything for its next turn."""
         return self.arranged.promotion if self.prepared.turn is None else None
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a replica says of one request that it prefilled: from what it took each part of the prompt (None: unknown).
+    """A replica's report on one prefill: the source of each part of the prompt (None: unknown).
 
-    It had KV of `cached_tokens`, of which it may have computed some again. `store_tokens` are those that its store has
-    room for, if it says so.
+    `cached_tokens` had stored KV, some of which may have been recomputed. `store_tokens` is the capacity of its store,
+    if reported.
     """
 
     sources: Sequence[KVSource | None]
@@ -87,11 +87,11 @@ class Found:
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One vLLM server, or one data-parallel rank of it, as this server sees it.
+    """State of one vLLM server, or of one of its data-parallel ranks.
 
-    `running` requests were given to it; `outstanding_tokens` count those that wait for it, too. Others are
-    `handed_through` beside these. Of the `prompt_tokens` of requests whose report has come, `expected_tokens` were
-    assumed to be cached there, and `found_tokens` were.
+    `running` requests are being computed there; `outstanding_tokens` also include those of its queue. `handed_through`
+    counts forwarded requests, which are not in these. Of the `prompt_tokens` of reported requests, `expected_tokens`
+    were assumed to be cached there, and `found_tokens` were cached.
     """
 
     name: str
@@ -111,23 +111,23 @@ class Replica:
 
 
 class ReplicaBusyError(UpstreamLateError):
-    """A request's turn at a `replica` has not come in time."""
+    """A request was not scheduled on its `replica` in time."""
 
     def __init__(self, replica: Replica) -> None:
-        super().__init__(f"{replica.name} was not given a request in time: others are before it")
+        super().__init__(f"a request waited too long for {replica.name}: others are before it")
         self.replica = replica
 
 
 class Fleet:
-    """Routes requests and lets them wait. Belongs to one event loop.
+    """Routes and queues requests. Used in one event loop only.
 
-    Each replica has a queue of its own, since what is cached differs; whoever is in it is given to that replica, or
-    routed anew when it goes down. Tenants share the replicas by their weights: next is a request of the one whose
-    requests were given the fewest tokens of work.
+    Each replica has its own queue, since cached segments differ. A queued request runs on that replica, or is routed
+    again when the replica goes down. Tenants share the replicas by weight: the next request is of the tenant that got
+    the fewest tokens of work.
     """
 
     def __init__(self, upstreams: Sequence[Upstream], settings: Settings) -> None:
-        """All replicas are down until they are said to be `up`."""
+        """All replicas are down until `up` is called."""
         self._fleet, self._max_waiting = settings.fleet, settings.batching.max_waiting
         self._store = settings.store
         self._routing = make_routing(settings.fleet.routing, settings.fleet.imbalance)
@@ -136,10 +136,10 @@ class Fleet:
         self._numbers = itertools.count()
         self.replicas = tuple(_replica(one, settings, self._time) for one in upstreams)
         self.on_idle: Callable[[], None] | None = None
-        """Called when a request has left and nothing is under way."""
+        """Called when a request has left and no request runs or waits."""
 
     def save_counts(self) -> None:
-        """Keep what was asked for over a restart, if segments are."""
+        """Save the counts of requested chunks for the next start, if segments are kept in a folder, too."""
         for replica in self.replicas:
             replica.arranger.save(_counts_file(self._store, replica.name))
 
@@ -150,16 +150,16 @@ class Fleet:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait in all queues."""
+        """Number of requests in all queues."""
         return sum(len(replica.queue) for replica in self.replicas)
 
     @property
     def running(self) -> int:
-        """Requests that replicas were given and have not answered."""
+        """Number of requests that run on replicas."""
         return sum(replica.running for replica in self.replicas)
 
     def up(self, server: str) -> None:
-        """The replicas of a server answer from now on; they hold nothing yet."""
+        """Mark the replicas of a server as up, and assume that they store nothing."""
         for replica in self._of(server):
             if not replica.up:
                 replica.contents.clear()
@@ -167,7 +167,7 @@ class Fleet:
                 self._release(replica)
 
     def down(self, server: str) -> None:
-        """The replicas of a server answer no more: requests that wait for them fail, and are placed anew."""
+        """Mark the replicas of a server as down. Their queued requests get `UpstreamLostError`, to be placed again."""
         for replica in self._of(server):
             replica.up = False
             for number, placed in list(replica.placed.items()):
@@ -175,7 +175,7 @@ class Fleet:
                     placed.released.set_exception(UpstreamLostError(f"{server} is gone"))
 
     def least_loaded(self, *, avoid: Replica | None = None) -> Replica:
-        """For what is handed through; `avoid` only if there is no other.
+        """The replica for a forwarded request; `avoid` only if no other is up.
 
         Raises:
             NoReplicaError: none is up.
@@ -192,18 +192,22 @@ class Fleet:
         tenant: str = "",
         within_s: float | None = None,
     ) -> Placed:
-        """Route a request and wait for its turn; `leave` it.
+        """Route a request and wait for its turn. The caller calls `leave` at its end.
 
-        If another replica is up, it waits no longer than `within_s` in the queue of one. `avoid` is taken only if there
-        is no other. A request that was prefilled ahead goes where that was, in the same order, if that replica is still
-        up: `like` it. One `like` a replica goes there as it was prepared. A speculative request is not `counted` by
-        orderings.
+        Args:
+            prepared: the request.
+            avoid: a replica to use only if no other is up.
+            like: a speculative prefill, whose replica and order are used if that replica is still up; or a replica,
+                which gets the request in the prepared order.
+            counted: whether orderings count its chunks; false for speculative requests.
+            tenant: the tenant of the request.
+            within_s: longest wait in the queue if another replica is up; None: no limit.
 
         Raises:
             NoReplicaError: none is up.
-            QueueFullError: as many wait as may, and the tenant's share of them.
-            UpstreamLostError: the replica went down meanwhile: place it anew.
-            ReplicaBusyError: its turn has not come in time: place it anew, and avoid that replica.
+            QueueFullError: the queue is full, and the tenant has its share of it.
+            UpstreamLostError: the replica went down meanwhile; place the request again.
+            ReplicaBusyError: the wait was too long; place the request again, and avoid that replica.
         """
         replicas = self._up()
         if avoid is not None and len(replicas) > 1:
@@ -212,6 +216,7 @@ class Fleet:
         for one in self.replicas:
             waiting.update({other: one.queue.waiting(other) for other in one.queue.tenants})
         self._weights.refuse_if_full(tenant, waiting, self._max_waiting)
+        # Nothing is awaited between this choice and the queue: the state that it was made from does not change.
         placed = self._choose(prepared, replicas, like)
         placed.tenant = tenant
         number = next(self._numbers)
@@ -229,7 +234,7 @@ class Fleet:
             len(placed.prompt),
         )
         self._release(replica)
-        try:
+        try:  # queued: from here on each exit without an answer must call `leave`
             async with asyncio.timeout(within_s if len(replicas) > 1 else None):
                 await placed.released
         except TimeoutError:
@@ -241,7 +246,7 @@ class Fleet:
         return placed
 
     def suited(self, prepared: PreparedRequest, *, avoid: Replica | None = None) -> Replica:
-        """The replica that a request would be given to now; `avoid` only if there is no other.
+        """The replica that routing would choose now; `avoid` only if no other is up.
 
         Raises:
             NoReplicaError: none is up.
@@ -251,7 +256,7 @@ class Fleet:
         return self._choose(prepared, others or replicas, None).replica
 
     async def until_another(self, failed: Replica | None, within_s: float) -> None:
-        """Wait until another replica is up than one that `failed`, or that answers again; no longer than `within_s`."""
+        """Wait until a replica other than `failed` is up, or `failed` is healthy again; at most `within_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while not any(one.up and one is not failed for one in self.replicas):
@@ -260,7 +265,7 @@ class Fleet:
                     await asyncio.sleep(_POLL_S)
 
     def leave(self, placed: Placed, *, served: bool = False) -> None:
-        """A request has its answer, or will not get it here; a second time is harmless."""
+        """Remove a request that is answered (`served`) or given up here. Idempotent."""
         if placed.left:
             return
         placed.left = True
@@ -281,9 +286,9 @@ class Fleet:
             self.on_idle()
 
     def served(self, placed: Placed, found: Found | None) -> None:
-        """A replica has prefilled a request: from now on it holds its chunks.
+        """Note that a replica has prefilled a request, and so stores its chunks.
 
-        What it `found` corrects what was assumed of it, and its store's size; None: it has not said.
+        `found` corrects the assumed contents of the replica's store, and its size; None: not reported.
         """
         replica, weaves = placed.replica, placed.prepared.weaves
         path, sizes = _stored(placed.prompt)
@@ -323,20 +328,20 @@ class Fleet:
             work = len(arranged.prompt) - cached + prepared.room
             released = asyncio.get_running_loop().create_future()
             options[replica.name] = Placed(replica, prepared, arranged, cached, work, released)
-            # Every replica has the instruction and the neutral passages: they do not count for the route.
+            # All replicas store the instruction and the neutral passages, so these do not count for routing.
             everywhere = sum(len(part) for part in arranged.prompt.parts if _stored_everywhere(part))
             of_chunks = max(0, cached - everywhere)
             candidates.append(Candidate(replica.name, replica.outstanding_tokens, of_chunks, replica.contents.tokens))
         return options[self._routing.choose(len(prepared.prompt), candidates).name]
 
     def _release(self, replica: Replica) -> None:
-        """Give a replica what it may have: of the tenant that was served least, the most cached first."""
+        """Start queued requests while the replica has room: the least served tenant first, then the most cached."""
         while replica.up and replica.running < self._fleet.replica_requests:
             waiting = replica.queue.pop()
             if waiting is None:
                 return
             placed = replica.placed[waiting.request]
-            if not placed.released.done():
+            if not placed.released.done():  # else its caller was cancelled, and `leave` removes it
                 replica.running += 1
                 self._time.charge(placed.tenant, placed.work_tokens)
                 placed.released.set_result(None)
@@ -368,13 +373,13 @@ def _stored_everywhere(part: PromptPart) -> bool:
 
 
 def _stored(prompt: Prompt) -> tuple[list[ChunkId], list[int]]:
-    """Ids and sizes of the parts that a replica stores."""
+    """Ids and sizes in tokens of the parts that a replica stores."""
     stored = [(part.id, len(part)) for part in prompt.parts if part.id is not None]
     return [chunk for chunk, _ in stored], [size for _, size in stored]
 
 
 def _reusable(prompt: Prompt, choice: MethodChoice) -> tuple[list[ChunkId], list[int]]:
-    """Those that its method may take from there."""
+    """The stored parts that the method may reuse."""
     return ([], []) if reuses_nothing(choice.method, choice.reuse) else _stored(prompt)
 
 
@@ -386,9 +391,9 @@ _SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(\{(?P<labels>.*)\})?(?
 
 
 def labelled(expositions: Mapping[str, str]) -> str:
-    """Prometheus texts by the name of their server, as one text with the label `replica`.
+    """Merge Prometheus texts, by server name, into one text with the label `replica`.
 
-    Samples of one metric stand together, behind its description, as the format wants it.
+    The samples of one metric follow its description, as the format requires.
     """
     about: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
@@ -407,33 +412,37 @@ def labelled(expositions: Mapping[str, str]) -> str:
 
 
 def fleet_samples(fleet: Fleet, processes: Sequence[VllmProcess], retries: int) -> Iterator[MetricSample]:
-    """What this server knows of its replicas."""
+    """Metrics of the replicas, as this server sees them."""
     for name, meaning, number in (
-        ("running", "Requests given to vLLM servers.", fleet.running),
-        ("waiting", "Requests that wait for one here.", fleet.waiting),
+        ("running", "Requests that run on vLLM servers.", fleet.running),
+        ("waiting", "Requests in the queues for vLLM servers.", fleet.waiting),
     ):
         yield MetricSample(f"num_requests_{name}", meaning, {"": number})
     for name, meaning, value in (
-        ("up", "Whether a vLLM server answers.", lambda one: one.up),
-        ("requests_running", "Requests given to a vLLM server.", lambda one: one.running),
-        ("requests_waiting", "Requests that wait for one here.", lambda one: len(one.queue)),
-        ("outstanding_tokens", "Tokens that it has still to compute, by estimate.", lambda one: one.outstanding_tokens),
-        ("mirror_tokens", "Tokens that its segment store is assumed to hold.", lambda one: one.contents.tokens),
-        ("mirror_budget_tokens", "Most tokens of that.", lambda one: one.contents.budget_tokens),
+        ("up", "1 if the replica is up, else 0.", lambda one: one.up),
+        ("requests_running", "Requests that run on the replica.", lambda one: one.running),
+        ("requests_waiting", "Requests in the replica's queue.", lambda one: len(one.queue)),
+        ("outstanding_tokens", "Estimated tokens that it still has to compute.", lambda one: one.outstanding_tokens),
+        ("mirror_tokens", "Tokens assumed to be in its segment store.", lambda one: one.contents.tokens),
+        (
+            "mirror_budget_tokens",
+            "Assumed capacity of its segment store in tokens.",
+            lambda one: one.contents.budget_tokens,
+        ),
     ):
         values = {one.name: float(value(one)) for one in fleet.replicas}
         yield MetricSample(f"replica_{name}", meaning, values, "replica")
     for name, meaning, value in (
-        ("requests", "Requests with documents that it answered.", lambda one: one.served),
-        ("prompt_tokens", "Prompt tokens of requests that it has reported on.", lambda one: one.prompt_tokens),
+        ("requests", "Requests with documents that it has answered.", lambda one: one.served),
+        ("prompt_tokens", "Prompt tokens of reported requests.", lambda one: one.prompt_tokens),
         ("expected_tokens", "Of these, tokens assumed to be cached there.", lambda one: one.expected_tokens),
-        ("found_tokens", "Of these, tokens that were.", lambda one: one.found_tokens),
+        ("found_tokens", "Of these, tokens that were cached.", lambda one: one.found_tokens),
     ):
         values = {one.name: float(value(one)) for one in fleet.replicas}
         yield MetricSample(f"replica_{name}", meaning, values, "replica", counter=True)
     if restarts := {one.name: one.restarts for one in processes}:
-        yield MetricSample("replica_restarts", "How often it was started again.", restarts, "replica", counter=True)
-    yield MetricSample("request_retries", "Requests that were given to a server again.", {"": retries}, counter=True)
+        yield MetricSample("replica_restarts", "Restarts of the replica's process.", restarts, "replica", counter=True)
+    yield MetricSample("request_retries", "Requests that were sent to vLLM a second time.", {"": retries}, counter=True)
 
 
 def _with_label(line: str, replica: str) -> str:

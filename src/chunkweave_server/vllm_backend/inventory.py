@@ -1,4 +1,4 @@
-"""What the plug-in says is stored of chunks, and what it need not store any more: asked before and after warming."""
+"""Commands to the plug-in before and after warming: list stored means, and remove first passes."""
 
 import asyncio
 import logging
@@ -20,15 +20,15 @@ from chunkweave_server.vllm_backend.upstream import UpstreamLostError
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 60.0
-"""As long as a removal may take."""
+"""Seconds; the same as for a removal."""
 
 Command = Callable[[Sequence[Sequence[int]]], Mapping[str, Any]]
-"""A command about chunks, which are named by their tokens."""
+"""Makes a command about chunks, given by their token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChunks:
-    """Chunks of which a replica stores a mean, and those from which it can weave contexts of means."""
+    """Chunks with a mean on a replica, and chunks from which it can weave contexts of means."""
 
     means: AbstractSet[ChunkId] = frozenset()
     contexts: AbstractSet[ChunkId] = frozenset()
@@ -36,9 +36,9 @@ class StoredChunks:
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """Commands about what a `model` has stored under a `salt`, of prompts that begin with `start`.
+    """Commands about segments of a `model` under a `salt`, of prompts that begin with the token ids `start`.
 
-    One that is not answered costs time alone: it is logged, and taken for nothing stored.
+    A command that fails is logged and counts as nothing stored: this costs only time.
     """
 
     model: str
@@ -46,7 +46,7 @@ class Commands:
     start: tuple[int, ...]
 
     async def stored(self, replica: Replica, parts: Sequence[PromptPart]) -> StoredChunks:
-        """What a replica stores of chunks."""
+        """What a replica stores of these chunks."""
         left, means, contexts = list(parts), set[ChunkId](), set[ChunkId]()
         async for count, report in self._answers(replica, parts, lambda chunks: inventory_params(chunks, self.start)):
             said, ids = Inventory.of(report), [part.id for part in left[:count]]
@@ -56,7 +56,7 @@ class Commands:
         return StoredChunks(means, contexts)
 
     async def drop_first_passes(self, replica: Replica, parts: Sequence[PromptPart]) -> None:
-        """Have a replica remove what contexts were woven from, of chunks that have a mean there or elsewhere."""
+        """Remove first passes from a replica, of chunks that have a mean on any replica."""
 
         def command(chunks: Sequence[Sequence[int]]) -> Mapping[str, Any]:
             return removal_params(chunks, self.start, first_passes=True)
@@ -67,14 +67,14 @@ class Commands:
     async def _answers(
         self, replica: Replica, parts: Iterable[PromptPart], command: Command
     ) -> AsyncIterator[tuple[int, Any]]:
-        """How many of the chunks each command was about, and its answer."""
+        """For each command: its number of chunks, and its answer."""
         for chunks in portions(part.token_ids for part in parts):
             body = command_body(self.model, self.salt, self.start, command(chunks))
             try:
                 async with asyncio.timeout(_ANSWER_S):
                     answer = await replica.upstream.complete_whole(body)
             except (UpstreamLostError, TimeoutError, HttpError) as error:
-                logger.warning("%s does not say what it stores: %s", replica.name, error)
+                logger.warning("%s did not answer a command about stored chunks: %s", replica.name, error)
                 return
             params = answer.get("kv_transfer_params")
             yield len(chunks), params.get(FIELD) if isinstance(params, Mapping) else None

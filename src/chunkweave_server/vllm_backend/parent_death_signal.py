@@ -1,7 +1,7 @@
-"""Starts a command that gets SIGTERM when the process that started it is gone, however that ended.
+"""Runs a command that gets SIGTERM when its parent process ends, even if that is killed.
 
-`python -m chunkweave_server.vllm_backend.parent_death_signal COMMAND...`. A vLLM server without its proxy would keep
-its GPU. Linux only: elsewhere the command is started all the same, and outlives a killed parent.
+`python -m chunkweave_server.vllm_backend.parent_death_signal COMMAND...`. Otherwise a vLLM server whose front was
+killed would keep its GPU. Linux only: on other systems the command runs without the signal.
 """
 
 import ctypes
@@ -14,17 +14,17 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def follow_parent() -> None:
-    """Get SIGTERM when the parent dies; an `exec` keeps that. A no-op where the system has no such thing."""
+    """Ask for SIGTERM when the parent ends; this survives `exec`. Does nothing on systems other than Linux."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
 def main(command: Sequence[str]) -> None:
-    """Become `command`."""
+    """Replace this process by `command`."""
     parent = os.getppid()
     follow_parent()
-    if os.getppid() != parent:  # it died before it could be followed
+    if os.getppid() != parent:  # the parent ended before the call
         sys.exit(1)
     os.execvp(command[0], list(command))  # noqa: S606 - the command is the operator's own
 

@@ -1,7 +1,7 @@
-"""What an answer means: calls of tools and reasoning, as vLLM's own parsers find them in its tokens.
+"""Tool calls and reasoning in answers, found by vLLM's own parsers.
 
-A woven answer is a completion of token ids, in which nothing is parsed. So its tokens go to the endpoint that vLLM has
-for engines apart from their API (`--enable-scale-out`), whose parsers are those of its chats.
+A woven answer is a completion of token ids, which vLLM does not parse. Its tokens are sent to vLLM's endpoint for
+disaggregated engines (`--enable-scale-out`), which uses the parsers of chats.
 """
 
 import hashlib
@@ -21,29 +21,29 @@ _RENDER = "/v1/chat/completions/render"
 
 TOOL_FLAGS = "--enable-auto-tool-choice and --tool-call-parser"
 _FORMS = 64
-"""Sets of tools whose forms are kept."""
+"""Most sets of tools whose constraints are cached."""
 
 _SHARE_OF_TOKENS = 16
-"""vLLM parses a stream from its beginning each time: it is asked again after so small a part of what there is."""
+"""vLLM parses a stream from its beginning in each call: the next call comes after 1/16 of the parsed tokens."""
 
 
 class AnswerForms:
-    """What vLLM holds answers with tools to, as its own chats are held: a grammar of the parser's calls, or a schema.
+    """Constraints on answers with tools, as in vLLM's own chats: a grammar of the parser's calls, or a schema.
 
-    It depends on the tools and the choice alone, so vLLM is asked once for a set of them. Belongs to one event loop.
+    They depend only on tools and choice, so vLLM is asked once for each set. Used in one event loop only.
     """
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
 
     async def held(self, upstream: Upstream, chat: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
-        """A completion's fields that hold its answer to `chat`'s tools and choice; none if vLLM leaves it free.
+        """The fields of a completion that constrain its answer to `chat`'s tools and choice; empty if there are none.
 
-        A form that `body` has already goes along: which of the two counts is vLLM's to say.
+        A constraint in `body` is sent along; vLLM decides which of the two applies.
 
         Raises:
             UpstreamLostError: the server is gone.
-            HttpError: it refused the tools or the choice, in its own words, or has no parser for calls.
+            HttpError: vLLM refused the tools or the choice, with vLLM's message, or has no parser for tool calls.
         """
         asked = {name: body[name] for name in ("response_format", "structured_outputs") if body.get(name)}
         request = {**chat, **asked, "messages": [{"role": "user", "content": "."}], "max_tokens": 1}
@@ -59,20 +59,20 @@ class AnswerForms:
         if form := self._known[key]:
             return {"structured_outputs": form, "response_format": None}
         if is_forced(chat["tool_choice"]):
-            raise HttpError(400, f"a forced call needs {TOOL_FLAGS} at vLLM's start", param="tool_choice")
+            raise HttpError(400, f"a forced call needs {TOOL_FLAGS} in vLLM's flags", param="tool_choice")
         return {}
 
 
 def is_forced(choice: Any) -> bool:
-    """Whether a `tool_choice` leaves the answer no other way than a call."""
+    """Whether a `tool_choice` requires a tool call."""
     return choice not in ("auto", "none")
 
 
 @dataclass(slots=True, eq=False)
 class _Unparsed:
-    """One choice of a stream: what has come and was not parsed, and what vLLM wants to get back with it.
+    """State of one choice: tokens that are not parsed yet, and vLLM's parser state to send with them.
 
-    Tokens that were parsed and say nothing yet, such as the beginning of a call, are `unsaid_ids`.
+    `unsaid_ids` are tokens that were parsed without a result yet, such as the beginning of a call.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -83,9 +83,9 @@ class _Unparsed:
 
 
 class AnswerParser:
-    """Parses one answer. Belongs to one attempt to get it from one vLLM server.
+    """Parses one answer, for one attempt on one vLLM server.
 
-    Of a stream pieces come out as they are parsed, of an answer that is not streamed each choice at its end.
+    For a stream it returns pieces as they are parsed; otherwise each choice at its end.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class AnswerParser:
         stop_ids: set[int],
         stream: bool,
     ) -> None:
-        """`chat` is what parsers read of the request; a token of `stop_ids` at the end is none of the answer's."""
+        """`chat` is the request for the parsers. A final token in `stop_ids` is not part of the answer."""
         self._upstream = upstream
         self._prompt_ids = list(prompt_ids)
         self._chat = chat
@@ -107,7 +107,7 @@ class AnswerParser:
         self._choices: dict[int, _Unparsed] = {}
 
     async def parsed(self, pieces: Sequence[Choice]) -> Sequence[Choice]:
-        """What is known now that `pieces` have come, which may be nothing.
+        """Parse further `pieces`; returns the parsed pieces, possibly none.
 
         Raises:
             UpstreamLostError, HttpError: vLLM did not parse them.
@@ -131,7 +131,7 @@ class AnswerParser:
         waiting.parsed_tokens += len(waiting.token_ids)
         waiting.token_ids = []
         known: dict[str, Any] = {name: _given(said.get(name)) or None for name in ("tool_calls", "reasoning")}
-        named = isinstance(self._chat.get("tool_choice"), dict)  # such an answer just stops, as with OpenAI
+        named = isinstance(self._chat.get("tool_choice"), dict)  # OpenAI's finish reason is "stop" for a named tool
         known["finish_reason"] = "tool_calls" if ends == "stop" and said["calls"] and not named else ends
         text = said.get("content") or ""
         if not text and not any(known.values()):
@@ -142,7 +142,7 @@ class AnswerParser:
         return {**found, **{name: value for name, value in known.items() if value is not None}}
 
     async def _whole(self, waiting: _Unparsed, choice: Choice) -> dict[str, Any]:
-        """A message, with `calls` for whether there are calls of tools."""
+        """A parsed message; `calls` is whether it has tool calls."""
         if not waiting.token_ids:
             return {"calls": False}
         body = {
@@ -158,7 +158,7 @@ class AnswerParser:
         return {**message, "tool_calls": calls, "calls": bool(calls)}
 
     async def _piece(self, waiting: _Unparsed, choice: Choice) -> dict[str, Any]:
-        """What is new of a message, with `calls` for whether there have been calls of tools."""
+        """The new part of a message; `calls` is whether the message has had tool calls so far."""
         body = {
             "stream": True,
             "stream_state": waiting.state,
@@ -179,7 +179,7 @@ class AnswerParser:
 
 
 def _given(value: Any) -> Any:
-    """The same without fields that are null: of a call in pieces all but the first have no name."""
+    """The value without null fields: of a call in pieces, only the first has a name."""
     if isinstance(value, list):
         return [_given(one) for one in value]
     if isinstance(value, dict):

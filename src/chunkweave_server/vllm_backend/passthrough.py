@@ -1,4 +1,4 @@
-"""Requests without documents, and the endpoints of vLLM that are not ours: handed to a vLLM server as they are."""
+"""Forwards requests without documents, and other endpoints of vLLM, to a vLLM server."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -39,13 +39,13 @@ from chunkweave_server.vllm_backend.upstream import (
 )
 
 _OURS = ("documents", FIELD)
-"""A completion request with one of these is the server's; all others are handed through."""
+"""Completion requests with one of these fields are answered here; all others are forwarded."""
 
 _TEXTS = ("messages", "prompt")
-"""Where a completion request has texts."""
+"""Fields of a completion request that contain texts."""
 
 _GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""Endpoints that an adapter answers at."""
+"""Endpoints that can use an adapter."""
 
 SALTED = (
     *_GENERATING,
@@ -59,23 +59,23 @@ SALTED = (
     "/v2/embed",
     "/v2/rerank",
 )
-"""Endpoints whose bodies take a `cache_salt`: vLLM's own prefix cache is separated by it."""
+"""Endpoints whose bodies have a `cache_salt`, which separates entries of vLLM's own prefix cache."""
 
 _TRIES = 2
 
 _DATA = b"data: "
 _ERROR = b'data: {"error"'
 _MOST_ERROR_BYTES = 1 << 16
-"""Of an error that vLLM answers with: what is longer is not read to its end."""
+"""Most bytes that are read of an error response of vLLM."""
 
 _MOST_VALUES = 300_000
-"""In a body that is handed on: a prompt may be a list of token ids."""
+"""Most values in a forwarded body; a prompt may be a list of token ids."""
 
 _FOR_ALL: Mapping[str, Sequence[str]] = {
     "GET": ("/v1/models", "/v1/models/{model:path}"),
     "POST": (*SALTED, "/detokenize", "/tokenize"),
 }
-"""By method, paths of vLLM that keep nothing of a request where another request could find it."""
+"""By method, paths of vLLM that keep no data of a request for other requests to find."""
 
 _FOR_ADMINS: Mapping[str, Sequence[str]] = {
     "GET": (
@@ -114,17 +114,21 @@ _FOR_ADMINS: Mapping[str, Sequence[str]] = {
         "/wake_up",
     ),
 }
-"""By method, paths of vLLM that show or change what tenants share, or whose requests take no salt."""
+"""By method, paths of vLLM that show or change state shared by tenants, or whose requests have no salt."""
+
+
+_RESETS = ("/pause", "/reset_prefix_cache", "/sleep")
+"""Paths by which vLLM may reset the plug-in's cache. If it does not, the next answers say what is still stored."""
 
 
 class Passthrough:
-    """Hands requests to the least loaded server."""
+    """Forwards requests to the least loaded server."""
 
     def __init__(self, fleet: Callable[[], Fleet], document_tag: str = "", *, model: str | None = None) -> None:
-        """`fleet` is called for each request: it raises `HttpError` while there is none.
+        """`fleet` is called for each request; it raises `HttpError` before the fleet has started.
 
-        Requests with a `document_tag` in a text are the server's too. Completion requests that name no model get
-        `model`, or vLLM's own choice.
+        Requests with a `document_tag` in a text are answered here, too. `model` is set in completion requests that name
+        no model; None: vLLM's default.
         """
         self._model = model
         self._document_tag = document_tag
@@ -137,10 +141,10 @@ class Passthrough:
         self._fleet = fleet
 
     async def plain(self, request: Request) -> Response | None:
-        """The answer to a completion request that says nothing of documents; None if it does.
+        """Forward a completion request without documents; None if the request has documents.
 
         Raises:
-            HttpError: 400, the body has more values than vLLM is handed.
+            HttpError: 400, the body is not JSON or has too many values.
         """
         body = await beside(
             request, await request.body(), partial(self._plain, request.scope["path"], request.state.tenant)
@@ -151,7 +155,7 @@ class Passthrough:
         return PassedThrough(self._fleet(), request, body, place_of_tenant, also=NOTHING_NAMED)
 
     def _plain(self, path: str, tenant: Tenant, raw: bytes) -> bytes | None:
-        """What vLLM is sent for a completion request; None if the request is the server's."""
+        """The body for vLLM of a completion request; None if the request is answered here."""
         body = _parsed(raw)
         if body is not None and (any(body.get(name) for name in _OURS) or self._marked(body)):
             return None
@@ -162,11 +166,11 @@ class Passthrough:
         return bool(self._document_tag) and marks_documents(_texts(said), self._document_tag)
 
     async def _ping(self, request: Request) -> Response:
-        """Whether vLLM is well; needs no key."""
+        """Health of vLLM; needs no key."""
         return PassedThrough(self._fleet(), request, b"", lambda _: nullcontext())
 
     async def _for_all(self, request: Request, tenant: OfTenant) -> Response:
-        """What keeps tenants apart, as vLLM serves it."""
+        """Forward a request that keeps tenants apart."""
         path: str = request.scope["path"]
         _refuse_other_paths(path)
         with place_if_large(request):
@@ -176,7 +180,7 @@ class Passthrough:
         return PassedThrough(self._fleet(), request, body, place_of_tenant)
 
     async def _for_admins(self, request: Request, tenant: OfTenant) -> Response:
-        """The rest, where there are tenants."""
+        """Forward other requests, for admins only."""
         path: str = request.scope["path"]
         if not tenant.admin:
             raise HttpError(403, f"only an admin may use {path} here", code="not_admin")
@@ -184,7 +188,7 @@ class Passthrough:
         return PassedThrough(self._fleet(), request, await request.body(), place_of_tenant)
 
     def _completed(self, path: str, raw: bytes, body: dict[str, Any] | None, tenant: Tenant) -> bytes:
-        """A completion request with the tenant's own salt in the place of its own, and a model; else as it came."""
+        """The body with the tenant's salt instead of the given one, and with a model; others are unchanged."""
         if body is None or path not in SALTED:
             return raw
         if not tenant.admin and _commands(body):
@@ -200,17 +204,17 @@ class Passthrough:
 
 
 def _commands(body: dict[str, Any]) -> bool:
-    """Whether a body's `kv_transfer_params` are a command to the plug-in, and no request."""
+    """Whether a body's `kv_transfer_params` are a command to the plug-in instead of a request."""
     params = body.get("kv_transfer_params")
     ours = params.get(FIELD) if isinstance(params, dict) else None
     return isinstance(ours, dict) and not ours.keys().isdisjoint((FORGET, STORED))
 
 
 def _refuse_other_paths(path: str) -> None:
-    """Refuse a decoded path that somebody on the way to the endpoint could read as another one.
+    """Refuse a decoded path that could reach another endpoint.
 
-    The HTTP client resolves `..`, and a proxy may decode a second time: what was let through as `/v1/models/..` would
-    be any endpoint of vLLM.
+    The HTTP client resolves `..`, and a proxy may decode a second time: an accepted `/v1/models/..` could become any
+    endpoint of vLLM.
 
     Raises:
         HttpError: 404.
@@ -221,10 +225,10 @@ def _refuse_other_paths(path: str) -> None:
 
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:
-    """A body that is an object; what is none is vLLM's to refuse.
+    """The body if it is an object, else None: vLLM refuses it.
 
     Raises:
-        HttpError: 400, it is no JSON, has too many values to be read here, or holds a value that cannot be sent on.
+        HttpError: 400, the body is not JSON, has too many values, or has a value that cannot be forwarded.
     """
     refuse_costly(raw, _MOST_VALUES)
     body = parsed_json(raw)
@@ -232,7 +236,7 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
 
 
 def _texts(value: Any, levels: int = 5) -> Iterator[str]:
-    """Texts in a body's part: no deeper than a message's content in pieces."""
+    """All texts in a value, down to the depth of a message's content parts."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list) and levels:
@@ -241,9 +245,9 @@ def _texts(value: Any, levels: int = 5) -> Iterator[str]:
 
 
 class PassedThrough(Response):
-    """vLLM's answer to a request, as it comes; the connection is closed when the client goes.
+    """Streams vLLM's response to a request. Closes the connection to vLLM when the client disconnects.
 
-    Errors are said in this server's form, as status and in streams.
+    Errors are sent in this server's form, as responses and in streams.
     """
 
     def __init__(
@@ -255,7 +259,7 @@ class PassedThrough(Response):
         *,
         also: tuple[str, str] | None = None,
     ) -> None:
-        """`place` is what it holds meanwhile; `also` is one more header of the answer."""
+        """`place` takes a slot of the tenant for the request's duration; `also` is an additional response header."""
         super().__init__()
         self._place = place
         self._also = [] if also is None else [(also[0].encode(), also[1].encode())]
@@ -264,7 +268,7 @@ class PassedThrough(Response):
         self._body = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand it through; once more to another server if the first one cannot be reached."""
+        """Forward the request; retry once on another server if the first one cannot be reached."""
         failed: Replica | None = None
         try:
             with self._place(self._request):
@@ -273,12 +277,12 @@ class PassedThrough(Response):
                     if await self._pass(replica, receive, send):
                         return
                     failed = replica
-            raise HttpError(502, "the vLLM server went away; its log says why", code="replica_lost")
+            raise HttpError(502, "the vLLM server is gone; see its log", code="replica_lost")
         except HttpError as error:
             await error.response(scope, receive, send)
 
     async def _pass(self, replica: Replica, receive: Receive, send: Send) -> bool:
-        """Whether the request is over; false if the server could not be reached and its client was sent nothing."""
+        """Forward to one replica. Returns False if it could not be reached and the client was sent nothing."""
         request = self._request
         query: str = request.scope["query_string"].decode("latin-1")
         path = quote(request.scope["path"])
@@ -300,6 +304,8 @@ class PassedThrough(Response):
                     begun = True
                     await error.response(self._request.scope, self._request.receive, send)
                     return True
+                if path.startswith(_RESETS):
+                    replica.contents.clear()
                 headers = [*handed_back(reply.headers), *self._also]
                 await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
                 begun, streams = True, reply.headers.get("content-type", "").startswith("text/event-stream")
@@ -308,7 +314,7 @@ class PassedThrough(Response):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except UpstreamLostError:
             if begun and not streams:
-                raise  # half a body: the connection is closed before its end, so that it is not taken for a whole one
+                raise  # close the connection early, so that the client does not take half a body for a whole one
             if begun:
                 await send({"type": "http.response.body", "body": _lost_event(), "more_body": False})
             return begun
@@ -316,7 +322,7 @@ class PassedThrough(Response):
 
 
 async def _error_of(reply: httpx.Response) -> HttpError:
-    """An answer of vLLM's with an error's status, in this server's form and with the same status."""
+    """An error response of vLLM in this server's form, with the same status."""
     body = b""
     async for data in reply.aiter_bytes():
         body += data
@@ -331,8 +337,8 @@ async def _error_of(reply: httpx.Response) -> HttpError:
 
 
 async def _with_our_errors(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """A stream whose events that are errors are in this server's form. Others are not held back or changed."""
-    held, inside = b"", False  # `inside` a line whose beginning was handed on; `held` has no such line before it
+    """Convert error events of a stream to this server's form. Other events are neither delayed nor changed."""
+    held, inside = b"", False  # `inside`: the beginning of the current line was already sent
     async for data in chunks:
         held += data
         ready = []
@@ -341,7 +347,7 @@ async def _with_our_errors(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]
             is_error = not inside and line.startswith(_ERROR)
             whole = bool(ends) or len(held) > _MOST_ERROR_BYTES
             if not inside and not whole and (is_error or _ERROR.startswith(line)):
-                break  # the rest of it is still to come
+                break  # wait for the rest of the line
             ready.append((_our_error(line) if is_error and ends else line) + ends)
             held, inside = rest, not ends
         if ready:
@@ -356,6 +362,6 @@ def _our_error(line: bytes) -> bytes:
 
 
 def _lost_event() -> bytes:
-    """What a stream that broke ends with."""
-    error = HttpError(502, "the vLLM server went away", code="replica_lost")
+    """The last event of a broken stream."""
+    error = HttpError(502, "the vLLM server is gone", code="replica_lost")
     return b"data: " + json.dumps(error.body).encode() + b"\n\ndata: [DONE]\n\n"

@@ -1,4 +1,4 @@
-"""What the front before vLLM prepares requests with: a tokenizer without weights, a chooser, prompts of chats."""
+"""Preparation of requests without weights: the tokenizer, the method chooser, and prompts of chats."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkweave.config import ReuseConfig, is_hub_name
-from chunkweave.errors import ModelNotFoundError
+from chunkweave.errors import ModelNotFoundError, one_line
 from chunkweave.models.adapters import Adapter
 from chunkweave.models.gguf import models_folder
 from chunkweave.models.hub import hub_folder
@@ -24,10 +24,10 @@ from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatDetails:
-    """What a request says beside questions and answers: the adapter that it names, and what its template reads.
+    """Details of a chat besides questions and answers: the adapter's name, and input of the chat template.
 
-    `variables` are the template's: `tools`, `chat_template_kwargs`. `exchanges` are messages of the assistant and of
-    tools behind each question, if tools were called.
+    `variables` are the template's: `tools`, `chat_template_kwargs`. `exchanges` are the messages of assistant and tools
+    after each question, if tools were called.
     """
 
     model: str | None = None
@@ -36,14 +36,14 @@ class ChatDetails:
 
 
 _BUILDERS = 64
-"""Sets of tools, and adapters, whose templates are kept."""
+"""Most sets of tools and adapters whose builders are cached."""
 
 
 class ChatPrompts:
-    """Prompts of chats that say more than questions and answers. May be called from several threads."""
+    """Builds prompts of chats with tools, adapters or template variables. Thread-safe."""
 
     def __init__(self, builder: PromptBuilder, model: str) -> None:
-        """`builder` is that of `model`, whose name takes the fingerprint's place: its ids are of this server alone."""
+        """`builder` is that of `model`. Chunk ids have its name instead of a fingerprint: for this server only."""
         self._builder = builder
         self._model = model
         self._builder_for = lru_cache(_BUILDERS)(self._alike)
@@ -52,8 +52,8 @@ class ChatPrompts:
         """The prompt of a request that belongs to no conversation.
 
         Raises:
-            UsageError: an empty question or chunk, or tools that the chat template does not write.
-            PromptTooLongError: what the `limit` raises.
+            UsageError: an empty question or chunk, or a chat template without tools.
+            PromptTooLongError: the prompt is above the `limit`.
         """
         model = None if chat.model == self._model else chat.model
         variables = json.dumps(chat.variables, sort_keys=True)
@@ -81,7 +81,7 @@ class ChatPrompts:
         )
 
     def _alike(self, adapter: str | None, variables: str) -> PromptBuilder:
-        """The builder for an adapter, whose chunks are none of the model's, and for a template with its `variables`."""
+        """The builder for an adapter, whose chunk ids differ from the model's, and for a template with `variables`."""
         read = json.loads(variables)
         if adapter is None and not read:
             return self._builder
@@ -90,14 +90,14 @@ class ChatPrompts:
 
 
 def load_tokenizer(source: str, flags: Mapping[str, str | None]) -> HuggingFaceTokenizer:
-    """The tokenizer of a folder or hub name, without any weights; one that is in the hub's cache needs no network.
+    """Load the tokenizer of a folder or hub name, without weights. One in the hub's cache needs no network.
 
     Args:
         source: folder or hub name.
-        flags: `revision` and `chat_template` (a file or the template itself), as given to vLLM; None is its default.
+        flags: `revision` and `chat_template` (a file or the template itself), as given to vLLM; None: vLLM's default.
 
     Raises:
-        ModelNotFoundError: there is none.
+        ModelNotFoundError: the tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer, GenerationConfig
 
@@ -106,7 +106,7 @@ def load_tokenizer(source: str, flags: Mapping[str, str | None]) -> HuggingFaceT
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelNotFoundError(f"the tokenizer of {source} cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise ModelNotFoundError(f"the tokenizer of {source} cannot be loaded: {one_line(error)}") from error
     if template := flags.get("chat_template"):
         file = Path(template)
         tokenizer.chat_template = file.read_text(encoding="utf-8") if file.is_file() else template
@@ -127,13 +127,13 @@ def chooser_for(
     dtype: str | None,
     adapter: Adapter | None = None,
 ) -> MethodChooser:
-    """What chooses methods: what the operator says, and the calibration record beside the model, or a shipped one.
+    """The method chooser, from the operator's settings and a calibration record.
 
-    With an adapter it is the record beside that. A record is that of weights and dtype: weights are read only if there
-    is a record to compare with.
+    The record is the one in the model's or adapter's folder, or a shipped one for the bundled models. A record is valid
+    for weights and dtype; weights are read only if there is a record to compare with.
 
     Raises:
-        UsageError: a quality without a record.
+        UsageError: `quality` without a record.
     """
     record = _calibration(Path(source), dtype, adapter)
     how = f"chunkweave calibrate {source}" + ("" if adapter is None else f" --adapter {adapter.folder}")

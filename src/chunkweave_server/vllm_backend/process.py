@@ -1,4 +1,4 @@
-"""One vLLM server as a process: its flags, its start, its watch and its end."""
+"""One vLLM server as a process: its flags, start, supervision and stop."""
 
 import asyncio
 import json
@@ -34,22 +34,26 @@ _REFUSED = {
     "--api-key": "give keys to the server: --keys-file or CHUNKWEAVE_API_KEYS",
     "--kv-transfer-config": "the server sets it; give the connector's keys by --connector KEY=VALUE",
     "--uds": "vLLM listens on loopback, the server on --host and --port",
-    "--ssl-keyfile": "put a proxy that speaks TLS before the server",
-    "--ssl-certfile": "put a proxy that speaks TLS before the server",
-    "--root-path": "put a proxy before the server",
+    "--ssl-keyfile": "put a TLS proxy in front of the server",
+    "--ssl-certfile": "put a TLS proxy in front of the server",
+    "--root-path": "put a proxy in front of the server",
     "--headless": "the server needs vLLM's API server",
     "--grpc": "the server needs vLLM's API server",
+    "--threads": "set OMP_NUM_THREADS or VLLM_CPU_OMP_THREADS_BIND in its environment",
     "--model": "give the model first: chunkweave vllm-serve MODEL",
 }
 
 
+_ASKED_ALL_THE_TIME = "/health,/metrics"
+"""Endpoints that this server polls every few seconds: their access log would fill the log."""
+
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM's `--max-lora-rank` may be."""
+"""Allowed values of vLLM's `--max-lora-rank`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """What vLLM's servers can parse in answers."""
+    """What vLLM's servers parse in answers."""
 
     tools: bool = False
     reasoning: bool = False
@@ -57,13 +61,13 @@ class Parsers:
 
 @dataclass(frozen=True, slots=True)
 class VllmFlags:
-    """A model and the flags that go to vLLM as they are.
+    """A model and the flags that are passed to vLLM.
 
-    vLLM serves an `adapter` as a model of its own, under the name that clients ask for; the model without it keeps the
-    name that it has without one.
+    vLLM serves an `adapter` as a separate model under the name that clients use; the model without the adapter keeps
+    its own name.
 
     Raises:
-        UsageError: a flag that this server has to set itself, or flags or ranks that an adapter cannot have.
+        UsageError: a flag that only this server may set, or flags or a rank that an adapter cannot have.
     """
 
     model: str
@@ -76,18 +80,20 @@ class VllmFlags:
             if flag.startswith("-") and name in _REFUSED:
                 raise UsageError(f"{name} cannot be given to vLLM here: {_REFUSED[name]}")
         if self.flags and not self.flags[0].startswith("-"):
-            raise UsageError(f"{self.flags[0]!r} is no flag of vLLM: give the model first, then flags")
+            raise UsageError(f"{self.flags[0]!r} is not a flag of vLLM: give the model first, then flags")
         if self.adapter is None:
             return
         if self.given("--lora-modules"):
             raise UsageError("give either --adapter or vLLM's --lora-modules")
         if self.adapter.settings.highest_rank > _LORA_RANKS[-1]:
-            raise UsageError(f"vLLM takes adapters of rank {_LORA_RANKS[-1]} at most, not as {self.adapter.name}")
+            raise UsageError(
+                f"vLLM supports adapters up to rank {_LORA_RANKS[-1]}; {self.adapter.name} has a higher one"
+            )
         if len(self.flags) - len(self._unnamed) > 2:
-            raise UsageError("with --adapter give one --served-model-name: it is that of model and adapter")
+            raise UsageError("with --adapter give one --served-model-name: the name of the model with the adapter")
 
     def value(self, *names: str) -> str | None:
-        """The value that a flag has, by any of its names, the last one given counting; None if it is not given."""
+        """The last value given for a flag, under any of its names; None if the flag is not given."""
         found: str | None = None
         for place, flag in enumerate(self.flags):
             name, equals, value = flag.partition("=")
@@ -97,21 +103,21 @@ class VllmFlags:
         return found
 
     def given(self, *names: str) -> bool:
-        """Whether a flag is given, with a value or without."""
+        """Whether a flag is given, with or without a value."""
         return any(flag.partition("=")[0].replace("_", "-") in names for flag in self.flags)
 
     @property
     def source(self) -> str:
-        """The folder or hub name that vLLM loads: of `reader` and `smollm2` their folders, of a GGUF file its own.
+        """The folder or hub name that vLLM loads; `reader`, `smollm2` and GGUF files become folders.
 
-        That of a GGUF file is made when it is asked for first, which takes a while.
+        The folder of a GGUF file is made at the first call, which is slow.
         """
         folder = checkpoint_folder(self.model)
         return self.model if folder == Path(self.model) else str(folder)
 
     @property
     def name(self) -> str:
-        """What clients call the model, with its adapter if it has one; never a path."""
+        """The name of the model, with its adapter, for clients; never a path."""
         served = self.value("--served-model-name")
         if served is not None:
             return served
@@ -123,7 +129,7 @@ class VllmFlags:
 
     @property
     def _unnamed(self) -> tuple[str, ...]:
-        """The flags without what the model is to be called."""
+        """The flags without `--served-model-name` and its values."""
         kept: list[str] = []
         naming = False
         for flag in self.flags:
@@ -134,7 +140,7 @@ class VllmFlags:
         return tuple(kept)
 
     def _adapting(self) -> list[str]:
-        """What has vLLM serve model and adapter under two names."""
+        """Flags that make vLLM serve model and adapter under two names."""
         if self.adapter is None:
             return []
         name, path = self.name, str(self.adapter.folder.resolve())
@@ -147,13 +153,13 @@ class VllmFlags:
 
     @property
     def parsers(self) -> Parsers:
-        """What vLLM parses by these flags."""
+        """The parsers that these flags switch on."""
         tools = self.given("--tool-call-parser") and self.given("--enable-auto-tool-choice")
         return Parsers(tools, self.given("--reasoning-parser"))
 
     @property
     def ranks(self) -> int:
-        """How many engines a server balances between itself, each with blocks and segments of its own."""
+        """Number of engines between which one server balances requests; each has its own blocks and segments."""
         elsewhere = ("--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe")
         if self.given(*elsewhere, "--data-parallel-hybrid-lb", "-dph"):
             return 1
@@ -162,13 +168,13 @@ class VllmFlags:
 
     @property
     def tokenizer(self) -> str:
-        """Where the tokenizer is loaded from."""
+        """Folder or hub name of the tokenizer."""
         return self.value("--tokenizer") or self.source
 
     def command(self, port: int, connector: Mapping[str, Any]) -> Sequence[str]:
-        """The command line of one server on loopback; `connector` is the extra config of the connector.
+        """The command line of one server on loopback; `connector` is the connector's extra config.
 
-        `python -m`: the `vllm` command of the CPU wheel fails.
+        Uses `python -m`, because the `vllm` command of the CPU wheel fails.
         """
         transfer = {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": dict(connector)}
         flags = self.flags if self.adapter is None else (*self._unnamed, *self._adapting())
@@ -177,33 +183,35 @@ class VllmFlags:
         if self.adapter is None and not self.given("--served-model-name"):
             command += ["--served-model-name", self.name]
         if not self.given("--use-tqdm-on-load", "--no-use-tqdm-on-load"):
-            command += ["--no-use-tqdm-on-load"]  # its lines go to a log
+            command += ["--no-use-tqdm-on-load"]  # the output is a log
+        if not self.given("--disable-access-log-for-endpoints", "--disable-uvicorn-access-log"):
+            command += ["--disable-access-log-for-endpoints", _ASKED_ALL_THE_TIME]
         if not self.given("--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details"):
             command += ["--enable-prompt-tokens-details"]
         if self.parsers != Parsers() and not self.given("--enable-scale-out", "--no-enable-scale-out"):
-            command += ["--enable-scale-out"]  # its endpoint parses woven answers
+            command += ["--enable-scale-out"]  # for the endpoint that parses woven answers
         return command
 
 
 _POLL_S = 0.25
 _HEALTH_S = 5.0
 _MOST_MISSED = 6
-"""Health checks in a row that a server may leave unanswered, before it is taken for hung."""
+"""A server counts as hung after this many consecutive failed health checks."""
 _TERM_S = 20.0
 _LINES = 30
 _ERROR = re.compile(r"(?:^|\] )(\w+(?:Error|Exception): .+)")
-"""The last line of a traceback, alone or behind the place that vLLM logs it with."""
+"""The last line of a traceback, alone or after vLLM's log prefix."""
 _MOST_PAUSE_S = 60.0
 
 
 class VllmStartError(ModelError):
-    """A vLLM server ended before it answered; the message has what it said last, and its first error."""
+    """A vLLM server ended before it answered; the message has its last output and its first error."""
 
 
 class VllmProcess:
-    """A server and its port. Belongs to one event loop.
+    """A vLLM server process on a port. Used in one event loop only.
 
-    It is a session of its own, so that its workers end with it and Ctrl-C at a terminal reaches this server alone.
+    It runs in its own session, so that its workers end with it, and Ctrl-C in a terminal is sent only to this server.
     """
 
     def __init__(
@@ -213,12 +221,12 @@ class VllmProcess:
         environment: Mapping[str, str],
         start_timeout_s: float,
     ) -> None:
-        """`command` makes the command line for a port; `environment` is joined to ours."""
+        """`command` makes the command line for a port; `environment` is added to this process's environment."""
         self.name = name
         self.restarts = 0
         self.port = free_port()
         self.on_change: Callable[[bool], None] | None = None
-        """Called when it answers, or no longer does."""
+        """Called with whether it answers, when this changes."""
         self._up = False
         self._command = command
         self._environment = environment
@@ -226,17 +234,17 @@ class VllmProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._said: deque[str] = deque(maxlen=_LINES)
         self._first_error: str | None = None
-        """A worker's comes first; what the server says last is only that a worker failed."""
+        """Kept because a worker's error comes first; the last output says only that a worker failed."""
         self._tasks: list[asyncio.Task[None]] = []
         self._ending = False
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Its base URL."""
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        """Start it, wait until it answers, and watch it from then on.
+        """Start it, wait until it answers, and supervise it from then on.
 
         Raises:
             VllmStartError: it ended, or took too long.
@@ -245,7 +253,7 @@ class VllmProcess:
         self._tasks.append(asyncio.create_task(self._watch(), name=f"watch {self.name}"))
 
     async def stop(self) -> None:
-        """End it with all its workers, gently at first."""
+        """Stop it with all its workers: SIGTERM, then SIGKILL after a timeout."""
         self._ending = True
         for task in self._tasks:
             task.cancel()
@@ -283,15 +291,15 @@ class VllmProcess:
                 if time.monotonic() > until_s:
                     raise VllmStartError(f"{self.name} does not answer after {self._start_timeout_s:g} s")
                 await asyncio.sleep(_POLL_S)
-        await asyncio.sleep(_POLL_S)  # for its last lines
+        await asyncio.sleep(_POLL_S)  # wait for its last lines
         said = "\n".join(self._said) or "nothing"
-        ended = f"{self.name} ended with {self._process.returncode} before it answered; it said\n{said}"
+        ended = f"{self.name} ended with {self._process.returncode} before it answered; its last output:\n{said}"
         if self._first_error is not None and not said.endswith(self._first_error):
-            ended += f"\nIts first error was\n{self._first_error}"
+            ended += f"\nIts first error:\n{self._first_error}"
         raise VllmStartError(ended)
 
     async def _watch(self) -> None:
-        """Start it again whenever it has ended or hangs, after a pause that grows as long as it does not stay up."""
+        """Restart it whenever it ends or hangs. The pause before a restart grows while it does not stay up."""
         pause_s = 1.0
         while not self._ending:
             began = time.monotonic()
@@ -301,7 +309,7 @@ class VllmProcess:
             if time.monotonic() - began > _MOST_PAUSE_S:
                 pause_s = 1.0
             while not self._ending:
-                logger.warning("%s is started again in %.0f s", self.name, pause_s)
+                logger.warning("%s will be restarted in %.0f s", self.name, pause_s)
                 await asyncio.sleep(pause_s)
                 pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
                 try:
@@ -335,7 +343,7 @@ class VllmProcess:
         while True:
             try:
                 line = await process.stdout.readline()
-            except ValueError:  # longer than the reader's buffer: a progress bar, not worth keeping
+            except ValueError:  # longer than the reader's buffer: a progress bar, skipped
                 continue
             if not line:
                 return
@@ -353,8 +361,8 @@ class VllmProcess:
         try:
             await asyncio.wait_for(process.wait(), _TERM_S)
         except TimeoutError:
-            logger.warning("%s does not end: it is killed", self.name)
-        _signal_group(process.pid, signal.SIGKILL)  # workers of an API server that is gone
+            logger.warning("%s did not stop and is killed", self.name)
+        _signal_group(process.pid, signal.SIGKILL)  # workers that outlived the API server
         await process.wait()
         self._process = None
 
@@ -366,7 +374,7 @@ class VllmProcess:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
+    """A port of loopback that is free now."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]
@@ -374,6 +382,6 @@ def free_port() -> int:
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:
-    """To the session that `leader` was made the head of; its id is ours until it has been waited for."""
+    """Signal the process group of `leader`. Its id is not reused until the leader has been waited for."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)

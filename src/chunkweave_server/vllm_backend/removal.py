@@ -1,6 +1,6 @@
-"""Removing KV from every replica: by commands to the plug-in, and before a replica that missed one answers again.
+"""Removes KV from every replica by commands to the plug-in. A replica that missed one gets it before any request.
 
-What a replica has not confirmed is kept until it has, beyond the end of this server too.
+Removals that a replica has not confirmed are kept; with a `data_dir` also across restarts of this server.
 """
 
 import asyncio
@@ -30,17 +30,17 @@ logger = logging.getLogger(__name__)
 JOURNAL_FILE = "removals.json"
 _FORMAT = 1
 MOST_TOKENS = 1 << 20
-"""Tokens of the chunks that are kept for one replica: some megabytes. What is more becomes `EVERYTHING`."""
+"""Most tokens of chunks in the pending removals of a replica (some megabytes); more become `EVERYTHING`."""
 
 _MOST_ENTRIES = 4096
-"""Removals that are pending for one replica; more become `EVERYTHING` too."""
+"""Most pending removals of a replica; more become `EVERYTHING`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Chunks to be removed, by their tokens, that were stored under one cache salt; None means all of all salts.
+    """Chunks to remove, by token ids, that were stored under one cache salt; `chunks` None: everything of all salts.
 
-    The prompts that they were computed in began with `start`.
+    `start` are the token ids at the beginning of the prompts that they were computed in.
     """
 
     salt: str = ""
@@ -49,7 +49,7 @@ class Removal:
 
     @property
     def tokens(self) -> int:
-        """How many its chunks have."""
+        """Number of tokens of its chunks."""
         return sum(map(len, self.chunks or ()))
 
 
@@ -57,21 +57,21 @@ EVERYTHING = Removal()
 
 
 class RemovalJournal:
-    """Pending removals by the key of a replica. Belongs to one event loop.
+    """Pending removals by key of the replica. Used in one event loop only.
 
-    In `<folder>/removals.json`, which is replaced whole; without a folder in memory alone. It holds token ids, and no
-    text. From a file that cannot be read nothing can be concluded but that everything is to be removed.
+    They are stored in `<folder>/removals.json`, which is replaced atomically; without a folder only in memory. The file
+    has token ids and no text. If it cannot be read, all replicas must remove everything.
     """
 
     def __init__(self, folder: Path | None, keys: Collection[str], *, most_tokens: int = MOST_TOKENS) -> None:
-        """What is pending from earlier on; `keys` are those of the replicas that there are now."""
+        """Reads the removals pending from earlier runs. `keys` are those of the current replicas."""
         self._path = None if folder is None else folder / JOURNAL_FILE
         self._most_tokens = most_tokens
         self._writing = asyncio.Lock()
         self._numbers = itertools.count()
         self._pending: dict[str, dict[int, Removal]] = {}
         self.lasting = self._path is not None
-        """Whether what is pending now outlives this process."""
+        """Whether pending removals survive this process."""
         if self._path is not None:
             try:
                 self._pending = {key: self._numbered(removals) for key, removals in _read(self._path).items()}
@@ -80,21 +80,21 @@ class RemovalJournal:
                 self._pending = {key: self._numbered([EVERYTHING]) for key in keys}
 
     def pending(self, key: str) -> Mapping[int, Removal]:
-        """What a replica has to remove, by the number of each note, `EVERYTHING` first; a copy."""
+        """The pending removals of a replica by number, `EVERYTHING` first; a copy."""
         found = self._pending.get(key, {})
         return dict(sorted(found.items(), key=lambda one: one[1] != EVERYTHING))
 
     async def add(self, keys: Collection[str], removal: Removal) -> dict[str, int]:
-        """Note a removal for these replicas, before any of them is asked; returns the number of each note.
+        """Store a removal for these replicas, before any of them is asked; returns its number by key.
 
-        A note has a number of its own: what one removal confirms takes no other's note away, be it equal.
+        Each entry has its own number, so that confirming one removal does not delete another equal one.
         """
         noted = {key: self._note(key, removal) for key in keys}
         await self._write()
         return noted
 
     async def done(self, confirmed: Mapping[str, Collection[int]]) -> None:
-        """Replicas have confirmed what these notes say; a note that is gone already is passed over."""
+        """Delete confirmed removals, by key and number; unknown numbers are ignored."""
         for key, numbers in confirmed.items():
             left = {number: one for number, one in self._pending.get(key, {}).items() if number not in numbers}
             self._pending[key] = left
@@ -125,7 +125,7 @@ class RemovalJournal:
                 await in_thread(lambda: _replace(path, pending))
                 self.lasting = True
             except OSError as error:
-                logger.error("removals that are pending cannot be noted in %s: %s", path, error)
+                logger.error("pending removals cannot be written to %s: %s", path, error)
                 self.lasting = False
 
 
@@ -146,10 +146,10 @@ def _removal(given: Mapping[str, Any]) -> Removal:
 
 
 def _replace(path: Path, pending: Mapping[str, Collection[Removal]]) -> None:
-    """Replace the file whole; without anything that is pending there is none.
+    """Replace the file atomically; delete it if nothing is pending.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if not pending:
         path.unlink(missing_ok=True)
@@ -171,22 +171,22 @@ def _replace(path: Path, pending: Mapping[str, Collection[Removal]]) -> None:
 
 
 _COMMAND_TOKENS = 1 << 15
-"""Tokens of the chunks in one command: vLLM's scheduler hashes them between two steps."""
+"""Most tokens of chunks in one command: vLLM's scheduler hashes them between two steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemovalTimes:
-    """How long a replica may take for a command, and after which pause one that was lost is asked again."""
+    """Seconds that a replica may take for a command, and the pause before a lost one is asked again."""
 
     answer_s: float = 60.0
     pause_s: float = 1.0
 
 
 class FleetRemovals:
-    """Sends removals to all replicas; one that has not confirmed all gets no requests. Belongs to one event loop.
+    """Sends removals to all replicas; a replica gets no requests until it has confirmed all. For one event loop.
 
-    What watches the servers reports here, not to the fleet: a server that answers is `up` there once nothing is pending
-    for it.
+    The watchers of servers report here instead of to the fleet: a server is `up` in the fleet only when it has nothing
+    pending.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class FleetRemovals:
         key_of: Callable[[Replica], str],
         times: RemovalTimes | None = None,
     ) -> None:
-        """`key_of` names a replica in the journal."""
+        """`key_of` returns the journal's key of a replica."""
         self._fleet = fleet
         self._journal = journal
         self._key_of = key_of
@@ -206,11 +206,11 @@ class FleetRemovals:
         self._turns = {replica.name: asyncio.Lock() for replica in fleet.replicas}
 
     def answers(self, server: str, up: bool) -> None:
-        """A server answers from now on, or no more."""
+        """Note that a server is up or down."""
         (self.up if up else self.down)(server)
 
     def up(self, server: str) -> None:
-        """A server answers: it gets requests at once, or when it has removed what is pending."""
+        """Note that a server is up. It gets requests when it has no pending removals."""
         self._answering.add(server)
         if all(replica.up for replica in self._of(server)):
             return
@@ -220,32 +220,32 @@ class FleetRemovals:
             self._catching_up[server] = asyncio.create_task(self._catch_up(server), name=f"removals at {server}")
 
     def down(self, server: str) -> None:
-        """A server answers no more."""
+        """Note that a server is down."""
         self._answering.discard(server)
         if (task := self._catching_up.pop(server, None)) is not None:
             task.cancel()
         self._fleet.down(server)
 
     def samples(self) -> Iterator[MetricSample]:
-        """What is pending, by replica."""
+        """Metrics: pending removals by replica."""
         pending = {one.name: float(len(self._journal.pending(self._key_of(one)))) for one in self._fleet.replicas}
-        meaning = "Removals that it has to confirm before it gets requests."
+        meaning = "Removals that the replica must confirm before it gets requests."
         yield MetricSample("replica_removals_pending", meaning, pending, "replica")
 
     async def close(self) -> None:
-        """Stop asking; what is pending stays noted."""
+        """Stop sending; pending removals stay in the journal."""
         tasks = list(self._catching_up.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def remove(self, removal: Removal, ids: Collection[ChunkId] = ()) -> int:
-        """Remove from all replicas what they store, and their guesses here of it (`ids`; none for everything).
+        """Remove segments from all replicas, and `ids` (for `EVERYTHING`: all) from their assumed contents.
 
-        Returns how many copies of segments there were.
+        Returns the number of removed copies.
 
         Raises:
-            NotRemovedError: a replica did not answer, or has copies yet. Those that could have removed theirs.
+            NotRemovedError: a replica did not answer or still has copies; the others have removed theirs.
         """
         replicas = self._fleet.replicas
         noted = await self._journal.add([self._key_of(one) for one in replicas], removal)
@@ -265,7 +265,7 @@ class FleetRemovals:
         return total.removed
 
     async def _remove_at(self, replica: Replica, removal: Removal, ids: Collection[ChunkId]) -> Removed | None:
-        """A replica's answer; None if it is down, or was lost and is now."""
+        """A replica's answer; None if it is down, or goes down because it did not answer."""
         if not replica.up:
             return None
         try:
@@ -284,7 +284,7 @@ class FleetRemovals:
         return removed
 
     async def _catch_up(self, server: str) -> None:
-        """Have a server remove what is pending, then let it have requests."""
+        """Send a server its pending removals, then mark it as up."""
         while self._pending_at(server):
             try:
                 for replica in self._of(server):
@@ -292,8 +292,8 @@ class FleetRemovals:
             except (UpstreamLostError, TimeoutError) as error:
                 logger.warning("%s has not confirmed a removal yet: %s", server, error)
                 await asyncio.sleep(self._times.pause_s)
-            except Exception:  # or the server would get no request any more
-                logger.exception("a removal at %s failed, and is tried again", server)
+            except Exception:  # otherwise the server would never get requests again
+                logger.exception("a removal at %s failed and will be retried", server)
                 await asyncio.sleep(self._times.pause_s)
         del self._catching_up[server]
         self._fleet.up(server)
@@ -308,10 +308,10 @@ class FleetRemovals:
             await self._journal.done({key: pending.keys() if removal == EVERYTHING else {number}})
 
     async def _send(self, replica: Replica, removal: Removal) -> Removed:
-        """What a replica says of a removal, for the model and each adapter that it serves.
+        """Send a removal to a replica, for its model and each adapter; returns the sum of its answers.
 
         Raises:
-            UpstreamLostError, TimeoutError: it did not answer.
+            UpstreamLostError, TimeoutError: the replica did not answer.
         """
         total = Removed()
         if await replica.upstream.hides_ranks():
@@ -322,7 +322,7 @@ class FleetRemovals:
             try:
                 for chunks in [None] if removal.chunks is None else portions(removal.chunks):
                     total += await self._command(replica, model, removal, chunks)
-            except (HttpError, UsageError) as error:  # it answers, but without the plug-in, or this adapter's files
+            except (HttpError, UsageError) as error:  # it answers, but has no plug-in, or not this adapter's files
                 logger.error("%s removes nothing of %s: %s", replica.name, model, error)
                 total += Removed(unasked=(replica.name,))
         return total
@@ -331,7 +331,10 @@ class FleetRemovals:
         self, replica: Replica, model: str, removal: Removal, chunks: Sequence[Sequence[int]] | None
     ) -> Removed:
         body = command_body(model, removal.salt, removal.start, removal_params(chunks, removal.start))
-        async with self._turns[replica.name], asyncio.timeout(self._times.answer_s):  # waiting for a turn is no silence
+        async with (
+            self._turns[replica.name],
+            asyncio.timeout(self._times.answer_s),
+        ):  # the time limit excludes waiting for the lock
             answer = await replica.upstream.complete_whole(body)
         params = answer.get("kv_transfer_params")
         return Removed.of(params.get(FIELD) if isinstance(params, Mapping) else None)
@@ -344,7 +347,7 @@ class FleetRemovals:
 
 
 def command_body(model: str, salt: str, start: Sequence[int], params: Mapping[str, Any]) -> dict[str, Any]:
-    """A request of one token that is a command to the plug-in, about what was stored under a salt."""
+    """The body of a command to the plug-in: a request of one token, about segments of a salt."""
     return {
         "model": model,
         "prompt": [*start[:1]] or [0],
@@ -356,7 +359,7 @@ def command_body(model: str, salt: str, start: Sequence[int], params: Mapping[st
 
 
 def portions(chunks: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Chunks of one command each."""
+    """Split chunks into lists of at most `_COMMAND_TOKENS` tokens, one for each command."""
     portion: list[Sequence[int]] = []
     tokens = 0
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""The plug-in's reports: where they arrive, and what they and this server report of an answer."""
+"""The plug-in's reports: the socket that receives them, and the reuse report made from them."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 Report = Mapping[str, Any]
-"""What the plug-in says of one request (docs/vllm.md, the report)."""
+"""The plug-in's report of one request (docs/vllm.md, the report)."""
 
 _OUR_ID = re.compile(r"[0-9a-f]{32}")
 _MOST_UNREAD = 4096
@@ -35,14 +35,14 @@ _BUFFER_BYTES = 8 << 20
 
 
 class ReportInbox:
-    """A socket that vLLM's processes send reports to. Belongs to one event loop.
+    """A socket for reports from vLLM's processes. Used in one event loop only.
 
-    A report is found by the id that this server gave its request; vLLM puts its own around that. Reports that nobody
-    asks for are dropped, the oldest first.
+    Reports are matched by this server's request id, which vLLM's id contains. If too many reports are unread, the
+    oldest are dropped.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        """A socket at `path`; None makes one in a folder of its own."""
+        """A socket at `path`; None: in a new temporary folder."""
         self._path = path
         self._folder: Path | None = None
         self._transport: asyncio.DatagramTransport | None = None
@@ -50,19 +50,19 @@ class ReportInbox:
         self._awaited: dict[str, asyncio.Future[Report]] = {}
         self._stores: dict[str, Mapping[str, Any]] = {}
         self.eviction: dict[str, Mapping[str, Any]] = {}
-        """By worker, what its store evicts first, as it said last (`weaving.stores.eviction_order`)."""
+        """By worker, the last reported order of eviction in its store (`weaving.stores.eviction_order`)."""
 
     @property
     def path(self) -> str:
-        """Of the socket; only this user can reach it."""
+        """Path of the socket; only this user can access it."""
         assert self._path is not None, "it is open"
         return str(self._path)
 
     async def open(self) -> None:
-        """Listen.
+        """Bind the socket.
 
         Raises:
-            UsageError: somebody listens at the path, something else is there, or no such folder.
+            UsageError: the path is in use, or its folder does not exist.
         """
         if self._path is None:
             self._folder = Path(tempfile.mkdtemp(prefix="chunkweave-"))
@@ -80,7 +80,7 @@ class ReportInbox:
         self._transport, _ = await loop.create_datagram_endpoint(lambda: _Receiver(self), sock=sock)
 
     def close(self) -> None:
-        """Listen no more; a second time is harmless."""
+        """Close the socket. Idempotent."""
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -90,7 +90,7 @@ class ReportInbox:
             self._folder = None
 
     async def report(self, request_id: str, timeout_s: float) -> Report | None:
-        """The report of a request that has ended; None if none comes in time."""
+        """The report of an ended request; None if it does not arrive in time."""
         found = self._unread.pop(request_id, None)
         if found is not None:
             return found
@@ -98,18 +98,18 @@ class ReportInbox:
         try:
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
-            logger.warning("no report of request %s came", request_id)
+            logger.warning("no report of request %s arrived", request_id)
             return None
         finally:
             del self._awaited[request_id]
 
     def store_counts(self) -> Mapping[str, Any] | None:
-        """What all workers' stores count, together, as they said last; None if none said anything. From any thread."""
+        """Sums of the last reported counts of all workers' stores; None without reports. Thread-safe."""
         stores = tuple(self._stores.values())
         return _together(stores) if stores else None
 
     def take(self, data: bytes) -> None:
-        """A datagram came; what is none of ours is logged and gone."""
+        """Handle a datagram. Unreadable ones are logged and dropped."""
         try:
             message = json.loads(data)
             if "store" in message:
@@ -120,7 +120,7 @@ class ReportInbox:
             found = _OUR_ID.search(message["request_id"])
             report = message["report"][FIELD]
         except (ValueError, KeyError, TypeError):
-            logger.warning("a report that cannot be read: %r", data[:200])
+            logger.warning("unreadable report: %r", data[:200])
             return
         if found is None or not isinstance(report, Mapping):
             return
@@ -135,7 +135,7 @@ class ReportInbox:
 
 
 def _together(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums, name by name; a tier is available if it is to all."""
+    """Sums by name; a tier is available if it is available in all."""
     found: dict[str, Any] = {}
     for name in dict.fromkeys(name for one in counts for name in one):
         values = [one[name] for one in counts if name in one]
@@ -147,7 +147,7 @@ def _together(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a socket that nobody listens at any more, as a server that was killed leaves it."""
+    """Remove a socket without a listener, left by a killed server."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
@@ -166,20 +166,20 @@ class _Receiver(asyncio.DatagramProtocol):
 
 
 _UNKNOWN = ("lookup_s", "load_s", "weave_s", "prefill_flops", "full_prefill_flops", "flops_limit", "chunks")
-"""What our own engine says of a request and nobody outside vLLM knows."""
+"""Fields of our own engine's report that are unknown outside vLLM."""
 
 
 _NOT_SHOWN = ("recomputed", "kv_sources", "reasons", "contexts", STORE_TOKENS)
-"""What the plug-in says of positions and parts, which an answer has chunk by chunk, and of its store."""
+"""Fields of the plug-in's report that answers leave out: positions, parts (answers list chunks), and its store."""
 
 _OF_CHUNK = ("source", "kv_source", "tokens", "recomputed_tokens", "rank", "reasons", "contexts")
 
 
 def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: int) -> tuple[int, int, int, int]:
-    """Tokens of a prompt that are exact prefixes, reused, recomputed and computed; they sum to it.
+    """Prefix-exact, reused, recomputed and computed tokens of a prompt; they sum to `prompt_tokens`.
 
-    Without a report, or in one of an error, what vLLM found in its own prefix cache (`local_tokens`) is exact, since
-    requests that weave are hashed apart.
+    Without a report, or with one of an error, tokens from vLLM's own prefix cache (`local_tokens`) count as exact:
+    woven requests have other hashes there.
     """
     if not _counted(report):
         return local_tokens, 0, 0, prompt_tokens - local_tokens
@@ -189,21 +189,22 @@ def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: in
 
 
 def _counted(report: Report | None) -> TypeGuard[Report]:
-    """Whether the plug-in says what became of the prompt's tokens."""
+    """Whether a report has the counts of the prompt's tokens."""
     return report is not None and "reused_tokens" in report
 
 
 def cached_tokens(report: ReuseReport, reported: Report | None) -> int:
-    """Tokens of a prompt that were not computed for it: what was computed again is not cached."""
+    """Tokens of a prompt that were not computed for it; recomputed tokens do not count as cached."""
     local = int(reported.get("local_tokens", 0)) if reported is not None else 0
     return max(report.prefix_exact_tokens + report.reused_tokens, local)
 
 
 def what_was_found(placed: Placed, report: ReuseReport, reported: Report | None) -> Found:
-    """What an answer tells of its replica's store.
+    """What a report reveals about its replica's store.
 
-    A part counts by its first token: vLLM takes whole blocks, and computes what is left of a part behind the last one.
-    Without a report vLLM's own count is known: what it did not compute, which of a woven prompt may be anywhere.
+    The source of a part is that of its first token: vLLM reuses whole blocks and computes the rest of a part after the
+    last block. Without a report only vLLM's own count of cached tokens is known; in a woven prompt their positions are
+    not.
     """
     cached = report.prefix_exact_tokens
     if reported is None and placed.prepared.weaves and cached:
@@ -222,7 +223,7 @@ def what_was_found(placed: Placed, report: ReuseReport, reported: Report | None)
 def reuse_report(
     placed: Placed, reported: Report | None, usage: Mapping[str, Any], durations: Durations, new_tokens: int
 ) -> ReuseReport:
-    """The project's own report, of what the plug-in `reported` (None: nothing), of vLLM's `usage`, and of the clock."""
+    """The reuse report of an answer, from the plug-in's report (None: none), vLLM's `usage`, and measured times."""
     choice, said = placed.prepared.choice, reported if _counted(reported) else {}
     details = usage.get("prompt_tokens_details") or {}
     local_tokens = int(details.get("cached_tokens") or 0)
@@ -251,7 +252,7 @@ def reuse_report(
 
 
 def _of_vllm(prompt: Prompt, cached: int) -> Report:
-    """What the plug-in would say of a prompt that it had nothing to do with: vLLM found its first `cached` tokens."""
+    """The report of a prompt that the plug-in did not handle: vLLM had its first `cached` tokens in its own cache."""
     spans = {str(KVSource.EXACT): [(0, cached)], str(KVSource.COMPUTED): [(cached, len(prompt))]}
     stored = [span for part, span in zip(prompt.parts, prompt.spans(), strict=True) if part.id is not None]
     found = sum(len(span.within(0, cached)) for span in stored)
@@ -259,13 +260,13 @@ def _of_vllm(prompt: Prompt, cached: int) -> Report:
 
 
 def _source_of(part: Span, sources: Mapping[str, Sequence[Sequence[int]]]) -> str:
-    """The source of a part's last token: vLLM's blocks may end within it."""
+    """The source of a part's last token: one of vLLM's blocks may end inside the part."""
     found = (source for source, spans in sources.items() for start, stop in spans if start < part.stop <= stop)
     return str(next(found, ""))
 
 
 def shown_report(placed: Placed, report: ReuseReport, reported: Report | None) -> dict[str, Any]:
-    """The report in an answer: what the plug-in says but for lists of positions, and what the server knows."""
+    """The report in an answer: fields of the server's report and of the plug-in's, without lists of positions."""
     ours = {name: value for name, value in report.as_dict().items() if name not in _UNKNOWN}
     also = {name: value for name, value in (reported or {}).items() if name not in ours and name not in _NOT_SHOWN}
     chunks = [{name: getattr(chunk, name) for name in _OF_CHUNK} for chunk in report.chunks if chunk.rank is not None]

@@ -1,4 +1,4 @@
-"""The shadow check before vLLM: a woven prompt is sent again, to be prefilled in full, and both are compared."""
+"""Shadow checks with vLLM: woven prompts are sent again for full prefill, and both results are compared."""
 
 import asyncio
 import logging
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 _ALTERNATIVES = 20
-"""As many as vLLM gives unless it was started with another `--max-logprobs`."""
+"""vLLM's default of `--max-logprobs`."""
 _LEAST = 1e-9
 _AS_IDS = "return_tokens_as_token_ids"
 
 
 @dataclass(frozen=True, slots=True)
 class _Woven:
-    """An answer to be checked: its prompt, what it said of its first token, and its tokens if they were greedy."""
+    """An answer to check: its prompt, log-probabilities of its first token, and its tokens if decoding was greedy."""
 
     prompt_ids: tuple[int, ...]
     first: Mapping[str, float]
@@ -35,14 +35,14 @@ class _Woven:
 
 
 class VllmShadow:
-    """Checks one in N woven answers when there is nothing else to do. Belongs to one event loop.
+    """Checks one in N woven answers while no request runs or waits. Used in one event loop only.
 
-    A check is a request without chunks under a cache salt of its own, so that vLLM reuses nothing for it and nobody
-    reuses what it leaves. Distributions are compared over the most likely tokens, all others as one.
+    A check is a request without chunks under a random cache salt, so that vLLM reuses nothing for it, and its KV is not
+    reused. Distributions are compared over the most likely tokens; all other tokens count as one.
     """
 
     def __init__(self, monitor: ShadowMonitor, fleet: Fleet) -> None:
-        """Nothing to check yet."""
+        """No checks are pending. Sets `fleet.on_idle`."""
         self.monitor = monitor
         self._fleet = fleet
         self._pending: deque[_Woven] = deque()
@@ -51,16 +51,16 @@ class VllmShadow:
 
     @property
     def alternatives(self) -> int:
-        """Most likely tokens that an answer must come with to be checked."""
+        """Number of most likely tokens that an answer needs for a check."""
         return _ALTERNATIVES
 
     @property
     def busy(self) -> bool:
-        """Whether answers are checked now, or are to be."""
+        """Whether checks are running or pending."""
         return bool(self._pending) or (self._task is not None and not self._task.done())
 
     def offer(self, placed: Placed, body: Mapping[str, Any], choice: Choice) -> None:
-        """A request was answered by weaving; if its turn has come, it waits to be checked."""
+        """Count a woven answer, and queue it for a check if it is one in N. Drops it if the queue is full."""
         config = self.monitor.config
         tops = (choice.get("logprobs") or {}).get("top_logprobs") or []
         if not self.monitor.wants():
@@ -73,7 +73,7 @@ class VllmShadow:
         self._pending.append(_Woven(placed.prompt.token_ids, tops[0], tokens, body))
 
     async def close(self) -> None:
-        """Drop whatever is left."""
+        """Drop pending checks and stop the running one."""
         self._fleet.on_idle = None
         for _ in self._pending:
             self.monitor.drop()
@@ -91,7 +91,7 @@ class VllmShadow:
             try:
                 self.monitor.take(await self._check(self._pending.popleft()))
             except (ChunkweaveError, HttpError, LookupError, TypeError) as error:
-                logger.warning("a shadow check failed; no answer is concerned: %s", error)
+                logger.warning("a shadow check failed; answers are not affected: %s", error)
                 self.monitor.fail()
 
     async def _check(self, woven: _Woven) -> Divergence:
@@ -118,11 +118,11 @@ class VllmShadow:
 def compare(
     full: Mapping[str, float], woven: Mapping[str, float], full_ids: Sequence[int], woven_ids: Sequence[int]
 ) -> Divergence:
-    """How far a woven answer strayed.
+    """Divergence of a woven answer from full prefill.
 
-    `full` and `woven` are the most likely first tokens with their log-probabilities. Where one of the former is not
-    among the latter it has at most what the least of these has, and at most what all others have together: that is
-    taken, so that the divergence is at least the one computed here.
+    `full` and `woven` are the most likely first tokens with their log-probabilities. A token of `full` that is missing
+    in `woven` has at most the probability of the least likely token in `woven`, and at most that of all others
+    together. The smaller of these bounds is used, so the true divergence is at least the result.
 
     >>> compare({"a": -0.1, "b": -2.4}, {"a": -0.1, "b": -2.4}, [1, 2], [1, 3])
     Divergence(kl=0.0, agrees=True, same_tokens=1, compared_tokens=2)

@@ -1,4 +1,4 @@
-"""HTTP to one vLLM server: completions as events, and requests handed through as they are."""
+"""HTTP to one vLLM server: completions as events, and forwarded requests."""
 
 import asyncio
 import json
@@ -13,20 +13,20 @@ from chunkweave.errors import ChunkweaveError
 from chunkweave_server.errors import HttpError
 
 Event = dict[str, Any]
-"""One event of vLLM's stream of a completion, parsed."""
+"""One parsed event of vLLM's completion stream."""
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
-"""Names and values as they are on the wire, in any encoding."""
+"""Names and values as bytes, in any encoding."""
 
 COMPLETIONS = "/v1/completions"
 _VALIDATION = re.compile(r"'loc': '(?P<place>[^']*)', 'msg': (?P<quote>['\"])(?P<message>.*?)(?P=quote)[,}]")
-"""The first error of a list of Pydantic's, as vLLM writes them into its message."""
+"""The first of Pydantic's errors in a message of vLLM."""
 
 _MOST_CHARACTERS = 2000
-"""Of a message of vLLM's, which may quote the request: more is not looked at."""
+"""Most characters that are read of vLLM's message, which may quote the request."""
 
 _ABOUT_FIELD = re.compile(r"(?P<field>[a-z]+(_[a-z]+)*) (must|cannot|contains)\b")
-"""How vLLM begins what it says of one field."""
+"""Beginning of vLLM's messages about one field."""
 
 _RANK = "x-data-parallel-rank"
 _CONNECT_S = 5.0
@@ -49,39 +49,39 @@ _HOP_BY_HOP = frozenset(
         "x-request-id",
     }
 )
-"""Headers that concern one connection, or that this server sets itself."""
+"""Headers of one connection, and headers that this server sets itself; not forwarded."""
 
 
 class UpstreamLostError(ChunkweaveError):
-    """A vLLM server could not be reached or went away: another one may do better."""
+    """A vLLM server could not be reached or closed the connection: another one may succeed."""
 
 
 class UpstreamLateError(UpstreamLostError):
-    """A vLLM server has not begun to answer in time: another one may, or the same if it is asked again."""
+    """A vLLM server has not started to answer in time: a retry may succeed."""
 
 
 class UpstreamFailedError(ChunkweaveError):
-    """A vLLM server answered that it failed: because of the request, or because its engine is gone.
+    """A vLLM server answered with a failure: because of the request, or because its engine has died.
 
-    Only `Upstream.healthy` tells which.
+    `Upstream.healthy` distinguishes the two.
     """
 
 
 class Upstream:
-    """A vLLM server by its URL, or one of its data-parallel ranks. Belongs to one event loop.
+    """A vLLM server at a URL, or one of its data-parallel ranks. Used in one event loop only.
 
-    Leaving a stream early closes its connection, and vLLM aborts a request whose connection is closed.
+    Closing a stream early closes its connection; vLLM then aborts the request.
     """
 
     def __init__(self, name: str, url: str, *, rank: int | None = None) -> None:
-        """Completions go to that `rank` of the server (None: to any). Its `name` then has the rank behind a point."""
+        """Completions are sent to this `rank` of the server (None: any). `self.name` is then `name.rank`."""
         self.server = name
-        """The server's name, whatever the rank."""
+        """The server's name, without the rank."""
         self.name = name if rank is None else f"{name}.{rank}"
         self.url = url
         self._rank = {} if rank is None else {_RANK: str(rank)}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        timeout = httpx.Timeout(None, connect=_CONNECT_S)  # a long prefill says nothing for a long time
+        timeout = httpx.Timeout(None, connect=_CONNECT_S)  # a long prefill sends nothing for a long time
         self._client = httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout)
 
     async def close(self) -> None:
@@ -91,30 +91,30 @@ class Upstream:
     async def complete_begun(
         self, body: Mapping[str, Any], request_id: str, *, within_s: float | None
     ) -> AsyncGenerator[Event, None]:
-        """`complete`, if its first event comes `within_s`; else its connection is closed, and the server aborts it.
+        """`complete` with a time limit for the first event; after that the connection is closed and vLLM aborts it.
 
         Raises:
-            UpstreamLateError: it does not come.
-            UpstreamLostError, UpstreamFailedError, HttpError: what `complete` raises.
+            UpstreamLateError: no event arrived `within_s`.
+            UpstreamLostError, UpstreamFailedError, HttpError: as in `complete`.
         """
         async with aclosing(self.complete(body, request_id)) as events:
             try:
                 async with asyncio.timeout(within_s):
                     first = await anext(events, None)
             except TimeoutError:
-                raise UpstreamLateError(f"{self.name} has not begun to answer within {within_s:.3g} s") from None
+                raise UpstreamLateError(f"{self.name} has not started to answer within {within_s:.3g} s") from None
             if first is not None:
                 yield first
             async for event in events:
                 yield event
 
     async def complete(self, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[Event, None]:
-        """Events of a streamed completion, without the mark of its end.
+        """Events of a streamed completion, without the final `[DONE]`.
 
         Raises:
-            UpstreamLostError: the server is gone, or ended the stream before its end.
-            UpstreamFailedError: it says that it failed.
-            HttpError: it refused the request, in its own words; or the body is not JSON.
+            UpstreamLostError: the server is gone, or closed the stream early.
+            UpstreamFailedError: the server answered with a failure.
+            HttpError: the server refused the request, with its message; or the body cannot be sent as JSON.
         """
         ended = False
         request = self._posting(COMPLETIONS, body, {"x-request-id": request_id, **self._rank})
@@ -131,25 +131,25 @@ class Upstream:
                         break
                     yield _event(data)
         if not ended:
-            raise UpstreamLostError(f"{self.name} ended an answer before its end")
+            raise UpstreamLostError(f"{self.name} closed the stream of an answer early")
 
     @asynccontextmanager
     async def passed(
         self, method: str, path: str, headers: RawHeaders, body: AsyncIterator[bytes] | bytes
     ) -> AsyncIterator[httpx.Response]:
-        """The server's answer to a request that is handed through, its body still to be read.
+        """Forward a request; yields the response with its body unread.
 
         Raises:
-            HttpError: the path cannot be one.
-            UpstreamLostError: it cannot be reached, or goes away.
+            HttpError: 400, the path is invalid.
+            UpstreamLostError: the server cannot be reached, or closed the connection.
         """
-        # What it sends is handed on byte by byte: it must not be compressed for us alone.
+        # The body is forwarded unchanged, so it must have an encoding that the client accepts.
         encoding = [value for name, value in headers if name.lower() == b"accept-encoding"] or [b"identity"]
         kept = [*_end_to_end(headers), *((b"accept-encoding", value) for value in encoding)]
         try:
             request = self._client.build_request(method, path, headers=kept, content=body)
         except httpx.InvalidURL as error:
-            raise HttpError(400, "the path or its query cannot be handed on") from error
+            raise HttpError(400, "the path or its query cannot be forwarded") from error
         with self._lost_if_silent("is gone"):
             async with self._streamed(request) as reply:
                 yield reply
@@ -165,12 +165,12 @@ class Upstream:
     async def post(
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """The answer to a body, both JSON.
+        """Post a JSON body; returns the JSON object of the response.
 
         Raises:
             UpstreamLostError: the server is gone.
-            UpstreamFailedError: it says that it failed, or what it says is no JSON.
-            HttpError: it refused the body, in its own words; or the body is not JSON.
+            UpstreamFailedError: the server answered with a failure, or not with a JSON object.
+            HttpError: the server refused the body, with its message; or the body cannot be sent as JSON.
         """
         request = self._posting(path, body, headers or {})
         with self._lost_if_silent(f"does not answer {path}"):
@@ -181,14 +181,14 @@ class Upstream:
 
     @contextmanager
     def _lost_if_silent(self, what: str) -> Iterator[None]:
-        """Raise `UpstreamLostError` for errors of the connection."""
+        """Convert errors of the connection to `UpstreamLostError`."""
         try:
             yield
         except (httpx.HTTPError, httpx.StreamError) as error:
             raise UpstreamLostError(f"{self.name} {what}: {type(error).__name__} {error}") from error
 
     async def healthy(self) -> bool:
-        """Whether the server says so: one that failed at a request, and is, may be asked for others."""
+        """Whether the server's health check succeeds."""
         try:
             await self.text("/health")
         except UpstreamLostError:
@@ -196,10 +196,10 @@ class Upstream:
         return True
 
     def _posting(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Request:
-        """A request with a body as JSON.
+        """A request with a JSON body.
 
         Raises:
-            HttpError: 400, the body holds what no JSON can be written from.
+            HttpError: 400, the body cannot be written as JSON.
         """
         try:
             return self._client.build_request("POST", path, json=body, headers=dict(headers))
@@ -207,11 +207,11 @@ class Upstream:
             raise HttpError(400, "a value of the request cannot be sent as JSON", code="invalid_json") from error
 
     async def complete_whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A completion that is not streamed, of this rank if there are several.
+        """A completion that is not streamed, on this rank if there are several.
 
         Raises:
-            UpstreamLostError: the server is gone, or failed.
-            HttpError: it refused the body, in its own words.
+            UpstreamLostError: the server is gone, or answered with a failure.
+            HttpError: the server refused the body, with its message.
         """
         try:
             return await self.post(COMPLETIONS, body, self._rank)
@@ -219,21 +219,21 @@ class Upstream:
             raise UpstreamLostError(f"{self.name} failed: {error}") from error
 
     async def model_names(self) -> list[str]:
-        """What it serves: the model, then its adapters.
+        """Names of the served models: the model, then its adapters.
 
         Raises:
-            UpstreamLostError: it does not answer, or serves nothing.
+            UpstreamLostError: the server does not answer, or serves no model.
         """
         try:
             names = [str(one["id"]) for one in json.loads(await self.text("/v1/models"))["data"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise UpstreamLostError(f"{self.name} does not say what it serves: {error!r}") from error
+            raise UpstreamLostError(f"{self.name} does not list its models: {error!r}") from error
         if not names:
             raise UpstreamLostError(f"{self.name} serves no model")
         return names
 
     async def hides_ranks(self) -> bool:
-        """Whether it says in its metrics that it has several data-parallel ranks, and requests go to any of them."""
+        """Whether its metrics show several data-parallel ranks although this upstream has no rank."""
         if self._rank:
             return False
         with suppress(UpstreamLostError):
@@ -241,28 +241,28 @@ class Upstream:
         return False
 
     async def serves(self, path: str) -> bool:
-        """Whether something takes bodies there: what is missing or switched off does not.
+        """Whether an endpoint exists at `path` and is switched on.
 
         Raises:
-            UpstreamLostError: it does not answer.
+            UpstreamLostError: the server does not answer.
         """
         with self._lost_if_silent(f"does not answer {path}"):
             return (await self._client.post(path, json={})).status_code in (400, 422)
 
     async def text(self, path: str, *, timeout_s: float = 5.0) -> str:
-        """The body of a GET.
+        """The response body of a GET.
 
         Raises:
-            UpstreamLostError: there is none.
+            UpstreamLostError: the server does not answer with success.
         """
         with self._lost_if_silent(f"does not answer {path}"):
             return (await self._client.get(path, timeout=timeout_s)).raise_for_status().text
 
     async def most_tokens(self) -> int | None:
-        """The context length that it was started with; None if it does not say.
+        """The server's context length; None if it does not report one.
 
         Raises:
-            UpstreamLostError: it does not answer.
+            UpstreamLostError: the server does not answer.
         """
         models = json.loads(await self.text("/v1/models"))["data"]
         found = models[0].get("max_model_len") if models else None
@@ -270,7 +270,7 @@ class Upstream:
 
 
 def handed_back(headers: httpx.Headers) -> RawHeaders:
-    """The headers of an answer that its client gets."""
+    """The headers of a response that are passed to the client."""
     return _end_to_end(headers.raw)
 
 
@@ -279,11 +279,11 @@ def _end_to_end(headers: RawHeaders) -> RawHeaders:
 
 
 def _event(data: str) -> Event:
-    """An event that is no error.
+    """Parse an event.
 
     Raises:
-        UpstreamFailedError: the server says that it failed, or the event is no JSON object.
-        HttpError: it says that the request is wrong.
+        UpstreamFailedError: the event is a failure of the server, or not a JSON object.
+        HttpError: the event is a refusal of the request.
     """
     event = _object(data)
     if error := event.get("error"):
@@ -297,12 +297,12 @@ def _object(text: str | bytes) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise UpstreamFailedError("vLLM failed: what it says is no JSON object")
+        raise UpstreamFailedError("vLLM failed: its response is not a JSON object")
     return found
 
 
 def refusal(status: int, body: bytes) -> UpstreamFailedError | HttpError:
-    """What an answer of vLLM's with an error's status means: `HttpError` for what the client can mend."""
+    """The error for an error response of vLLM: `HttpError` if the client can fix it."""
     try:
         reply = json.loads(body)
     except ValueError:
@@ -312,8 +312,8 @@ def refusal(status: int, body: bytes) -> UpstreamFailedError | HttpError:
 
 
 def failed_reply(status: int = 502) -> HttpError:
-    """The answer to a client whose request vLLM failed at, though it is up."""
-    message = "vLLM failed at this request, though it is up: the request may be wrong; vLLM's log says why"
+    """The error for a client whose request failed in a vLLM server that is up."""
+    message = "vLLM failed at this request, but is up: the request may be invalid; see vLLM's log"
     return HttpError(status, message, code="upstream_error")
 
 

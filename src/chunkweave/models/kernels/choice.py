@@ -1,4 +1,4 @@
-"""Which attention kernel runs here."""
+"""Choice of the attention kernel."""
 
 import logging
 from importlib.util import find_spec
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 def make_attention(
     kernel: AttentionKernel, geometry: Geometry, *, dtype: torch.dtype, device: torch.device
 ) -> FlatAttention:
-    """The kernel that is asked for, or the best one that runs here, else PyTorch's.
+    """The requested kernel; with `auto` the fastest one that runs here, else PyTorch's.
 
-    `auto` takes Triton on CUDA and oneDNN on CPUs that are faster with it, if the model's shape fits and a few
-    scattered queries come out as they should; a kernel that does not work here costs a warning, never an answer.
+    `auto` chooses Triton on CUDA, and oneDNN on CPUs that are faster with it, if the model's shape fits and a trial
+    gives correct results; a kernel that fails the trial only causes a warning.
 
     Raises:
-        UsageError: a kernel was asked for and cannot be had; the message says why.
+        UsageError: the requested kernel does not run here; the message says why.
     """
     if kernel == AttentionKernel.AUTO:
         kernel = _best_kernel(dtype, device)
@@ -35,7 +35,7 @@ def make_attention(
         return SdpaAttention()
     attention, problem = _kernel_or_problem(kernel, geometry, dtype, device)
     if attention is None:
-        raise UsageError(f"the {kernel} kernel was asked for, but {problem}; use attention='sdpa'")
+        raise UsageError(f"the {kernel} kernel was requested, but {problem}; use attention='sdpa'")
     return attention
 
 
@@ -50,7 +50,7 @@ def _best_kernel(dtype: torch.dtype, device: torch.device) -> AttentionKernel:
 def _kernel_or_problem(
     kernel: AttentionKernel, geometry: Geometry, dtype: torch.dtype, device: torch.device
 ) -> tuple[FlatAttention | None, str | None]:
-    """The kernel, or None and why it does not run here."""
+    """The kernel, or None and the reason why it does not run here."""
     if kernel == AttentionKernel.ONEDNN:
         problem = onednn_attention.unsupported_reason(geometry, dtype=dtype, device=device)
         return (onednn_attention.OneDnnAttention(), None) if problem is None else (None, problem)

@@ -1,17 +1,22 @@
-"""Triton programs for attention of scattered queries, and for writing rows into the caches of several requests.
+"""Triton programs: attention of scattered queries, and writing rows into the caches of several requests.
 
-One program attends a tile of queries of one request, for one key head and one split of the keys: the rows of a tile
-are its queries times the query heads that share the key head. Scores and sums are float32; the softmax is online,
-with base 2. Keys behind the last position of a tile are not read; up to the first position nothing needs a mask. With
-a window no block of keys is read that lies before those of all the tile's queries, and every block needs a mask.
+One program attends a tile of queries of one request, for one key head and one split of the keys: the rows of a tile are
+its queries times the query heads that share the key head. Scores and sums are float32; the softmax is online, with base
+2. Keys after the last position of a tile are not read; keys up to its first position need no mask. With a window, key
+blocks before those of all the tile's queries are not read. Every block needs a mask if a window ends in it or behind
+it, or if the owner has hidden keys.
+
+Whatever differs between two requests or two layers of a model is a run-time number (splits, window, hidden keys,
+alignment of small tables): a `tl.constexpr` that depends on a request is a kernel that compiles while serving.
 """
 
 import triton
 import triton.language as tl
 
 HIDDEN_SCORE = tl.constexpr(-1.0e30)
-"""Score of a key that is not seen. Finite, so that a block without any visible key gives no NaN: the first visible
-key scales what such a block added down to 0."""
+"""Score of an invisible key. Finite, so that a block without visible keys gives no NaN: the first visible key scales
+what such a block added down to 0.
+"""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -21,7 +26,7 @@ def _scores(
     first, second, keys, cos, sin, key, inside, token_stride,
     DIM: tl.constexpr, PADDED: tl.constexpr, ROTATE: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Dot products of the tile's queries with one block of keys, which are rotated on the way in with ROTATE."""
+    """Dot products of the tile's queries with one block of keys; with ROTATE, keys are rotated as they are loaded."""
     offset = tl.arange(0, PADDED)
     half: tl.constexpr = DIM // 2 if ROTATE else DIM
     there = inside[None, :] & (offset < half)[:, None]
@@ -50,10 +55,9 @@ def _block(
     start, stop, first, second, out, most, total, mass, own,
     keys, values, hidden, flagged, parts, cos, sin, positions, token_stride, scale, window,
     DIM: tl.constexpr, PADDED: tl.constexpr, PADDED_KEY: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, ROTATE: tl.constexpr, HIDDEN: tl.constexpr, WINDOWED: tl.constexpr, PARTS: tl.constexpr,
-    WIDEN: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, ROTATE: tl.constexpr, PARTS: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take one block of keys into the running softmax."""
+    """Add one block of keys to the running softmax."""
     key = start + tl.arange(0, BLOCK_N)
     inside = key < stop
     scores = _scores(
@@ -61,13 +65,10 @@ def _block(
     )
     scores *= scale
     if MASKED:
-        seen = (key[None, :] <= positions[:, None]) & inside[None, :]
-        if WINDOWED:
-            seen = seen & (key[None, :] > positions[:, None] - window)
-        if HIDDEN:
-            wanted = tl.where(inside, flagged.to(tl.int32), 0) != 0  # a mask by type, in the interpreter too
-            flags = tl.load(hidden + key, mask=wanted, other=0)
-            seen = seen & (flags == 0)[None, :]
+        wanted = tl.where(inside, flagged.to(tl.int32), 0) != 0  # a mask by type, in the interpreter too
+        flags = tl.load(hidden + key, mask=wanted, other=0)
+        there = inside & (flags == 0)
+        seen = (key[None, :] <= positions[:, None]) & (key[None, :] > positions[:, None] - window) & there[None, :]
         scores = tl.where(seen, scores, HIDDEN_SCORE)
     top = tl.maximum(most, tl.max(scores, 1))
     weights = tl.exp2(scores - top[:, None])
@@ -93,22 +94,24 @@ def _block(
     return out, top, total, mass, own
 
 
-@triton.jit(do_not_specialize=["rows", "window"])
+@triton.jit(
+    do_not_specialize=["rows", "window"],
+    do_not_specialize_on_alignment=["positions_ptr", "tiles_ptr", "places_ptr"],  # a slice may begin at any element
+)
 def scattered_attention(
     queries_ptr, out_ptr, lse_ptr, mass_ptr, own_ptr, positions_ptr, tiles_ptr, places_ptr, cos_ptr, sin_ptr,
     scale, rows, token_stride, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PADDED_KEY: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, ROTATE: tl.constexpr, HIDDEN: tl.constexpr,
-    WINDOWED: tl.constexpr, PARTS: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROTATE: tl.constexpr, PARTS: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, key heads, splits).
 
-    `tiles` int32 `[tiles, 3]`: owner, first row, row behind the last. `places` int64 `[owners, 4]`: addresses of the
-    owner's keys, values, hidden flags (uint8) and parts of keys (int32; 0 where not asked for). Outputs have a leading
-    axis of splits: `out` `[splits, rows, heads, dim]`, `lse` and `own` `[splits, rows, heads]`, `mass` `[splits, rows,
-    heads, PARTS]`.
+    `tiles` int32 `[tiles, 3]`: owner, first row, end row. `places` int64 `[owners, 4]`: addresses of the owner's keys,
+    values, hidden flags (uint8) and parts of keys (int32; 0 if not requested). Outputs have a leading axis of splits:
+    `out` `[splits, rows, heads, dim]`, `lse` and `own` `[splits, rows, heads]`, `mass` `[splits, rows, heads, PARTS]`.
     """
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first: positions ascend within an owner
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # longest tiles first: positions ascend within an owner
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
@@ -123,24 +126,21 @@ def scattered_attention(
     last = tl.max(positions, 0)
     free = tl.min(tl.where(valid, positions, last), 0) + 1
 
-    skipped = 0
-    if WINDOWED:
-        skipped = tl.maximum(free - window, 0) // BLOCK_N
+    skipped = tl.maximum(free - window, 0) // BLOCK_N
     blocks = (last + BLOCK_N) // BLOCK_N - skipped
-    split_keys = (blocks + SPLITS - 1) // SPLITS * BLOCK_N
+    splits = tl.num_programs(2)
+    split_keys = (blocks + splits - 1) // splits * BLOCK_N
     begin = skipped * BLOCK_N + split * split_keys
     end = tl.minimum(begin + split_keys, last + 1)
-    if HIDDEN or WINDOWED:  # noqa: SIM108 - decided when it is compiled
-        unmasked = begin
-    else:
-        unmasked = tl.maximum(begin, tl.minimum(end, free) // BLOCK_N * BLOCK_N)
 
-    # What is loaded has no known alignment; without these hints every element would be a load of its own.
+    # Loaded addresses have no known alignment; without these hints every element would be a separate load.
     keys = tl.multiple_of(tl.load(places_ptr + owner * 4).to(queries_ptr.dtype), 16) + kv_head * DIM
     values = tl.multiple_of(tl.load(places_ptr + owner * 4 + 1).to(queries_ptr.dtype), 16) + kv_head * DIM
     flags = tl.load(places_ptr + owner * 4 + 2)
     hidden = tl.multiple_of(flags.to(tl.pointer_type(tl.uint8)), 16)
     flagged = flags != 0
+    cut = flagged | (begin <= last - window)  # the first key of this split may be invisible to a query
+    unmasked = tl.where(cut, begin, tl.maximum(begin, tl.minimum(end, free) // BLOCK_N * BLOCK_N))
     parts = tl.multiple_of(tl.load(places_ptr + owner * 4 + 3).to(tl.pointer_type(tl.int32)), 16)
 
     at = row.to(tl.int64) * HEADS + head
@@ -164,14 +164,14 @@ def scattered_attention(
             start, end, first, second, out, most, total, mass, own,
             keys, values, hidden, flagged, parts, cos_ptr, sin_ptr, positions, token_stride, scale * LOG2_E,
             window,
-            DIM, PADDED, PADDED_KEY, BLOCK_N, False, ROTATE, HIDDEN, WINDOWED, PARTS, WIDEN, PRECISION,
+            DIM, PADDED, PADDED_KEY, BLOCK_N, False, ROTATE, PARTS, WIDEN, PRECISION,
         )  # fmt: skip
     for start in range(unmasked, end, BLOCK_N):
         out, most, total, mass, own = _block(
             start, end, first, second, out, most, total, mass, own,
             keys, values, hidden, flagged, parts, cos_ptr, sin_ptr, positions, token_stride, scale * LOG2_E,
             window,
-            DIM, PADDED, PADDED_KEY, BLOCK_N, True, ROTATE, HIDDEN, WINDOWED, PARTS, WIDEN, PRECISION,
+            DIM, PADDED, PADDED_KEY, BLOCK_N, True, ROTATE, PARTS, WIDEN, PRECISION,
         )  # fmt: skip
 
     # A split without any key leaves total = 0; it weighs nothing when splits are combined.
@@ -192,11 +192,11 @@ def scattered_attention(
         tl.store(mass_ptr + at[:, None] * PARTS + part[None, :], mass / norm[:, None], mask=valid[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def write_rows(
     keys_ptr, values_ptr, positions_ptr, places_ptr, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid (rows,): row i of keys and values `[rows, WIDTH]` goes to position i of the cache at `places[i]`."""
+    """Grid (rows,): write row i of keys and values `[rows, WIDTH]` to position i of the cache at `places[i]`."""
     row = tl.program_id(0)
     position = tl.load(positions_ptr + row)
     keys = tl.load(places_ptr + row * 4).to(keys_ptr.dtype)

@@ -17,15 +17,16 @@ from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry
 
 _SPREAD = 0.25
-"""First and last check keep this share more and less than the average (the paper says "slightly")."""
+"""Relative distance of the first and last check's share from the average (the paper says "slightly")."""
 
 
 class CacheBlend:
-    """High-KV-deviation (HKVD) tokens are found at the check layers and computed from there on.
+    """Reuses every stored passage and computes those tokens again whose KV differs most from what is stored.
 
-    Every reused token starts active: layer 0 cannot deviate (its K and V depend on the token alone), so the layers
-    before the first check run dense. At each check layer the active tokens with the greatest deviation survive.
-    Deviation from the paper: with ratio 0 there is nothing to find and no dense layer is spent on it.
+    High-KV-deviation (HKVD) tokens are found at the check layers and computed from there on. Every reused token starts
+    active: layer 0 cannot deviate (its K and V depend on the token alone), so the layers before the first check run
+    dense. At each check layer the active tokens with the greatest deviation survive. Deviation from the paper: with
+    ratio 0 no dense layer runs, because nothing is selected.
     """
 
     name = "cacheblend"
@@ -54,10 +55,10 @@ class CacheBlend:
 
 
 def filter_ratios(ratio: float, check_layers: tuple[int, ...], num_layers: int) -> tuple[float, ...]:
-    """Falling ratios, one for each check layer, whose average over the layers from the first check on is `ratio`.
+    """Decreasing ratios, one per check layer, whose average over the layers from the first check on is `ratio`.
 
-    Each ratio holds from its check layer to the next, and the average weighs it with the layers it holds for. The
-    ratios fall linearly; they spread less where an average close to 1 leaves no room above it.
+    Each ratio applies from its check layer to the next; the average is weighted by these numbers of layers. The ratios
+    decrease linearly, with a smaller spread if an average close to 1 leaves no room above it.
 
     >>> filter_ratios(0.15, (1,), 24)
     (0.15,)

@@ -1,4 +1,4 @@
-"""`cachecraft`: know which stored chunk is reusable and recompute just enough of it (Cache-Craft §3)."""
+"""`cachecraft`: choose the most reusable stored variant and recompute just enough of it (Cache-Craft §3)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from chunkweave.types import ChunkId, Geometry, Scattered
 
 @dataclass(slots=True)
 class ChunkPrefix:
-    """The different chunks, and turns of a conversation, before a part: where each first stood, and its tokens."""
+    """The distinct chunks, and turns of a conversation, before a part: index of first occurrence, and tokens."""
 
     places: dict[ChunkId, int]
     tokens: dict[ChunkId, int]
@@ -29,21 +29,23 @@ class ChunkPrefix:
 
 
 class CacheCraft:
-    """Each chunk is taken from its most reusable variant, and the tokens that looked outside are computed again.
+    """Reuses the stored variant that fits best, and computes tokens again that depended on other passages.
 
-    The exact prefix is taken as it is. Of every other chunk's variants the one with the least CCI (1 - beta') is reused
-    (§3.3); ties go to the least generation, then to the least id, so that a plan depends on nothing but its inputs.
-    N = ceil(CFO |C|) of its tokens start active, those with the most attention on the old prefix (eq. 12, 14). With
-    `focus` recomputation stops in chunks that the question does not attend to (§3.2.2). The instruction is scored like
-    a chunk with none before it.
+    The exact prefix is reused unchanged. Of every other chunk's variants, the one with the lowest CCI (1 - beta') is
+    reused (§3.3); ties are broken by generation, then by id, so that a plan depends only on its inputs. N = ceil(CFO
+    |C|) of its tokens start active, those with the most attention on the old prefix (eq. 12, 14). With `focus`,
+    recomputation stops in chunks that the question does not attend to (§3.2.2). The instruction is scored like a chunk
+    without chunks before it.
 
-    What is recomputed becomes a variant of this context (`CaptureConfig`). One that was made from another variant
-    `variant_generations` times in a row starts wholly active where CFO is above 0. The paper sets no such limit.
+    The result of recomputation becomes a variant for this context (`CaptureConfig`). If a variant was derived from
+    another variant `variant_generations` times in a row, all its tokens start active where CFO is above 0. The paper
+    sets no such limit.
 
-    The paper leaves open: a variant computed alone has CCI 0.5, and overlap 0 unless it is the first chunk now; one
-    without attention profile has CCI 1 and overlap 0. For both, the first tokens are recomputed, where attention sinks
-    form. One computed behind neutral passages depends on none of its context, so it has CCI 0.5 and overlap 0 too. Of a
-    mean, CCI and beta are those of its mean masses (`weaving.means.mean_profile`); it has no order, so gamma is 0.
+    Not specified in the paper: a variant computed alone has CCI 0.5, and overlap 0 unless it is the first chunk now;
+    one without attention profile has CCI 1 and overlap 0. For both, the first tokens are recomputed, where attention
+    sinks form. One computed after neutral passages depends on none of its context, so it has CCI 0.5 and overlap 0 too.
+    For a mean, CCI and beta are those of its mean masses (`weaving.means.mean_profile`); it has no order, so gamma is
+    0.
     """
 
     name = "cachecraft"
@@ -57,11 +59,13 @@ class CacheCraft:
 
     @property
     def reads_question(self) -> bool:
-        """Where chunks that the question does not attend to are stopped."""
+        """True if recomputation stops in chunks that the question does not attend to."""
         return self._config.focus
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
-        """One pass over misses, question and the chosen tokens, which may stop where the question does not look."""
+        """One pass over misses, question and the chosen tokens, which may stop in chunks that the question does not
+        read.
+        """
         prefix = ChunkPrefix({}, {})
         parts: list[PartPlan] = []
         candidates: list[Scattered] = []
@@ -80,12 +84,12 @@ class CacheCraft:
         return Plan(self.name, tuple(parts), (Pass(required_spans(parts), tuple(candidates), rules),))
 
     def _choose(self, variants: Sequence[SegmentRecord], prefix: ChunkPrefix) -> tuple[SegmentRecord, RecomputeScore]:
-        """The variant with the least impact and its score; of several the one of least generation, then id."""
+        """The variant with the lowest impact, and its score; ties are broken by generation, then by id."""
         best, least, scores = variants[0], inf, (1.0, 0.0)
         for record in variants:
             cci, overlap = self._bounds(record, prefix)
             if cci * (1.0 - overlap) > least:
-                continue  # order only lessens the overlap
+                continue  # the order penalty can only lower the overlap
             overlap = self._overlap(record, overlap, prefix)
             if (cci * (1.0 - overlap), record.generation, record.id) < (least, best.generation, best.id):
                 best, least, scores = record, cci * (1.0 - overlap), (cci, overlap)
@@ -97,7 +101,7 @@ class CacheCraft:
         return best, RecomputeScore(*scores, cfo, ceil(cfo * len(best)), covered, best.generation)
 
     def _bounds(self, record: SegmentRecord, prefix: ChunkPrefix) -> tuple[float, float]:
-        """CCI of a variant, and beta, which is as much as its overlap can be."""
+        """CCI of a variant, and beta, the upper bound of its overlap."""
         profile = record.attention
         if record.neutral or (record.contexts and profile is None):
             cci, overlap = LEAST_CCI, 0.0
@@ -110,19 +114,19 @@ class CacheCraft:
         return cci, overlap
 
     def _overlap(self, record: SegmentRecord, overlap: float, prefix: ChunkPrefix) -> float:
-        """What order leaves of the overlap beta."""
+        """The overlap after the order penalty."""
         if overlap and record.attention is not None and not record.contexts:
             overlap *= 1.0 - order_penalty(record.attention.mass_on, prefix.places)
         return overlap
 
     def _ranking(self, record: SegmentRecord) -> tuple[int, ...]:
-        """All tokens of a segment, the ones to recompute first in front."""
+        """All token offsets of a segment, those to recompute first in front."""
         if record.alone or record.attention is None:
             return tuple(range(len(record)))
         return record.attention.by_outward
 
     def _focus(self, parts: Sequence[PartPlan]) -> tuple[StopUnfocused, ...]:
-        """The rule that stops unfocused chunks, if there are enough of them and a question to tell by."""
+        """The rule that stops unfocused chunks, if there are enough chunks and a question."""
         chunks = tuple(part.span for part in parts if part.part.kind is PartKind.CHUNK)
         if len(chunks) < LEAST_CHUNKS or parts[-1].part.kind is not PartKind.QUESTION:
             return ()

@@ -1,4 +1,4 @@
-"""Methods that know beforehand what they compute: `full`, `prefix`, `full-reuse` and `epic`."""
+"""Methods whose computed tokens are fixed in advance: `full`, `prefix`, `full-reuse` and `epic`."""
 
 from math import ceil
 
@@ -27,7 +27,7 @@ class _NothingToSet:
 
 
 class FullPrefill(_NothingToSet):
-    """`full`: nothing from the store, every token active at every layer. The reference for quality and for time."""
+    """Computes the whole prompt and reuses nothing: the answer that others are compared with."""
 
     name = "full"
     reuses_nothing = True
@@ -38,22 +38,22 @@ class FullPrefill(_NothingToSet):
 
 
 class ExactPrefix(_NothingToSet):
-    """`prefix`: the longest exact prefix from the store, chunk by chunk, and everything after it computed.
+    """Reuses the longest beginning that was computed in the same order, passage by passage: exact.
 
-    Exact (RAGCache §5.1 without its policies).
+    Everything after it is computed (RAGCache §5.1 without its policies).
     """
 
     name = "prefix"
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
-        """One pass over the tokens behind the prefix."""
+        """One pass over the tokens after the prefix."""
         return one_pass(self.name, reuse_exact_prefix(lookup))
 
 
 class FullReuse(_NothingToSet):
-    """`full-reuse`: all hits reused; only misses and the question are computed. Fastest, and blind across chunks.
+    """Reuses every stored passage as it is: fastest, but no passage sees another one.
 
-    CacheBlend §3.2; the PromptCache way.
+    Only misses and the question are computed. CacheBlend §3.2; PromptCache's method.
     """
 
     name = "full-reuse"
@@ -64,10 +64,11 @@ class FullReuse(_NothingToSet):
 
 
 class Epic:
-    """`epic`: the first `ceil(recompute_ratio * tokens)` tokens of every reused chunk are computed again.
+    """Reuses every stored passage and computes the first tokens of each again.
 
-    There attention sinks form (EPIC's LegoLink). EPIC fixes a number of tokens a chunk; a ratio makes its budget
-    comparable with the other methods'.
+    These are the first `ceil(recompute_ratio * tokens)` tokens of every reused chunk. Attention sinks form there
+    (EPIC's LegoLink). Deviation: EPIC fixes a number of tokens per chunk; a ratio makes its budget comparable with
+    other methods.
     """
 
     name = "epic"
@@ -77,7 +78,7 @@ class Epic:
         self._ratio = config.recompute_ratio
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
-        """One pass over misses, question and the heads of the reused chunks."""
+        """One pass over misses, question and the first tokens of reused chunks."""
         parts = reuse_every_hit(lookup, prefer_mean)
         heads = [
             position

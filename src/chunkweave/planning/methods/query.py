@@ -24,17 +24,17 @@ from chunkweave.store.records import AttentionProfile
 from chunkweave.types import Geometry, Span, joined
 
 _LATER = (PartKind.CHUNK, PartKind.TURN)
-"""Parts that, where they are not stored, are computed after the first pass."""
+"""Kinds of parts that are computed after the first pass if they are not stored."""
 
 
 class QueryAware:
-    """Two passes: the question alone over the reused KV, then the question and the tokens that it read most.
+    """Reuses every stored passage and computes those tokens again that the question attends to most.
 
-    KV that deviates and is never read cannot change the answer. The first pass computes the question only, up to the
-    last watched layer, so it costs next to nothing, and no dense layer is needed. The budget, `ceil(recompute_ratio *
-    reused tokens)`, is shared by the whole prompt; tokens that an earlier turn recomputed are not counted. Missing
-    chunks are computed after the first pass and hidden in it; the question is computed in every pass. `QueryConfig` has
-    what else can count as evidence.
+    Two passes: the question alone over the reused KV, then the question and the tokens that it read most. Deviating KV
+    that is never read cannot change the answer. The first pass computes the question only, up to the last watched
+    layer, so it is cheap, and no dense layer is needed. The budget, `ceil(recompute_ratio * reused tokens)`, is shared
+    by the whole prompt; tokens that an earlier turn recomputed are not counted. Missing chunks are hidden in the first
+    pass and computed after it; the question is computed in every pass. `QueryConfig` lists what else can be evidence.
     """
 
     name = "query"
@@ -59,16 +59,16 @@ class QueryAware:
 
     @property
     def needs_profiles(self) -> bool:
-        """Where dependence on the old context counts as evidence."""
+        """True if attention to the old context is part of the evidence."""
         return self._query.factor is DeviationFactor.STORED
 
     @property
     def asks_again(self) -> bool:
-        """With two rounds."""
+        """True with two rounds."""
         return self._query.rounds > 1
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
-        """A pass that watches the question, and one or two over what it read; one in all where nothing is chosen."""
+        """A pass that watches the question, and one or two over what it read; a single pass if there is no choice."""
         parts = reuse_every_hit(lookup, prefer_mean)
         candidates = stale_spans(parts)
         total = sum(len(span) for span in candidates)
@@ -94,10 +94,11 @@ class QueryAware:
 
 
 class QueryWhole(QueryAware):
-    """`query-whole`: `query:whole:late:stored` under a name of its own, the configuration with the best results.
+    """Like query, chosen by the whole question at late layers: closest to full prefill.
 
-    All of the question is watched, in the last half of the layers, and what it gave to a token is multiplied by what
-    the token gave to earlier chunks when it was stored.
+    Another name of `query:whole:late:stored`, the configuration with the best results. The whole question is watched in
+    the last half of the layers. Its attention to a token is multiplied by the token's attention to earlier chunks when
+    it was stored.
     """
 
     name = "query-whole"
@@ -110,7 +111,7 @@ class QueryWhole(QueryAware):
 
 
 def _profiles(parts: Sequence[PartPlan], lookup: PromptLookup) -> dict[Span, AttentionProfile]:
-    """What the tokens of reused parts looked at in some context: the taken variant's profile, else another one's."""
+    """Attention profiles of reused parts: the reused variant's, else another variant's."""
     found = {}
     for part, entry in zip(parts, lookup.parts, strict=True):
         records = sorted(entry.variants, key=lambda record: record.id != part.segment)
@@ -122,7 +123,7 @@ def _profiles(parts: Sequence[PartPlan], lookup: PromptLookup) -> dict[Span, Att
 
 
 def _weights(parts: Sequence[PartPlan], profiles: dict[Span, AttentionProfile]) -> tuple[float, ...]:
-    """Each candidate's attention on earlier chunks when it was stored; where that is not known, the others' mean."""
+    """Each candidate's attention to earlier chunks when it was stored; if unknown, the mean of the known ones."""
     known = [mass for profile in profiles.values() for mass in profile.outward]
     unknown = fmean(known) if known else 1.0
     return tuple(

@@ -1,0 +1,222 @@
+"""Reading files and folders: kinds by content, encodings, names, and what is said of what is left out."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chunkweave.calibration.questions import bundled_documents
+from chunkweave.errors import DocumentError, EmptyDocumentError
+from chunkweave.retrieval.conversion import ConversionLimits
+from chunkweave.retrieval.converter import RefusedError, check_archive
+from chunkweave.retrieval.reading import FileRead, documents_of, read_bytes, read_files
+from tests.document_files import docx, paragraph, pdf
+from tests.unit.chunking_tokenizers import ASSETS
+
+LIMITS = ConversionLimits()
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+    return path
+
+
+def names(reads: list[FileRead]) -> list[str]:
+    return [document.id for read in reads for document in read.documents]
+
+
+def test_folders_are_walked_in_order(tmp_path: Path) -> None:
+    for name in ("b.md", "a.txt", "sub/c.rst", "sub/D.MD", ".hidden.md", ".git/e.md", "notes.log", "Makefile"):
+        write(tmp_path / name, name)
+    assert names(read_files([tmp_path])) == ["Makefile", "a.txt", "b.md", "notes.log", "sub/D.MD", "sub/c.rst"]
+
+
+def test_names_that_are_not_unique_become_paths(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "x" / "a.md", "1"), write(tmp_path / "y" / "a.md", "2")
+    assert names(read_files([one, two])) == [one.as_posix(), two.as_posix()]
+
+
+def test_a_file_reached_twice_is_read_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.md", "text")
+    assert names(read_files([tmp_path, path])) == ["a.md"]
+
+
+def test_missing_paths_are_refused_and_a_file_that_may_not_be_read_is_left_out(tmp_path: Path, monkeypatch) -> None:
+    with pytest.raises(DocumentError, match="no such file or folder"):
+        read_files([tmp_path / "nowhere"])
+    with pytest.raises(EmptyDocumentError, match="no file is there"):
+        documents_of(read_files([tmp_path]))
+    write(tmp_path / "a.txt", "text")
+    monkeypatch.setattr(Path, "open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "not permitted")))
+    (read,) = read_files([tmp_path])
+    assert read.left_out == "it cannot be read: not permitted"
+
+
+def test_large_files_that_are_no_documents_are_not_read(tmp_path: Path) -> None:
+    for name, begin in (("film.mp4", bytes(12)), ("weights.bin", b"PK\x03\x04"), ("huge.txt", b"text")):
+        with (tmp_path / name).open("wb") as file:
+            file.write(begin)
+            file.truncate(2 << 30)
+    said = {read.name: read.left_out for read in read_files([tmp_path])}
+    assert "not text" in said["film.mp4"]
+    assert "a file may have 1073741824" in said["weights.bin"]
+    assert said["huge.txt"]
+
+
+@pytest.mark.parametrize(
+    ("data", "text", "assumed"),
+    [
+        (b"\xef\xbb\xbfone\r\ntwo\rthree\n", "one\ntwo\nthree\n", ""),
+        ("naïve".encode(), "naïve", ""),
+        ("naïve ferry".encode("utf-16"), "naïve ferry", ""),
+        ("naïve ferry".encode("utf-32"), "naïve ferry", ""),
+        (b"\xfe\xff" + "naïve ferry".encode("utf-16-be"), "naïve ferry", ""),
+        ("the ferry leaves".encode("utf-16-le"), "the ferry leaves", "UTF-16 was assumed"),
+        ("the ferry leaves".encode("utf-16-be"), "the ferry leaves", "UTF-16 was assumed"),
+        ("“café” — déjà vu".encode("cp1252"), "“café” — déjà vu", "Windows-1252 was assumed"),
+        ("渡轮九点".encode("gb18030"), "渡轮九点", "GB18030 was assumed"),
+        ("é".encode() * 200 + b"\xe9 end", "é" * 200 + "\ufffd end", "UTF-8 was assumed: 1 wrong bytes"),
+    ],
+    ids=["BOM", "UTF-8", "UTF-16", "UTF-32", "UTF-16 BE", "no mark LE", "no mark BE", "1252", "GB18030", "cut UTF-8"],
+)
+def test_encodings_are_recognized_and_what_was_assumed_is_said(data: bytes, text: str, assumed: str) -> None:
+    read = read_bytes("a.txt", data, LIMITS)
+    assert [document.text for document in read.documents] == [text], read.left_out
+    assert read.assumed.startswith(assumed)
+    assert bool(read.assumed) == bool(assumed)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("a.txt", bytes(range(256)) * 8, "it is not text"),
+        ("a.txt", bytes(range(1, 9)) * 100, "it is not text"),
+        ("a.docx", b"PK\x03\x04 cut", "an archive (ZIP)"),
+        ("a.xlsx", b"PK\x03\x04 xl/workbook.xml", "XLSX"),
+        ("a.xlsx", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "save it as .docx or .csv"),
+        ("a.txt", b"{\\rtf1 hello}", "RTF"),
+        ("a.json", b'{"some": "object"}', "it is JSON"),
+        ("a.svg", b"<?xml version='1.0'?><svg/>", "it is XML"),
+        ("a.gz", b"\x1f\x8b\x08", "gzip"),
+    ],
+)
+def test_other_kinds_are_named(name: str, data: bytes, said: str) -> None:
+    read = read_bytes(name, data, LIMITS)
+    assert said in read.left_out
+    assert read.unreadable
+
+
+@pytest.mark.parametrize("data", [b"", b" \n\t", b"\xff\xfe", b"\xef\xbb\xbf\n"])
+def test_an_empty_file_is_one_of_a_kind_that_is_read(data: bytes) -> None:
+    read = read_bytes("a.txt", data, LIMITS)
+    assert (read.left_out, read.unreadable) == ("it is empty", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "kind"),
+    [
+        ("a.pdf", b"just text", "text"),
+        ("a.txt", b"A file of this kind begins with %PDF-1.4.", "text"),
+        ("a.html", b"just text", "text"),
+        ("a.md", b"<!DOCTYPE html><p>hello</p>", "HTML"),
+        ("notes", b'{"text": "a line", "id": "x"}\n', "JSON lines"),
+        ("app.log", b'{"level": "info"}\n', "text"),
+        ("a.md", pdf(["hello"]), "PDF"),
+        ("a.zip", docx(paragraph("hello")), "DOCX"),
+    ],
+)
+def test_the_content_counts_more_than_the_name(name: str, data: bytes, kind: str) -> None:
+    assert str(read_bytes(name, data, LIMITS).kind) == kind
+
+
+def test_a_web_page_is_in_the_encoding_that_it_declares() -> None:
+    page = "<html><head><meta charset='euc-kr'></head><body><p>페리는 출발합니다</p></body></html>".encode("euc-kr")
+    (document,) = read_bytes("a.html", page, LIMITS).documents
+    assert document.text == "페리는 출발합니다", "without it this is taken for GB18030"
+
+
+def test_rows_of_a_table_carry_the_names_of_their_columns() -> None:
+    for data in (b"name,year\nTower,1904\n\nChoir,1998,new\n", b"name\tyear\nTower\t1904\nChoir\t1998\tnew\n"):
+        (document,) = read_bytes("a.csv", data, LIMITS).documents
+        assert document.text == "name: Tower; year: 1904\nname: Choir; year: 1998; new"
+    (bare,) = read_bytes("a.csv", b"1,2\n3,4\n", LIMITS).documents
+    assert bare.text == "1; 2\n3; 4"
+
+
+def test_headings_in_blocks_of_code_are_none() -> None:
+    text = "intro\n# One\n```\n# not\n```\n## Two ##\n#no\n"
+    (document,) = read_bytes("a.md", text.encode(), LIMITS).documents
+    assert [section.heading for section in document.sections] == ["One", "Two"]
+    assert [text[section.start :].partition("\n")[0] for section in document.sections] == ["# One", "## Two ##"]
+
+
+def test_bundled_questions_rest_on_bundled_documents() -> None:
+    documents = dict(bundled_documents()[0])
+    questions = json.loads((ASSETS / "documents" / "questions.json").read_text("utf-8"))
+    assert len(documents) == len(questions) == 6
+    assert all(330 <= len(text.split()) <= 460 for text in documents.values())
+    for question in questions:
+        assert question["question"].endswith("?")
+        assert question["answers"]
+        assert len(question["sources"]) >= 2
+        assert set(question["sources"]) <= set(documents)
+
+
+CONFINED = """
+from chunkweave.retrieval.converter import confine
+import os, socket, threading
+confine(20, 1 << 30, 1 << 20)
+try:
+    {attempt}
+except (OSError, MemoryError) as error:
+    print("refused", type(error).__name__)
+else:
+    print("done")
+"""
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "socket.socket()",
+        "socket.create_connection(('127.0.0.1', 9))",
+        "open('/etc/hostname')",
+        "open('made', 'w')",
+        "os.pipe()",
+        "bytearray(2 << 30)",
+    ],
+)
+def test_the_process_that_converts_has_no_network_no_files_and_bounded_memory(tmp_path: Path, attempt: str) -> None:
+    program = [sys.executable, "-c", CONFINED.format(attempt=attempt)]
+    ended = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path, timeout=30)
+    assert ended.stdout.startswith("refused"), ended.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_process_that_converts_has_bounded_time() -> None:
+    program = "from chunkweave.retrieval.converter import confine\nconfine(1, 1 << 30, 0)\nwhile True: pass"
+    ended = subprocess.run([sys.executable, "-c", program], timeout=60)
+    assert ended.returncode == -signal.SIGXCPU
+
+
+def test_the_process_that_converts_gets_no_keys(monkeypatch, tmp_path: Path) -> None:
+    write(tmp_path / "pypdf" / "__init__.py", "import os\nraise ImportError(name=os.environ.get('CHUNKWEAVE_API_KEY'))")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CHUNKWEAVE_API_KEY", "secret")
+    assert "(None)" in read_bytes("a.pdf", pdf(["text"]), LIMITS).left_out
+
+
+def test_an_archive_is_judged_by_what_it_unpacks_to() -> None:
+    check_archive(docx(paragraph("word " * 100_000)))
+    for body, more in ((paragraph("a" * (65 << 20)), {}), (paragraph("a"), {f"{n}.xml": b"" for n in range(5000)})):
+        with pytest.raises(RefusedError, match="packed too densely"):
+            check_archive(docx(body, more=more))
+
+
+def test_a_conversion_ends_when_it_is_stopped() -> None:
+    read = read_bytes("a.pdf", pdf(["text"] * 50), LIMITS, stopped=lambda: True)
+    assert read.left_out == "converting it was stopped"

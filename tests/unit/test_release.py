@@ -1,0 +1,87 @@
+"""What is released, and by which targets: extras that are tried, image and chart."""
+
+import json
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from benchmarks import fresh_installs
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+DOCKERFILES = ("Dockerfile", "Dockerfile.vllm")
+TOOL = """#!/bin/sh
+[ "$1" = info ] && exit {fails}
+echo "{name} $@"
+"""
+
+
+def test_every_extra_is_tried_in_an_environment_of_its_own():
+    assert set(fresh_installs.RUNS) == {fresh_installs.BASE, *PROJECT["optional-dependencies"]}
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_is_built_of_files_and_extras_that_exist(name):
+    text = (ROOT / "deploy" / name).read_text(encoding="utf-8")
+    copied = [source for line in text.splitlines() if line.startswith("COPY ") for source in line.split()[1:-1]]
+    assert "pyproject.toml" in copied
+    assert [source for source in copied if not (ROOT / source).exists()] == []
+    for extras in re.findall(r"'\.\[([a-z,-]+)\]'", text):
+        assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+
+
+def test_compose_builds_and_mounts_what_exists():
+    compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8"))
+    built = compose["services"]["chunkweave"]["build"]
+    context = ROOT / "deploy" / built["context"]
+    assert (context / built["dockerfile"]).is_file()
+    mounted = [
+        volume.partition(":")[0]
+        for service in compose["services"].values()
+        for volume in service.get("volumes", ())
+        if volume.startswith("./")
+    ]
+    made_by_users = {"./keys", "./metrics.key"}
+    assert made_by_users < set(mounted)
+    assert [one for one in mounted if one not in made_by_users and not (ROOT / "deploy" / one).exists()] == []
+
+
+def test_image_chart_and_package_have_one_version():
+    chart = yaml.safe_load((ROOT / "deploy" / "helm" / "chunkweave" / "Chart.yaml").read_text(encoding="utf-8"))
+    assert {PROJECT["version"], chart["version"], chart["appVersion"]} == {PROJECT["version"]}
+
+
+def test_values_for_the_production_stack_configure_the_connector():
+    values = yaml.safe_load((ROOT / "deploy" / "production-stack.yaml").read_text(encoding="utf-8"))
+    for engine in values["servingEngineSpec"]["modelSpec"]:
+        flag, config = engine["vllmConfig"]["extraArgs"]
+        assert flag == "--kv-transfer-config"
+        assert json.loads(config)["kv_connector"] == "ChunkweaveConnector"
+        assert engine["tag"] == PROJECT["version"]
+
+
+def tools(folder: Path, **fails: int) -> dict[str, str]:
+    """An environment whose only container tools are these; `info` of each ends with its code."""
+    for name, code in fails.items():
+        tool = folder / name
+        tool.write_text(TOOL.format(name=name, fails=code))
+        tool.chmod(0o755)
+    return {"PATH": str(folder)}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_image_takes_the_tool_that_works_and_says_what_is_missing(tmp_path):
+    def make(target: str, **fails: int) -> subprocess.CompletedProcess[str]:
+        command = [shutil.which("make"), "--silent", target, "IMAGE_ARGS=--pull"]
+        return subprocess.run(command, cwd=ROOT, env=tools(tmp_path, **fails), capture_output=True, text=True)
+
+    refused = make("image", docker=1)
+    assert refused.returncode != 0
+    assert "neither docker nor podman works" in refused.stdout
+    assert make("image", docker=1, podman=0).stdout == "podman build --pull -t chunkweave -f deploy/Dockerfile .\n"
+    built = make("image-vllm", docker=0, podman=0)
+    assert built.stdout == "docker build --pull -t chunkweave-vllm -f deploy/Dockerfile.vllm .\n"
