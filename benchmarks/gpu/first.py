@@ -93,6 +93,8 @@ def engine_tasks(arguments: argparse.Namespace) -> list[Task]:
     if arguments.device == "cpu":
         no_smollm2 = f"{NO_GPU}: on a CPU one small shape is enough"
     junit = ("-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider", "-W", "default", "--junitxml", "{out}")
+    if find_spec("xdist") and (os.cpu_count() or 1) > 3:  # most of the time goes into compiling kernels
+        junit += ("-n", str(min(12, (os.cpu_count() or 1) - 2)))
     tiers = ("--tiers", "host", "device")
     return [
         Task("tests", junit, 3),

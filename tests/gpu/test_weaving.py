@@ -1,5 +1,7 @@
 """Weaving on a GPU against the same model on the CPU: logits, tiers, no synchronization, graphs."""
 
+from copy import copy
+
 import pytest
 import torch
 
@@ -115,3 +117,25 @@ def test_recorded_decode_steps_give_the_tokens_of_the_loop():
         return out
 
     assert tokens(decode_graphs=True) == tokens(decode_graphs=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@torch.inference_mode()
+def test_rope_and_norms_in_one_launch_are_those_of_the_model(dtype):
+    model = HuggingFaceModel(toy_model().model.model.to("cuda", dtype))
+    plain = copy(model)
+    plain._turn_halves = None
+    positions = torch.tensor([0, 5, 90], device="cuda")
+    heads = model.geometry.num_heads
+    states = torch.randn(3, heads, model.geometry.head_dim, device="cuda", dtype=dtype)
+    assert model._turn_halves is not None
+    turned = [one.rotate_queries(0, states, positions) for one in (model, plain)]
+    torch.testing.assert_close(*turned, atol=0, rtol=2 * torch.finfo(dtype).eps)
+    block = model.model.model.layers[0]
+    step = model._layers[0]._before_attention
+    assert step is not block.input_layernorm
+    hidden = torch.randn(7, block.input_layernorm.weight.shape[0], device="cuda", dtype=dtype)
+    expected = block.input_layernorm(hidden)
+    torch.testing.assert_close(
+        step(hidden), expected, atol=2 * torch.finfo(dtype).eps * float(expected.abs().max()), rtol=0
+    )

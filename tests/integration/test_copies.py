@@ -53,15 +53,16 @@ def segment_of(layers: int = 4) -> SegmentKV:
     return SegmentKV(torch.randn(layers, 2, 3, 1, 2))
 
 
-def test_what_is_computed_waits_for_the_copy_of_its_own_layer_and_for_nothing_else():
+def test_what_is_computed_waits_for_the_copy_that_has_its_layer_and_for_nothing_else():
     streams, source = LoggedStreams(), segment_of()
     loader = LayerLoader([("a", source)], 4, send=streams.send)
     loader.release(4)
-    assert streams.log == [("mark copy", layer) for layer in range(4)]  # sent by the loader; nobody has waited
+    assert streams.log == [("mark copy", copy) for copy in range(3)]  # sent at once; nothing has waited
     del streams.log[:]
     for layer in range(4):
         assert torch.equal(loader.segments[0].layer(layer), source.kv[layer])
-    assert streams.log == [entry for layer in range(4) for entry in (("wait compute", layer), ("keep compute", 0))]
+    waits = [(("wait compute", copy), ("keep compute", 0)) for copy in range(3)]  # layers 2 and 3 are one copy
+    assert streams.log == [entry for pair in waits for entry in pair]
     loader.close()
 
 
@@ -88,7 +89,7 @@ def test_a_segment_in_memory_is_not_copied_on_the_host():
 def test_a_copy_that_fails_leaves_the_segment_out_and_nobody_waiting(error):
     """Not lost: what is stored may be sound, and another request may have the memory."""
 
-    def send(tensor):
+    def send(tensors):
         raise error
 
     loader = LayerLoader([("a", segment_of())], 4, send=send)
@@ -99,7 +100,8 @@ def test_a_copy_that_fails_leaves_the_segment_out_and_nobody_waiting(error):
 
 def test_the_cpu_copies_nothing():
     tensor = torch.randn(3)
-    assert Streams().send(tensor).receive() is tensor
+    (sent,) = Streams().send([tensor])
+    assert sent.receive() is tensor
 
 
 class Locked:

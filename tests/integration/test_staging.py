@@ -11,6 +11,7 @@ from chunkweave.kv.segment import SegmentKV
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.records import SegmentRecord
+from chunkweave.tiers import preload
 from chunkweave.tiers.device import Staging
 from chunkweave.types import Geometry
 from chunkweave.weaving.segments import PlanSources, WeavingStore
@@ -31,13 +32,14 @@ class Device:
     """Counts the copies on it that exist, and those that were ever made."""
 
     def __init__(self) -> None:
-        self.live_bytes = self.most_bytes = self.sent = 0
+        self.live_bytes = self.most_bytes = self.sent = self.copies = 0
 
-    def send(self, tensor: torch.Tensor) -> "Copy":
-        self.sent += 1
-        self.live_bytes += tensor.nbytes
+    def send(self, tensors: list[torch.Tensor]) -> "list[Copy]":
+        self.copies += len(tensors)
+        self.sent += sum(map(len, tensors))  # layers
+        self.live_bytes += sum(tensor.nbytes for tensor in tensors)
         self.most_bytes = max(self.most_bytes, self.live_bytes)
-        return Copy(tensor, self)
+        return [Copy(tensor, self) for tensor in tensors]
 
 
 class Copy:
@@ -104,6 +106,18 @@ def test_four_prompts_of_32k_tokens_are_sent_within_the_budget(store, layers):
     assert device.most_bytes <= layers * LAYER_BYTES
     assert device.live_bytes == staging.used_bytes == 0
     assert device.sent >= min(layers, 1) * 3 * (CHUNKS * LAYERS - CHUNKS)
+
+
+@pytest.mark.parametrize(("together", "copies"), [(1, LAYERS), (2, 3), (100, 3)])
+def test_later_layers_are_sent_together(store, monkeypatch, together, copies):
+    """A copy costs the host time; the first layers are computed while others are sent."""
+    monkeypatch.setattr(preload, "_TOGETHER_BYTES", together * LAYER_BYTES)
+    device, staging = Device(), Staging()
+    sources = pinned(store, device, staging)
+    use(sources, 0)
+    assert (device.sent, device.copies) == (CHUNKS * LAYERS, CHUNKS * copies)
+    assert staging.used_bytes == 0
+    sources.close()
 
 
 def test_what_ends_before_the_first_position_is_not_sent(store):

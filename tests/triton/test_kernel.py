@@ -7,6 +7,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from chunkweave.models.huggingface import _halves_turned
 from chunkweave.models.triton_attention import (
     MAX_PARTS,
     PART_SIZES,
@@ -17,6 +18,7 @@ from chunkweave.models.triton_attention import (
     choose_blocks,
     every_launch,
     tile_table,
+    turn_halves,
     write_rows,
 )
 from tests.triton.oracle import make_case, written_out
@@ -203,3 +205,23 @@ def test_rows_are_written_to_the_cache_that_each_belongs_to():
         assert torch.equal(cache[0, position], key)
         assert torch.equal(cache[1, position], value)
         assert cache.count_nonzero() == 2 * 3 * 16
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("heads", "dim"), [(3, 16), (8, 96), (19, 64)])
+def test_rope_is_that_of_pytorch(heads, dim, dtype):
+    """Of states that are a slice of wider rows, as queries of one product are."""
+    generator = torch.Generator().manual_seed(heads)
+    shapes = (5, heads + 2, dim), (9, dim), (9, dim)
+    wide, cos, sin = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    # The interpreter cuts float32 off where it makes it bfloat16; tests/gpu has the same numbers, bit for bit.
+    tolerance = 0.0 if dtype is not torch.bfloat16 else 0.3
+    positions = torch.tensor([8, 0, 3, 3, 7])
+    found = turn_halves(wide[:, :heads], positions, cos, sin)
+    expected = _halves_turned(wide[:, :heads], cos[positions, None], sin[positions, None])
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+    assert turn_halves(wide[:0, :heads], positions[:0], cos, sin).shape == (0, heads, dim)
+    turned = expected.transpose(0, 1)[:3]  # heads that are not contiguous
+    found = turn_halves(turned, positions[:3], cos, sin)
+    expected = _halves_turned(turned, cos[positions[:3], None], sin[positions[:3], None])
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)

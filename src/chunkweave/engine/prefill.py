@@ -350,11 +350,12 @@ class PrefillJob:
             )
             self.use = self.use or RequestUse.of(found, plan.segments(), plan.saved())
         self.plan = plan
+        # Before segments are sent: the device copies in order.
+        self._ids = torch.tensor((*self._prompt.token_ids, *options.generated), device=model.device)
         windows = () if options.unseen else model.geometry.windows
         self._sources = store.pin(plan, prefetched=options.prefetched, windows=windows)
         started = time.perf_counter()
         self._lookup_s = started - self._began
-        self._ids = torch.tensor((*self._prompt.token_ids, *options.generated), device=model.device)
         capacity = len(self._prompt) + options.new_tokens
         self._placements = before_rope(self._sources.placements, model.unrotate_keys, model.device)
         self._cache = RequestCache(

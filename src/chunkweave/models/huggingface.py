@@ -21,6 +21,7 @@ from chunkweave.config import Weights
 from chunkweave.errors import UnsupportedModelError, UsageError
 from chunkweave.models.anatomy import REFUSED, Anatomy, NormOver, anatomy_of
 from chunkweave.models.attention import ScatteredQueries
+from chunkweave.models.kernels.compiles import KERNEL_COMPILES
 from chunkweave.types import Geometry
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,8 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 class HuggingFaceModel:
     """A `LayerwiseModel` over a `PreTrainedModel` whose family is declared (`models/anatomy.py`).
 
-    Only reads the modules; the model itself stays usable. The attention's `scaling` is folded into the queries if it is
-    not 1/sqrt(head_dim).
+    The model itself stays usable: only on CUDA, weights of queries, keys and values move into one tensor. The
+    attention's `scaling` is folded into the queries if it is not 1/sqrt(head_dim).
     """
 
     def __init__(self, model: Any) -> None:
@@ -50,7 +51,7 @@ class HuggingFaceModel:
         """The dtype of hidden states and KV."""
         self.device: torch.device = model.device
         """The device of the weights."""
-        self._final_norm = getattr(self._body, self.anatomy.final_norm)
+        self._final_norm = _in_one_launch(getattr(self._body, self.anatomy.final_norm))
         self._logit_scale = getattr(model, self.anatomy.logit_scale) if self.anatomy.logit_scale else 1.0
         self._logit_cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self._apply_rope = _rope_function(self._layers[0].attention)
@@ -59,6 +60,7 @@ class HuggingFaceModel:
         self._layer_types = tuple(model.config.layer_types) if by_type else ("",) * len(self._layers)
         self._cos_sin: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._wide = _WideAngles()
+        self._turn_halves = self._one_launch() if self._turns_halves and self.device.type == "cuda" else None
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids `[tokens]` -> `[tokens, hidden]`."""
@@ -139,6 +141,8 @@ class HuggingFaceModel:
             wide = self._wide.get(kind, positions, states.shape[1], cos, sin)
             if wide is not None:
                 return _halves_turned(states, *wide)
+        if self._turn_halves is not None and cos.shape[-1] == states.shape[-1]:
+            return self._turn_halves(states, positions, cos, sin)
         return self._turned(states, cos[positions], sin[positions])
 
     def _turned(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -151,6 +155,28 @@ class HuggingFaceModel:
             rotated, _ = self._apply_rope(states[..., :dims], states[:, :0, :dims], cos, sin, unsqueeze_dim=1)
         return rotated if dims == states.shape[-1] else torch.cat((rotated, states[..., dims:]), -1)
 
+    def _one_launch(self) -> Callable[..., torch.Tensor] | None:
+        """RoPE as one launch of our kernel, after a trial; None where it does not run, or gives another result."""
+        try:
+            from chunkweave.models.triton_attention import turn_halves
+        except ImportError:
+            return None
+        dim = self.geometry.head_dim
+        draw = torch.Generator().manual_seed(0)
+        states, *angles = (
+            torch.randn(shape, generator=draw).to(self.device, self.dtype)
+            for shape in ((3, 9, dim), (8, dim), (8, dim))
+        )
+        positions = torch.tensor([1, 2, 7], device=self.device)
+        cos, sin = (table[positions, None] for table in angles)
+        try:
+            with KERNEL_COMPILES.at_start(1):
+                error = (turn_halves(states, positions, *angles) - _halves_turned(states, cos, sin)).abs().max()
+        except Exception as failure:  # noqa: BLE001 - any compiler or driver error means that it does not run here
+            logger.warning("RoPE falls back to PyTorch's operations: %s: %s", type(failure).__name__, failure)
+            return None
+        return turn_halves if float(error) <= _ROPE_TOLERANCE[self.dtype] else None
+
     def _angles(self, layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of all positions, `[positions, rotated dims]`, from the model's rotary module.
 
@@ -162,6 +188,10 @@ class HuggingFaceModel:
             cos, sin = self._body.rotary_emb(probe, positions, *((layer_type,) if layer_type else ()))
             self._cos_sin[layer_type] = cos[0], _signed(sin[0]) if self._turns_halves else sin[0]
         return self._cos_sin[layer_type]
+
+
+_ROPE_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.07, torch.float16: 0.01}
+"""Largest difference in the trial of our kernel: one rounding of its numbers."""
 
 
 @contextmanager
@@ -193,9 +223,11 @@ class _Layer:
         self._before_mlp = _step(block, anatomy.before_mlp)
         self._behind_mlp = _step(block, anatomy.behind_mlp)
         self._output = getattr(self.attention, anatomy.output)
-        self._projections = [getattr(self.attention, name) for name in anatomy.projections]
+        self._projections = _in_one_product([getattr(self.attention, name) for name in anatomy.projections])
         norms = [getattr(self.attention, name, None) for name in anatomy.head_norms]
-        query_norm, key_norm = [_as_it_is if norm is None else _HEAD_NORMS[anatomy.norm_over](norm) for norm in norms]
+        query_norm, key_norm = [
+            _as_it_is if norm is None else _HEAD_NORMS[anatomy.norm_over](_in_one_launch(norm)) for norm in norms
+        ]
         before, behind = (query_norm, key_norm), (_as_it_is, _as_it_is)
         if anatomy.norms_behind_rope:
             before, behind = behind, before
@@ -234,8 +266,43 @@ def _as_it_is(states: torch.Tensor) -> torch.Tensor:
 
 
 def _step(block: Any, name: str) -> _Step:
-    module: _Step = getattr(block, name) if name else _as_it_is
-    return module
+    return _in_one_launch(getattr(block, name)) if name else _as_it_is
+
+
+def _in_one_product(projections: list[Any]) -> list[Any]:
+    """On CUDA, linear layers as one, whose weights theirs become parts of; else themselves."""
+    if len(projections) == 1 or any(type(one) is not nn.Linear for one in projections):
+        return projections
+    weights, biases = [one.weight for one in projections], [one.bias for one in projections]
+    if weights[0].device.type != "cuda" or len({bias is None for bias in biases}) > 1:
+        return projections
+    with torch.no_grad():
+        together = nn.Linear(1, 1, bias=biases[0] is not None, device="meta")
+        together.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+        if biases[0] is not None:
+            together.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+        for weight, part in zip(
+            weights, torch.split(together.weight, [len(weight) for weight in weights]), strict=True
+        ):
+            weight.data = part
+    return [together]
+
+
+def _in_one_launch(norm: Any) -> _Step:
+    """On CUDA, a norm that PyTorch's `rms_norm` equals but for one rounding: one launch for eight. Else itself."""
+    module: _Step = norm
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if weight is None or eps is None or weight.dim() != 1 or weight.device.type != "cuda":
+        return module
+
+    def fused(states: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(states, norm.weight.shape, norm.weight, eps)
+
+    draw = torch.Generator().manual_seed(0)
+    states = torch.randn(4, len(weight), generator=draw).to(weight.device, weight.dtype)
+    with torch.inference_mode():
+        error, size = (fused(states) - norm(states)).float().abs().max(), norm(states).float().abs().max()
+    return fused if bool(error <= size * 2 * torch.finfo(weight.dtype).eps) else module
 
 
 _HEAD_NORMS: Mapping[NormOver, Callable[[Any], _Step]] = MappingProxyType(

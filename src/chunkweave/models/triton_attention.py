@@ -4,6 +4,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
 import torch
@@ -51,13 +52,15 @@ class FlatQueries:
 class KeyPlaces:
     """Device addresses of each request's keys and values.
 
-    `addresses` int64 `[requests, 4]` on the device: keys and values `[positions, kv_heads, head_dim]`, flags of
-    positions that no query sees (uint8 `[stop]`), and the part of each key (int32 `[stop]`, -1: none); 0 where absent.
+    `addresses` int64 `[requests, 4]` on the device, or four numbers for one request: keys and values `[positions,
+    kv_heads, head_dim]`, flags of positions that no query sees (uint8 `[stop]`), and the part of each key (int32
+    `[stop]`, -1: none); 0 where absent.
+
     `parts` is the number of parts (0: no mass is summed; else every request needs the table). The caller must keep the
     tensors alive.
     """
 
-    addresses: torch.Tensor
+    addresses: torch.Tensor | tuple[int, int, int, int]
     kv_heads: int
     parts: int = 0
 
@@ -190,8 +193,14 @@ def attend(
             processors=processors(states.device),
             parts=places.parts,
         )
-    if tiles is None:
-        tiles = to_device(tile_table(queries.counts, blocks.rows // (heads // places.kv_heads)), states.device)
+    per_tile = blocks.rows // (heads // places.kv_heads)
+    if isinstance(places.addresses, tuple):
+        table, tiles = queries.positions, _no_tiles(states.device)  # not read, but their types are the kernel's
+        here, tile_count = places.addresses, -(-rows // per_tile)
+    else:
+        if tiles is None:
+            tiles = to_device(tile_table(queries.counts, per_tile), states.device)
+        table, here, tile_count = places.addresses, (0, 0, 0, 0), len(tiles)
     parts = next(size for size in (0, *PART_SIZES) if places.parts <= size)
     splits, device = blocks.splits, states.device
     out = torch.empty((splits, rows, heads, dim), dtype=_out_dtype(blocks, parts, states.dtype), device=device)
@@ -200,25 +209,47 @@ def attend(
     mass = torch.empty((splits, rows, heads, parts), dtype=torch.float32, device=device) if parts else log_sum_exp
     cos, sin = (states, states) if rope is None else rope
     unit = dim if rope is None else dim // 2
-    device_code.scattered_attention[(len(tiles), places.kv_heads, splits)](
-        states, out, log_sum_exp, mass, own, queries.positions, tiles, places.addresses, cos, sin,
+    device_code.scattered_attention[(tile_count, places.kv_heads, splits)](
+        states, out, log_sum_exp, mass, own, queries.positions, tiles, table, cos, sin, *here,
         dim**-0.5, rows, places.kv_heads * dim, _NO_WINDOW if window is None else window,
         HEADS=heads, KV_HEADS=places.kv_heads, DIM=dim, PADDED=_power_of_two(dim), PADDED_KEY=_power_of_two(unit),
         BLOCK_M=blocks.rows, BLOCK_N=blocks.keys, ROTATE=rope is not None, PARTS=parts, WIDEN=interpreted(),
         PRECISION="ieee" if states.dtype == torch.float32 else "tf32",
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
+    if not parts:
+        if splits == 1:
+            return Attended(out[0].flatten(1), log_sum_exp[0])
+        found, total = combined(out, log_sum_exp, states.dtype)
+        return Attended(found.flatten(1), total)
     if splits == 1:
-        found, total, share = out[0].to(states.dtype), log_sum_exp[0], None
+        found, total, share = out[0], log_sum_exp[0], None
     else:  # combine the softmaxes over key splits, each weighted by its share of the sum
         total = torch.logsumexp(log_sum_exp, 0)
         share = torch.exp(log_sum_exp - total)[..., None]
-        found = (out * share).sum(0).to(states.dtype)
-    if not parts:
-        return Attended(found.flatten(1), total)
+        found = (out * share).sum(0)
     by_part = mass[0] if share is None else (mass * share).sum(0)
     own = own[0] if share is None else (own * share[..., 0]).sum(0)
-    return Attended(found.flatten(1), total, by_part[..., : places.parts], own)
+    return Attended(found.to(states.dtype).flatten(1), total, by_part[..., : places.parts], own)
+
+
+@cache
+def _no_tiles(device: torch.device) -> torch.Tensor:
+    return torch.empty(0, 3, dtype=torch.int32, device=device)
+
+
+def combined(out: torch.Tensor, log_sum_exp: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over all keys from that over each split of them, and its log-sum-exp.
+
+    `out` `[splits, rows, heads, head_dim]` and `log_sum_exp` `[splits, rows, heads]` are float32; states have `dtype`.
+    """
+    splits, rows, heads, dim = out.shape
+    states, total = torch.empty(out.shape[1:], dtype=dtype, device=out.device), torch.empty_like(log_sum_exp[0])
+    count = rows * heads
+    device_code.combine_splits[(-(-count // _COMBINED_A_BLOCK),)](
+        out, log_sum_exp, states, total, splits, count, DIM=dim, PADDED=_power_of_two(dim), BLOCK=_COMBINED_A_BLOCK
+    )
+    return states, total
 
 
 def write_rows(keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, addresses: torch.Tensor) -> None:
@@ -231,6 +262,30 @@ def write_rows(keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor
     device_code.write_rows[(len(keys),)](
         keys.contiguous(), values.contiguous(), positions, addresses, width, WIDTH=width, BLOCK=_power_of_two(width)
     )
+
+
+_HEADS_A_BLOCK = 8
+_COMBINED_A_BLOCK = 4
+"""Rows and heads."""
+
+
+def turn_halves(
+    states: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor
+) -> torch.Tensor:
+    """RoPE of `states` `[rows, heads, head_dim]` at `positions` `[rows]` in one launch; a new tensor.
+
+    `cos` and `signed_sin` are `[all positions, head_dim]`; sines of the first half are negative.
+    """
+    rows, heads, dim = states.shape
+    if states.stride(2) != 1 or states.stride(1) != dim:
+        states = states.contiguous()
+    out = torch.empty((rows, heads, dim), dtype=states.dtype, device=states.device)
+    if rows:
+        device_code.turn_halves[(rows, -(-heads // _HEADS_A_BLOCK))](
+            states, out, positions, cos, signed_sin, heads, states.stride(0), heads * dim,
+            DIM=dim, PADDED=_power_of_two(dim // 2), BLOCK=_HEADS_A_BLOCK,
+        )  # fmt: skip
+    return out
 
 
 def interpreted() -> bool:
@@ -315,7 +370,8 @@ class TritonAttention:
             processors=processors(device),
             parts=places.parts,
         )
-        tiles = self._tiles(counts, blocks, queries.shape[1] // kv_heads, device)
+        one = isinstance(places.addresses, tuple)
+        tiles = None if one else self._tiles(counts, blocks, queries.shape[1] // kv_heads, device)
         attended = attend(flat, places, blocks=blocks, tiles=tiles, window=owners[0].queries.window)
         return _by_owner(attended, counts)
 
@@ -335,16 +391,17 @@ class TritonAttention:
 def key_places(owners: Sequence[OwnQueries], device: torch.device, *, measures: bool) -> KeyPlaces:
     """Addresses of each owner's tensors; the owners keep them alive."""
     addresses = [
-        [
+        (
             owner.keys.data_ptr(),
             owner.values.data_ptr(),
             0 if owner.queries.hidden is None else owner.queries.hidden.data_ptr(),
             owner.parts.table.data_ptr() if measures and owner.parts is not None else 0,
-        ]
+        )
         for owner in owners
     ]
     parts = max((owner.parts.count for owner in owners if owner.parts is not None), default=0) if measures else 0
-    return KeyPlaces(to_device(addresses, device, torch.int64), owners[0].keys.shape[1], parts)
+    table = addresses[0] if len(owners) == 1 else to_device(addresses, device, torch.int64)
+    return KeyPlaces(table, owners[0].keys.shape[1], parts)
 
 
 def unsupported_reason(geometry: Geometry, *, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -386,7 +443,7 @@ def compile_and_compare(geometry: Geometry, dtype: torch.dtype, device: torch.de
     expected, of_key = queries.attend(q, k, v), torch.arange(len(k), dtype=torch.int32, device=device) // 5
     launches = every_launch(heads, kv_heads, dtype)
     errors = []
-    with KERNEL_COMPILES.at_start(len(launches) + 1):
+    with KERNEL_COMPILES.at_start(len(launches) + 2):
         for blocks, parts in launches:
             owner = OwnQueries(queries, k, v, KeyParts(of_key, parts))
             places = key_places([owner], device, measures=parts > 0)
@@ -394,7 +451,7 @@ def compile_and_compare(geometry: Geometry, dtype: torch.dtype, device: torch.de
             errors.append((found.states - expected).float().abs().max())
             if found.by_part is not None and found.own is not None:
                 errors.append((found.by_part.sum(2) + found.own - 1.0).abs().max())
-        write_rows(k[:1], v[:1], queries.positions[:1], places.addresses)
+        write_rows(k[:1], v[:1], queries.positions[:1], torch.tensor([places.addresses], device=device))
     return torch.stack(errors).max().item()
 
 

@@ -58,14 +58,16 @@ class Streams:
     def keep(self, tensor: torch.Tensor) -> None:
         """Protect a tensor of the other stream: its memory is not reused before the current stream is done with it."""
 
-    def send(self, tensor: torch.Tensor) -> "Sent":
-        """Start a copy to the device; does nothing if the tensor is there. Thread-safe.
+    def send(self, tensors: Sequence[torch.Tensor]) -> "list[Sent]":
+        """Start copies to the device, which are used together; none of tensors that are there. Thread-safe.
 
         From page-locked memory this returns at once, and PyTorch does not reuse that memory before the copy has ended;
         from other memory it may take as long as the copy.
         """
         with self.copying():
-            return Sent(tensor.to(self.device, non_blocking=True), self.mark(), self)
+            copies = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+            mark = self.mark()
+        return [Sent(copy, mark, self) for copy in copies]
 
 
 class CudaStreams(Streams):
@@ -73,6 +75,7 @@ class CudaStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._index = device.index  # looking up a stream by a device takes longer
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._computing: torch.cuda.Stream | None = None
 
@@ -84,7 +87,7 @@ class CudaStreams(Streams):
 
     def computes_here(self) -> None:
         """Called in each step, because vLLM switches to its own stream late."""
-        self._computing = torch.cuda.current_stream(self.device)
+        self._computing = torch.cuda.current_stream(self._index)
 
     def copying(self) -> AbstractContextManager[object]:
         """The second stream."""
@@ -94,17 +97,17 @@ class CudaStreams(Streams):
     def mark(self) -> Event:
         """An event recorded on the current stream."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a thread that waits does not spin
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(torch.cuda.current_stream(self._index))
         return event
 
     def wait_for(self, event: Event) -> None:
         """Issue the wait to the device."""
         if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            torch.cuda.current_stream(self._index).wait_event(event)
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Record the second stream's use with the caching allocator."""
-        tensor.record_stream(torch.cuda.current_stream(self.device))
+        tensor.record_stream(torch.cuda.current_stream(self._index))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +130,7 @@ def streams_of(device: torch.device) -> Streams:
     return CudaStreams(device) if device.type == "cuda" else Streams()
 
 
-Send = Callable[[torch.Tensor], Sent]
+Send = Callable[[Sequence[torch.Tensor]], list[Sent]]
 """`Streams.send`."""
 
 

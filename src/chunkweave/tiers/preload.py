@@ -17,6 +17,12 @@ from chunkweave.tiers.device import HostMemory, Send, Sent, Staging, Streams
 
 logger = logging.getLogger(__name__)
 
+_TOGETHER_BYTES = 32 << 20
+"""Layers of a segment up to this size are sent in one copy: a copy costs the host as much time as a launch."""
+
+_READ = threading.Event()
+_READ.set()
+
 
 class LoadOrder(StrEnum):
     """The order in which the layers of several segments are read. `SYNC` is for comparison only."""
@@ -65,7 +71,9 @@ class LoadingSegment:
         *,
         memory: HostMemory,
         unseen: frozenset[int] = frozenset(),
+        read: bool = False,
     ) -> None:
+        """With `read`, the source is in host memory, and no layer needs to be read."""
         self.name = name
         self.unseen = unseen
         self._slots = {layer: slot for slot, layer in enumerate(sorted(set(range(num_layers)) - unseen))}
@@ -79,10 +87,8 @@ class LoadingSegment:
         self._memory = memory
         self._kv: torch.Tensor | None = source.kv if isinstance(source, SegmentKV) else None
         self._reading: tuple[int, float] | None = None
-        self._ready = [threading.Event() for _ in range(num_layers)]
-        for layer in unseen:
-            self._ready[layer].set()
-        self._read: set[int] = set()
+        self._ready = [_READ if read or layer in unseen else threading.Event() for layer in range(num_layers)]
+        self._read = set(self._slots) if read else set()
         self._layers_in = 0  # for one caller; never decreases
 
     def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
@@ -132,6 +138,18 @@ class LoadingSegment:
         """Whether a layer was read."""
         return index in self._read
 
+    def layers_from(self, index: int, count: int) -> torch.Tensor:
+        """`count` layers in host memory from one on that was read, or fewer, `[layers, 2, tokens, kv_heads, head_dim]`.
+
+        Layers that are not to be read, or were not read yet, end it.
+        """
+        assert self._kv is not None, "a layer is ready only after its memory was allocated"
+        whole = isinstance(self._source, SegmentKV)
+        stop = index + 1
+        while stop < min(index + count, len(self._ready)) and stop not in self.unseen and (whole or self.has(stop)):
+            stop += 1
+        return self._kv[self._slot(index) : self._slot(index) + stop - index]
+
     def _read_into_memory(self, index: int) -> None:
         if isinstance(self._source, SegmentKV):
             return
@@ -152,6 +170,11 @@ class LoadingSegment:
         if not isinstance(error, torch.OutOfMemoryError):
             logger.error("layer %d of segment %s could not be read", index, self.name, exc_info=error)
         self.fail(SegmentLate(self.name, f"layer {index} could not be read: {error!r}"))
+
+    def not_sent(self, index: int, error: Exception) -> None:
+        """Fail from a layer on that could not be sent: copying it when it is used would fail, too."""
+        self._read -= set(range(index, len(self._ready)))
+        self.give_up(index, error)
 
     def fail(self, lost: SegmentLost) -> None:
         """End every wait for a layer with `lost`, and drop the copies on the device."""
@@ -218,6 +241,28 @@ def _bytes_of(tensor: torch.Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
+class _Copied:
+    """Consecutive layers of a segment, sent to the device in one copy."""
+
+    def __init__(self, first: int, count: int, nbytes: int, sent: Sent) -> None:
+        self.layers = range(first, first + count)
+        self.nbytes = nbytes
+        self._left = count
+        self._sent = sent
+        self._here: torch.Tensor | None = None
+
+    def receive(self, layer: int) -> torch.Tensor:
+        """One layer; work that this thread issues from now on runs after the copy."""
+        if self._here is None:
+            self._here = self._sent.receive()
+        return self._here[layer - self.layers.start]
+
+    def leave(self) -> int:
+        """One layer less is wanted; returns the bytes of the whole copy once none is."""
+        self._left -= 1
+        return 0 if self._left else self.nbytes
+
+
 class LayerLoader:
     """Reads the layers of one request's segments in a separate thread. The request owns it and must close it.
 
@@ -252,13 +297,16 @@ class LayerLoader:
         self._staging = Staging() if staging is None else staging
         self._held_back = frozenset(held_back)
         self._to_send: deque[tuple[LoadingSegment, int]] = deque()
-        self._sent: dict[tuple[LoadingSegment, int], Sent] = {}
+        self._sent: dict[tuple[LoadingSegment, int], _Copied] = {}
         self._used: set[tuple[LoadingSegment, int]] = set()
         self._sending = threading.RLock()
         self.wait_s = wait_s
         memory = HostMemory() if memory is None else memory
+        in_memory = depth is None and all(isinstance(source, SegmentKV) for _, source in sources)
         self.segments = [
-            LoadingSegment(name, source, num_layers, self, memory=memory, unseen=unseen.get(name, frozenset()))
+            LoadingSegment(
+                name, source, num_layers, self, memory=memory, unseen=unseen.get(name, frozenset()), read=in_memory
+            )
             for name, source in sources
         ]
         self._num_layers = num_layers
@@ -267,7 +315,9 @@ class LayerLoader:
         self._moved = threading.Condition()
         self._cancelled = False
         self._thread = threading.Thread(target=self._read_all, name="chunkweave-loader", daemon=True)
-        if self.segments:
+        if in_memory:  # a thread that only sends would compete with the one that computes
+            self.hold_back(self._held_back)
+        elif self.segments:
             self._thread.start()
 
     def release(self, first_layers: int = 0) -> None:
@@ -298,12 +348,11 @@ class LayerLoader:
         """A layer that was sent ahead, once; None if it was not. Send others in its place."""
         with self._sending:
             self._used.add((segment, layer))
-            sent = self._sent.pop((segment, layer), None)
-        found = None
-        if sent is not None:
-            found = sent.receive()
-            del sent  # before its bytes are taken again
-            self._staging.give_back(found.nbytes)
+            copied = self._sent.pop((segment, layer), None)
+            found = None if copied is None else copied.receive(layer)
+            if copied is not None:
+                self._staging.give_back(copied.leave())
+                del copied  # before its bytes are taken again
         self._send_ahead()
         return found
 
@@ -313,23 +362,58 @@ class LayerLoader:
             mine = [(segment, layer) for layer in range(self._num_layers)]
             self._used.update(mine)
             for one in mine:
-                if self._sent.pop(one, None) is not None:
-                    self._staging.give_back(segment.on_host(one[1]).nbytes)
+                copied = self._sent.pop(one, None)
+                if copied is not None:
+                    self._staging.give_back(copied.leave())
 
     def _send_ahead(self) -> None:
+        if not self._to_send:
+            return
         with self._sending:
-            while self._to_send:
-                segment, layer = self._to_send[0]
-                if (segment, layer) not in self._used and (segment, layer) not in self._sent:
-                    kv = segment.on_host(layer)
-                    if not self._staging.take(kv.nbytes):
-                        return
-                    try:
-                        self._sent[segment, layer] = self._send(kv)
-                    except Exception as error:  # noqa: BLE001  (the request may be using another layer)
-                        self._staging.give_back(kv.nbytes)
-                        segment.give_up(layer, error)
-                self._to_send.popleft()
+            fits = True
+            while self._to_send and fits:
+                layer = self._to_send[0][1]
+                batch: list[tuple[LoadingSegment, torch.Tensor]] = []
+                while fits and self._to_send and self._to_send[0][1] == layer:
+                    segment, _ = self._to_send[0]
+                    if (segment, layer) not in self._used and (segment, layer) not in self._sent:
+                        kv = self._next_copy(segment, layer)
+                        if kv is None:
+                            fits = False
+                            break
+                        batch.append((segment, kv))
+                    self._to_send.popleft()
+                self._send_batch(layer, batch)
+
+    def _send_batch(self, layer: int, batch: Sequence[tuple[LoadingSegment, torch.Tensor]]) -> None:
+        """Send what several segments have from one layer on; their bytes are taken."""
+        if not batch:
+            return
+        try:
+            copies = self._send([kv for _, kv in batch])
+        except Exception as error:  # noqa: BLE001  (the request may be using another layer)
+            for segment, kv in batch:
+                self._staging.give_back(kv.nbytes)
+                segment.not_sent(layer, error)
+            return
+        for (segment, kv), sent in zip(batch, copies, strict=True):
+            copied = _Copied(layer, len(kv), kv.nbytes, sent)
+            self._sent.update(((segment, one), copied) for one in copied.layers)
+
+    def _next_copy(self, segment: LoadingSegment, layer: int) -> torch.Tensor | None:
+        """The layers to send in one copy, from one that was read; their bytes are taken. None if none fits.
+
+        At most as many as there are before: computing waits for the first, and later ones are sent meanwhile.
+        """
+        kv = segment.layers_from(layer, max(1, layer))
+        kv = kv[: max(1, _TOGETHER_BYTES // kv[0].nbytes)]
+        taken = {(segment, layer + place) for place in range(len(kv))} & (self._used | self._sent.keys())
+        kv = kv[: min((one - layer for _, one in taken), default=len(kv))]
+        while not self._staging.take(kv.nbytes):
+            if len(kv) == 1:
+                return None
+            kv = kv[: len(kv) // 2]
+        return kv
 
     @property
     def late(self) -> bool:

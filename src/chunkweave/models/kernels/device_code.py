@@ -1,4 +1,4 @@
-"""Triton programs: attention of scattered queries, and writing rows into the caches of several requests.
+"""Triton programs: attention of scattered queries, RoPE, and writing rows into the caches of several requests.
 
 One program attends a tile of queries of one request, for one key head and one split of the keys: the rows of a tile are
 its queries times the query heads that share the key head. Scores and sums are float32; the softmax is online, with base
@@ -95,11 +95,12 @@ def _block(
 
 
 @triton.jit(
-    do_not_specialize=["rows", "window"],
+    do_not_specialize=["keys_at", "values_at", "hidden_at", "parts_at", "rows", "window"],
     do_not_specialize_on_alignment=["positions_ptr", "tiles_ptr", "places_ptr"],  # a slice may begin at any element
 )
 def scattered_attention(
     queries_ptr, out_ptr, lse_ptr, mass_ptr, own_ptr, positions_ptr, tiles_ptr, places_ptr, cos_ptr, sin_ptr,
+    keys_at: tl.int64, values_at: tl.int64, hidden_at: tl.int64, parts_at: tl.int64,
     scale, rows, token_stride, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PADDED_KEY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROTATE: tl.constexpr, PARTS: tl.constexpr, WIDEN: tl.constexpr,
@@ -108,16 +109,22 @@ def scattered_attention(
     """Grid (tiles, key heads, splits).
 
     `tiles` int32 `[tiles, 3]`: owner, first row, end row. `places` int64 `[owners, 4]`: addresses of the owner's keys,
-    values, hidden flags (uint8) and parts of keys (int32; 0 if not requested). Outputs have a leading axis of splits:
+    values, hidden flags (uint8) and parts of keys (int32; 0 if not requested). For a single owner these addresses are
+    arguments, and no table is read: copying one to the device would wait behind the KV that is loaded.
+
+    Outputs have a leading axis of splits:
     `out` `[splits, rows, heads, dim]`, `lse` and `own` `[splits, rows, heads]`, `mass` `[splits, rows, heads, PARTS]`.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # longest tiles first: positions ascend within an owner
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
-    owner = tl.load(tiles_ptr + tile * 3)
-    first_row = tl.load(tiles_ptr + tile * 3 + 1)
-    row_stop = tl.load(tiles_ptr + tile * 3 + 2)
+    several = keys_at == 0
+    owner = tl.load(tiles_ptr + tile * 3, mask=several, other=0)
+    first_row = tile * (BLOCK_M // group)
+    row_stop = tl.minimum(first_row + BLOCK_M // group, rows)
+    first_row = tl.load(tiles_ptr + tile * 3 + 1, mask=several, other=first_row)
+    row_stop = tl.load(tiles_ptr + tile * 3 + 2, mask=several, other=row_stop)
     lane = tl.arange(0, BLOCK_M)
     row = first_row + lane // group
     head = kv_head * group + lane % group
@@ -134,14 +141,18 @@ def scattered_attention(
     end = tl.minimum(begin + split_keys, last + 1)
 
     # Loaded addresses have no known alignment; without these hints every element would be a separate load.
-    keys = tl.multiple_of(tl.load(places_ptr + owner * 4).to(queries_ptr.dtype), 16) + kv_head * DIM
-    values = tl.multiple_of(tl.load(places_ptr + owner * 4 + 1).to(queries_ptr.dtype), 16) + kv_head * DIM
-    flags = tl.load(places_ptr + owner * 4 + 2)
+    places = places_ptr + owner * 4
+    keys = tl.load(places, mask=several, other=keys_at)
+    keys = tl.multiple_of(keys.to(queries_ptr.dtype), 16) + kv_head * DIM
+    values = tl.load(places + 1, mask=several, other=values_at)
+    values = tl.multiple_of(values.to(queries_ptr.dtype), 16) + kv_head * DIM
+    flags = tl.load(places + 2, mask=several, other=hidden_at)
     hidden = tl.multiple_of(flags.to(tl.pointer_type(tl.uint8)), 16)
     flagged = flags != 0
     cut = flagged | (begin <= last - window)  # the first key of this split may be invisible to a query
     unmasked = tl.where(cut, begin, tl.maximum(begin, tl.minimum(end, free) // BLOCK_N * BLOCK_N))
-    parts = tl.multiple_of(tl.load(places_ptr + owner * 4 + 3).to(tl.pointer_type(tl.int32)), 16)
+    parts = tl.load(places + 3, mask=several, other=parts_at)
+    parts = tl.multiple_of(parts.to(tl.pointer_type(tl.int32)), 16)
 
     at = row.to(tl.int64) * HEADS + head
     offset = tl.arange(0, PADDED_KEY)
@@ -192,6 +203,40 @@ def scattered_attention(
         tl.store(mass_ptr + at[:, None] * PARTS + part[None, :], mass / norm[:, None], mask=valid[:, None])
 
 
+@triton.jit(do_not_specialize=["splits", "count"])
+def combine_splits(
+    parts_ptr, lses_ptr, states_ptr, total_ptr, splits, count,
+    DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of BLOCK of `count` rows and heads): weigh each split's states by its share of the softmax's sum.
+
+    `parts` `[splits, count, DIM]` and `lses` `[splits, count]` are float32, `states` `[count, DIM]`, `total` `[count]`.
+    """
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = lane < count
+    offset = tl.arange(0, PADDED)
+    top = tl.full([BLOCK], HIDDEN_SCORE, tl.float32)
+    at = lane.to(tl.int64)
+    for _ in range(splits):
+        top = tl.maximum(top, tl.load(lses_ptr + at, mask=valid, other=0.0))
+        at += count
+    there = valid[:, None] & (offset < DIM)[None, :]
+    total = tl.zeros([BLOCK], tl.float32)
+    states = tl.zeros([BLOCK, PADDED], tl.float32)
+    at = lane.to(tl.int64)
+    for _ in range(splits):
+        share = tl.exp(tl.load(lses_ptr + at, mask=valid, other=0.0) - top)
+        total += share
+        states += share[:, None] * tl.load(parts_ptr + at[:, None] * DIM + offset[None, :], mask=there, other=0.0)
+        at += count
+    tl.store(total_ptr + lane, top + tl.log(total), mask=valid)
+    tl.store(
+        states_ptr + lane[:, None] * DIM + offset[None, :],
+        (states / total[:, None]).to(states_ptr.dtype.element_ty),
+        mask=there,
+    )
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def write_rows(
     keys_ptr, values_ptr, positions_ptr, places_ptr, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
@@ -207,3 +252,34 @@ def write_rows(
     there = position * token_stride + offset
     tl.store(keys + there, tl.load(keys_ptr + fresh, mask=inside), mask=inside)
     tl.store(values + there, tl.load(values_ptr + fresh, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["heads"], do_not_specialize_on_alignment=["positions_ptr"])
+def turn_halves(
+    states_ptr, out_ptr, positions_ptr, cos_ptr, sin_ptr, heads, in_stride, out_stride,
+    DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, blocks of BLOCK heads): RoPE of `states` `[rows, heads, DIM]`, written to `out`.
+
+    `cos` and `sin` are `[positions, DIM]`; the sines of the first half are negative. Strides are those of rows.
+    Products and sum are rounded one by one, as PyTorch's are.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.arange(0, PADDED)
+    half: tl.constexpr = DIM // 2
+    dtype = states_ptr.dtype.element_ty
+    inside = offset < half
+    angle = tl.load(positions_ptr + row) * DIM + offset
+    cos_low = tl.load(cos_ptr + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin_low = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
+    cos_high = tl.load(cos_ptr + angle + half, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin_high = tl.load(sin_ptr + angle + half, mask=inside, other=0.0).to(tl.float32)[None, :]
+    at = head[:, None] * DIM + offset[None, :]
+    there = (head < heads)[:, None] & inside[None, :]
+    low = tl.load(states_ptr + row * in_stride + at, mask=there, other=0.0).to(tl.float32)
+    high = tl.load(states_ptr + row * in_stride + at + half, mask=there, other=0.0).to(tl.float32)
+    turned_low = (low * cos_low).to(dtype).to(tl.float32) + (high * sin_low).to(dtype).to(tl.float32)
+    turned_high = (high * cos_high).to(dtype).to(tl.float32) + (low * sin_high).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * out_stride + at, turned_low.to(dtype), mask=there)
+    tl.store(out_ptr + row * out_stride + at + half, turned_high.to(dtype), mask=there)
