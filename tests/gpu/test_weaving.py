@@ -139,3 +139,15 @@ def test_rope_and_norms_in_one_launch_are_those_of_the_model(dtype):
     torch.testing.assert_close(
         step(hidden), expected, atol=2 * torch.finfo(dtype).eps * float(expected.abs().max()), rtol=0
     )
+
+
+@torch.inference_mode()
+def test_projections_are_one_product_and_the_model_computes_as_before():
+    bare = toy_model().model.model.to("cuda")
+    ids = torch.arange(9, device="cuda")[None]
+    expected = bare(ids, use_cache=False).logits
+    model = HuggingFaceModel(bare)
+    (together,) = model._layers[0]._projections
+    assert bare.model.layers[0].self_attn.q_proj.weight.data_ptr() == together.weight.data_ptr()
+    torch.testing.assert_close(bare(ids, use_cache=False).logits, expected, atol=1e-5, rtol=0)
+    model.verify()
