@@ -1,6 +1,7 @@
 """Copies beside computing: what waits for what, by stand-ins for streams; and host memory that is page-locked."""
 
 import gc
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -64,6 +65,22 @@ def test_what_is_computed_waits_for_the_copy_that_has_its_layer_and_for_nothing_
     waits = [(("wait compute", copy), ("keep compute", 0)) for copy in range(3)]  # layers 2 and 3 are one copy
     assert streams.log == [entry for pair in waits for entry in pair]
     loader.close()
+
+
+@pytest.mark.parametrize(("memory", "sender"), [(HostMemory(), "here"), (PinnedMemory(0), "chunkweave-loader")])
+def test_the_computing_thread_sends_only_what_it_need_not_wait_for(memory, sender):
+    """With a pool of page-locked memory, a segment elsewhere may take as long as its copy."""
+    threads = []
+
+    def send(tensors):
+        threads.append("here" if threading.current_thread() is here else threading.current_thread().name)
+        return Streams().send(tensors)
+
+    here = threading.current_thread()
+    loader = LayerLoader([("a", segment_of())], 4, send=send, memory=memory)
+    loader.release(4)
+    loader.close()
+    assert set(threads) == {sender}
 
 
 def test_a_layer_is_sent_once_and_then_read_from_the_host():

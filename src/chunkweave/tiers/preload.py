@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from chunkweave.kv.segment import SegmentHeldUp, SegmentKV, SegmentLate, SegmentLost, SegmentSource
-from chunkweave.tiers.device import HostMemory, Send, Sent, Staging, Streams
+from chunkweave.tiers.device import HostMemory, PinnedMemory, Send, Sent, Staging, Streams
 
 logger = logging.getLogger(__name__)
 
@@ -263,6 +263,11 @@ class _Copied:
         return 0 if self._left else self.nbytes
 
 
+def _is_sent_at_once(source: SegmentSource, memory: HostMemory) -> bool:
+    """Whether a copy to the device returns at once, or is none: then no other thread is needed."""
+    return isinstance(source, SegmentKV) and (not isinstance(memory, PinnedMemory) or source.kv.is_pinned())
+
+
 class LayerLoader:
     """Reads the layers of one request's segments in a separate thread. The request owns it and must close it.
 
@@ -302,7 +307,7 @@ class LayerLoader:
         self._sending = threading.RLock()
         self.wait_s = wait_s
         memory = HostMemory() if memory is None else memory
-        in_memory = depth is None and all(isinstance(source, SegmentKV) for _, source in sources)
+        in_memory = depth is None and all(_is_sent_at_once(source, memory) for _, source in sources)
         self.segments = [
             LoadingSegment(
                 name, source, num_layers, self, memory=memory, unseen=unseen.get(name, frozenset()), read=in_memory
