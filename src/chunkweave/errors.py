@@ -40,9 +40,9 @@ def install_extra(name: str) -> str:
     """How to install an extra, for messages. No package index has chunkweave yet, so it needs a checkout.
 
     >>> install_extra("server")
-    "pip install -e '.[server]' in a checkout of chunkweave"
+    "pip install '.[server]' in a checkout of chunkweave"
     """
-    return f"pip install -e '.[{name}]' in a checkout of chunkweave"
+    return f"pip install '.[{name}]' in a checkout of chunkweave"
 
 
 def unknown_names(given: Iterable[Any], known: Collection[str], form: str = "{}") -> str:
