@@ -10,7 +10,7 @@ floating-point operations; `load_limit_ms` is the bytes of the reused KV over th
 """
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from bench_setup import (
     seconds,
     warm,
 )
+from docs_tables import markdown_table
 
 from chunkweave.calibration.contenders import make_contenders
 from chunkweave.config import AttentionKernel, ComputeConfig
@@ -79,6 +80,21 @@ def main() -> None:
                 for label, method in others:
                     report.measure(partial(rows, runner, method, whole, before), **key, method=label, tier=name)
     report.finish()
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """Time to first token, and how much sooner than full prefill, by method and tier, for each context."""
+    rows = [row for row in result["rows"] if "ttft_ms" in row]
+    contexts = sorted({row["context"] for row in rows})
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for row in rows:
+        sooner = f", {row['speed_up']:.1f}x" if row.get("speed_up") else ""
+        of_method = found.setdefault((row["method"], row.get("tier", "")), {})
+        of_method[row["context"]] = f"{row['ttft_ms']:.0f} ms{sooner}"
+    lines = [
+        [f"`{method}`", tier, *(cells.get(one, "") for one in contexts)] for (method, tier), cells in found.items()
+    ]
+    return {"gpu-weave": markdown_table(["method", "KV on", *(f"{one:,} tokens" for one in contexts)], lines)}
 
 
 def make_runner(
