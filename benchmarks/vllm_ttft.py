@@ -399,10 +399,23 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
         for row in result["rows"]
     ]
     if result["config"].get("model") is None:
-        return {"vllm-ttft": markdown_table(heads, cells)}
+        several = len({row.get("prompt_tokens") for row in result["rows"]}) > 1
+        more = {"vllm-ttft-by-context": by_context(result["rows"])} if several else {}
+        return {"vllm-ttft": markdown_table(heads, cells), **more}
     brief = [[*line[1:3], *line[3:5], ratio_of(row)] for line, row in zip(cells, result["rows"], strict=True)]
     heads = [*heads[1:5], "recomputed"]
     return {"vllm-ttft-short": markdown_table(heads, brief)}
+
+
+def by_context(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Time to first token, and how much sooner than full prefill, by method for each length of the prompt."""
+    contexts = sorted({row["prompt_tokens"] for row in rows})
+    found: dict[str, dict[int, str]] = {}
+    for row in rows:
+        sooner = "" if row["method"] == FULL else f", {row['over_full']:.1f}x"
+        found.setdefault(row["method"], {})[row["prompt_tokens"]] = f"{1e3 * row['ttft_median_s']:.0f} ms{sooner}"
+    lines = [[f"`{method}`", *(cells.get(one, "") for one in contexts)] for method, cells in found.items()]
+    return markdown_table(["method", *(f"{one:,} tokens" for one in contexts)], lines)
 
 
 def ratio_of(row: Mapping[str, Any]) -> str:
