@@ -120,6 +120,14 @@ def test_later_layers_are_sent_together(store, monkeypatch, together, copies):
     sources.close()
 
 
+def test_of_layers_that_do_not_fit_together_some_are_sent(store):
+    device, staging = Device(), Staging(9 * LAYER_BYTES)  # two layers of each chunk, and one more
+    sources = pinned(store, device, staging)
+    assert device.live_bytes == 9 * LAYER_BYTES
+    use(sources)
+    sources.close()
+
+
 def test_what_ends_before_the_first_position_is_not_sent(store):
     device, staging = Device(), Staging()
     sources = pinned(store, device, staging, first=2 * TOKENS)
