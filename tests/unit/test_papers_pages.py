@@ -44,7 +44,9 @@ def wrong(words: list[str]) -> str:
                 return f"no command {name}"
         known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
         return ", ".join(one for one in asked if one not in known)
-    script = re.fullmatch(r"benchmarks/(\w+)\.py", words[1]) if words[0] == "python" else None
+    if words[0] == "make":
+        return "" if f"\n{words[1]}:" in (ROOT / "Makefile").read_text(encoding="utf-8") else f"no target {words[1]}"
+    script = re.fullmatch(r"benchmarks/((?:gpu/)?\w+)\.py", words[1]) if words[0] == "python" else None
     if script is None or not (ROOT / script[0]).is_file():
         return f"no program {' '.join(words[:2])}"
     source = options_of(script[1])
@@ -91,4 +93,6 @@ def test_what_is_not_understood_is_found():
     assert wrong(shlex.split("chunkweave bench gone --model smollm2"))
     assert wrong(shlex.split("python benchmarks/oracles.py --model smollm2 --vectors 3")) == "--vectors"
     assert wrong(["python", "benchmarks/gone.py"])
+    assert wrong(["make", "gone", "PART=engine"])
+    assert wrong(["python", "benchmarks/gpu/weave.py", "--gone"]) == "--gone"
     assert not wrong(shlex.split("python benchmarks/oracles.py --model smollm2 --groups heads"))
