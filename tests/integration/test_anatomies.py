@@ -174,3 +174,22 @@ def at_their_places(bench: Bench, prompt: Prompt) -> torch.Tensor:
             for number, layer in enumerate(own.layers):
                 past.update(layer.keys, layer.values, number)
     raise AssertionError("a prompt has a question")
+
+
+def test_our_rope_kernel_is_not_used_where_a_gradient_is_needed(monkeypatch):
+    """It has none: training an adapter on a GPU would miss what queries and keys say."""
+    model, calls = toy_model().model, []
+
+    def in_one_launch(states, *_args):
+        calls.append(states.requires_grad)
+        return states
+
+    monkeypatch.setattr(model, "_turn_halves", in_one_launch)
+    states = torch.randn(3, model.geometry.num_kv_heads, model.geometry.head_dim, requires_grad=True)
+    positions = torch.tensor([0, 4, 5])
+    model.rotate_keys(0, states, positions).sum().backward()
+    assert states.grad is not None
+    assert calls == []
+    with torch.inference_mode():
+        model.rotate_keys(0, states, positions)
+    assert calls == [True]

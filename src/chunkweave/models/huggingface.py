@@ -137,11 +137,12 @@ class HuggingFaceModel:
             return states
         kind = self._layer_types[layer]
         cos, sin = self._angles(kind)
-        if self._turns_halves and cos.shape[-1] == states.shape[-1] and self.device.type == "cpu":
+        whole = cos.shape[-1] == states.shape[-1]
+        if self._turns_halves and whole and self.device.type == "cpu":
             wide = self._wide.get(kind, positions, states.shape[1], cos, sin)
             if wide is not None:
                 return _halves_turned(states, *wide)
-        if self._turn_halves is not None and cos.shape[-1] == states.shape[-1]:
+        if self._turn_halves is not None and whole and not torch.is_grad_enabled():  # our kernel has no gradient
             return self._turn_halves(states, positions, cos, sin)
         return self._turned(states, cos[positions], sin[positions])
 
@@ -171,11 +172,15 @@ class HuggingFaceModel:
         cos, sin = (table[positions, None] for table in angles)
         try:
             with KERNEL_COMPILES.at_start(1):
-                error = (turn_halves(states, positions, *angles) - _halves_turned(states, cos, sin)).abs().max()
+                error = float((turn_halves(states, positions, *angles) - _halves_turned(states, cos, sin)).abs().max())
         except Exception as failure:  # noqa: BLE001 - any compiler or driver error means that it does not run here
-            logger.warning("RoPE falls back to PyTorch's operations: %s: %s", type(failure).__name__, failure)
-            return None
-        return turn_halves if float(error) <= _ROPE_TOLERANCE[self.dtype] else None
+            problem = f"{type(failure).__name__}: {failure}"
+        else:
+            if error <= _ROPE_TOLERANCE.get(self.dtype, 0.0):
+                return turn_halves
+            problem = f"our kernel's result is off by {error:.3g}"
+        logger.warning("RoPE falls back to PyTorch's operations: %s", problem)
+        return None
 
     def _angles(self, layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of all positions, `[positions, rotated dims]`, from the model's rotary module.
