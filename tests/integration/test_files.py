@@ -156,6 +156,16 @@ def test_a_conversion_has_the_memory_that_it_is_given(tmp_path):
     assert "takes more than 64 MiB of memory" in " ".join(result.stderr.split())
 
 
+@pytest.mark.parametrize("limit", [20 << 20, 38 << 20])
+def test_a_converter_says_so_wherever_its_memory_ends(limit):
+    """Less than it has already when it reads the file, and so little that nothing is left when the parser fails."""
+    command = [sys.executable, "-P", "-m", "chunkweave.retrieval.converter", "HTML", "60", str(limit), str(16 << 20)]
+    page = b"<html><body>" + b"<p>word</p>" * 150_000
+    ended = subprocess.run(command, input=page, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert json.loads(ended.stdout) == {"error": f"converting it takes more than {limit >> 20} MiB of memory"}
+
+
 PEAKS = """
 import json, resource, sys
 from pathlib import Path

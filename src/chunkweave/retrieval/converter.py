@@ -62,11 +62,9 @@ def confine(seconds: float, memory_bytes: int, output_bytes: int) -> None:
 
 
 def _watch_memory(most_bytes: int) -> None:
-    while True:
-        if _used_bytes() > most_bytes:
-            os.write(1, json.dumps({"error": _too_much_memory(most_bytes)}).encode())
-            os._exit(0)
+    while _used_bytes() <= most_bytes:
         time.sleep(0.02)
+    _write(_json({"error": _too_much_memory(most_bytes)}))
 
 
 def _used_bytes() -> int:
@@ -189,14 +187,18 @@ CONVERTERS: Mapping[str, Callable[[], Callable[[bytes], dict[str, Any]]]] = {
 """Makers of converters, by the kind of the file. Making one imports its libraries."""
 
 
-def converted(kind: str, memory_bytes: int, convert: Callable[[bytes], dict[str, Any]], data: bytes) -> dict[str, Any]:
-    """Convert the bytes of a file; the result is the JSON object that the process writes."""
+def converted(kind: str, convert: Callable[[bytes], dict[str, Any]], data: bytes) -> dict[str, Any]:
+    """Convert the bytes of a file; the result is the JSON object that the process writes.
+
+    Raises:
+        MemoryError: there is not enough memory.
+    """
     try:
         return convert(data)
     except RefusedError as error:
         return {"error": str(error)}
     except MemoryError:
-        return {"error": _too_much_memory(memory_bytes)}
+        raise
     except RecursionError:
         return {"error": "it is nested too deeply"}
     except Exception as error:  # noqa: BLE001 - parsers in these libraries raise errors of many kinds
@@ -211,16 +213,27 @@ def main(kind: str, seconds: str, memory_bytes: str, output_bytes: str) -> NoRet
     try:
         convert = CONVERTERS[kind]()
     except ImportError as error:
-        _end({"missing": str(error.name)})
+        _write(_json({"missing": str(error.name)}))
     for name in _CODECS:
         codecs.lookup(name)
+    too_much = _json({"error": _too_much_memory(int(memory_bytes))})
     confine(float(seconds), int(memory_bytes), int(output_bytes))
-    _end(converted(kind, int(memory_bytes), convert, sys.stdin.buffer.read()))
+    try:
+        result = _json(converted(kind, convert, sys.stdin.buffer.read()))
+    except MemoryError:  # what failed may still hold all memory: the message exists already
+        result = too_much
+    _write(result)
 
 
-def _end(result: Mapping[str, Any]) -> NoReturn:
-    sys.stdout.buffer.write(json.dumps(result).encode())
-    sys.stdout.buffer.flush()
+def _json(result: Mapping[str, Any]) -> bytes:
+    return json.dumps(result).encode()
+
+
+def _write(result: bytes) -> NoReturn:
+    """Write the result to standard output and end the process; allocates no buffer."""
+    rest = memoryview(result)
+    while rest:
+        rest = rest[os.write(1, rest) :]
     os._exit(0)
 
 
