@@ -61,11 +61,11 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_adapters_bring_the_student_nearer(tmp_path: Path) -> None:
     distiller, steps = _training(tmp_path, _config(check_minutes=0.02, patience=100, readings=(Reading.ALONE,)))
-    for _ in steps:
-        if len(distiller.looks) > 4:
+    for number, _ in enumerate(steps):  # looks come by the clock, and this machine may be busy
+        first, last = distiller.looks[0], distiller.looks[-1]
+        if number > 400 or last.held_out["alone"].kl < 0.9 * first.held_out["alone"].kl:
             break
     steps.close()  # type: ignore[attr-defined]
-    first, last = distiller.looks[0], distiller.looks[-1]
     assert last.held_out["alone"].kl < 0.9 * first.held_out["alone"].kl
     assert first.held_out["full"].kl == pytest.approx(0.0, abs=1e-5)
 

@@ -47,7 +47,7 @@ class SlowEmbedder:
         self.batches += 1
         self.waits.set()
         time.sleep(self._seconds)
-        assert self._hold is None or self._hold.wait(30)
+        assert self._hold is None or self._hold.wait(120)
         return self._embedder.embed_documents(texts)
 
     def embed_query(self, text: str) -> np.ndarray:
@@ -71,12 +71,12 @@ def test_a_corpus_stops_growing_within_a_document(serve: Serve, limit: dict[str,
     assert client.post(DOCUMENTS, json={"documents": [{"id": "small", "text": FERRY}]}).status_code == 200
     text = " ".join(f"Ferry {number} leaves at nine." for number in range(200_000))
     tracemalloc.start()
-    begun_s = time.monotonic()
+    begun_s = time.process_time()
     if uploaded:
         refused = client.post(f"{DOCUMENTS}/files", files=[("files", ("large.txt", text.encode()))])
     else:
         refused = client.post(DOCUMENTS, json={"documents": [{"id": "large.txt", "text": text}, FERRY * 2]})
-    took_s, (_, peak_bytes) = time.monotonic() - begun_s, tracemalloc.get_traced_memory()
+    took_s, (_, peak_bytes) = time.process_time() - begun_s, tracemalloc.get_traced_memory()
     tracemalloc.stop()
     error = refused.json()["error"]
     assert (refused.status_code, error["code"]) == (413, "corpus_full")
@@ -133,7 +133,7 @@ def test_everything_that_takes_long_counts_in_what_a_tenant_does_at_once(serve: 
         target=lambda: answers.append(client.post(DOCUMENTS, json={"documents": [FERRY * 2]}).status_code)
     )
     first.start()
-    assert slow.waits.wait(30)
+    assert slow.waits.wait(120)
     others: list[Callable[[], Any]] = [
         lambda: client.post(DOCUMENTS, json={"documents": [FERRY * 3]}),
         lambda: client.post(f"{DOCUMENTS}/files", files=[("files", ("x.txt", b"text"))]),
@@ -183,7 +183,7 @@ def test_an_ingest_ends_with_its_client_and_leaves_nothing_locked(listening: tup
     corpus._embedder = slow = SlowEmbedder(corpus._embedder, seconds=0.02)
     texts = [" ".join(f"Ferry {number} of {text} leaves." for number in range(40)) for text in range(500)]
     connection = sent(server, DOCUMENTS, {"documents": [" ".join(texts)] if one else texts})
-    assert slow.waits.wait(30)
+    assert slow.waits.wait(120)
     connection.close()
     wait_until(lambda: service.limits.running("") == 0, timeout_s=10)
     assert slow.batches < 60, "of some hundreds"
