@@ -182,7 +182,7 @@ def audit(service: Service) -> None:
     assert batching.stats.blocks_reserved == 0
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
     ends = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < ends, "waited in vain"

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is install
 
 PASSAGES = "The ferry leaves at seven, at noon and at six.\n\nPilots board ships two miles west of the lighthouse."
 NARROW = {"width": 375, "height": 812}
-WAIT_MS = 20_000
+WAIT_MS = 60_000
 BROKEN_WORDS = """() => {
   const broken = [];
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
