@@ -152,12 +152,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def alone_s(server: tuple[str, int]) -> float:
-    return asked_alone_s(server[0])
-
-
-def asked_alone_s(url: str) -> float:
     """What the neighbour's slowest request takes when nobody else asks."""
-    with Neighbour(url).asking() as neighbour:
+    with Neighbour(server[0]).asking() as neighbour:
         time.sleep(1.5)
     return max(neighbour.times_s)
 
@@ -180,7 +176,7 @@ def sent(client: httpx.Client, path: str, body: bytes, kind: str = "application/
 def hold(server: tuple[str, int], alone_s: float, path: str, named: Iterable[tuple[str, bytes]], **kind: str) -> int:
     """Send bodies and hold what they cost against the bounds; returns how many there were."""
     url, pid = server
-    most_s, slower = max(3 * alone_s, alone_s + BESIDE_S), 1.0
+    most_s = max(3 * alone_s, alone_s + BESIDE_S)
     before_bytes, bodies = resident_bytes(pid), 0
     Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak of what follows
     with httpx.Client(base_url=url, headers=bearer(KEYS["acme"]), timeout=300) as client:
@@ -190,9 +186,8 @@ def hold(server: tuple[str, int], alone_s: float, path: str, named: Iterable[tup
                 with Neighbour(url).asking() as neighbour:
                     reply, took_s = sent(client, path, body, **kind)
                 slowest_s = max(neighbour.times_s, default=0.0)
-                if slowest_s <= slower * most_s and (took_s <= slower * REFUSED_S or reply.status_code < 400):
+                if slowest_s <= most_s and (took_s <= REFUSED_S or reply.status_code < 400):
                     break
-                slower = max(slower, asked_alone_s(url) / alone_s)
             else:
                 pytest.fail(f"{name}: {took_s:.3f} s, beside it {slowest_s:.3f} s: {reply.text[:300]}")
             assert reply.status_code < 500, (name, reply.text)

@@ -217,8 +217,8 @@ def main(kind: str, seconds: str, memory_bytes: str, output_bytes: str) -> NoRet
     for name in _CODECS:
         codecs.lookup(name)
     too_much = _json({"error": _too_much_memory(int(memory_bytes))})
-    confine(float(seconds), int(memory_bytes), int(output_bytes))
     try:
+        confine(float(seconds), int(memory_bytes), int(output_bytes))
         result = _json(converted(kind, convert, sys.stdin.buffer.read()))
     except MemoryError:  # what failed may still hold all memory: the message exists already
         result = too_much
