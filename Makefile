@@ -21,6 +21,9 @@ DEMO_VENV := .venv
 TEST_VENV := .venv-test
 VLLM_VENV := .venv-vllm
 VLLM_V2_VENV := .venv-vllm-v2
+VLLM_NEXT_VENV := .venv-vllm-next
+# The newest release of vLLM that the plug-in supports; .venv-vllm has the oldest.
+VLLM_NEXT ?= 0.33.0
 TRITON_VENV := .venv-triton
 CHART_VENV := .venv-chart
 CLIENTS_VENV := .venv-clients
@@ -36,10 +39,12 @@ TRITON = '$(shell sed -n "s/^ *\"\(triton>=[^;]*\);.*/\1/p" pyproject.toml)'
 # What the model runner could change: numerics (with two ranks), preemption, windows, adapters, experts, resets.
 VLLM_V2_TESTS := -k 'not test_families or moe' $(patsubst %,tests/vllm/test_%.py,connector numerics preemption windows \
 	adapters families life_cycle block_copies)
+# What differs most between releases: the connector's duties, numerics, windows, sleep, and the server.
+VLLM_NEXT_SMOKE := $(patsubst %,tests/vllm/test_%.py,connector contract backend_contract plugin numerics windows life_cycle server)
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev hook test test-fast test-triton compile-matrix first-gpu test-chart test-vllm test-vllm-v2 lint checks quick-checks audit results-check docs dist dist-check image image-vllm chart clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-faults prove-loading prove-disk prove-server prove-soak prove-sustained bench-guard
+.PHONY: help demo dev hook test test-fast test-triton compile-matrix first-gpu test-chart test-vllm test-vllm-v2 test-vllm-next test-vllm-next-smoke lint checks quick-checks audit results-check docs dist dist-check image image-vllm chart clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-faults prove-loading prove-disk prove-server prove-soak prove-sustained bench-guard
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +94,12 @@ test-vllm: $(VLLM_VENV)/.installed ## .venv-vllm with vLLM for CPUs, then the pl
 test-vllm-v2: $(VLLM_V2_VENV)/.installed ## A part of them on vLLM's Model Runner V2, in Triton's interpreter
 	VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/tests/vllm/runner_v2 \
 		$(VLLM_V2_VENV)/bin/python -m pytest $(VLLM_V2_TESTS) $(AT_ONCE) $(SLOWEST)
+
+test-vllm-next: $(VLLM_NEXT_VENV)/.installed ## The same tests on the newest vLLM that is supported, VLLM_NEXT=0.33.0
+	$(VLLM_NEXT_VENV)/bin/python -m pytest tests/vllm $(AT_ONCE) $(SLOWEST)
+
+test-vllm-next-smoke: $(VLLM_NEXT_VENV)/.installed ## A part of these, some minutes
+	$(VLLM_NEXT_VENV)/bin/python -m pytest $(VLLM_NEXT_SMOKE) $(AT_ONCE) $(SLOWEST)
 
 test-clients: $(CLIENTS_VENV)/.installed ## .venv-clients with LangChain and LlamaIndex, then the examples against a real server
 	$(CLIENTS_VENV)/bin/python -m pytest tests/server/test_examples.py
@@ -182,7 +193,7 @@ prove-sustained: $(TEST_VENV)/.installed ## A thousand queries that never come t
 		--out docs/results/sustained-own.json
 
 clean: ## Remove everything that the other targets made
-	rm -rf $(DEMO_VENV) $(TEST_VENV) $(TRITON_VENV) $(CHART_VENV) $(VLLM_VENV) $(VLLM_V2_VENV) $(CLIENTS_VENV) $(AUDIT_VENV) $(DOCS_VENV) $(DIST_VENV) build dist *.egg-info src/*.egg-info
+	rm -rf $(DEMO_VENV) $(TEST_VENV) $(TRITON_VENV) $(CHART_VENV) $(VLLM_VENV) $(VLLM_V2_VENV) $(VLLM_NEXT_VENV) $(CLIENTS_VENV) $(AUDIT_VENV) $(DOCS_VENV) $(DIST_VENV) build dist *.egg-info src/*.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
@@ -223,6 +234,16 @@ $(VLLM_VENV)/.installed: pyproject.toml
 $(VLLM_V2_VENV)/.installed: $(VLLM_VENV)/.installed
 	$(call make_venv_over,$(VLLM_V2_VENV),$(VLLM_VENV))
 	$(VLLM_V2_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps $(TRITON)
+	touch $@
+
+# The Python of vLLM's next release over the CPU kernels of .venv-vllm: its wheel has CUDA's, and is too large to keep.
+$(VLLM_NEXT_VENV)/.installed: $(VLLM_VENV)/.installed
+	rm -rf $(VLLM_NEXT_VENV)
+	$(call make_venv_over,$(VLLM_NEXT_VENV),$(VLLM_VENV))
+	$(VLLM_NEXT_VENV)/bin/python -m pip install $(PIP_ARGS) 'orjson>=3.11.6'
+	$(VLLM_NEXT_VENV)/bin/python -m pip download $(PIP_ARGS) --no-deps --dest $(VLLM_NEXT_VENV)/wheel vllm==$(VLLM_NEXT)
+	$(VLLM_NEXT_VENV)/bin/python tests/vllm/next_release.py $(VLLM_NEXT_VENV)/wheel/vllm-*.whl
+	rm -r $(VLLM_NEXT_VENV)/wheel
 	touch $@
 
 $(DOCS_VENV)/.installed: pyproject.toml

@@ -227,6 +227,26 @@ def test_workers_say_what_their_stores_count(tmp_path, monkeypatch):
     assert asyncio.run(exchange()) == {"hits": 6, "tiers": {"host": {"failures": 2, "available": False}}}
 
 
+def test_a_server_that_weaves_nothing_says_why_until_it_weaves(tmp_path, monkeypatch):
+    async def exchange():
+        inbox = ReportInbox(tmp_path / "reports")
+        await inbox.open()
+        monkeypatch.setenv("CHUNKWEAVE_REPLICA", "replica-0")
+        sender = ReportSender(inbox.path)
+        sender.send_off("this is vLLM 0.99.0")
+        await asyncio.sleep(0.05)
+        before = dict(inbox.off)
+        assert inbox.store_counts() is None
+        sender.send_counts("replica-1/0", {"store": {}})
+        sender.send_counts("replica-0/1", {"store": {}})
+        await asyncio.sleep(0.05)
+        sender.close()
+        inbox.close()
+        return before, inbox.off
+
+    assert asyncio.run(exchange()) == ({"replica-0": "this is vLLM 0.99.0"}, {})
+
+
 def test_nothing_is_counted_for_nobody(monkeypatch):
     monkeypatch.delenv("CHUNKWEAVE_REPORT_SOCKET", raising=False)
     CountsSender(0, lambda: pytest.fail("nobody asked")).close()

@@ -66,3 +66,15 @@ def test_tokens_of_a_step_must_be_a_whole_number(monkeypatch, tokens):
 def test_unknown_keys_are_named_with_those_there_are(monkeypatch):
     with pytest.raises(UsageError, match=r"budgets.*check_layers.*host_budget.*recompute_ratio"):
         connect(monkeypatch, {"budgets": 1})
+
+
+def test_what_is_to_be_saved_is_copied_before_vllm_frees_its_blocks(monkeypatch):
+    """vLLM calls this before it sleeps, from 0.33 on."""
+    copied = []
+    made = connect(monkeypatch)
+    made.unregister_kv_caches()
+    made._worker = SimpleNamespace(before_sleep=lambda: copied.append(True))
+    made.unregister_kv_caches()
+    made.restore_kv_caches()
+    assert copied == [True]
+    assert made.supports_sleep_mode(SimpleNamespace())

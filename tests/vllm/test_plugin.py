@@ -1,16 +1,20 @@
-"""The entry point: which vLLM it accepts, and what it changes there."""
+"""The entry point: what it changes in vLLM, and what happens on a release that was not tested."""
 
 import logging
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.v1.request import Request
 
 from chunkweave.errors import ModelError
-from chunkweave.vllm import plugin
+from chunkweave.vllm import plugin, releases
+from chunkweave.vllm.connector import ChunkweaveConnector
 
 
 def test_the_connector_loads_neither_the_server_nor_the_laboratory():
@@ -33,16 +37,15 @@ def untouched(monkeypatch):
     monkeypatch.setattr(Attention, "get_kv_cache_spec", get_spec)
 
 
-def test_this_vllm_is_the_supported_one():
-    assert plugin.vllm_version() == plugin.SUPPORTED_VLLM
-    assert plugin.version_problem(plugin.vllm_version()) is None
+def test_this_vllm_is_a_tested_one():
+    assert releases.vllm_version() in releases.TESTED
+    assert releases.untested_release() is None
 
 
-@pytest.mark.parametrize("found", ["0.31.0", "0.32.1", "0.32.0rc1", "1.0"])
-def test_another_version_is_refused_with_the_one_to_install(found):
-    problem = plugin.version_problem(found)
-    assert f"this is vLLM {found}" in problem
-    assert f"works only with vLLM {plugin.SUPPORTED_VLLM}" in problem
+@pytest.mark.parametrize("found", ["0.31.0", "0.32.1", "0.34.0rc1", "1.0"])
+def test_any_other_version_is_untested(monkeypatch, found):
+    monkeypatch.setattr(releases, "version", lambda _: f"{found}+cpu")
+    assert releases.untested_release() == found
 
 
 def test_registering_makes_the_connector_known_once(untouched):
@@ -54,16 +57,51 @@ def test_registering_makes_the_connector_known_once(untouched):
     assert connector.__name__ == plugin.CONNECTOR
 
 
-def test_with_another_version_vllm_is_left_alone_and_the_connector_refuses(untouched, monkeypatch, caplog):
-    monkeypatch.setattr(plugin, "vllm_version", lambda: "0.99.0")
-    before = BaseModelLoader.load_model
+@pytest.fixture
+def untested(untouched, monkeypatch):
+    """As on a release that was not tested."""
+    monkeypatch.setattr(releases, "version", lambda _: "0.99.0")
+    monkeypatch.delitem(sys.modules, "chunkweave.vllm.untested", raising=False)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    yield
+    sys.modules.pop("chunkweave.vllm.untested", None)
+
+
+def test_on_an_untested_release_that_has_everything_it_is_the_same_connector_with_a_warning(untested, caplog):
+    plugin.register()
+    with caplog.at_level(logging.WARNING, logger="vllm.chunkweave"):
+        connector = KVConnectorFactory.get_connector_class_by_name(plugin.CONNECTOR)
+    assert connector is ChunkweaveConnector
+    assert "chunkweave was tested with vLLM 0.32.0 and 0.33.0, not with 0.99.0" in caplog.text
+
+
+def test_on_an_untested_release_without_something_the_connector_is_idle(untested, monkeypatch, caplog):
+    monkeypatch.delattr(Request, "update_block_hashes")
+    plugin.register()
+    idle = KVConnectorFactory.get_connector_class_by_name(plugin.CONNECTOR)
+    monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda self, *_: None)
+    with caplog.at_level(logging.WARNING, logger="vllm.chunkweave"):
+        connector = idle(None, None, None)
+    why = "this is vLLM 0.99.0, where chunkweave's plug-in does not work"
+    assert f"requests are served by vLLM alone: {why}" in caplog.text
+    assert "update_block_hashes" in caplog.text
+    request = SimpleNamespace(request_id="a", kv_transfer_params={"chunkweave": {"chunks": [[0, 8]]}})
+    assert connector.get_num_new_matched_tokens(request, 16) == (0, False)
+    assert connector.build_connector_meta(None) is not None
+    assert connector.update_state_after_alloc(request, None, 0) is None
+    held, report = connector.request_finished_all_groups(request, ([],))
+    assert not held
+    assert why in report["chunkweave"]["error"]
+    assert connector.request_finished(SimpleNamespace(request_id="b", kv_transfer_params=None), []) == (False, None)
+
+
+def test_a_release_without_known_connectors_is_left_alone(untested, monkeypatch, caplog):
+    monkeypatch.delattr(KVConnectorFactory, "register_connector")
+    before = BaseModelLoader.load_model
     with caplog.at_level(logging.WARNING, logger="vllm.chunkweave"):
         plugin.register()
-    assert "chunkweave's plug-in is off: this is vLLM 0.99.0" in caplog.text
+    assert "chunkweave's plug-in is off: it does not know the connectors of vLLM 0.99.0" in caplog.text
     assert BaseModelLoader.load_model is before
-    with pytest.raises(ModelError, match=r"this is vLLM 0\.99\.0"):
-        KVConnectorFactory.get_connector_class_by_name(plugin.CONNECTOR)
 
 
 def test_the_model_that_was_loaded_last_is_remembered(untouched, monkeypatch):

@@ -123,6 +123,21 @@ def woven(side: ConnectorScheduler, request: FakeRequest, local: int = 0):
     return order
 
 
+def test_blocks_may_be_given_steps_after_the_match_or_never(side):
+    """vLLM may wait until earlier steps no longer read the blocks."""
+    stored_chunks(side, 0, 1)
+    requests = [FakeRequest({**CHUNKS, "method": "cacheblend"}, name=name) for name in ("late", "never")]
+    for request in requests:
+        side.add(request)
+        assert side.matched(request, 0) == 91
+    for _ in range(2):
+        assert not side.orders(step()).weaves
+    side.allocated(requests[0], FakeBlocks(), 91)
+    assert [order.request_id for order in side.orders(step()).weaves] == ["late"]
+    assert not side.finished(requests[1])[0]
+    assert not side.orders(step()).cancelled
+
+
 def test_a_request_without_chunks_is_left_as_it_is(side):
     for request in (FakeRequest(), FakeRequest(name="b")):
         side.add(request)

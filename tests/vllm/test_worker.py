@@ -18,7 +18,7 @@ from chunkweave.vllm.background_work import BackgroundWork, Work
 from chunkweave.vllm.lora import Adapters
 from chunkweave.vllm.orders import AskedOrder, LookupOrder, SaveOrder, StepOrders, WeaveOrder
 from chunkweave.vllm.paged_kv import RequestBlocks
-from chunkweave.vllm.plugin import copy_before_sleep
+from chunkweave.vllm.releases import copy_before_sleep
 from chunkweave.vllm.removal import RemovalOrder, Removed
 from chunkweave.vllm.request import Defaults, WeaveRequest, parse
 from chunkweave.vllm.settings import PluginSettings
@@ -780,14 +780,17 @@ def test_a_reset_drops_all_kv_and_leaves_what_is_being_woven_to_vllm(side):
     assert not side._choices
 
 
-def test_what_is_to_be_saved_is_copied_before_vllm_sleeps(side):
+@pytest.mark.parametrize("frees", ["sleep", "discard"])
+def test_what_is_to_be_saved_is_copied_before_vllm_frees_its_blocks(side, frees):
     class Worker:
         def sleep(self, level):
             return level, len(side._store)
 
+        discard = sleep
+
     for _ in range(2):  # of two engines in one process the second one counts, once
-        copy_before_sleep(Worker, side.before_sleep)
+        copy_before_sleep(object, Worker, side.before_sleep)
     side.begin(StepOrders())
     side.save(StepOrders(saves=[SaveOrder("a", request("prefix"), BLOCKS, 0, 40, exact=True)]))
     assert len(side._store) == 0
-    assert Worker().sleep(2) == (2, 3)
+    assert getattr(Worker(), frees)(2) == (2, 3)

@@ -208,6 +208,8 @@ def _tables(shown: Mapping[str, Any]) -> list[Table]:
     cache: Mapping[str, Any] = shown.get("cache", {})
     for name, value in cache.get("all_tenants", cache.get("tenant", {})).items():
         about.add_row(*_count(name, value))
+    for name, reason in cache.get("off", {}).items():
+        about.add_row(f"{name} weaves nothing", reason)
     levels = cache.get("store", {}).get("levels", {})
     tiers = table_of(
         levels.items(),

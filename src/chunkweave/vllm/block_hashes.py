@@ -14,7 +14,7 @@ def keep_apart(request: Any, salt: str, *, start: int = 0, block_tokens: int = 1
     """
     shared, hasher = start // block_tokens, request._block_hasher
     if shared and hasher is not None:
-        request._block_hasher = _SaltedHasher(hasher, shared, salt.encode())
+        request._block_hasher = SaltedHasher(hasher, shared, salt.encode())
     else:
         request.cache_salt = f"{request.cache_salt or ''}|{salt}"
     request.block_hashes.clear()
@@ -22,7 +22,7 @@ def keep_apart(request: Any, salt: str, *, start: int = 0, block_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class _SaltedHasher:
+class SaltedHasher:
     """Hashes a request's blocks as `plain` does, but adds the salt to the hash after the first `shared` ones.
 
     All later hashes derive from that one, whenever they are made, including those of generated tokens.

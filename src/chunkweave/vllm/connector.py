@@ -29,7 +29,8 @@ from chunkweave.vllm.model_check import (
     usual_start,
 )
 from chunkweave.vllm.orders import Holdings, StepOrders, StepResults
-from chunkweave.vllm.plugin import copy_before_sleep, loaded_model
+from chunkweave.vllm.plugin import loaded_model
+from chunkweave.vllm.releases import copy_before_sleep, untested_release
 from chunkweave.vllm.report_socket import ReportSender
 from chunkweave.vllm.request import Defaults
 from chunkweave.vllm.scheduler import ConnectorScheduler
@@ -132,14 +133,16 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         """Check and try the model once its caches exist; enable weaving, or log why not."""
         KERNEL_COMPILES.logger = logger
         config, room = self._vllm_config, inf
+        expected = ModelError if untested_release() is None else Exception  # an untested release may fail in any way
         ranks = RankAgreement() if config.parallel_config.tensor_parallel_size > 1 else Alone()
         try:
             layers, kept = checked_layers(loaded_model(), config, self._kv_cache_config)
             if layers.device.type == "cuda":
                 spare, kept = ranks.least([spare_bytes(config, layers.device), -kept])
                 room = room_for_weaves(layers, config, self._settings.store, kept=-kept, spare=spare)
-        except ModelError as error:
+        except expected as error:
             logger.error("chunkweave weaves nothing, requests are served by vLLM alone: %s", error)
+            self._reports.send_off(str(error))
             return
         number = self._vllm_config.parallel_config.data_parallel_index
         fingerprint = model_fingerprint(self._vllm_config)
@@ -149,8 +152,21 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             layers, fingerprint, self._settings, ranks, replica=number, room_bytes=room, measure=measure
         )
         worker_class = resolve_obj_by_qualname(config.parallel_config.worker_cls)
-        copy_before_sleep(worker_class, self._worker.before_sleep)
+        copy_before_sleep(KVConnectorBase_V1, worker_class, self._worker.before_sleep)
         logger.info("chunkweave weaves: %s passed the start-up check", type(loaded_model()).__name__)
+
+    @classmethod
+    def supports_sleep_mode(cls, _kv_transfer_config: Any) -> bool:
+        """Yes: nothing is registered by a block's address."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Copy all KV to be saved: vLLM is about to free the blocks."""
+        if self._worker is not None:
+            self._worker.before_sleep()
+
+    def restore_kv_caches(self) -> None:
+        """No effect: the tensors of blocks are read from vLLM's layers at each use."""
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         if self._worker is not None:

@@ -22,6 +22,9 @@ VARIABLE = "CHUNKWEAVE_REPORT_SOCKET"
 REPLICA = "CHUNKWEAVE_REPLICA"
 """Environment variable with the name under which this server's counts are kept, apart from other servers'."""
 
+_SERVER = "vllm"
+"""The name if that is unset."""
+
 STORE_TOKENS = "store_tokens"
 """Report field: capacity of the workers' stores in tokens, for servers that estimate their contents."""
 
@@ -62,6 +65,10 @@ class ReportSender:
         except OSError as error:
             logger.debug("store counts were not sent: %s", error)
 
+    def send_off(self, reason: str) -> None:
+        """Send why this server weaves nothing."""
+        self.send_counts(os.environ.get(REPLICA, _SERVER), {"off": reason})
+
     def close(self) -> None:
         """Send nothing more."""
         self._path = None
@@ -86,7 +93,7 @@ class CountsSender:
     """
 
     def __init__(self, rank: int, counts: Callable[[], Mapping[str, Any]], every_s: float = _COUNTS_S) -> None:
-        self._source = f"{os.environ.get(REPLICA, 'vllm')}/{rank}"
+        self._source = f"{os.environ.get(REPLICA, _SERVER)}/{rank}"
         self._counts = counts
         self._every_s = every_s
         self._ended = threading.Event()

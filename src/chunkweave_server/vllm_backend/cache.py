@@ -163,10 +163,11 @@ class VllmCache:
         return await to_its_end(self._removals.remove(EVERYTHING))
 
     def stats(self) -> Mapping[str, Any]:
-        """Statistics of the replicas, and the last reported order of eviction in their workers."""
+        """Statistics of the replicas, the last reported order of eviction in their workers, and why some are off."""
         inbox = self._context.inbox
         return {
             "eviction": {} if inbox is None else dict(inbox.eviction),
+            "off": {} if inbox is None else dict(inbox.off),
             "replicas": [
                 {
                     "name": one.name,

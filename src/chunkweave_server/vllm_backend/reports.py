@@ -51,6 +51,8 @@ class ReportInbox:
         self._stores: dict[str, Mapping[str, Any]] = {}
         self.eviction: dict[str, Mapping[str, Any]] = {}
         """By worker, the last reported order of eviction in its store (`weaving.stores.eviction_order`)."""
+        self.off: dict[str, str] = {}
+        """By vLLM server, why it weaves nothing; servers that weave are not listed."""
 
     @property
     def path(self) -> str:
@@ -112,8 +114,12 @@ class ReportInbox:
         """Handle a datagram. Unreadable ones are logged and dropped."""
         try:
             message = json.loads(data)
+            if "off" in message:
+                self.off[str(message["source"])] = str(message["off"])
+                return
             if "store" in message:
                 source = str(message["source"])
+                self.off.pop(source.rpartition("/")[0], None)  # it was restarted
                 self._stores[source] = dict(message["store"])
                 self.eviction[source] = dict(message.get("eviction") or {})
                 return
