@@ -15,7 +15,7 @@ from chunkweave.models.anatomy import anatomy_of
 from chunkweave.settings import GIB
 from chunkweave.types import Geometry
 from chunkweave.vllm.architectures import ARCHITECTURES, RUN_BY_TRANSFORMERS, narrowed
-from chunkweave.vllm.model_check import check_supported, room_for_weaves, spare_bytes
+from chunkweave.vllm.model_check import WOVEN_DRAFTS, check_supported, room_for_weaves, spare_bytes
 from chunkweave.vllm.stock_layers import BACKENDS
 from tests.vllm.prompts import computed_alone
 from tests.vllm.serving import IN_PROCESS, serving
@@ -142,6 +142,11 @@ def test_known_attention_backends_pass(name):
     check_supported(*fakes(backend=name))
 
 
+@pytest.mark.parametrize("method", WOVEN_DRAFTS)
+def test_drafts_without_a_model_pass(method):
+    check_supported(*fakes(speculative=SimpleNamespace(method=method)))
+
+
 @pytest.mark.parametrize("changes", [{"spec": WINDOWED}, {"more": WINDOWED}])
 def test_blocks_for_the_whole_context_or_for_a_window_pass(changes):
     check_supported(*fakes(**changes))
@@ -166,7 +171,8 @@ def test_what_transformers_runs_and_is_supported_passes(family):
         ({"backend": "TURBOQUANT"}, "how its attention backend TURBOQUANT keeps metadata and KV is not known"),
         ({"backend": "B12X"}, "choose one with --attention-backend: FLASH_ATTN, FLASHINFER, TRITON_ATTN, FLEX_ATT"),
         ({"other_backend": "TRITON_ATTN"}, "several attention backends, FLASH_ATTN, TRITON_ATTN; choose one with"),
-        ({"speculative": object()}, "with speculative decoding, drafts have a separate KV cache"),
+        ({"speculative": SimpleNamespace(method="eagle")}, "with speculative decoding by eagle, drafts come from"),
+        ({"speculative": SimpleNamespace(method="draft_model")}, "these methods are woven: ngram, suffix"),
         ({"multimodal": True}, "multimodal prompts have parts that are not tokens"),
         ({"spec": CHUNKED}, "neither for the whole context nor for a window (ChunkedLocalAttentionSpec)"),
         ({"more": replace(FULL, block_size=32)}, "its layers have blocks of 16, 32 tokens"),

@@ -69,8 +69,7 @@ def _unsupported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig)
     parallel = config.parallel_config
     if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
         yield "with context parallelism a rank has only some of a prompt's tokens"
-    if config.speculative_config is not None:
-        yield "with speculative decoding, drafts have a separate KV cache"
+    yield from _unsupported_drafts(config.speculative_config)
     if config.model_config.is_multimodal_model:
         yield "multimodal prompts have parts that are not tokens"
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -80,6 +79,21 @@ def _unsupported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig)
     elif len({spec.block_size for spec in specs}) > 1:
         yield f"its layers have blocks of {', '.join(str(spec.block_size) for spec in specs)} tokens"
     yield from _unsupported_layers(model.model.layers, architecture, config)
+
+
+WOVEN_DRAFTS = ("ngram", "suffix")
+"""Methods of speculative decoding whose drafts are looked up in the tokens: no draft has KV before the model checks it.
+"""
+
+
+def _unsupported_drafts(speculative: Any) -> Iterator[str]:
+    """Parts end in the prompt, whose KV is final: vLLM computes drafts, accepted or not, only behind it."""
+    if speculative is not None and speculative.method not in WOVEN_DRAFTS:
+        known = ", ".join(WOVEN_DRAFTS)
+        yield (
+            f"with speculative decoding by {speculative.method}, drafts come from KV or hidden states of their own, "
+            f"which a weave does not make; these methods are woven: {known}"
+        )
 
 
 def _unsupported_layers(layers: Sequence[Any], architecture: Architecture, config: VllmConfig) -> Iterator[str]:
