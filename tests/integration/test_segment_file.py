@@ -58,6 +58,14 @@ def test_what_is_written_is_read(tmp_path: Path, codec: str, dtype: torch.dtype)
     assert codec != "raw" or torch.equal(expected, kv.kv)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_bytes_of_a_quantized_cache_are_kept(tmp_path: Path, dtype: torch.dtype) -> None:
+    path, _, kv = write(tmp_path, dtype=dtype)
+    source = open_segment(path)
+    assert source.header.layout.dtype == dtype
+    assert torch.equal(layers_of(source).view(torch.uint8), kv.kv.view(torch.uint8))
+
+
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_keys_that_are_rotated_say_where_to(tmp_path: Path, codec: str) -> None:
     record, kv = make_segment(1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chunkweave.errors import UnsupportedModelError
-from chunkweave.vllm.paged_kv import PagedKV
+from chunkweave.vllm.paged_kv import KV_DTYPES, PagedKV
 
 BLOCKS, TOKENS, HEADS, DIM, LAYERS = 6, 16, 2, 8, 3
 
@@ -101,6 +101,67 @@ def test_preserved_blocks_are_put_back_whole_and_others_left_alone():
         paged.write(1, torch.tensor([3 * TOKENS, 4 * TOKENS]), ones, ones)
     assert torch.equal(made[1].kv_cache[3], before[1][3])
     assert not torch.equal(made[1].kv_cache[4], before[1][4])
+
+
+class Truncating(FakeBackend):
+    """Keeps a byte for each number, cut off as vLLM's CPU kernel does."""
+
+    def do_kv_cache_update(self, layer, keys, values, cache, slots) -> None:
+        scaled = [states.float() / scale for states, scale in ((keys, layer._k_scale), (values, layer._v_scale))]
+        near = [states.to(KV_DTYPES[layer.kv_cache_dtype]) for states in scaled]
+        above = [one.float().abs() > states.abs() for one, states in zip(near, scaled, strict=True)]
+        cut = [one.view(torch.uint8) - over.to(torch.uint8) for one, over in zip(near, above, strict=True)]
+        super().do_kv_cache_update(layer, *cut, cache, slots)
+
+
+def quantized(name, kept, scales=(1.0, 1.0)):
+    made = layers(ORDERS[name])
+    for one in made:
+        one.kv_cache, one.kv_cache_dtype = one.kv_cache.to(torch.uint8), kept
+        one._k_scale, one._v_scale = map(torch.tensor, scales)
+        one._k_scale_float, one._v_scale_float = scales
+        one.impl = Truncating(ORDERS[name])
+    return made
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.37, 2.9)])
+@pytest.mark.parametrize("kept", KV_DTYPES)
+@pytest.mark.parametrize("name", ORDERS)
+def test_bytes_of_a_quantized_cache_are_placed_as_they_are_and_others_rounded_to_the_nearest(name, kept, scales):
+    paged = PagedKV(quantized(name, kept, scales), TOKENS, dtype=torch.bfloat16)
+    slots, others = torch.tensor([5, 80, 17, 18]), torch.tensor([40, 2, 3, 77])
+    keys, values = torch.randn(2, len(slots), HEADS, DIM)
+    paged.write(1, slots, keys.bfloat16(), values.bfloat16())
+    stored = paged.read_stored(1, slots)
+    assert stored.dtype == paged.stored_dtype == KV_DTYPES[kept]
+    assert paged.read(1, slots).dtype == paged.dtype == torch.bfloat16
+    paged.place(1, others, *paged.opened(1, stored))
+    assert torch.equal(paged.read_stored(1, others).view(torch.uint8), stored.view(torch.uint8))
+    paged.place(1, others, keys, values)
+    nearest = torch.stack(
+        [(one / scale).to(KV_DTYPES[kept]) for one, scale in zip((keys, values), scales, strict=True)]
+    )
+    assert torch.equal(paged.read_stored(1, others).view(torch.uint8), nearest.view(torch.uint8))
+    assert torch.equal(paged.rounded(1, keys), paged.read(1, others)[0])
+
+
+def test_scales_are_part_of_the_stores_name():
+    names = [
+        PagedKV(quantized("halves", "fp8", scales), TOKENS).scales_name
+        for scales in ((1.0, 1.0), (1.0, 0.5), (2.0, 1.0))
+    ]
+    assert names[0] == ""
+    assert len(set(names)) == 3
+
+
+def test_scales_by_head_and_layers_of_several_types_are_refused():
+    made = quantized("halves", "fp8")
+    made[1]._v_scale = torch.ones(HEADS)
+    with pytest.raises(UnsupportedModelError, match="a scale for every head"):
+        PagedKV(made, TOKENS)
+    made[1].kv_cache_dtype = "fp8_e5m2"
+    with pytest.raises(UnsupportedModelError, match="different shapes or types"):
+        PagedKV(made, TOKENS)
 
 
 @pytest.mark.parametrize("broken", ["drops values", "rounds", "forgets a slot"])

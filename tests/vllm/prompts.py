@@ -109,6 +109,13 @@ def behind_an_instruction() -> Scenario:
     return Scenario(Given(chunks, system=system), {system: Given([other], system=system), **seen}, frozenset({system}))
 
 
+def question_as_chunks() -> Scenario:
+    """Two chunks that equal the question, behind another one."""
+    chunk, question = tokens(41), tokens(27)
+    seen = {one: alone(one) for one in (chunk, question)}
+    return Scenario(Given([chunk, question, question], question), seen, frozenset({chunk}))
+
+
 def one_missing(place: int) -> Scenario:
     """Of four chunks computed alone, the one at `place` is not."""
     chunks = [tokens(count) for count in (37, 29, 45, 40)]

@@ -78,7 +78,7 @@ class Reference:
     def weave(
         self, pieces: Sequence[Piece], method: str, ratio: float, *, chosen: Sequence[int] = (), check_layer: int = 1
     ) -> Woven:
-        """One prompt made of `pieces`; `chosen` are the positions that `random` drew."""
+        """One prompt made of `pieces`; `chosen` are the positions that `random` drew, or `cacheblend` is to keep."""
         ids, keys, values, active = self._laid_out(pieces)
         reused: list[int] = []
         heads: list[int] = []
@@ -94,7 +94,7 @@ class Reference:
             active[position] = True
         candidates = reused if method == "cacheblend" else []
         count = ceil(ratio * len(reused))
-        _, _, (last, final) = self._compute(ids, keys, values, active, candidates, check_layer, count)
+        _, _, (last, final) = self._compute(ids, keys, values, active, candidates, check_layer, count, chosen)
         recomputed = [position for position in final if position in set(reused)]
         return Woven(torch.log_softmax(self._logits(last), -1), recomputed)
 
@@ -122,7 +122,8 @@ class Reference:
             active += [piece.stored is None] * len(span)
             if piece.stored is not None:
                 by = span.start - piece.stored.start
-                keys[:, span] = torch.stack([self.turn(layer, own, by) for layer, own in enumerate(piece.stored.keys)])
+                turned = [self._moved(self.turn(layer, own, by)) for layer, own in enumerate(piece.stored.keys)]
+                keys[:, span] = torch.stack(turned)
                 values[:, span] = piece.stored.values
         return ids, keys, values, active
 
@@ -140,7 +141,7 @@ class Reference:
     def _unpaired(self, pairs):
         return torch.cat((pairs.real, pairs.imag), -1)
 
-    def _compute(self, ids, keys, values, active, candidates, check_layer, count=0):
+    def _compute(self, ids, keys, values, active, candidates, check_layer, count=0, chosen=()):
         """All layers; fills `keys` and `values` at the active positions. Returns them and the last hidden state."""
         positions = [position for position, on in enumerate(active) if on]
         hidden = self._embed([ids[position] for position in positions])
@@ -160,14 +161,22 @@ class Reference:
                 )
                 allowed = set(candidates)
                 ranked = sorted((-gap[row].item(), p) for row, p in enumerate(positions) if p in allowed)
-                kept = {p for _, p in ranked[:count]}
+                kept = set(chosen) or {p for _, p in ranked[:count]}
                 rows = [row for row, p in enumerate(positions) if p not in allowed or p in kept]
                 positions = [positions[row] for row in rows]
                 q, k, v, hidden = q[rows], k[rows], v[rows], hidden[rows]
-            keys[layer, positions], values[layer, positions] = k, v
+            keys[layer, positions], values[layer, positions] = self._kept(k), self._kept(v)
             attended = self._attend(q, keys[layer], values[layer], positions, layer)
             hidden = self._finish(hidden, self._with_bias(attended @ self._weight(name, "o").T, name, "o"), name)
         return keys, values, (hidden[-1], positions)
+
+    def _kept(self, states):
+        """Keys or values as the cache keeps them once they are computed."""
+        return states
+
+    def _moved(self, keys):
+        """Keys as the cache keeps them once they are turned."""
+        return keys
 
     def _embed(self, ids):
         return self.weights["model.embed_tokens.weight"][ids]

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig
 
+from chunkweave.models.fingerprint import fingerprint_folder
 from chunkweave.models.loading import load_folder
-from chunkweave.vllm.model_check import rank_fingerprint, usual_start
+from chunkweave.vllm.model_check import model_fingerprint, rank_fingerprint, usual_start
 from tests.vllm.checkpoints import BOS, add_tokenizer, make_checkpoint
 
 
@@ -15,6 +16,21 @@ def model_of(folder) -> SimpleNamespace:
     return SimpleNamespace(
         hf_config=config, model=str(folder), tokenizer=str(folder), tokenizer_revision=None, trust_remote_code=False
     )
+
+
+def test_kv_of_another_dtype_is_another_models(tmp_path):
+    """fp8 is vLLM's name for e4m3."""
+    model = model_of(make_checkpoint(tmp_path, "llama"))
+    model.dtype, model.revision, load = "torch.float32", None, SimpleNamespace(load_format="auto")
+
+    def of(kept: str) -> str:
+        cache = SimpleNamespace(cache_dtype=kept)
+        return model_fingerprint(SimpleNamespace(model_config=model, load_config=load, cache_config=cache))
+
+    own = fingerprint_folder(tmp_path, model.hf_config, "float32")
+    assert of("auto") == of("float32") == own
+    assert of("fp8") == of("fp8_e4m3")
+    assert len({own, of("bfloat16"), of("fp8_e4m3"), of("fp8_e5m2")}) == 4
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])

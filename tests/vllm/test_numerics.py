@@ -37,6 +37,7 @@ from tests.vllm.prompts import (
     computed_alone,
     computed_in_context,
     one_missing,
+    question_as_chunks,
     tokens,
 )
 from tests.vllm.reference import Reference, Woven
@@ -52,6 +53,7 @@ SCENARIOS = {
     "first-missing": lambda: one_missing(0),
     "middle-missing": lambda: one_missing(2),
     "last-missing": lambda: one_missing(3),
+    "question-twice": question_as_chunks,
 }
 WAYS = {
     "llama-sliced": ("llama", {}),
@@ -171,13 +173,14 @@ def test_prefix_is_exact(way, name):
     assert got.report["prefix_exact_tokens"] == (exact // BLOCK_SIZE * BLOCK_SIZE if scenario.exact else 0)
 
 
-def test_prefix_from_the_store_answers_to_the_bit_as_vllms_own_prefix_cache_does(checkpoint):
+@pytest.mark.parametrize("kept", ["auto", "fp8_e4m3", "fp8_e5m2"])
+def test_prefix_from_the_store_answers_to_the_bit_as_vllms_own_prefix_cache_does(checkpoint, kept):
     """In bfloat16, where another number of tokens to compute is rounded otherwise, and so are keys rotated twice."""
     first = [
         Given([tokens(40 + number), tokens(61), tokens(30 + 3 * number)], system=tokens(12)) for number in range(10)
     ]
     again = [Given(one.chunks, tokens(5 + 3 * number), one.system) for number, one in enumerate(first)]
-    with serving(checkpoint("llama"), dtype="bfloat16") as served:
+    with serving(checkpoint("llama"), dtype="bfloat16", kv_cache_dtype=kept) as served:
         cached = []
         for one, other in zip(first, again, strict=True):
             served.answer(one.plain())

@@ -18,7 +18,9 @@ class FakePaged:
     """Slots as they are; counts what is written and read."""
 
     shape = (HEADS, DIM)
-    dtype = torch.float32
+    dtype = stored_dtype = torch.float32
+    quantized = False
+    scales_name = ""
     device = torch.device("cpu")
     groups = (0,) * LAYERS
 
@@ -29,9 +31,20 @@ class FakePaged:
     def write(self, layer, slots, keys, values):
         self.kv[layer, 0, slots], self.kv[layer, 1, slots] = keys, values
 
+    def place(self, layer, slots, keys, values):
+        self.write(layer, slots, keys, values)
+
+    def opened(self, _layer, kv):
+        return kv
+
+    def rounded(self, _layer, keys):
+        return keys
+
     def read(self, layer, slots):
         self.reads += 1
         return self.kv[layer][:, slots].clone()
+
+    read_stored = read
 
 
 def turn(states, positions):

@@ -62,6 +62,11 @@ class FakePaged:
         assert keys.shape == values.shape == (len(slots), *self.shape)
         self.written.append((layer, slots.tolist()))
 
+    def opened(self, _layer, kv):
+        return kv
+
+    read_stored, place, stored_dtype, scales_name = read, write, torch.float32, ""
+
 
 class FakeJob:
     """A weave that chooses position 21 at layer 1 and notes what it was given to choose."""

@@ -43,8 +43,9 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bfloat16: "BF16",
     torch.int8: "I8",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
-_KV_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+_KV_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPE_NAMES if dtype.is_floating_point}
 
 
 class FileProblem(enum.Enum):

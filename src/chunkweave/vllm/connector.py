@@ -20,6 +20,7 @@ from chunkweave.models.kernels.compiles import KERNEL_COMPILES
 from chunkweave.planning.calibration import stored_calibration
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.vllm.model_check import (
+    check_store,
     checked_layers,
     measured_cost,
     model_fingerprint,
@@ -137,6 +138,7 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         ranks = RankAgreement() if config.parallel_config.tensor_parallel_size > 1 else Alone()
         try:
             layers, kept = checked_layers(loaded_model(), config, self._kv_cache_config)
+            check_store(layers, self._settings.store)
             if layers.device.type == "cuda":
                 spare, kept = ranks.least([spare_bytes(config, layers.device), -kept])
                 room = room_for_weaves(layers, config, self._settings.store, kept=-kept, spare=spare)

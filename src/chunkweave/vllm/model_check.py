@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, Sliding
 from chunkweave.config import StoreConfig
 from chunkweave.errors import ModelError, UnsupportedModelError
 from chunkweave.kv.request_cache import Placement
-from chunkweave.kv.segment import SegmentKV
+from chunkweave.kv.segment import RawCodec, SegmentKV
 from chunkweave.models.anatomy import anatomy_of
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
 from chunkweave.models.huggingface import sliding_windows
@@ -38,7 +38,7 @@ from chunkweave.vllm.architectures import (
     narrowed,
     windows_of,
 )
-from chunkweave.vllm.paged_kv import RequestBlocks
+from chunkweave.vllm.paged_kv import KV_DTYPES, RequestBlocks
 from chunkweave.vllm.stock_layers import BACKENDS, StockLayers
 from chunkweave.vllm.weave import WeaveJob, scratch_bytes
 
@@ -154,8 +154,16 @@ def _unsupported_windows(attentions: Sequence[Any], config: ModelConfig) -> Iter
 
 _TOKENS = 40
 _SHIFT = 13
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
-"""Largest relative error, by norm, of hidden states and of KV; half precision rounds at every step."""
+_TOLERANCE = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 0.05,
+    torch.float16: 0.01,
+    torch.float8_e4m3fn: 0.15,
+    torch.float8_e5m2: 0.3,
+}
+"""Largest relative error, by norm, of KV as the cache keeps it; half precision rounds at every step, and a key that is
+rotated in a quantized cache is rounded twice.
+"""
 
 
 def checked_layers(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[StockLayers, int]:
@@ -181,6 +189,24 @@ def checked_layers(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfi
 
 def _allocated_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def check_store(layers: StockLayers, store: StoreConfig) -> None:
+    """Refuse settings of the store that a quantized KV cache does not combine with.
+
+    Raises:
+        UnsupportedModelError: codec or device tier would need KV in the model's dtype.
+    """
+    if not layers.paged.quantized:
+        return
+    if store.codec != RawCodec.name:
+        raise UnsupportedModelError(
+            f"a quantized KV cache is stored as it is: codec {store.codec} would round it again"
+        )
+    if store.device_budget_bytes:
+        raise UnsupportedModelError(
+            "a device tier (device_budget) holds one dtype, and weaves over a quantized KV cache two"
+        )
 
 
 def spare_bytes(config: VllmConfig, device: torch.device) -> int:
@@ -265,7 +291,9 @@ def _check_shift(layers: StockLayers, tables: list[RequestBlocks], ids: torch.Te
     positions = torch.arange(len(ids), device=layers.device)
     shifted = positions + _SHIFT
     layers.forward(ids.to(layers.device), positions, layers.activate(positions, tables[0]))
-    stored = [layers.paged.read(layer, tables[0].of(layer).slots(positions)) for layer in range(layers.num_layers)]
+    stored = [
+        layers.paged.read_stored(layer, tables[0].of(layer).slots(positions)) for layer in range(layers.num_layers)
+    ]
     # Attention depends only on distances: the same slots with later positions give the KV of a chunk there.
     layers.forward(ids.to(layers.device), shifted, layers.activate(positions, tables[0]))
     expected = [layers.paged.read(layer, tables[0].of(layer).slots(positions)) for layer in range(layers.num_layers)]
@@ -313,14 +341,14 @@ def measured_cost(layers: StockLayers, fingerprint: str, most_tokens: int, agree
             time_prefill,
             most_tokens=count * size,
             agreed=agreed,
-            kv_bytes_per_token=layers.own_geometry.kv_elements_per_token() * layers.dtype.itemsize,
+            kv_bytes_per_token=layers.own_geometry.kv_elements_per_token() * layers.paged.stored_dtype.itemsize,
             fingerprint=fingerprint,
         )
 
 
 def _compare(what: str, layers: StockLayers, expected: torch.Tensor, found: torch.Tensor) -> None:
     error = layers.ranks.maximum((found.float() - expected.float()).norm() / expected.float().norm()).item()
-    if not error <= _TOLERANCE[layers.paged.dtype]:
+    if not error <= _TOLERANCE[layers.paged.stored_dtype]:
         raise UnsupportedModelError(f"{what} differ from vLLM's own by {error:.3g} of their norm")
 
 
@@ -328,9 +356,15 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def model_fingerprint(config: VllmConfig) -> str:
-    """The fingerprint that our engine gives the same checkpoint; for dummy weights, of shape and seed."""
+    """The fingerprint that our engine gives the same checkpoint; for dummy weights, of shape and seed.
+
+    If vLLM keeps KV in another dtype than the model's, the fingerprint has that too. The scales of a quantized cache
+    are part of the checkpoint.
+    """
     model = config.model_config
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype, kept = str(model.dtype).removeprefix("torch."), config.cache_config.cache_dtype
+    if kept not in ("auto", dtype):
+        dtype += f", KV in {KV_DTYPES.get(kept, kept)}"
     folder = model_folder(config)
     if folder is None:
         return fingerprint_shape(model.hf_config, dtype, model.seed or 0)

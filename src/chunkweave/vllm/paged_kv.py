@@ -2,8 +2,12 @@
 
 Writes use the backend's own `do_kv_cache_update`. No backend offers the inverse, so the layout is learnt: each element
 of a block is written with its own number, and the numbers found in memory give the places.
+
+A quantized cache (`--kv-cache-dtype fp8`) keeps each number in one byte, divided by a scale of its layer. A backend may
+truncate what it writes there; so what was stored is written back by `place`, which keeps the bytes.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +20,18 @@ from chunkweave.errors import UnsupportedModelError
 
 _DIGIT = 128
 """Numbers are written digit by digit; each digit is exact in bfloat16 (8 bits of significand)."""
+
+_SMALL_DIGIT = {torch.float8_e4m3fn: 16, torch.float8_e5m2: 8}
+"""The same for one byte, with 4 and 3 bits of significand."""
+
+_ABOVE = 1 + 2**-6
+"""Factor that keeps a digit above its number when it was multiplied by a scale: it may be truncated."""
+
+_MOST_ROUNDED = {torch.float8_e4m3fn: 0.08, torch.float8_e5m2: 0.16}
+"""Largest relative error, by norm, of what was written to a quantized cache; backends round or truncate."""
+
+KV_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""Quantized caches that are woven, by vLLM's `--kv-cache-dtype`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +68,16 @@ class PagedKV:
     one group have the same blocks.
     """
 
-    def __init__(self, layers: Sequence[Any], block_size: int, groups: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        block_size: int,
+        groups: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         """Learn the layout of `layers`, vLLM's `Attention` modules in layer order; `groups` None: one group.
+
+        `dtype` is the model's, in which KV of a quantized cache is read and written.
 
         Raises:
             UnsupportedModelError: the cache has no plain keys and values per head, or the learnt layout does not
@@ -67,15 +91,19 @@ class PagedKV:
         self.kernel_block = int(cache.shape[2])
         self.shape = (int(first.num_kv_heads), int(first.head_size))
         expected = (self.shape[0], self.kernel_block, 2 * self.shape[1])
-        if cache.dim() != 4 or tuple(cache.shape[1:]) != expected or not cache.is_floating_point():
+        named = KV_DTYPES.get(getattr(first, "kv_cache_dtype", ""), cache.dtype)
+        self.stored_dtype: torch.dtype = cache.dtype if cache.is_floating_point() else named
+        if cache.dim() != 4 or tuple(cache.shape[1:]) != expected or not self.stored_dtype.is_floating_point:
             raise UnsupportedModelError(
                 f"a KV cache of shape {tuple(cache.shape)} and type {cache.dtype} cannot be read; chunkweave needs "
-                f"unquantized keys and values per head (--kv-cache-dtype auto)"
+                f"keys and values per head (--kv-cache-dtype auto, {', '.join(KV_DTYPES)})"
             )
-        if other := next((one for one in layers if one.kv_cache.shape != cache.shape), None):
-            shapes = f"{tuple(cache.shape)} and {tuple(other.kv_cache.shape)}"
-            raise UnsupportedModelError(f"its layers have KV caches of different shapes, {shapes}")
-        self.dtype: torch.dtype = cache.dtype
+        kinds = {f"{tuple(one.kv_cache.shape)} {getattr(one, 'kv_cache_dtype', one.kv_cache.dtype)}" for one in layers}
+        if len(kinds) > 1:
+            raise UnsupportedModelError(f"its layers have KV caches of different shapes or types, {sorted(kinds)}")
+        self.quantized = self.stored_dtype.itemsize == 1
+        self.dtype: torch.dtype = dtype if self.quantized else cache.dtype
+        self._scales = [_scales_of(layer) if self.quantized else (1.0, 1.0) for layer in layers]
         self.device: torch.device = cache.device
         self.num_slots = int(cache.shape[0]) * self.kernel_block
         self._places = self._learn()
@@ -92,16 +120,62 @@ class PagedKV:
 
     def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Rotated keys and values at `slots` `[tokens]` of one layer, `[2, tokens, kv_heads, head_dim]`, a copy."""
+        return self.opened(layer, self.read_stored(layer, slots))
+
+    def opened(self, layer: int, kv: torch.Tensor) -> torch.Tensor:
+        """A layer's keys and values `[2, tokens, kv_heads, head_dim]`, as stored or not, in `dtype` on the device."""
+        if not self.quantized or kv.dtype != self.stored_dtype:
+            return kv.to(self.device, self.dtype, non_blocking=True)
+        return (kv.to(self.device, non_blocking=True).float() * self._scales_on_device(layer)).to(self.dtype)
+
+    def place(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """As `write`, for what was stored, opened and perhaps rotated: rounded to the nearest, so the same bytes if it
+        was not rotated.
+        """
+        if not self.quantized:
+            self.write(layer, slots, keys, values)
+            return
+        cache, kv = self._layers[layer].kv_cache, self._closed(layer, torch.stack((keys.float(), values.float())))
+        at = torch.unravel_index(self._places[slots % self.kernel_block], cache.shape[1:])
+        blocks = (slots // self.kernel_block).view(-1, 1, 1, 1)
+        cache[blocks, at[0], at[1], at[2]] = kv.transpose(0, 1).contiguous().view(cache.dtype)
+
+    def rounded(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        """Rotated keys of a layer as they are read after `place`, in `dtype`."""
+        if not self.quantized:
+            return keys
+        return self.opened(layer, self._closed(layer, torch.stack((keys, keys)).float()))[0]
+
+    def _closed(self, layer: int, kv: torch.Tensor) -> torch.Tensor:
+        """float32 keys and values in a quantized cache's `stored_dtype`."""
+        most = torch.finfo(self.stored_dtype).max
+        return (kv / self._scales_on_device(layer)).clamp_(-most, most).to(self.stored_dtype)
+
+    def _scales_on_device(self, layer: int) -> torch.Tensor:
+        return torch.tensor(self._scales[layer], device=self.device).view(2, 1, 1, 1)
+
+    @property
+    def scales_name(self) -> str:
+        """A name of all layers' scales, part of the stores' names; empty if all are 1."""
+        if all(both == (1.0, 1.0) for both in self._scales):
+            return ""
+        return "-kv" + hashlib.blake2b(repr(self._scales).encode(), digest_size=8).hexdigest()
+
+    def read_stored(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """As `read`, in the cache's own `stored_dtype`."""
         cache, rows = self._layers[layer].kv_cache, slots % self.kernel_block
         keys, values = self._strided
         if keys is not None and values is not None and cache.stride() == self._strides:
             blocks, shape = slots // self.kernel_block, (self.kernel_block, *self.shape)
-            return torch.stack([one.view(cache, shape)[blocks, rows] for one in (keys, values)])
+            return self._typed(torch.stack([one.view(cache, shape)[blocks, rows] for one in (keys, values)]))
         blocks, where = torch.unique(slots // self.kernel_block, return_inverse=True)
         raw = cache[blocks].reshape(len(blocks), -1)
         tokens = raw[:, self._places.view(-1)].view(len(blocks), *self._places.shape)
-        found: torch.Tensor = tokens[where, rows].transpose(0, 1)
-        return found
+        return self._typed(tokens[where, rows].transpose(0, 1))
+
+    def _typed(self, raw: torch.Tensor) -> torch.Tensor:
+        """What a backend may keep as bare bytes, as `stored_dtype`."""
+        return raw if raw.dtype == self.stored_dtype else raw.view(self.stored_dtype)
 
     def reserve(self, nbytes: int) -> None:
         """Let PyTorch take device memory now and keep it for the tensors that follow.
@@ -130,19 +204,24 @@ class PagedKV:
         slots = torch.arange(block * tokens, (block + 1) * tokens, device=self.device)
         numbers = torch.arange(tokens * 2 * heads * dim, device=self.device).view(tokens, 2, heads, dim)
         found = torch.zeros(numbers.numel(), dtype=torch.long, device=self.device)
+        base, above = _SMALL_DIGIT.get(self.stored_dtype, _DIGIT), _ABOVE if self.quantized else 1.0
+        for_keys, for_values = (scale * above for scale in self._scales[0])
         with self.preserved(slots):
             unit = 1
             while unit < numbers.numel():
-                digit = (numbers // unit % _DIGIT).to(self.dtype)
-                self.write(0, slots, digit[:, 0], digit[:, 1])
-                found += self._layers[0].kv_cache[block].reshape(-1).long() * unit
-                unit *= _DIGIT
+                digit = (numbers // unit % base).to(self.dtype)
+                self.write(0, slots, digit[:, 0] * for_keys, digit[:, 1] * for_values)
+                found += self._typed(self._layers[0].kv_cache[block].reshape(-1)).float().long() * unit
+                unit *= base
         if not torch.equal(found.sort().values, numbers.view(-1)):
             raise UnsupportedModelError("the KV cache's layout could not be learnt: elements are missing or converted")
         return torch.argsort(found).view(tokens, 2, heads, dim)
 
     def _verify(self) -> None:
-        """Write random KV to scattered slots of two blocks and read it back, in the first and the last layer."""
+        """Write random KV to scattered slots of two blocks and read it back, in the first and the last layer.
+
+        A quantized cache must be near it, and keep the bytes that are placed.
+        """
         generator = torch.Generator().manual_seed(0)
         block = self.num_slots // self.kernel_block - 2
         slots = torch.randperm(2 * self.kernel_block, generator=generator)[: self.kernel_block + 3]
@@ -152,8 +231,23 @@ class PagedKV:
         with self.preserved(slots):
             for layer in {0, len(self._layers) - 1}:
                 self.write(layer, slots, kv[0], kv[1])
-                if not torch.equal(self.read(layer, slots), kv):
+                found, stored = self.read(layer, slots), self.read_stored(layer, slots)
+                near = (found - kv).norm() <= _MOST_ROUNDED[self.stored_dtype] * kv.norm() if self.quantized else True
+                self.place(layer, slots, *(found if self.quantized else kv))
+                same = torch.equal(self.read_stored(layer, slots).view(torch.uint8), stored.view(torch.uint8))
+                if not (near and same and (self.quantized or torch.equal(found, kv))):
                     raise UnsupportedModelError(f"layer {layer} of the KV cache does not read back as it was written")
+
+
+def _scales_of(layer: Any) -> tuple[float, float]:
+    """What a layer's keys and values are divided by in a quantized cache.
+
+    Raises:
+        UnsupportedModelError: there is more than one scale for all heads.
+    """
+    if any(getattr(layer, name).numel() != 1 for name in ("_k_scale", "_v_scale")):
+        raise UnsupportedModelError("its quantized KV cache has a scale for every head")
+    return float(layer._k_scale_float), float(layer._v_scale_float)
 
 
 _NULL_BLOCK = 0

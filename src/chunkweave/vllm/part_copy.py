@@ -25,7 +25,7 @@ class PartCopy:
         self._part, self._layers, self._as_they_are = part, layers, as_they_are
         self._until = part.span.start
         shape = (layers.num_layers, 2, len(part.span), *layers.paged.shape)
-        self._kv = memory.empty(shape, layers.paged.dtype)
+        self._kv = memory.empty(shape, layers.paged.stored_dtype)
 
     def follows(self, blocks: RequestBlocks, piece: Span) -> bool:
         """Whether a piece can be read: it continues what was read, and all layers still have its blocks."""
@@ -40,8 +40,9 @@ class PartCopy:
         positions = torch.arange(piece.start, piece.stop, device=self._layers.device)
         rows = slice(piece.start - self._part.span.start, piece.stop - self._part.span.start)
         for layer in range(self._layers.num_layers):
-            keys, values = paged.read(layer, blocks.of(layer).slots(positions))
-            if not self._as_they_are:
+            slots = blocks.of(layer).slots(positions)
+            keys, values = paged.read_stored(layer, slots)
+            if not self._as_they_are:  # never of a quantized cache: see `check_store`
                 keys = self._layers.rotations.inverse(layer, keys, positions)
             for place, copied in enumerate((keys, values)):
                 self._kv[layer, place, rows].copy_(copied, non_blocking=not wait)
@@ -52,7 +53,7 @@ class PartCopy:
         paged, span = self._layers.paged, self._part.span
         positions = torch.arange(span.start, span.stop, device=self._layers.device)
         for layer, kv in enumerate(self._kv.to(paged.device)):
-            paged.write(layer, blocks.of(layer).slots(positions), *kv)
+            paged.place(layer, blocks.of(layer).slots(positions), *paged.opened(layer, kv))
 
     def segment(self, exact_to: int, read: frozenset[ChunkId]) -> tuple[SegmentRecord, SegmentKV]:
         """The part as a segment; exact if it ends at or before `exact_to`, else its record has `read`."""

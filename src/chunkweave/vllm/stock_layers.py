@@ -177,7 +177,12 @@ class StockLayers:
         groups = kv_cache_config.kv_cache_groups
         group_of = {name: number for number, group in enumerate(groups) for name in group.layer_names}
         names = [attention.layer_name for attention in attentions]
-        self.paged = PagedKV(attentions, groups[0].kv_cache_spec.block_size, [group_of[name] for name in names])
+        self.paged = PagedKV(
+            attentions,
+            groups[0].kv_cache_spec.block_size,
+            [group_of[name] for name in names],
+            vllm_config.model_config.dtype,
+        )
         self.device, self.dtype = self.paged.device, self.paged.dtype
         self._shared_rotary: SharedRotary | None = None
         if architecture.call is Call.TRANSFORMERS:

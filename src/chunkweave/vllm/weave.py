@@ -132,7 +132,7 @@ class PagedCache:
         fill = self._fills[group]
         if len(fill.slots):
             keys, values = self._gather(layer)[:, fill.rows]
-            self._paged.write(layer, fill.slots, self._moved(layer, keys, fill.at, fill.to), values)
+            self._paged.place(layer, fill.slots, self._moved(layer, keys, fill.at, fill.to), values)
 
     def load_layer(self, layer: int, rotate: Rotate) -> None:  # noqa: ARG002  (the protocol has it)
         """Lay out a layer's KV in a row: from the blocks, and from segments, whose KV is also written to the blocks."""
@@ -148,7 +148,7 @@ class PagedCache:
             row[:, positions] = held.to(row.device, non_blocking=True)
         if not loaded and inside.stop > inside.start:
             keys, values = row[:, self._rows(inside)]
-            self._paged.write(layer, table.slots(self.cached[inside]), keys, values)
+            self._paged.place(layer, table.slots(self.cached[inside]), keys, values)
 
     def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Segments' KV at `positions` (all of them `cached`), `[2, tokens, kv_heads, head_dim]`, before RoPE."""
@@ -167,6 +167,8 @@ class PagedCache:
         inside, slots = self._slots_of(layer, positions)
         if len(slots):
             self._paged.write(layer, slots, keys[inside], values[inside])
+            if self._paged.quantized:  # attention sees what the cache keeps
+                row[:, positions[inside]] = self._paged.read(layer, slots)
         if inside.start and not self.last_pass:
             held = torch.stack((keys[: inside.start], values[: inside.start])).cpu()
             self._held.setdefault(layer, []).append((positions[: inside.start], held))
@@ -209,8 +211,14 @@ class PagedCache:
         return slice(first, stop) if stop - first == places.stop - places.start else self.cached[places]
 
     def _moved(self, layer: int, keys: torch.Tensor, at: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-        """Rotate keys from `at` to `to`; unchanged if all segments were computed at their positions."""
-        return self._rotations.turn(layer, keys, at, to) if self._turned else keys
+        """Rotate keys from `at` to `to`; unchanged if all segments were computed at their positions.
+
+        For a quantized cache in float32, so that they are rounded once.
+        """
+        if not self._turned:
+            return keys
+        wide = keys.float() if self._paged.quantized else keys
+        return self._paged.rounded(layer, self._rotations.turn(layer, wide, at, to))
 
     def _inside(self, layer: int, positions: torch.Tensor) -> slice:
         """The slice of `positions` (ascending) that have blocks in a layer."""
@@ -228,9 +236,8 @@ class PagedCache:
     def _gather(self, layer: int) -> torch.Tensor:
         """Keys as stored, and values, of all `cached` positions, `[2, tokens, kv_heads, head_dim]`."""
         if self._raw is None or self._raw[0] != layer:
-            parts = [source.layer(layer)[:, rows] for source, rows in self._sources]
-            device, dtype = self._paged.device, self._paged.dtype
-            self._raw = (layer, torch.cat([part.to(device, dtype, non_blocking=True) for part in parts], dim=1))
+            parts = (source.layer(layer)[:, rows] for source, rows in self._sources)
+            self._raw = (layer, torch.cat([self._paged.opened(layer, part) for part in parts], dim=1))
         return self._raw[1]
 
 

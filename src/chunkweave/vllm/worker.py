@@ -114,7 +114,7 @@ class ConnectorWorker:
         self._num_layers = layers.geometry.num_layers
         self._lossless = settings.store.codec == RawCodec.name
         self._step_work = settings.step_tokens * self._num_layers
-        named = rank_fingerprint(fingerprint, ranks.rank, ranks.size)
+        named = rank_fingerprint(fingerprint, ranks.rank, ranks.size) + layers.paged.scales_name
         self._streams = streams_of(layers.device)
         given = given_cost_model(settings.store.cost_model, fingerprint)
         kept = settings.store if ranks.size == 1 else replace(settings.store, cache_dir=None)  # all of several measure
@@ -167,7 +167,7 @@ class ConnectorWorker:
 
     def holdings(self) -> Holdings:
         """What is stored at start-up, for the scheduler; call it before the first step."""
-        bytes_per_token = self._layers.own_geometry.kv_elements_per_token() * self._layers.dtype.itemsize
+        bytes_per_token = self._layers.own_geometry.kv_elements_per_token() * self._layers.paged.stored_dtype.itemsize
         return Holdings(self._follower.take().added, self._store.shared, self._store.room_bytes // bytes_per_token)
 
     def begin(self, orders: StepOrders) -> None:
