@@ -44,6 +44,25 @@ def test_a_model_that_cannot_be_woven_is_served_by_vllm_alone(checkpoint, monkey
     assert why in caplog.text + capfd.readouterr().out  # the first vLLM of a process sets up its log again
 
 
+def test_beside_another_connector_vllm_serves_alone(checkpoint, reference, monkeypatch, caplog, capfd):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    stub = {"kv_connector": "StubConnector", "kv_connector_module_path": "tests.vllm.stub_connector"}
+    both = [{**one, "kv_role": "kv_both"} for one in (stub, {"kv_connector": "ChunkweaveConnector"})]
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": both},
+    }
+    scenario = computed_alone()
+    with serving(checkpoint("llama"), plugged=False, kv_transfer_config=several, **IN_PROCESS) as served:
+        scenario.precompute(served)
+        got = served.answer(scenario.prompt.ask("cacheblend", 0.15))[0]
+        assert served.blocks_are_free()
+    assert (got.log_probs[0] - reference.log_probs(scenario.prompt.ids)).abs().max().item() <= 5e-4
+    assert (got.report["effective_method"], got.report["computed_tokens"]) == ("full", len(scenario.prompt.ids))
+    assert "it is one of several connectors (MultiConnector)" in caplog.text + capfd.readouterr().out
+
+
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
 WINDOWED = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64)
 CHUNKED = ChunkedLocalAttentionSpec(

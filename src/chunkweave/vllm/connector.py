@@ -6,6 +6,7 @@ from math import inf
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -44,6 +45,12 @@ logger = logging.getLogger("vllm.chunkweave")  # vLLM shows what is logged below
 
 _MEASURED_TOKENS = 2048
 """Most tokens of a prompt whose prefill is timed at start-up."""
+
+
+_BESIDE_OTHERS = (
+    "it is one of several connectors (MultiConnector). Another one may keep woven KV under its tokens alone, or load "
+    "KV that would then be stored as exact; and vLLM fails a request whose weave fails"
+)
 
 
 class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM has no types
@@ -99,8 +106,8 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return tokens, bool(tokens)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Holdings]) -> None:
-        """At start-up: the contents of every worker's store, by rank."""
-        self._scheduler.begin_with(metadata)
+        """At start-up: the contents of every worker's store, by rank. Another connector's metadata is ignored."""
+        self._scheduler.begin_with({rank: one for rank, one in metadata.items() if isinstance(one, Holdings)})
 
     def get_handshake_metadata(self) -> Holdings | None:
         """At start-up: the contents of this worker's store; None if it does not weave."""
@@ -137,6 +144,8 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         expected = ModelError if untested_release() is None else Exception  # an untested release may fail in any way
         ranks = RankAgreement() if config.parallel_config.tensor_parallel_size > 1 else Alone()
         try:
+            if has_kv_transfer_group() and get_kv_transfer_group() is not self:
+                raise ModelError(_BESIDE_OTHERS)
             layers, kept = checked_layers(loaded_model(), config, self._kv_cache_config)
             check_store(layers, self._settings.store)
             if layers.device.type == "cuda":
