@@ -33,6 +33,20 @@ _TWO_ROPES: dict[str, Any] = {
     "rope_parameters": {"sliding_attention": _ROPE, "full_attention": {**_ROPE, "rope_theta": 1e6}}
 }
 _PARTIAL: dict[str, Any] = {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}, "pad_token_id": 0}
+_MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.25,
+    "logits_scaling": 1.5,
+}
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 _TOY_CHANGES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -45,6 +59,13 @@ _TOY_CHANGES: dict[str, dict[str, Any]] = {
     "olmo3": {**_WINDOWS, **_TWO_ROPES},
     "exaone4": {**_WINDOWS, "sliding_window_pattern": "LG"},
     "cohere2": _WINDOWS,
+    "dots1": _ROUTED,
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 48},
+    "glm4_moe": {**_ROUTED, "use_qk_norm": True, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
+    "granite": _MULTIPLIERS,
+    "granitemoe": {**_MULTIPLIERS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "cwm": _WINDOWS,
     "phi3": {"pad_token_id": 0},
     "smollm3": {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
     "phi": _PARTIAL,

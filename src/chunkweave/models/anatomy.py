@@ -53,7 +53,10 @@ class Anatomy:
     output: str = "o_proj"
     behind_attention: str = ""
     before_mlp: str = "post_attention_layernorm"
+    mlp: str = "mlp"
     behind_mlp: str = ""
+    multiplied: bool = False
+    """Whether the configuration may scale embeddings, what a layer adds to the stream, and logits."""
     parallel: bool = False
     """Whether the MLP reads the attention's input instead of its output."""
     final_norm: str = "norm"
@@ -75,6 +78,7 @@ class Anatomy:
             "soft-capped attention scores and logits": self.capped,
             "attention sinks": bool(self.sinks),
             "scaled logits": bool(self.logit_scale),
+            "scaled embeddings, residuals and logits": self.multiplied,
         }
         return ", ".join(words for words, so in said.items() if so)
 
@@ -136,6 +140,20 @@ FAMILIES: Mapping[str, Anatomy | Callable[[Any], Anatomy]] = MappingProxyType(
             _PARALLEL, logit_scale="logit_scale", rotates=lambda attention: attention.sliding_window is not None
         ),
         "hunyuan_v1_dense": replace(LLAMA, head_norms=("query_layernorm", "key_layernorm"), norms_behind_rope=True),
+        "apertus": replace(LLAMA, before_attention="attention_layernorm", before_mlp="feedforward_layernorm"),
+        "arcee": LLAMA,
+        "cwm": LLAMA,
+        "dots1": LLAMA,
+        "ernie4_5": LLAMA,
+        "ernie4_5_moe": LLAMA,
+        "glm4_moe": LLAMA,
+        "granite": replace(LLAMA, multiplied=True),
+        "granitemoe": replace(LLAMA, mlp="block_sparse_moe", multiplied=True),
+        "helium": LLAMA,
+        "jais2": LLAMA,
+        "minimax_m2": replace(LLAMA, norm_over=NormOver.ALL_HEADS),
+        "seed_oss": LLAMA,
+        "starcoder2": LLAMA,
         "smollm3": replace(LLAMA, rotates=lambda attention: bool(attention.use_rope)),
         "gpt_oss": replace(LLAMA, half_angles=True, sinks="sinks"),
     }

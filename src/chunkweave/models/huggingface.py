@@ -53,6 +53,8 @@ class HuggingFaceModel:
         """The device of the weights."""
         self._final_norm = _in_one_launch(getattr(self._body, self.anatomy.final_norm))
         self._logit_scale = getattr(model, self.anatomy.logit_scale) if self.anatomy.logit_scale else 1.0
+        self._logit_scale /= getattr(model.config, "logits_scaling", 1.0)
+        self._embedding_scale: float = getattr(model.config, "embedding_multiplier", 1.0)
         self._logit_cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self._apply_rope = _rope_function(self._layers[0].attention)
         self._turns_halves = not self.anatomy.half_angles and _turns_halves(self._apply_rope)
@@ -65,7 +67,7 @@ class HuggingFaceModel:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids `[tokens]` -> `[tokens, hidden]`."""
         hidden: torch.Tensor = self._body.embed_tokens(token_ids)
-        return hidden
+        return hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
 
     def qkv(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values before RoPE, `[tokens, heads or kv_heads, head_dim]`."""
@@ -222,7 +224,8 @@ class _Layer:
         self.attention = block.self_attn
         self.rotates = anatomy.rotates(self.attention)
         self._anatomy, self._geometry = anatomy, geometry
-        self._mlp = block.mlp
+        self._mlp = getattr(block, anatomy.mlp)
+        self._residual_scale: float = getattr(block, "residual_multiplier", 1.0)
         self._before_attention = _step(block, anatomy.before_attention)
         self._behind_attention = _step(block, anatomy.behind_attention)
         self._before_mlp = _step(block, anatomy.before_mlp)
@@ -251,10 +254,14 @@ class _Layer:
         return (q if self._query_scale == 1.0 else q * self._query_scale), k, v
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        added = hidden + self._behind_attention(self._output(attended))
+        added = hidden + self._scaled(self._behind_attention(self._output(attended)))
         if self._anatomy.parallel:
-            return added + self._behind_mlp(self._through_mlp(self._before_attention(hidden)))
-        return added + self._behind_mlp(self._through_mlp(self._before_mlp(added)))
+            return added + self._scaled(self._behind_mlp(self._through_mlp(self._before_attention(hidden))))
+        return added + self._scaled(self._behind_mlp(self._through_mlp(self._before_mlp(added))))
+
+    def _scaled(self, states: torch.Tensor) -> torch.Tensor:
+        """What is added to the stream, by the family's multiplier."""
+        return states if self._residual_scale == 1.0 else states * self._residual_scale
 
     def _through_mlp(self, states: torch.Tensor) -> torch.Tensor:
         """Run the MLP on a batch of one: expert blocks need three dimensions, and may also return router scores."""
@@ -384,12 +391,8 @@ _FEWEST_WIDE, _MOST_WIDE = 1 << 14, 1 << 23
 
 _POSITION_ONLY_ROPE = {"default", "linear", "llama3", "yarn", "longrope"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_NOT_DRIVEN = (
-    "residual_multiplier",
-    "embedding_multiplier",
-    "logits_scaling",
-    "clip_qkv",
-)
+_NOT_DRIVEN = ("clip_qkv",)
+_MULTIPLIERS = ("residual_multiplier", "embedding_multiplier", "logits_scaling")
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
@@ -408,13 +411,15 @@ def check_config(config: Any) -> None:
         raise _refusal(kind, *REFUSED["t5"])
     if any(hasattr(config, name) for name in ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel")):
         raise _refusal(kind, *REFUSED["mamba"])
-    for name in _NOT_DRIVEN if anatomy_of(config).capped else (*_NOT_DRIVEN, *_CAPS):
+    anatomy = anatomy_of(config)
+    multipliers, caps = () if anatomy.multiplied else _MULTIPLIERS, () if anatomy.capped else _CAPS
+    for name in (*_NOT_DRIVEN, *multipliers, *caps):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise _refusal(kind, f"{name}={getattr(config, name)}", "chunkweave does not implement that step")
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or not rope:
         raise _refusal(kind, "no rotary position embedding", "keys cannot be shifted to new positions")
-    if anatomy_of(config).rope_by_layer_type and rope.keys() <= _LAYER_TYPES:
+    if anatomy.rope_by_layer_type and rope.keys() <= _LAYER_TYPES:
         for own in rope.values():
             _check_rope(kind, own)
     else:
@@ -445,7 +450,7 @@ def check_modules(model: nn.Module) -> None:
     if body is None or not hasattr(model, "lm_head") or not all(hasattr(body, name) for name in wanted):
         raise _refusal(kind, "an unknown outer structure", f"expected lm_head and model.{{{', '.join(wanted)}}}")
     for index, layer in enumerate(body.layers):
-        _check_children(f"{kind} layer {index}", layer, {"self_attn", "mlp", *anatomy.norms}, set())
+        _check_children(f"{kind} layer {index}", layer, {"self_attn", anatomy.mlp, *anatomy.norms}, set())
         attention = layer.self_attn
         parts = {*anatomy.projections, anatomy.output}
         _check_children(f"{kind} layer {index} attention", attention, parts, set(anatomy.head_norms))
