@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from chunkweave.errors import UsageError
+from chunkweave.errors import ModelError, UsageError
 from chunkweave.vllm import connector
 from chunkweave.vllm.connector import ChunkweaveConnector
 
@@ -78,3 +78,33 @@ def test_what_is_to_be_saved_is_copied_before_vllm_frees_its_blocks(monkeypatch)
     made.restore_kv_caches()
     assert copied == [True]
     assert made.supports_sleep_mode(SimpleNamespace())
+
+
+def failing_check(monkeypatch, error: Exception) -> ChunkweaveConnector:
+    """A connector whose start-up check raises `error`."""
+
+    def fails():
+        raise error
+
+    made = connect(monkeypatch)
+    monkeypatch.setattr(connector, "loaded_model", fails)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("release", "error"), [(None, ModelError("it is unknown")), ("0.99.0", AttributeError("no layers"))]
+)
+def test_why_a_worker_weaves_nothing_is_sent(monkeypatch, release, error):
+    """On an untested release anything may fail in the start-up check."""
+    made, sent = failing_check(monkeypatch, error), []
+    monkeypatch.setattr(connector, "untested_release", lambda: release)
+    made._reports = SimpleNamespace(send_off=sent.append)
+    made.register_kv_caches({})
+    assert sent == [str(error)]
+    assert made.get_handshake_metadata() is None
+
+
+def test_a_fault_of_ours_on_a_tested_release_is_not_hidden(monkeypatch):
+    made = failing_check(monkeypatch, AttributeError("no layers"))
+    with pytest.raises(AttributeError):
+        made.register_kv_caches({})
