@@ -55,6 +55,11 @@ def test_parts_are_tokenized_apart_and_their_places_are_told(front, vllm):
     assert sent["max_tokens"] == 4
 
 
+def test_a_requests_priority_is_vllms(front, vllm):
+    assert front.ask(priority=-3, documents=DOCUMENTS, chunkweave=WEAVE).status_code == 200
+    assert [sent["priority"] for sent in vllm.seen] == [-3]
+
+
 def test_recomputed_tokens_are_not_cached_and_the_report_says_so(front):
     first = front.ask(documents=DOCUMENTS, chunkweave=WEAVE).json()["chunkweave"]
     assert (first["method"], first["why"], first["effective_method"]) == ("cacheblend", "asked for", "full")

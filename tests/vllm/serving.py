@@ -89,11 +89,12 @@ class Served:
         """One request alone."""
         return self.answer(Ask(ids, params, tokens))[0]
 
-    def send(self, ask: Ask) -> str:
+    def send(self, ask: Ask, *, priority: int = 0) -> str:
         """Add a request to the engine without waiting for it; returns its id."""
         self._sent += 1
         name = f"test-{self._sent}"
-        self.llm.llm_engine.add_request(name, ask.prompt, sampling(ask), lora_request=ask.lora)
+        engine = self.llm.llm_engine
+        engine.add_request(name, ask.prompt, sampling(ask), lora_request=ask.lora, priority=priority)
         return name
 
     def abort(self, *names: str) -> None:

@@ -146,3 +146,19 @@ def test_with_cancels_at_random_every_other_answer_comes(together, reference):
             assert difference.abs().max().item() <= TOLERANCE
     together.one(tokens(4))
     assert together.blocks_are_free()
+
+
+def test_vllms_priorities_hold_among_requests_that_wait_for_chunks(checkpoint):
+    """The most urgent one computes what all share, though it came last; then they are answered in their order."""
+    urgent_last = range(5, -1, -1)
+    with serving(checkpoint("llama"), **TOGETHER, scheduling_policy="priority", **IN_PROCESS) as served:
+        alone = sum(map(computed, one_by_one(served, six_over_the_same(), "cacheblend")))
+        asks = [ask(prompt, "cacheblend") for prompt in six_over_the_same()]
+        names = [served.send(one, priority=number) for one, number in zip(asks, urgent_last, strict=True)]
+        answers: dict[str, Got] = {}
+        while len(answers) < len(names):
+            answers.update(served.step())
+        assert served.blocks_are_free()
+    assert max(names, key=lambda name: computed(answers[name])) == names[-1]
+    assert list(answers) == names[::-1]
+    assert sum(map(computed, answers.values())) <= 1.1 * alone
