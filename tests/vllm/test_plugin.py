@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.model_executor.layers.attention import Attention
@@ -15,6 +16,7 @@ from vllm.v1.request import Request
 from chunkweave.errors import ModelError
 from chunkweave.vllm import plugin, releases
 from chunkweave.vllm.connector import ChunkweaveConnector
+from tests.vllm.serving import IN_PROCESS, Ask, serving
 
 
 def test_the_connector_loads_neither_the_server_nor_the_laboratory():
@@ -128,3 +130,11 @@ def test_the_model_that_was_loaded_last_is_remembered(untouched, monkeypatch):
     for name in ("one", "two"):
         assert BaseModelLoader.load_model(object(), name) == f"model {name}"
     assert plugin.loaded_model() == "model two"
+
+
+def test_the_first_request_for_log_probabilities_finds_them_compiled(checkpoint):
+    torch._dynamo.reset()  # what engines before it compiled in this process
+    with serving(checkpoint("llama"), **IN_PROCESS) as served, torch.compiler.set_stance("fail_on_recompile"):
+        for count in (1, 3):
+            answers = served.answer(*(Ask([5, 6, 7 + number], top=3) for number in range(count)))
+            assert all(answer.log_probs.isfinite().any() for answer in answers)

@@ -31,7 +31,7 @@ from chunkweave.vllm.model_check import (
     usual_start,
 )
 from chunkweave.vllm.orders import Holdings, StepOrders, StepResults
-from chunkweave.vllm.plugin import loaded_model
+from chunkweave.vllm.plugin import compile_for_logprobs, loaded_model
 from chunkweave.vllm.releases import copy_before_sleep, untested_release
 from chunkweave.vllm.report_socket import ReportSender
 from chunkweave.vllm.request import Defaults
@@ -155,6 +155,7 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             logger.error("chunkweave weaves nothing, requests are served by vLLM alone: %s", error)
             self._reports.send_off(str(error))
             return
+        compile_for_logprobs(config.model_config.get_vocab_size(), layers.device)
         number = self._vllm_config.parallel_config.data_parallel_index
         fingerprint = model_fingerprint(self._vllm_config)
         most_tokens = min(self._vllm_config.scheduler_config.max_num_batched_tokens, _MEASURED_TOKENS)

@@ -36,6 +36,7 @@ _CALLED: Mapping[str, str] = MappingProxyType(
         "vllm.v1.core.kv_cache_utils.make_block_hash_with_group_id": "block_hash group_id",
         "vllm.v1.kv_cache_interface.KVCacheSpec.copy_with_new_block_size": "block_size",
         "vllm.v1.request.Request.update_block_hashes": "self",
+        "vllm.v1.sample.sampler.Sampler.gather_logprobs": "logprobs num_logprobs token_ids",
     }
 )
 """Functions and classes that are called, and their parameters that are given."""

@@ -55,6 +55,16 @@ def loaded_model() -> Any:
     return _loaded_models[-1]
 
 
+def compile_for_logprobs(vocabulary: int, device: Any) -> None:
+    """Compile what vLLM would compile for the first request that wants log-probabilities, which can take a minute."""
+    import torch
+    from vllm.v1.sample.sampler import Sampler
+
+    with torch.inference_mode():
+        token = torch.zeros(1, dtype=torch.int64, device=device)
+        Sampler.gather_logprobs(torch.zeros(1, vocabulary, device=device), 1, token)
+
+
 def _keeping_model(load_model: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load_model)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
