@@ -11,7 +11,32 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _WINDOWS = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.25,
+    "logits_scaling": 1.5,
+}
 _FAMILIES: dict[str, dict[str, Any]] = {
+    "cwm": {**_WINDOWS, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+    },
+    "granite": _MULTIPLIERS,
+    "granitemoe": {**_MULTIPLIERS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "minimax_m2": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 16,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
     "cohere": {"tie_word_embeddings": True, "logit_scale": 1.0},
     "exaone4": {**_WINDOWS, "sliding_window_pattern": "LG"},
     "gemma": {"tie_word_embeddings": True},

@@ -30,9 +30,7 @@ class Mixtral(Reference):
     renormalised = True
 
     def _mlp(self, normed, name):
-        logits = normed @ self.weights[f"{name}{self.router}.weight"].T
-        experts = _experts_of(logits, self.config.num_experts_per_tok)
-        chosen = torch.softmax(logits, -1).gather(-1, experts)
+        experts, chosen = self._routed(normed @ self.weights[f"{name}{self.router}.weight"].T, name)
         if self.renormalised:
             chosen = chosen / chosen.sum(-1, keepdim=True)
         out = torch.zeros_like(normed)
@@ -41,6 +39,10 @@ class Mixtral(Reference):
                 parts = (f"{name}{self.prefix}.{expert}.{part}.weight" for part in self.parts)
                 out[row] += share * self._gated(states, *parts)
         return out
+
+    def _routed(self, logits, _name):
+        experts = _experts_of(logits, self.config.num_experts_per_tok)
+        return experts, torch.softmax(logits, -1).gather(-1, experts)
 
 
 class Qwen3Moe(Mixtral):
@@ -164,7 +166,8 @@ class Stablelm(Reference):
     more_weight = 0.0
 
     def _norm(self, states, name):
-        eps = getattr(self.config, "layer_norm_eps", None) or self.config.norm_eps
+        named = ("layer_norm_eps", "norm_eps", "norm_epsilon")
+        eps = next(getattr(self.config, name) for name in named if hasattr(self.config, name))
         centred = states - states.mean(-1, keepdim=True)
         scaled = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
         return scaled * (self.more_weight + self.weights[f"{name}.weight"]) + self.weights.get(f"{name}.bias", 0.0)
@@ -251,6 +254,97 @@ class Phi(Stablelm):
         return super()._logits(hidden) + self.weights["lm_head.bias"]
 
 
+class Granite(Reference):
+    """Embeddings, scores, what is added to the stream, and logits are scaled."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.scale = self.config.attention_multiplier
+
+    def _embed(self, ids):
+        return super()._embed(ids) * self.config.embedding_multiplier
+
+    def _finish(self, hidden, attended, name):
+        hidden = hidden + self.config.residual_multiplier * attended
+        made = self._mlp(self._norm(hidden, name + "post_attention_layernorm"), name)
+        return hidden + self.config.residual_multiplier * made
+
+    def _logits(self, hidden):
+        return super()._logits(hidden) / self.config.logits_scaling
+
+
+class GraniteMoe(Granite, Mixtral):
+    """The experts' matrices are in one tensor each."""
+
+    router = "block_sparse_moe.router.layer"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        for layer in range(self.layers):
+            name = f"model.layers.{layer}.block_sparse_moe."
+            both, down = (self.weights[f"{name}{which}_linear.weight"] for which in ("input", "output"))
+            for expert in range(len(both)):
+                parts = (*both[expert].chunk(2), down[expert])
+                for which, part in zip(self.parts, parts, strict=True):
+                    self.weights[f"{name}experts.{expert}.{which}.weight"] = part
+
+
+class BySigmoid(Mixtral):
+    """Experts are chosen by sigmoids plus a bias, and weighed by the sigmoids alone."""
+
+    bias = "block_sparse_moe"
+
+    def _routed(self, logits, name):
+        scores = torch.sigmoid(logits)
+        biased = scores + self.weights[f"{name}{self.bias}.e_score_correction_bias"]
+        experts = _experts_of(biased, self.config.num_experts_per_tok)
+        return experts, scores.gather(-1, experts)
+
+
+class MiniMaxM2(NormedOverHeads, BySigmoid):
+    """A mixture of experts."""
+
+
+class Glm4Moe(BySigmoid):
+    """And through one more MLP; the first layers have no experts."""
+
+    router, prefix, parts, bias = "mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj"), "mlp.gate"
+
+    def _mlp(self, normed, name):
+        if f"{name}{self.router}.weight" not in self.weights:
+            return Reference._mlp(self, normed, name)
+        shared = self._gated(normed, *(f"{name}mlp.shared_experts.{part}.weight" for part in self.parts))
+        return shared + self.config.routed_scaling_factor * super()._mlp(normed, name)
+
+
+class Ungated(Reference):
+    """An MLP without a gate: two matrices, with biases if there are any."""
+
+    up, down = "up_proj", "down_proj"
+
+    def _mlp(self, normed, name):
+        return self._linear(self._activation(self._linear(normed, f"{name}mlp.{self.up}")), f"{name}mlp.{self.down}")
+
+    def _linear(self, states, name):
+        return states @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", 0.0)
+
+    def _activation(self, states):
+        return torch.relu(states).pow(2)
+
+
+class Jais2(Ungated, Stablelm):
+    """Norms of Stablelm."""
+
+
+class Starcoder2(Ungated, Stablelm):
+    """GELU, and modules of other names."""
+
+    up, down = "c_fc", "c_proj"
+
+    def _activation(self, states):
+        return torch.nn.functional.gelu(states, approximate="tanh")
+
+
 class GptOss(Reference):
     """Sinks in the softmax, YaRN, experts with clamped gates, biases everywhere."""
 
@@ -288,14 +382,22 @@ class GptOss(Reference):
 
 
 FAMILIES: dict[str, type[Reference]] = {
+    "arcee": Ungated,
     "cohere": Cohere,
+    "ernie4_5": Interleaved,
     "exaone4": Exaone4,
     "gemma": Gemma,
     "gemma2": Gemma2,
     "gemma3_text": Gemma3,
     "glm": Glm,
     "glm4": Glm4,
+    "glm4_moe": Glm4Moe,
     "gpt_oss": GptOss,
+    "granite": Granite,
+    "granitemoe": GraniteMoe,
+    "helium": Interleaved,
+    "jais2": Jais2,
+    "minimax_m2": MiniMaxM2,
     "mixtral": Mixtral,
     "nemotron": Nemotron,
     "olmo2": Olmo,
@@ -307,6 +409,7 @@ FAMILIES: dict[str, type[Reference]] = {
     "qwen3_moe": Qwen3Moe,
     "smollm3": SmolLM3,
     "stablelm": Stablelm,
+    "starcoder2": Starcoder2,
 }
 
 

@@ -25,7 +25,7 @@ LLAMA_3_8B = Geometry(32, 4096, 32, 8, 128, 14336, 128256, 131072)
 
 def test_a_model_that_cannot_be_woven_is_served_by_vllm_alone(checkpoint, monkeypatch, caplog, capfd):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    folder = checkpoint("granite")
+    folder = checkpoint("olmo")
     scenario = computed_alone()
     with serving(folder, **IN_PROCESS) as served:
         scenario.precompute(served)
@@ -40,7 +40,7 @@ def test_a_model_that_cannot_be_woven_is_served_by_vllm_alone(checkpoint, monkey
     assert (captured.log_probs - got.log_probs).abs().max().item() <= 5e-4
     for report in (got.report, captured.report):
         assert (report["effective_method"], report["computed_tokens"]) == ("full", len(scenario.prompt.ids))
-    why = "chunkweave weaves nothing, requests are served by vLLM alone: GraniteForCausalLM cannot be woven"
+    why = "chunkweave weaves nothing, requests are served by vLLM alone: TransformersForCausalLM cannot be woven"
     assert why in caplog.text + capfd.readouterr().out  # the first vLLM of a process sets up its log again
 
 
@@ -181,7 +181,7 @@ def test_what_transformers_runs_and_is_supported_passes(family):
     [
         ({"name": "Grok1ForCausalLM"}, "the architecture is not one of LlamaForCausalLM"),
         ({"name": "DeepseekV3ForCausalLM"}, "the architecture is not one of"),
-        ({"name": "TransformersForCausalLM"}, "of those that vLLM runs by transformers, glm, olmo2"),
+        ({"name": "TransformersForCausalLM"}, "of those that vLLM runs by transformers, arcee, cwm"),
         ({"name": "TransformersForCausalLM", "family": "olmo2", "rope": "dynamic"}, "RoPE type dynamic depend on more"),
         ({"name": "Gemma3ForCausalLM", "family": "gemma3_text", "projection": "q_proj"}, "its layers have no qkv_proj"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism would need hidden-state transfer"),

@@ -25,7 +25,7 @@ class Call(StrEnum):
     ADDED = "added"
     """`layer(positions, hidden, residual)` returns the stream first; the residual is not read."""
     STREAM = "stream"
-    """`layer(positions, hidden)` returns the stream first."""
+    """`layer(positions, hidden)` returns the stream, alone or first."""
     TRANSFORMERS = "transformers"
     """As transformers calls it: a batch of one, with cosines and sines of its positions; returns the stream."""
 
@@ -52,6 +52,7 @@ class Architecture:
 
 
 _LLAMA = Architecture()
+_STREAM = Architecture(call=Call.STREAM)
 _TRANSFORMERS = Architecture(call=Call.TRANSFORMERS)
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -69,9 +70,14 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "GptOssForCausalLM": Architecture(call=Call.HIDDEN_FIRST, attention="attn"),
         "Phi3ForCausalLM": _LLAMA,
         "Glm4ForCausalLM": _LLAMA,
+        "Glm4MoeForCausalLM": _LLAMA,
         "NemotronForCausalLM": _LLAMA,
         "OlmoeForCausalLM": _LLAMA,
-        "StablelmForCausalLM": Architecture(call=Call.STREAM),
+        "StablelmForCausalLM": _STREAM,
+        "Ernie4_5ForCausalLM": _LLAMA,
+        "GraniteForCausalLM": _STREAM,
+        "GraniteMoeForCausalLM": Architecture(call=Call.STREAM, mlp="block_sparse_moe"),
+        "MiniMaxM2ForCausalLM": Architecture(mlp="block_sparse_moe"),
         "Exaone4ForCausalLM": Architecture(
             call=Call.ADDED,
             rotates=lambda attention: bool(attention.sliding_window or attention.apply_rope_all_layers),
@@ -87,11 +93,17 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 
 RUN_BY_TRANSFORMERS: Mapping[str, Architecture] = MappingProxyType(
     {
+        "arcee": _TRANSFORMERS,
+        "cwm": _TRANSFORMERS,
         "glm": Architecture(call=Call.TRANSFORMERS, interleaved=True),
+        "helium": Architecture(call=Call.TRANSFORMERS, interleaved=True),
+        "jais2": _TRANSFORMERS,
         "olmo2": _TRANSFORMERS,
         "olmo3": _TRANSFORMERS,
         "phi": Architecture(call=Call.TRANSFORMERS, output="dense"),
+        "seed_oss": _TRANSFORMERS,
         "smollm3": Architecture(call=Call.TRANSFORMERS, rotates=lambda attention: bool(attention.use_rope)),
+        "starcoder2": _TRANSFORMERS,
     }
 )
 """By `model_type`: families without a class in vLLM, which puts its own modules into transformers' layers."""

@@ -64,6 +64,7 @@ class LayerModules:
         self._head_dim = int(self.attention.head_size)
         self._sizes = [self._head_dim * int(heads) for heads in (self.attention.num_heads, self.attention.num_kv_heads)]
         self.query_scale = float(own.scaling) * self._head_dim**0.5
+        self._residual_scale = float(getattr(block, "residual_multiplier", 1.0))
 
     def run(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, angles: Angles | None
@@ -80,7 +81,7 @@ class LayerModules:
             case Call.ADDED:
                 return block(positions, hidden, None)[0], None
             case Call.STREAM:
-                return block(positions, hidden)[0], None
+                return _first(block(positions, hidden)), None
             case Call.TRANSFORMERS:
                 stream = block(hidden[None], position_ids=positions[None], position_embeddings=angles)
                 return _first(stream)[0], None
@@ -99,9 +100,13 @@ class LayerModules:
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The rest of the layer after attention: output projection, residuals, norms and MLP."""
         anatomy = self._anatomy
-        added = hidden + self._normed(anatomy.behind_attention, _first(self._output(attended)))
+        added = hidden + self._scaled(self._normed(anatomy.behind_attention, _first(self._output(attended))))
         before = (anatomy.before_attention, hidden) if anatomy.parallel else (anatomy.before_mlp, added)
-        return added + self._normed(anatomy.behind_mlp, _first(self._mlp(self._normed(*before))))
+        return added + self._scaled(self._normed(anatomy.behind_mlp, _first(self._mlp(self._normed(*before)))))
+
+    def _scaled(self, states: torch.Tensor) -> torch.Tensor:
+        """What is added to the stream, by the family's multiplier."""
+        return states if self._residual_scale == 1.0 else states * self._residual_scale
 
     def _head_normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Split by head and apply the norms, if there are any."""
@@ -170,6 +175,7 @@ class StockLayers:
         architecture, anatomy = architecture_of(model, config), anatomy_of(config)
         assert architecture is not None, "a model that is not woven has no layers here"
         self._config, self._model = vllm_config, model
+        self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
         self.adapters = Adapters(model)
         self._layers = [LayerModules(block, architecture, anatomy) for block in model.model.layers]
         self.num_layers = len(self._layers)
@@ -212,7 +218,7 @@ class StockLayers:
         done = []
         for rows in self._pieces(len(token_ids)):
             self.adapters.map_rows(rows.stop - rows.start)
-            done.append(self._model.embed_input_ids(token_ids[rows]))
+            done.append(self._model.embed_input_ids(token_ids[rows]) * self._embedding_scale)
         return _joined(done)
 
     def activate(self, positions: torch.Tensor, blocks: RequestBlocks) -> ActiveSet:
