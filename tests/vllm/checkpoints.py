@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _WINDOWS = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -64,26 +64,75 @@ FIRST_TOKEN = 3
 """Ids below are special."""
 
 
+_VALUES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "bos_token_id": BOS,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+_QWEN_TOKENS = {
+    "image_token_id": 990,
+    "video_token_id": 991,
+    "vision_start_token_id": 992,
+    "vision_end_token_id": 993,
+}
+_THREE_POSITIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        {"model_type": "gemma3_text", **_WINDOWS},
+        {"vision_config": _TOWER, "mm_tokens_per_image": 4, "image_token_index": 990},
+    ),
+    "llava": (
+        {"model_type": "llama"},
+        {"vision_config": {**_TOWER, "model_type": "clip_vision_model"}, "image_token_index": 990},
+    ),
+    "mistral3": (
+        {"model_type": "mistral", "sliding_window": None},
+        {"vision_config": {**_TOWER, "model_type": "pixtral"}, "image_token_index": 990},
+    ),
+    "qwen2_5_vl": (
+        {"rope_parameters": _THREE_POSITIONS},
+        {"vision_config": {**_QWEN_TOWER, "fullatt_block_indexes": [0]}, **_QWEN_TOKENS},
+    ),
+    "qwen3_vl": (
+        {"rope_parameters": {**_THREE_POSITIONS, "mrope_interleaved": True}},
+        {
+            "vision_config": {**_QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+            **_QWEN_TOKENS,
+        },
+    ),
+}
+"""Families whose prompts may have images: what their language model's configuration needs, and the rest of theirs."""
+
+
 def make_checkpoint(folder: Path, family: str, **changes: Any) -> Path:
     """A 4-layer float32 model of `family` with grouped-query attention, saved to `folder`."""
-    values: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 2048,
-        "bos_token_id": BOS,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-        "initializer_range": 0.15,
-        "tie_word_embeddings": False,
-    }
-    config = AutoConfig.for_model(family, **{**values, **_FAMILIES.get(family, {}), **changes})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if family in MULTIMODAL:
+        text, others = MULTIMODAL[family]
+        config = AutoConfig.for_model(family, text_config={**_VALUES, **text}, tie_word_embeddings=False, **others)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    else:
+        config = AutoConfig.for_model(family, **{**_VALUES, **_FAMILIES.get(family, {}), **changes})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if name.endswith(("bias", "norm.weight")):  # else all zero and all one, which would hide mistakes

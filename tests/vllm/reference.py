@@ -47,8 +47,9 @@ class Reference:
     """
 
     def __init__(self, folder: Path) -> None:
-        config = AutoConfig.from_pretrained(folder)
-        self.weights = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+        config = AutoConfig.from_pretrained(folder).get_text_config()
+        found = load_file(folder / "model.safetensors")  # a multimodal model has its decoder in a module of this name
+        self.weights = {name.replace("language_model.", ""): tensor.float() for name, tensor in found.items()}
         self.layers = config.num_hidden_layers
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads

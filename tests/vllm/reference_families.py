@@ -415,4 +415,4 @@ FAMILIES: dict[str, type[Reference]] = {
 
 def reference_of(folder: Path) -> Reference:
     """The reference for a checkpoint of any family."""
-    return FAMILIES.get(AutoConfig.from_pretrained(folder).model_type, Reference)(folder)
+    return FAMILIES.get(AutoConfig.from_pretrained(folder).get_text_config().model_type, Reference)(folder)

@@ -14,7 +14,11 @@ from tests.vllm.checkpoints import BOS, add_tokenizer, make_checkpoint
 def model_of(folder) -> SimpleNamespace:
     config = AutoConfig.from_pretrained(folder)
     return SimpleNamespace(
-        hf_config=config, model=str(folder), tokenizer=str(folder), tokenizer_revision=None, trust_remote_code=False
+        hf_text_config=config,
+        model=str(folder),
+        tokenizer=str(folder),
+        tokenizer_revision=None,
+        trust_remote_code=False,
     )
 
 
@@ -45,7 +49,7 @@ def test_start_is_what_our_own_engine_begins_with(tmp_path, adds_bos):
 def test_without_a_tokenizer_the_config_is_read(tmp_path):
     model = model_of(make_checkpoint(tmp_path, "llama"))
     assert usual_start(model) == (BOS,)
-    model.hf_config.bos_token_id = None
+    model.hf_text_config.bos_token_id = None
     assert usual_start(model) == ()
 
 

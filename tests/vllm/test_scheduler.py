@@ -37,13 +37,14 @@ def hashed(request) -> list[bytes]:
 class FakeRequest:
     """What the connector sees of vLLM's request."""
 
-    def __init__(self, params=None, *, name="a", ids=IDS, salt=None, lora=None) -> None:
+    def __init__(self, params=None, *, name="a", ids=IDS, salt=None, lora=None, images=()) -> None:
         self.request_id = name
         self.kv_transfer_params = None if params is None else {"chunkweave": params}
         self.prompt_token_ids = ids
         self.num_tokens = len(ids)
         self.cache_salt = salt
         self.lora_request = lora
+        self.mm_features = list(images)
         self._block_hasher = hashed
         self.block_hashes: list[bytes] = []
         self.update_block_hashes()
@@ -219,6 +220,23 @@ def test_a_wrong_request_is_served_and_reported(side):
         "chunkweave": {"error": "chunks must name at least one chunk, and no empty one"}
     }
     assert side.finished(request) == (False, None)
+
+
+def test_a_prompt_with_an_image_is_never_matched_and_never_stored(side):
+    """Tokens of an image have KV that its ids do not tell; the same ids as text find nothing of it."""
+    seen = FakeRequest(CHUNKS, name="seen", images=["an image"])
+    side.add(seen)
+    assert side.matched(seen, 0) == 0
+    side.allocated(seen, FakeBlocks(), 0)
+    assert not side.orders(step([("seen", 0, len(IDS))])).saves
+    reason = "its prompt has parts that are not text, such as images"
+    assert side.finished(seen) == (False, {"chunkweave": {"error": reason}})
+    assert seen.block_hashes == seen.plain
+    stored_chunks(side, 0, 1, 2)
+    assert side.matched(seen, 0) == 0
+    text = FakeRequest(CHUNKS, name="text")
+    side.add(text)
+    assert side.matched(text, 0) > 0
 
 
 def test_parameters_that_are_no_object_are_not_ours(side):

@@ -14,7 +14,7 @@ from chunkweave.errors import ModelError, UnsupportedModelError
 from chunkweave.models.anatomy import anatomy_of
 from chunkweave.settings import GIB
 from chunkweave.types import Geometry
-from chunkweave.vllm.architectures import ARCHITECTURES, RUN_BY_TRANSFORMERS, narrowed
+from chunkweave.vllm.architectures import ARCHITECTURES, MULTIMODAL, RUN_BY_TRANSFORMERS, narrowed
 from chunkweave.vllm.model_check import WOVEN_DRAFTS, check_supported, room_for_weaves, spare_bytes
 from chunkweave.vllm.stock_layers import BACKENDS
 from tests.vllm.prompts import computed_alone
@@ -78,6 +78,7 @@ def fakes(name="LlamaForCausalLM", family="llama", rotary="RotaryEmbedding", imp
         "tensor_parallel_size": 1,
         "speculative": None,
         "multimodal": False,
+        "inside": "",
         "window": None,
         "spec": FULL,
         "more": None,
@@ -104,6 +105,15 @@ def fakes(name="LlamaForCausalLM", family="llama", rotary="RotaryEmbedding", imp
         )
         layers.append(SimpleNamespace(**{place: attention}, **dict.fromkeys(values["modules"])))
     model = type(name, (), {"model": SimpleNamespace(layers=layers)})()
+    if values["inside"]:
+        model = type(values["inside"], (), {"language_model": model})()
+    text = SimpleNamespace(
+        model_type=family,
+        num_hidden_layers=2,
+        sliding_window=values["window"],
+        layer_types=None,
+        rope_parameters={"rope_type": values["rope"]},
+    )
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=values["pipeline_parallel_size"],
@@ -114,15 +124,9 @@ def fakes(name="LlamaForCausalLM", family="llama", rotary="RotaryEmbedding", imp
         ),
         speculative_config=values["speculative"],
         model_config=SimpleNamespace(
-            is_multimodal_model=values["multimodal"],
+            is_multimodal_model=values["multimodal"] or bool(values["inside"]),
             max_model_len=1024,
-            hf_config=SimpleNamespace(
-                model_type=family,
-                num_hidden_layers=2,
-                sliding_window=values["window"],
-                layer_types=None,
-                rope_parameters={"rope_type": values["rope"]},
-            ),
+            hf_text_config=text,
         ),
     )
     group = SimpleNamespace(kv_cache_spec=values["spec"])
@@ -171,6 +175,11 @@ def test_blocks_for_the_whole_context_or_for_a_window_pass(changes):
     check_supported(*fakes(**changes))
 
 
+@pytest.mark.parametrize("inside", MULTIMODAL)
+def test_text_of_a_multimodal_model_passes(inside):
+    check_supported(*fakes("Qwen2ForCausalLM", "qwen2", inside=inside, rotary="MRotaryEmbedding"))
+
+
 @pytest.mark.parametrize("family", RUN_BY_TRANSFORMERS)
 def test_what_transformers_runs_and_is_supported_passes(family):
     check_supported(*fakes("TransformersForCausalLM", family))
@@ -192,11 +201,11 @@ def test_what_transformers_runs_and_is_supported_passes(family):
         ({"other_backend": "TRITON_ATTN"}, "several attention backends, FLASH_ATTN, TRITON_ATTN; choose one with"),
         ({"speculative": SimpleNamespace(method="eagle")}, "with speculative decoding by eagle, drafts come from"),
         ({"speculative": SimpleNamespace(method="draft_model")}, "these methods are woven: ngram, suffix"),
-        ({"multimodal": True}, "multimodal prompts have parts that are not tokens"),
+        ({"multimodal": True}, "of the models whose prompts may have images only these are known: Gemma3ForCond"),
+        ({"name": "DeepseekV3ForCausalLM", "inside": "Mistral3ForConditionalGeneration"}, "is not one of LlamaForC"),
         ({"spec": CHUNKED}, "neither for the whole context nor for a window (ChunkedLocalAttentionSpec)"),
         ({"more": replace(FULL, block_size=32)}, "its layers have blocks of 16, 32 tokens"),
         ({"rotary": "DynamicNTKScalingRotaryEmbedding"}, "DynamicNTKScalingRotaryEmbedding depends on more than"),
-        ({"rotary": "MRotaryEmbedding"}, "MRotaryEmbedding depends on more than a token's position"),
         ({"long": True}, "it is woven with --max-model-len 4096 or less"),
         ({"rotary": "DualChunkRotaryEmbedding"}, "depends on more than a token's position"),
         ({"scaled": True}, "its queries are scaled by their position"),

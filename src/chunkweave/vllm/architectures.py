@@ -63,6 +63,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Qwen2ForCausalLM": _LLAMA,
         "Qwen2MoeForCausalLM": _LLAMA,
         "Qwen3ForCausalLM": _LLAMA,
+        "Qwen3LLMForCausalLM": _LLAMA,
         "Qwen3MoeForCausalLM": _LLAMA,
         "GemmaForCausalLM": _LLAMA,
         "Gemma2ForCausalLM": _LLAMA,
@@ -91,6 +92,17 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 )
 """By class name."""
 
+MULTIMODAL = (
+    "Gemma3ForConditionalGeneration",
+    "InternS1ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+)
+"""Classes whose prompts may have images; their `language_model` is of a class above, and computes text as it does."""
+
 RUN_BY_TRANSFORMERS: Mapping[str, Architecture] = MappingProxyType(
     {
         "arcee": _TRANSFORMERS,
@@ -109,8 +121,13 @@ RUN_BY_TRANSFORMERS: Mapping[str, Architecture] = MappingProxyType(
 """By `model_type`: families without a class in vLLM, which puts its own modules into transformers' layers."""
 
 
+def language_model_of(model: Any) -> Any:
+    """What computes text in a vLLM model: the model itself, but for multimodal ones."""
+    return model.language_model if type(model).__name__ in MULTIMODAL else model
+
+
 def architecture_of(model: Any, config: Any) -> Architecture | None:
-    """The architecture of a vLLM model with this checkpoint configuration; None if it cannot be woven."""
+    """The architecture of a vLLM model that computes text, with this configuration; None if it cannot be woven."""
     name = type(model).__name__
     if name.startswith("Transformers"):
         return RUN_BY_TRANSFORMERS.get(getattr(config, "model_type", ""))

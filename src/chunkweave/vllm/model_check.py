@@ -30,10 +30,12 @@ from chunkweave.settings import GIB
 from chunkweave.types import ChunkId, SegmentId, Span
 from chunkweave.vllm.architectures import (
     ARCHITECTURES,
+    MULTIMODAL,
     RUN_BY_TRANSFORMERS,
     Architecture,
     Call,
     architecture_of,
+    language_model_of,
     missing_modules,
     narrowed,
     windows_of,
@@ -57,7 +59,11 @@ def check_supported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConf
 
 
 def _unsupported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    architecture = architecture_of(model, config.model_config.hf_config)
+    if config.model_config.is_multimodal_model and type(model).__name__ not in MULTIMODAL:
+        yield f"of the models whose prompts may have images only these are known: {', '.join(MULTIMODAL)}"
+        return
+    text = language_model_of(model)
+    architecture = architecture_of(text, config.model_config.hf_text_config)
     if architecture is None:
         named = f"; of those that vLLM runs by transformers, {', '.join(RUN_BY_TRANSFORMERS)}"
         yield f"the architecture is not one of {', '.join(ARCHITECTURES)}{named}"
@@ -70,15 +76,13 @@ def _unsupported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig)
     if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
         yield "with context parallelism a rank has only some of a prompt's tokens"
     yield from _unsupported_drafts(config.speculative_config)
-    if config.model_config.is_multimodal_model:
-        yield "multimodal prompts have parts that are not tokens"
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if not all(isinstance(spec, FullAttentionSpec | SlidingWindowSpec) for spec in specs):
         kinds = ", ".join(type(spec).__name__ for spec in specs)
         yield f"some layers keep their KV neither for the whole context nor for a window ({kinds})"
     elif len({spec.block_size for spec in specs}) > 1:
         yield f"its layers have blocks of {', '.join(str(spec.block_size) for spec in specs)} tokens"
-    yield from _unsupported_layers(model.model.layers, architecture, config)
+    yield from _unsupported_layers(text.model.layers, architecture, config)
 
 
 WOVEN_DRAFTS = ("ngram", "suffix")
@@ -97,7 +101,7 @@ def _unsupported_drafts(speculative: Any) -> Iterator[str]:
 
 
 def _unsupported_layers(layers: Sequence[Any], architecture: Architecture, config: VllmConfig) -> Iterator[str]:
-    anatomy = anatomy_of(config.model_config.hf_config)
+    anatomy = anatomy_of(config.model_config.hf_text_config)
     missing = {name for layer in layers for name in missing_modules(layer, architecture, anatomy)}
     if missing:
         yield f"its layers have no {', '.join(sorted(missing))}"
@@ -105,14 +109,14 @@ def _unsupported_layers(layers: Sequence[Any], architecture: Architecture, confi
         yield "its layers sum over tensor-parallel ranks themselves"
     attentions = [getattr(layer, architecture.attention) for layer in layers]
     yield from _unsupported_rotations([getattr(attention, "rotary_emb", None) for attention in attentions])
-    rope = config.model_config.hf_config.rope_parameters
+    rope = config.model_config.hf_text_config.rope_parameters
     if architecture.call is Call.TRANSFORMERS and rope.get("rope_type") in ("dynamic", "longrope"):
         yield f"its angles by RoPE type {rope['rope_type']} depend on more than a token's position"
     if any(getattr(attention, "do_llama_4_scaling", False) for attention in attentions):
         yield "its queries are scaled by their position"
     if any(getattr(attention.attn.impl, "sinks", None) is not None for attention in attentions) and not anatomy.sinks:
         yield "its family is not known to have attention sinks"
-    said = getattr(config.model_config.hf_config, "attn_logit_softcapping", None)
+    said = getattr(config.model_config.hf_text_config, "attn_logit_softcapping", None)
     for cap in {getattr(attention.attn.impl, "logits_soft_cap", None) or None for attention in attentions} - {said}:
         yield f"vLLM caps attention scores at {cap}, the checkpoint at {said}"
     yield from _unsupported_backends([attention.attn for attention in attentions])
@@ -130,7 +134,7 @@ def _unsupported_backends(attentions: Sequence[Any]) -> Iterator[str]:
 
 def _unsupported_rotations(rotaries: Sequence[Any]) -> Iterator[str]:
     for name in dict.fromkeys(type(rotary).__name__ for rotary in rotaries):
-        if any(word in name for word in ("Dynamic", "MRotary", "DualChunk")):
+        if any(word in name for word in ("Dynamic", "DualChunk")):
             yield f"{name} depends on more than a token's position"
     for rotary in rotaries:
         if getattr(rotary, "use_long_rope", False):
@@ -147,7 +151,7 @@ def _unsupported_windows(attentions: Sequence[Any], config: ModelConfig) -> Iter
         yield str(error)
         return
     most = config.max_model_len
-    for own, said in zip(windows, sliding_windows(config.hf_config) or everywhere, strict=True):
+    for own, said in zip(windows, sliding_windows(config.hf_text_config) or everywhere, strict=True):
         if min(own or most, most) != min(said or most, most):
             yield f"vLLM attends within {own} keys, the checkpoint says {said}"
 
@@ -177,8 +181,9 @@ def checked_layers(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfi
         UnsupportedModelError: model or configuration have an unsupported feature, or the results differ.
     """
     check_supported(model, config, kv_cache_config)
-    architecture = architecture_of(model, config.model_config.hf_config)
-    attentions = [getattr(layer, architecture.attention).attn for layer in model.model.layers] if architecture else []
+    text = language_model_of(model)
+    architecture = architecture_of(text, config.model_config.hf_text_config)
+    attentions = [getattr(layer, architecture.attention).attn for layer in text.model.layers] if architecture else []
     before = _allocated_bytes(torch.device(config.device_config.device))
     with narrowed(attentions, _TOKENS // 2):
         tried = StockLayers(model, config, kv_cache_config)
@@ -383,7 +388,7 @@ def usual_start(model: ModelConfig) -> tuple[int, ...]:
     They are what the model's tokenizer puts before a text. A config may name a BOS that the tokenizer does not add
     (Qwen2.5), so it is used only without a tokenizer.
     """
-    bos = getattr(model.hf_config, "bos_token_id", None)
+    bos = getattr(model.hf_text_config, "bos_token_id", None)
     named = (bos,) if isinstance(bos, int) else ()
     try:
         folder = _folder(model.tokenizer or model.model, model.tokenizer_revision)

@@ -263,6 +263,8 @@ class ConnectorScheduler:
                     params[STORED], fingerprint=self._key(request), salt=request.cache_salt or "", start=self._start
                 )
                 return
+            if request.mm_features:
+                raise UsageError("its prompt has parts that are not text, such as images")
             woven = parse(
                 params,
                 request.prompt_token_ids or (),

@@ -29,7 +29,14 @@ from chunkweave.models.attention import ALONE, Ranks
 from chunkweave.models.huggingface import geometry_of
 from chunkweave.models.kernels.choice import make_attention
 from chunkweave.types import Geometry
-from chunkweave.vllm.architectures import Architecture, Call, architecture_of, sinks_of, windows_of
+from chunkweave.vllm.architectures import (
+    Architecture,
+    Call,
+    architecture_of,
+    language_model_of,
+    sinks_of,
+    windows_of,
+)
 from chunkweave.vllm.lora import Adapters
 from chunkweave.vllm.paged_kv import BlockTable, PagedKV, RequestBlocks
 from chunkweave.vllm.rotation import Rotations, SharedRotary
@@ -171,13 +178,13 @@ class StockLayers:
         Raises:
             UnsupportedModelError: weaving cannot handle the layout or the rotation.
         """
-        config = vllm_config.model_config.hf_config
-        architecture, anatomy = architecture_of(model, config), anatomy_of(config)
+        config, text = vllm_config.model_config.hf_text_config, language_model_of(model)
+        architecture, anatomy = architecture_of(text, config), anatomy_of(config)
         assert architecture is not None, "a model that is not woven has no layers here"
-        self._config, self._model = vllm_config, model
+        self._config, self._model, self._embed = vllm_config, model, text.embed_input_ids
         self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
         self.adapters = Adapters(model)
-        self._layers = [LayerModules(block, architecture, anatomy) for block in model.model.layers]
+        self._layers = [LayerModules(block, architecture, anatomy) for block in text.model.layers]
         self.num_layers = len(self._layers)
         attentions = [layer.attention for layer in self._layers]
         groups = kv_cache_config.kv_cache_groups
@@ -195,7 +202,7 @@ class StockLayers:
             types = config.layer_types if anatomy.rope_by_layer_type else [""] * self.num_layers
             probe = torch.empty(0, dtype=self.dtype, device=self.device)
             tokens = vllm_config.model_config.max_model_len
-            rotary = model.model.rotary_emb
+            rotary = text.model.rotary_emb
             self._shared_rotary = SharedRotary(rotary, types, tokens, probe, interleaved=architecture.interleaved)
         self.rotations = Rotations([self._rotary_of(layer) for layer in range(self.num_layers)])
         builder = attentions[0].get_attn_backend().get_builder_cls()
@@ -218,7 +225,7 @@ class StockLayers:
         done = []
         for rows in self._pieces(len(token_ids)):
             self.adapters.map_rows(rows.stop - rows.start)
-            done.append(self._model.embed_input_ids(token_ids[rows]) * self._embedding_scale)
+            done.append(self._embed(token_ids[rows]) * self._embedding_scale)
         return _joined(done)
 
     def activate(self, positions: torch.Tensor, blocks: RequestBlocks) -> ActiveSet:
@@ -277,9 +284,14 @@ class StockLayers:
         return _joined(done)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, active: ActiveSet) -> torch.Tensor:
-        """The model's own forward of the whole body, `[tokens, hidden]`, for comparison in the start-up check."""
+        """The model's own forward of the whole body, `[tokens, hidden]`, for comparison in the start-up check.
+
+        M-RoPE takes three positions of each token; those of text are equal, and its layers take one then.
+        """
         (piece,) = active.pieces
-        with self._context(len(positions), piece, range(len(self._builders))):
+        if self._config.model_config.uses_mrope:
+            positions = positions.expand(3, -1)
+        with self._context(len(token_ids), piece, range(len(self._builders))):
             hidden: torch.Tensor = self._model(token_ids, positions)
         return hidden
 
