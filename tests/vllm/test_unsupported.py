@@ -79,6 +79,9 @@ def fakes(name="LlamaForCausalLM", family="llama", rotary="RotaryEmbedding", imp
         "speculative": None,
         "multimodal": False,
         "inside": "",
+        "hybrid": False,
+        "mla": False,
+        "more_config": {},
         "window": None,
         "spec": FULL,
         "more": None,
@@ -113,6 +116,7 @@ def fakes(name="LlamaForCausalLM", family="llama", rotary="RotaryEmbedding", imp
         sliding_window=values["window"],
         layer_types=None,
         rope_parameters={"rope_type": values["rope"]},
+        **values["more_config"],
     )
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
@@ -125,6 +129,9 @@ def fakes(name="LlamaForCausalLM", family="llama", rotary="RotaryEmbedding", imp
         speculative_config=values["speculative"],
         model_config=SimpleNamespace(
             is_multimodal_model=values["multimodal"] or bool(values["inside"]),
+            is_hybrid=values["hybrid"],
+            is_attention_free=False,
+            use_mla=values["mla"],
             max_model_len=1024,
             hf_text_config=text,
         ),
@@ -190,6 +197,9 @@ def test_what_transformers_runs_and_is_supported_passes(family):
     [
         ({"name": "Grok1ForCausalLM"}, "the architecture is not one of LlamaForCausalLM"),
         ({"name": "DeepseekV3ForCausalLM"}, "the architecture is not one of"),
+        ({"name": "DeepseekV3ForCausalLM", "mla": True}, "multi-head latent attention (MLA) caches latents"),
+        ({"name": "GlmMoeDsaForCausalLM", "mla": True, "more_config": {"index_topk": 8}}, "its sparse attention choo"),
+        ({"name": "Qwen3NextForCausalLM", "hybrid": True}, "layers of linear attention or Mamba keep a state"),
         ({"name": "TransformersForCausalLM"}, "of those that vLLM runs by transformers, arcee, cwm"),
         ({"name": "TransformersForCausalLM", "family": "olmo2", "rope": "dynamic"}, "RoPE type dynamic depend on more"),
         ({"name": "Gemma3ForCausalLM", "family": "gemma3_text", "projection": "q_proj"}, "its layers have no qkv_proj"),

@@ -58,7 +58,18 @@ def check_supported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConf
         raise UnsupportedModelError(f"{type(model).__name__} cannot be woven here: {reason}")
 
 
+def _unsupported_caches(config: ModelConfig) -> Iterator[str]:
+    """Kinds of attention whose cache is not the keys and values of heads, whatever the class."""
+    if config.is_hybrid or config.is_attention_free:
+        yield "layers of linear attention or Mamba keep a state, which depends on every earlier token"
+    if getattr(config.hf_text_config, "index_topk", None):
+        yield "its sparse attention chooses keys by an index, which is cached beside them"
+    if config.use_mla:
+        yield "multi-head latent attention (MLA) caches latents, which have no keys of heads before RoPE"
+
+
 def _unsupported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    yield from _unsupported_caches(config.model_config)
     if config.model_config.is_multimodal_model and type(model).__name__ not in MULTIMODAL:
         yield f"of the models whose prompts may have images only these are known: {', '.join(MULTIMODAL)}"
         return
