@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, GemmaConfig, GraniteConfig, MistralConfig, Qwen2Config
+from transformers import AutoConfig, GemmaConfig, MistralConfig, Qwen2Config
 
 from chunkweave import Engine
 from chunkweave.errors import (
@@ -157,7 +157,7 @@ def test_longrope_bounds_the_prompt_to_where_its_angles_do_not_depend_on_the_len
 
 @pytest.mark.parametrize(
     ("family", "feature"),
-    [("gpt2", "rotary"), ("gpt_neox", "outer"), ("granitemoe", "modules")],
+    [("gpt2", "rotary"), ("gpt_neox", "outer"), ("granitemoeshared", "modules")],
 )
 def test_other_layer_anatomies_are_refused_by_name(family, feature):
     config = toy_config(family)
@@ -198,11 +198,6 @@ def test_any_model_with_llama_like_layers_is_driven():
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 256}
     config = GemmaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
     HuggingFaceModel(random_model(config, dtype=torch.float32, device="cpu", seed=0)).verify()
-
-
-def test_granite_multipliers_are_refused_unless_they_are_one():
-    with pytest.raises(UnsupportedModelError, match="multiplier"):
-        check_config(GraniteConfig(residual_multiplier=0.22))
 
 
 def test_each_layer_has_its_window():
