@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -139,6 +140,41 @@ def make_checkpoint(folder: Path, family: str, **changes: Any) -> Path:
                 tensor.add_(torch.randn_like(tensor) * 0.2)
     model.save_pretrained(folder)
     return folder
+
+
+_INT8: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True}
+
+
+def quantize_checkpoint(folder: Path, to: Path) -> Path:
+    """The same model with weights of 8 bits, as compressed-tensors keeps them: one scale for each output.
+
+    Activations are rounded to 8 bits as they are computed, with a scale for each token.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            weights[name] = weight
+            continue
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        weights |= {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale}
+    to.mkdir(exist_ok=True)
+    save_file(weights, to / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**_INT8, "strategy": "channel", "dynamic": False},
+                "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    (to / "config.json").write_text(json.dumps(config))
+    return to
 
 
 def add_tokenizer(folder: Path, *, adds_bos: bool) -> None:
