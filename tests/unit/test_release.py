@@ -61,13 +61,18 @@ def test_installing_beside_vllm_changes_no_version_of_vllms(release):
     assert {name: found for name, found in others.items() if found != {">="}} == {}, "a later vLLM may bring later ones"
 
 
-def test_tests_and_demo_run_with_the_versions_that_the_engine_was_tested_with():
-    tested = {one.name for one in requirements("engine") if {each.operator for each in one.specifier} == {">=", "<"}}
-    assert tested == {"torch", "transformers"}
-    (own,) = [one for one in map(Requirement, PROJECT["optional-dependencies"]["dev"]) if one.name == "chunkweave"]
-    assert "engine" in own.extras
-    assert "'.[engine,gguf]'" in (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert "'.[engine," in (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+@pytest.mark.parametrize("extra", ["adapt", "gguf", "dev"])
+def test_our_own_engine_gets_the_versions_that_it_was_tested_with(extra):
+    bounded = {one.name for one in requirements("engine") if {each.operator for each in one.specifier} == {">=", "<"}}
+    assert bounded == {"torch", "transformers"}
+    named = extras_of(extra)
+    assert "engine" in named | {one for each in named for one in extras_of(each)}
+
+
+def extras_of(extra: str) -> set[str]:
+    """The extras of ours that an extra brings."""
+    found = map(Requirement, PROJECT["optional-dependencies"][extra])
+    return {name for one in found if one.name == "chunkweave" for name in one.extras}
 
 
 def test_the_extra_for_vllm_takes_the_releases_that_were_tested():
