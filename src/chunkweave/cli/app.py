@@ -21,6 +21,7 @@ from chunkweave.cli.corpus import ingest
 from chunkweave.cli.demo import demo
 from chunkweave.cli.models import models
 from chunkweave.cli.profile import advise, profile
+from chunkweave.cli.vllm_check import vllm_check
 from chunkweave.errors import ChunkweaveError, UsageError, install_extra
 
 EXIT_FAILURE = 1
@@ -79,10 +80,12 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="RAG answers that start sooner: reuse the KV cache of every retrieved chunk, in any order and combination.",
 )
+_FLAGS_OF_OTHERS = {"allow_extra_args": True, "ignore_unknown_options": True}
 _ASK, _SERVE, _KEEP, _MEASURE, _MODELS = "Ask", "Serve", "Keep documents and KV", "Measure", "Models"
 for asking in (ask, chat, demo):
     app.command(rich_help_panel=_ASK)(asking)
 app.command(rich_help_panel=_SERVE)(running_server.status)
+app.command("vllm-check", rich_help_panel=_SERVE, context_settings=_FLAGS_OF_OTHERS)(vllm_check)
 app.command(rich_help_panel=_KEEP)(ingest)
 for measuring in (profile, advise):
     app.command(rich_help_panel=_MEASURE)(measuring)
@@ -132,7 +135,7 @@ def _missing(name: str, extra: str, error: Exception) -> typer.Typer:
 
     how = f"not installed: {install_extra(extra)}"
 
-    @app.command(name, help=escape(how), context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    @app.command(name, help=escape(how), context_settings=_FLAGS_OF_OTHERS)
     def fail() -> None:
         raise UsageError(f"`chunkweave {name}` is {how}") from error
 

@@ -126,9 +126,8 @@ def language_model_of(model: Any) -> Any:
     return model.language_model if type(model).__name__ in MULTIMODAL else model
 
 
-def architecture_of(model: Any, config: Any) -> Architecture | None:
-    """The architecture of a vLLM model that computes text, with this configuration; None if it cannot be woven."""
-    name = type(model).__name__
+def architecture_of(name: str, config: Any) -> Architecture | None:
+    """The architecture of vLLM's class `name`, which computes text, by its configuration; None: it cannot be woven."""
     if name.startswith("Transformers"):
         return RUN_BY_TRANSFORMERS.get(getattr(config, "model_type", ""))
     return ARCHITECTURES.get(name)

@@ -68,17 +68,13 @@ def _unsupported_caches(config: ModelConfig) -> Iterator[str]:
         yield "multi-head latent attention (MLA) caches latents, which have no keys of heads before RoPE"
 
 
-def _unsupported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
+def config_problems(name: str, config: VllmConfig) -> Iterator[str]:
+    """Why a model of vLLM's class `name` cannot be woven with this configuration, whatever its layers are."""
     yield from _unsupported_caches(config.model_config)
-    if config.model_config.is_multimodal_model and type(model).__name__ not in MULTIMODAL:
+    if not config.model_config.is_multimodal_model:
+        yield from _unsupported_class(name, config)
+    elif name not in MULTIMODAL:
         yield f"of the models whose prompts may have images only these are known: {', '.join(MULTIMODAL)}"
-        return
-    text = language_model_of(model)
-    architecture = architecture_of(text, config.model_config.hf_text_config)
-    if architecture is None:
-        named = f"; of those that vLLM runs by transformers, {', '.join(RUN_BY_TRANSFORMERS)}"
-        yield f"the architecture is not one of {', '.join(ARCHITECTURES)}{named}"
-        return
     if config.parallel_config.pipeline_parallel_size > 1:
         yield "pipeline parallelism would need hidden-state transfer"
     if config.parallel_config.data_parallel_size > 1:  # 1 for the engines of a dense model, which are independent
@@ -87,13 +83,27 @@ def _unsupported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig)
     if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
         yield "with context parallelism a rank has only some of a prompt's tokens"
     yield from _unsupported_drafts(config.speculative_config)
+
+
+def _unsupported_class(name: str, config: VllmConfig) -> Iterator[str]:
+    if architecture_of(name, config.model_config.hf_text_config) is None:
+        named = f"; of those that vLLM runs by transformers, {', '.join(RUN_BY_TRANSFORMERS)}"
+        yield f"the architecture is not one of {', '.join(ARCHITECTURES)}{named}"
+
+
+def _unsupported(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    yield from config_problems(type(model).__name__, config)
+    text = language_model_of(model)
+    yield from _unsupported_class(type(text).__name__, config)
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if not all(isinstance(spec, FullAttentionSpec | SlidingWindowSpec) for spec in specs):
         kinds = ", ".join(type(spec).__name__ for spec in specs)
         yield f"some layers keep their KV neither for the whole context nor for a window ({kinds})"
     elif len({spec.block_size for spec in specs}) > 1:
         yield f"its layers have blocks of {', '.join(str(spec.block_size) for spec in specs)} tokens"
-    yield from _unsupported_layers(text.model.layers, architecture, config)
+    architecture = architecture_of(type(text).__name__, config.model_config.hf_text_config)
+    if architecture is not None:
+        yield from _unsupported_layers(text.model.layers, architecture, config)
 
 
 WOVEN_DRAFTS = ("ngram", "suffix")
@@ -193,7 +203,7 @@ def checked_layers(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfi
     """
     check_supported(model, config, kv_cache_config)
     text = language_model_of(model)
-    architecture = architecture_of(text, config.model_config.hf_text_config)
+    architecture = architecture_of(type(text).__name__, config.model_config.hf_text_config)
     attentions = [getattr(layer, architecture.attention).attn for layer in text.model.layers] if architecture else []
     before = _allocated_bytes(torch.device(config.device_config.device))
     with narrowed(attentions, _TOKENS // 2):

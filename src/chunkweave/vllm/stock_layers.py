@@ -179,7 +179,7 @@ class StockLayers:
             UnsupportedModelError: weaving cannot handle the layout or the rotation.
         """
         config, text = vllm_config.model_config.hf_text_config, language_model_of(model)
-        architecture, anatomy = architecture_of(text, config), anatomy_of(config)
+        architecture, anatomy = architecture_of(type(text).__name__, config), anatomy_of(config)
         assert architecture is not None, "a model that is not woven has no layers here"
         self._config, self._model, self._embed = vllm_config, model, text.embed_input_ids
         self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))

@@ -1,0 +1,71 @@
+"""What of vLLM the plug-in was tried with: the source of the table in docs/vllm.md (`results_check.py --update`).
+
+Tests of this folder try what is `TRIED`, and show the reason of what is `REFUSED`; `test_support.py` holds both to it.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    TRIED = "woven"
+    UNTRIED = "built, not tried"
+    REFUSED = "not woven"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag or feature of vLLM's; `test` is the test file that tries it or shows the refusal."""
+
+    name: str
+    verdict: Verdict
+    test: str
+    note: str = ""
+
+
+FLAGS = (
+    Flag("`--tensor-parallel-size`", Verdict.TRIED, "test_numerics.py", "two ranks, Llama; not Cohere's classes"),
+    Flag("`--pipeline-parallel-size`", Verdict.REFUSED, "test_unsupported.py", "hidden states are on other ranks"),
+    Flag("`--data-parallel-size`", Verdict.TRIED, "test_unsupported.py", "dense models; not mixtures of experts"),
+    Flag("context parallelism", Verdict.REFUSED, "test_unsupported.py", "a rank has only some tokens"),
+    Flag(
+        "`--enable-prefix-caching`, `--enable-chunked-prefill`, `--async-scheduling`, preemption, abort, `n`",
+        Verdict.TRIED,
+        "test_preemption.py",
+    ),
+    Flag("`torch.compile`, `--enforce-eager`", Verdict.TRIED, "test_numerics.py"),
+    Flag("`--enable-lora`", Verdict.TRIED, "test_adapters.py"),
+    Flag("`--enable-sleep-mode`, `/reset_prefix_cache`", Verdict.TRIED, "test_life_cycle.py"),
+    Flag(
+        "`--speculative-config`",
+        Verdict.TRIED,
+        "test_speculation.py",
+        "`ngram` and `suffix`; not by draft models, EAGLE or MTP, whose drafts have KV or states of their own",
+    ),
+    Flag(
+        "`--kv-cache-dtype`",
+        Verdict.TRIED,
+        "test_quantized_cache.py",
+        "`fp8`, stored as vLLM keeps it, with `codec` `raw` and no device tier",
+    ),
+    Flag("`--quantization`", Verdict.UNTRIED, "test_unsupported.py"),
+    Flag("`--scheduling-policy priority`", Verdict.TRIED, "test_sharing.py"),
+    Flag("`MultiConnector`", Verdict.REFUSED, "test_unsupported.py", "another connector may keep woven KV as exact"),
+    Flag(
+        "`--attention-backend`",
+        Verdict.UNTRIED,
+        "test_backend_contract.py",
+        "FLASH_ATTN, FLASHINFER, TRITON_ATTN, FLEX_ATTENTION, CPU_ATTN; no other",
+    ),
+    Flag("LongRoPE", Verdict.TRIED, "test_families.py", "if `--max-model-len` ends before it sets in"),
+)
+
+NOT_WOVEN = (
+    "MLA (DeepSeek, Kimi): latents, no keys of heads before RoPE",
+    "linear attention and Mamba (hybrid): a state of all earlier tokens",
+    "sparse attention by an index",
+    "queries scaled by position, dynamic NTK",
+    "prompts with an image, which vLLM serves alone",
+    "all other classes",
+)
+"""Kinds of models that are refused, and why."""
