@@ -25,9 +25,9 @@ class Flag:
 
 FLAGS = (
     Flag("`--tensor-parallel-size`", Verdict.TRIED, "test_numerics.py", "two ranks, Llama; not Cohere's classes"),
-    Flag("`--pipeline-parallel-size`", Verdict.REFUSED, "test_unsupported.py", "hidden states are on other ranks"),
+    Flag("`--pipeline-parallel-size`", Verdict.REFUSED, "test_unsupported.py"),
     Flag("`--data-parallel-size`", Verdict.TRIED, "test_unsupported.py", "dense models; not mixtures of experts"),
-    Flag("context parallelism", Verdict.REFUSED, "test_unsupported.py", "a rank has only some tokens"),
+    Flag("context parallelism", Verdict.REFUSED, "test_unsupported.py"),
     Flag(
         "`--enable-prefix-caching`, `--enable-chunked-prefill`, `--async-scheduling`, preemption, abort, `n`",
         Verdict.TRIED,
@@ -40,17 +40,17 @@ FLAGS = (
         "`--speculative-config`",
         Verdict.TRIED,
         "test_speculation.py",
-        "`ngram` and `suffix`; not by draft models, EAGLE or MTP, whose drafts have KV or states of their own",
+        "`ngram`, `suffix`; not draft models, EAGLE, MTP",
     ),
     Flag(
         "`--kv-cache-dtype`",
         Verdict.TRIED,
         "test_quantized_cache.py",
-        "`fp8`, stored as vLLM keeps it, with `codec` `raw` and no device tier",
+        "`fp8`, with `codec` `raw`, no device tier",
     ),
     Flag("`--quantization`", Verdict.UNTRIED, "test_unsupported.py"),
     Flag("`--scheduling-policy priority`", Verdict.TRIED, "test_sharing.py"),
-    Flag("`MultiConnector`", Verdict.REFUSED, "test_unsupported.py", "another connector may keep woven KV as exact"),
+    Flag("`MultiConnector`", Verdict.REFUSED, "test_unsupported.py"),
     Flag(
         "`--attention-backend`",
         Verdict.UNTRIED,
