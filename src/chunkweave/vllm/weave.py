@@ -28,7 +28,7 @@ from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import HostMemory
 from chunkweave.types import Geometry, Scattered, Span, joined, spans_of
 from chunkweave.vllm.orders import PLACED_PER_COMPUTED
-from chunkweave.vllm.paged_kv import RequestBlocks
+from chunkweave.vllm.paged_kv import PagedKV, RequestBlocks
 from chunkweave.vllm.rotation import BEFORE_ROPE
 from chunkweave.vllm.stock_layers import ActiveSet, StockLayers
 from chunkweave.weaving.segments import new_captures, parts_to_keep, segments_of
@@ -443,6 +443,18 @@ def too_scattered(a_pass: Pass, whole: Span) -> bool:
     return keys_read(joined((*a_pass.required, *spans_of(spread)))) > _MOST_READS * keys_read([whole])
 
 
+class OpenedSegment:
+    """A segment of a quantized cache, read in the model's dtype; a `SegmentSource`."""
+
+    def __init__(self, source: SegmentSource, paged: PagedKV) -> None:
+        self._source, self._paged = source, paged
+        self.tokens, self.nbytes, self.keys_at = source.tokens, source.nbytes, source.keys_at
+
+    def layer(self, index: int, scratch: torch.Tensor | None = None) -> torch.Tensor:
+        """Keys and values of one layer, `[2, tokens, kv_heads, head_dim]`. Raises as the source."""
+        return self._paged.opened(index, self._source.layer(index, scratch))
+
+
 class CapturedParts:
     """The parts of one prompt that are captured while it is woven: this rank's heads. Owned by the weave.
 
@@ -468,7 +480,8 @@ class CapturedParts:
         """
         self._prompt, self._plan, self._store = prompt, plan, store
         fraction = config.variant_fraction if before is None and config is not None else None
-        sources = before_rope(placements, layers.rotations.inverse, layers.device)
+        opened = [replace(one, segment=OpenedSegment(one.segment, layers.paged)) for one in placements]
+        sources = before_rope(opened if layers.paged.quantized else placements, layers.rotations.inverse, layers.device)
         parts = parts_to_keep(prompt, plan, sources, store, variant_fraction=fraction)
         stop = plan.prompt_tokens if before is None else before
         here = ((part, origin) for part, origin in parts if first <= part.span.start < stop)
