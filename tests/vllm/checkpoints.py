@@ -31,13 +31,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "granite": _MULTIPLIERS,
     "granitemoe": {**_MULTIPLIERS, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "minimax_m2": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "rotary_dim": 16,
-        "scoring_func": "sigmoid",
-        "use_routing_bias": True,
-    },
     "cohere": {"tie_word_embeddings": True, "logit_scale": 1.0},
     "exaone4": {**_WINDOWS, "sliding_window_pattern": "LG"},
     "gemma": {"tie_word_embeddings": True},
@@ -101,24 +94,9 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "gemma3_text", **_WINDOWS},
         {"vision_config": _TOWER, "mm_tokens_per_image": 4, "image_token_index": 990},
     ),
-    "llava": (
-        {"model_type": "llama"},
-        {"vision_config": {**_TOWER, "model_type": "clip_vision_model"}, "image_token_index": 990},
-    ),
-    "mistral3": (
-        {"model_type": "mistral", "sliding_window": None},
-        {"vision_config": {**_TOWER, "model_type": "pixtral"}, "image_token_index": 990},
-    ),
     "qwen2_5_vl": (
         {"rope_parameters": _THREE_POSITIONS},
         {"vision_config": {**_QWEN_TOWER, "fullatt_block_indexes": [0]}, **_QWEN_TOKENS},
-    ),
-    "qwen3_vl": (
-        {"rope_parameters": {**_THREE_POSITIONS, "mrope_interleaved": True}},
-        {
-            "vision_config": {**_QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-            **_QWEN_TOKENS,
-        },
     ),
 }
 """Families whose prompts may have images: what their language model's configuration needs, and the rest of theirs."""

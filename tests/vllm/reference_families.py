@@ -301,10 +301,6 @@ class BySigmoid(Mixtral):
         return experts, scores.gather(-1, experts)
 
 
-class MiniMaxM2(NormedOverHeads, BySigmoid):
-    """A mixture of experts."""
-
-
 class Glm4Moe(BySigmoid):
     """And through one more MLP; the first layers have no experts."""
 
@@ -397,7 +393,6 @@ FAMILIES: dict[str, type[Reference]] = {
     "granitemoe": GraniteMoe,
     "helium": Interleaved,
     "jais2": Jais2,
-    "minimax_m2": MiniMaxM2,
     "mixtral": Mixtral,
     "nemotron": Nemotron,
     "olmo2": Olmo,

@@ -38,6 +38,7 @@ def ask(made: ChunkweaveConnector, layer: int) -> SimpleNamespace:
         prompt_token_ids=list(range(10)),
         cache_salt=None,
         lora_request=None,
+        mm_features=[],
         block_hashes=[],
         _block_hasher=None,
         update_block_hashes=lambda: None,

@@ -53,7 +53,6 @@ MORE_FAMILIES = (
     "granitemoe",
     "helium",
     "jais2",
-    "minimax_m2",
     "seed_oss",
     "starcoder2",
 )

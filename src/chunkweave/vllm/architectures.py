@@ -63,7 +63,6 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Qwen2ForCausalLM": _LLAMA,
         "Qwen2MoeForCausalLM": _LLAMA,
         "Qwen3ForCausalLM": _LLAMA,
-        "Qwen3LLMForCausalLM": _LLAMA,
         "Qwen3MoeForCausalLM": _LLAMA,
         "GemmaForCausalLM": _LLAMA,
         "Gemma2ForCausalLM": _LLAMA,
@@ -78,7 +77,6 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Ernie4_5ForCausalLM": _LLAMA,
         "GraniteForCausalLM": _STREAM,
         "GraniteMoeForCausalLM": Architecture(call=Call.STREAM, mlp="block_sparse_moe"),
-        "MiniMaxM2ForCausalLM": Architecture(mlp="block_sparse_moe"),
         "Exaone4ForCausalLM": Architecture(
             call=Call.ADDED,
             rotates=lambda attention: bool(attention.sliding_window or attention.apply_rope_all_layers),
@@ -92,15 +90,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 )
 """By class name."""
 
-MULTIMODAL = (
-    "Gemma3ForConditionalGeneration",
-    "InternS1ForConditionalGeneration",
-    "LlavaForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-)
+MULTIMODAL = ("Gemma3ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 """Classes whose prompts may have images; their `language_model` is of a class above, and computes text as it does."""
 
 RUN_BY_TRANSFORMERS: Mapping[str, Architecture] = MappingProxyType(
