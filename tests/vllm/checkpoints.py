@@ -94,9 +94,24 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "gemma3_text", **_WINDOWS},
         {"vision_config": _TOWER, "mm_tokens_per_image": 4, "image_token_index": 990},
     ),
+    "llava": (
+        {"model_type": "llama"},
+        {"vision_config": {**_TOWER, "model_type": "clip_vision_model"}, "image_token_index": 990},
+    ),
+    "mistral3": (
+        {"model_type": "mistral", "sliding_window": None},
+        {"vision_config": {**_TOWER, "model_type": "pixtral"}, "image_token_index": 990},
+    ),
     "qwen2_5_vl": (
         {"rope_parameters": _THREE_POSITIONS},
         {"vision_config": {**_QWEN_TOWER, "fullatt_block_indexes": [0]}, **_QWEN_TOKENS},
+    ),
+    "qwen3_vl": (
+        {"rope_parameters": {**_THREE_POSITIONS, "mrope_interleaved": True}},
+        {
+            "vision_config": {**_QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+            **_QWEN_TOKENS,
+        },
     ),
 }
 """Families whose prompts may have images: what their language model's configuration needs, and the rest of theirs."""

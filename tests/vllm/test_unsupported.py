@@ -213,7 +213,7 @@ def test_what_transformers_runs_and_is_supported_passes(family):
         ({"speculative": SimpleNamespace(method="eagle")}, "with speculative decoding by eagle, drafts come from"),
         ({"speculative": SimpleNamespace(method="draft_model")}, "these methods are woven: ngram, suffix"),
         ({"multimodal": True}, "of the models whose prompts may have images only these are known: Gemma3ForCond"),
-        ({"name": "DeepseekV3ForCausalLM", "inside": "Gemma3ForConditionalGeneration"}, "is not one of LlamaForC"),
+        ({"name": "DeepseekV3ForCausalLM", "inside": "Mistral3ForConditionalGeneration"}, "is not one of LlamaForC"),
         ({"spec": CHUNKED}, "neither for the whole context nor for a window (ChunkedLocalAttentionSpec)"),
         ({"more": replace(FULL, block_size=32)}, "its layers have blocks of 16, 32 tokens"),
         ({"rotary": "DynamicNTKScalingRotaryEmbedding"}, "DynamicNTKScalingRotaryEmbedding depends on more than"),

@@ -63,6 +63,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Qwen2ForCausalLM": _LLAMA,
         "Qwen2MoeForCausalLM": _LLAMA,
         "Qwen3ForCausalLM": _LLAMA,
+        "Qwen3LLMForCausalLM": _LLAMA,
         "Qwen3MoeForCausalLM": _LLAMA,
         "GemmaForCausalLM": _LLAMA,
         "Gemma2ForCausalLM": _LLAMA,
@@ -90,7 +91,13 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 )
 """By class name."""
 
-MULTIMODAL = ("Gemma3ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+MULTIMODAL = (
+    "Gemma3ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+)
 """Classes whose prompts may have images; their `language_model` is of a class above, and computes text as it does."""
 
 RUN_BY_TRANSFORMERS: Mapping[str, Architecture] = MappingProxyType(
