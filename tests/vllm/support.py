@@ -48,7 +48,9 @@ FLAGS = (
         "test_quantized_cache.py",
         "`fp8`, with `codec` `raw`, no device tier",
     ),
-    Flag("`--quantization`", Verdict.UNTRIED, "test_unsupported.py"),
+    Flag(
+        "`--quantization`", Verdict.TRIED, "test_quantized_weights.py", "int8 of compressed-tensors; others not tried"
+    ),
     Flag("`--scheduling-policy priority`", Verdict.TRIED, "test_sharing.py"),
     Flag("`MultiConnector`", Verdict.REFUSED, "test_unsupported.py"),
     Flag(
@@ -64,7 +66,7 @@ NOT_WOVEN = (
     "MLA (DeepSeek, Kimi): latents, no keys of heads before RoPE",
     "linear attention and Mamba (hybrid): a state of all earlier tokens",
     "sparse attention by an index",
-    "queries scaled by position, dynamic NTK",
+    "queries scaled by position, dynamic NTK, Cohere 2",
     "prompts with an image, which vLLM serves alone",
     "all other classes",
 )

@@ -34,7 +34,7 @@ def test_it_says_what_the_worker_says(checkpoint, flags, reason):
 
 
 def test_a_class_that_is_not_known_is_named(checkpoint):
-    found = checking.check(str(checkpoint("cohere2")), ["--max-model-len", "512"])
+    found = checking.check(str(checkpoint("olmo")), ["--max-model-len", "512"])
     assert "the architecture is not one of LlamaForCausalLM" in found.reasons[0]
 
 
