@@ -11,7 +11,8 @@ from chunkweave.errors import UsageError
 from chunkweave.vllm import check as checking
 from chunkweave.vllm.architectures import ARCHITECTURES, RUN_BY_TRANSFORMERS
 from tests.vllm.support import FLAGS, NOT_WOVEN
-from tests.vllm.test_families import FAMILIES, MORE_FAMILIES
+from tests.vllm.test_families import FAMILIES
+from tests.vllm.test_more_families import MORE_FAMILIES
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
 
