@@ -14,6 +14,7 @@ from tests.vllm.checkpoints import BOS, add_tokenizer, make_checkpoint
 def model_of(folder) -> SimpleNamespace:
     config = AutoConfig.from_pretrained(folder)
     return SimpleNamespace(
+        hf_config=config,
         hf_text_config=config,
         model=str(folder),
         tokenizer=str(folder),
