@@ -205,6 +205,11 @@ class FleetSettings:
     report_socket: Path | None = setting(
         None, "With upstream, socket for the reports of vLLM servers on this machine: their CHUNKWEAVE_REPORT_SOCKET."
     )
+    upstream_events: tuple[str, ...] = setting(
+        (),
+        "ENDPOINT[,REPLAY] of the KV events of an upstream (its --kv-events-config), in the order of upstream; "
+        "repeatable.",
+    )
     connector: tuple[str, ...] = setting(
         (), "KEY=VALUE of the connector's extra config, for keys without a setting here; repeatable."
     )
@@ -242,6 +247,8 @@ class FleetSettings:
         make_routing(self.routing, self.imbalance)
         if wrong := [url for url in self.upstream if not url.startswith(("http://", "https://"))]:
             raise UsageError(f"upstream must be a URL such as http://host:8000, not {wrong[0]!r}")
+        if len(self.upstream_events) not in (0, len(self.upstream)):
+            raise UsageError(f"{len(self.upstream_events)} upstream_events for {len(self.upstream)} upstream: one each")
         self.connector_config()
         self.environments()
 

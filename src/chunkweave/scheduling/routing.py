@@ -45,6 +45,10 @@ class ReplicaContents:
         self._of_chunk: dict[ChunkId, dict[tuple[Path, bool], int]] = {}
         self._listeners: list[Listener] = []
 
+    def __contains__(self, chunk: ChunkId | None) -> bool:
+        """Whether any segment of a chunk is mirrored."""
+        return chunk in self._of_chunk
+
     @property
     def tokens(self) -> int:
         """Tokens of all mirrored segments."""

@@ -1,11 +1,13 @@
 """vLLM's connector class: one instance in the scheduler and one in each worker, delegating to its two halves."""
 
 import logging
+from collections.abc import Iterable
 from functools import partial
 from math import inf
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -74,6 +76,7 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._worker: ConnectorWorker | None = None
         self._results: StepResults | None = None
         if role is KVConnectorRole.SCHEDULER:
+            events = vllm_config.kv_events_config
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
             fingerprint = model_fingerprint(vllm_config)
             self._scheduler = ConnectorScheduler(
@@ -87,6 +90,7 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 waits=PartWaits(
                     Pace(most_tokens, self._settings.step_tokens), most_s=self._settings.weave.load_timeout_s
                 ),
+                events=events is not None and events.enable_kv_cache_events,
             )
 
     @property
@@ -131,6 +135,10 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0])
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What the stores hold since the last step, or no longer, in vLLM's form."""
+        return self._scheduler.take_events()
 
     def reset_cache(self) -> bool:
         """Make all stored KV unusable; vLLM calls it before it sleeps and when weights are replaced."""

@@ -114,7 +114,11 @@ class StoredMirror:
 
     def __contains__(self, one: ChunkId | SegmentId) -> bool:
         """Whether every rank holds a chunk in some context, or this exact segment, or will store it soon."""
-        return self._copies.get(one, 0) >= self._ranks or one in self._coming
+        return self.held(one) or one in self._coming
+
+    def held(self, one: ChunkId | SegmentId) -> bool:
+        """Whether every rank holds it now."""
+        return self._copies.get(one, 0) >= self._ranks
 
     def expect(self, coming: Iterable[ChunkId | SegmentId]) -> None:
         """Record that ranks were ordered to store these, which they do before any lookup."""

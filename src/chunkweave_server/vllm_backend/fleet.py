@@ -24,6 +24,7 @@ from chunkweave.types import ChunkId
 from chunkweave_server.errors import HttpError
 from chunkweave_server.metrics import MetricSample
 from chunkweave_server.settings import Settings
+from chunkweave_server.vllm_backend.kv_events import AnnouncedBlocks
 from chunkweave_server.vllm_backend.process import VllmProcess
 from chunkweave_server.vllm_backend.upstream import Upstream, UpstreamLateError, UpstreamLostError
 
@@ -97,6 +98,7 @@ class Replica:
     name: str
     upstream: Upstream
     contents: ReplicaContents
+    announced: AnnouncedBlocks
     arranger: Arranger
     queue: FairQueue[int]
     up: bool = False
@@ -163,6 +165,7 @@ class Fleet:
         for replica in self._of(server):
             if not replica.up:
                 replica.contents.clear()
+                replica.announced.clear()
                 replica.up = True
                 self._release(replica)
 
@@ -323,13 +326,16 @@ class Fleet:
                 arranged = replica.arranger.arrange(
                     prepared.prompt, prepared.order, counted=False, tenant=prepared.request.tenant
                 )
+            salt = prepared.request.cache_salt or ""
+            replica.announced.note_in_contents(arranged.prompt, salt, weaves=prepared.weaves)
             path, sizes = _reusable(arranged.prompt, prepared.choice)
             cached = replica.contents.cached_tokens(path, sizes, weaves=prepared.weaves)
             work = len(arranged.prompt) - cached + prepared.room
             released = asyncio.get_running_loop().create_future()
             options[replica.name] = Placed(replica, prepared, arranged, cached, work, released)
             # All replicas store the instruction and the neutral passages, so these do not count for routing.
-            everywhere = sum(len(part) for part in arranged.prompt.parts if _stored_everywhere(part))
+            parts = [part for part in arranged.prompt.parts if part.id in replica.contents]
+            everywhere = sum(len(part) for part in parts if _stored_everywhere(part))
             of_chunks = max(0, cached - everywhere)
             candidates.append(Candidate(replica.name, replica.outstanding_tokens, of_chunks, replica.contents.tokens))
         return options[self._routing.choose(len(prepared.prompt), candidates).name]
@@ -361,7 +367,8 @@ def _replica(upstream: Upstream, settings: Settings, time: VirtualTime) -> Repli
     queue: FairQueue[int] = FairQueue(contents, time, window=settings.batching.window)
     arranger = Arranger(settings.ordering, contents.tree)
     arranger.load(_counts_file(settings.store, upstream.name))
-    return Replica(upstream.name, upstream, contents, arranger, queue)
+    announced = AnnouncedBlocks(contents, settings.fleet.mirror_tokens)
+    return Replica(upstream.name, upstream, contents, announced, arranger, queue)
 
 
 def _counts_file(store: StoreConfig, replica: str) -> Path | None:
@@ -429,6 +436,7 @@ def fleet_samples(fleet: Fleet, processes: Sequence[VllmProcess], retries: int) 
             "Assumed capacity of its segment store in tokens.",
             lambda one: one.contents.budget_tokens,
         ),
+        ("announced_blocks", "Blocks that its KV events announced.", lambda one: len(one.announced)),
     ):
         values = {one.name: float(value(one)) for one in fleet.replicas}
         yield MetricSample(f"replica_{name}", meaning, values, "replica")

@@ -79,6 +79,7 @@ class Upstream:
         """The server's name, without the rank."""
         self.name = name if rank is None else f"{name}.{rank}"
         self.url = url
+        self.rank = rank
         self._rank = {} if rank is None else {_RANK: str(rank)}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(None, connect=_CONNECT_S)  # a long prefill sends nothing for a long time

@@ -1,0 +1,203 @@
+"""KV events that vLLM publishes for the plug-in: what a router and other fronts read of the stores."""
+
+import threading
+from collections import Counter
+
+import msgspec
+import pytest
+import zmq
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
+from chunkweave.scheduling.routing import ReplicaContents
+from chunkweave.store.records import segment_id
+from chunkweave.vllm.orders import StepResults
+from chunkweave.vllm.removal import removal_params
+from chunkweave_server.vllm_backend.kv_events import AnnouncedBlocks
+from tests.vllm.checkpoints import BOS
+from tests.vllm.prompts import Given, tokens
+from tests.vllm.serving import IN_PROCESS, Ask, serving
+from tests.vllm.test_scheduler import BLOCK, CHUNKS, FakeRequest, bound, stored_chunks
+
+
+class Listener:
+    """A subscriber in a thread, as a router is one."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context, self._closed = zmq.Context(), threading.Event()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.set(zmq.SUBSCRIBE, b"")
+        self._socket.connect(endpoint)
+        self._batches: list[tuple[int, list]] = []
+        self._read = 0
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            if self._socket.poll(50):
+                _, number, batch = self._socket.recv_multipart()
+                self._batches.append((int.from_bytes(number, "big"), msgspec.msgpack.decode(batch)[1]))
+        self._socket.close(linger=0)
+
+    def take(self, served) -> list[tuple[int, list]]:
+        """The batches since the last call: what is stored is published in later steps."""
+        for _ in range(6):
+            served.answer(Ask([1, 2, 3]))
+            threading.Event().wait(0.1)
+        taken = self._batches[self._read :]
+        self._read += len(taken)
+        return taken
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+        self._context.term()
+
+
+@pytest.fixture(scope="module")
+def heard(checkpoint, tmp_path_factory):
+    endpoint = f"ipc://{tmp_path_factory.mktemp('events')}/events"
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint)
+    with serving(checkpoint("llama"), kv_events_config=config, **IN_PROCESS) as served:
+        listener = Listener(endpoint)
+        listener.take(served)
+        yield served, listener
+        listener.close()
+
+
+class Replica:
+    """What a front assumes of this server, from its events alone."""
+
+    def __init__(self) -> None:
+        self.contents = ReplicaContents(100_000)
+        self.announced = AnnouncedBlocks(self.contents, 100_000)
+
+    def read(self, batches) -> None:
+        for number, events in batches:
+            self.announced.apply(number, events)
+
+    def cached(self, *chunks, salt="", weaves=True) -> int:
+        start = PromptPart(PartKind.SYSTEM, (BOS,), id=chunk_id("front", salt, (BOS,)))
+        parts = [start, *(PromptPart(PartKind.CHUNK, one, id=chunk_id("front", salt, one)) for one in chunks)]
+        prompt = Prompt((*parts, PromptPart(PartKind.QUESTION, (7, 8, 9))))
+        self.announced.note_in_contents(prompt, salt, weaves=weaves)
+        return self.contents.cached_tokens([part.id for part in parts], list(map(len, parts)), weaves=weaves)
+
+
+def ours(batches) -> list[dict]:
+    return [event for _, events in batches for event in events if event.get("ownership") == "chunkweave"]
+
+
+def test_a_front_reads_what_another_ones_request_stored(heard):
+    served, listener = heard
+    a, b, short = tokens(70), tokens(52), tokens(20)
+    served.answer(Given([a, b, short]).ask("prefix"))
+    batches = listener.take(served)
+    replica = Replica()
+    replica.read(batches)
+    assert replica.cached(a, b, short, weaves=False) == 1 + 70 + 52 + 20
+    assert replica.cached(b, weaves=False) == 1, "it begins no prompt"
+    assert Replica().cached(b, a) == 0
+    assert replica.cached(short, b, a) == 1 + 70 + 52 + 20
+    assert replica.cached(a, salt="other") == 0
+    plain = {block for _, events in batches for event in events for block in event["block_hashes"]}
+    paths = [event for event in ours(batches) if event["parent_block_hash"] or event["token_ids"][0] == BOS]
+    of_vllm = {
+        block
+        for _, events in batches
+        for event in events
+        if event["type"] == "BlockStored" and event.get("ownership") is None
+        for block in event["block_hashes"]
+    }
+    assert paths
+    assert all(block in of_vllm for event in paths for block in event["block_hashes"]), (
+        "the hashes of vLLM's own blocks"
+    )
+    chunks = [event for event in ours(batches) if event not in paths]
+    assert [event["block_size"] for event in chunks] == [32, 32, 20]
+    assert not of_vllm & {block for event in chunks for block in event["block_hashes"]}
+    assert len(plain) == len(of_vllm) + 2 + 1 + 1, "vLLM's, and the three chunks' own"
+
+
+def test_what_is_removed_is_announced(heard):
+    served, listener = heard
+    a, b = tokens(64), tokens(40)
+    served.answer(Given([a, b]).ask("prefix"))
+    replica = Replica()
+    replica.read(listener.take(served))
+    assert replica.cached(b, a) == 40 + 64
+    served.answer(Ask([BOS, 5], removal_params([a], (BOS,))))
+    replica.read(listener.take(served))
+    assert replica.cached(b) == 0, "it was computed behind what is removed"
+    served.answer(Given([a]).ask("prefix"))
+    replica.read(listener.take(served))
+    assert replica.cached(b, a) == 64
+
+
+def test_a_salt_is_a_key_of_the_first_block(heard):
+    served, listener = heard
+    a = tokens(64)
+    asked = Given([a]).ask("prefix")
+    served.answer(Ask(asked.ids, asked.params, salt="tenant"))
+    batches = listener.take(served)
+    replica = Replica()
+    replica.read(batches)
+    assert (replica.cached(a), replica.cached(a, salt="tenant")) == (0, 65)
+    assert [event["extra_keys"][0] for event in ours(batches)] == [["tenant"]] * 2
+
+
+def test_without_a_subscriber_there_are_no_events():
+    side = bound()
+    stored_chunks(side, 0, 1)
+    assert list(side.take_events()) == []
+
+
+def chunk_events(side) -> Counter:
+    """How often chunks and exact segments were announced, and taken back."""
+    found = Counter()
+    for event in side.take_events():
+        found[type(event)] += 1
+    return found
+
+
+def test_only_what_all_ranks_hold_is_announced():
+    side = bound(events=True, ranks=2)
+    request = FakeRequest(CHUNKS)
+    side.add(request)
+    parts = side._requests["a"].parts
+    held = Counter([parts[0].id, segment_id(parts[0].id, parts[0].context)])
+    side.note(StepResults(copies=held), set())
+    assert not chunk_events(side)
+    side.note(StepResults(copies=held), set())
+    assert chunk_events(side) == {BlockStored: 2}
+    side.note(StepResults(copies=Counter({parts[0].id: -1})), set())
+    assert chunk_events(side) == {BlockRemoved: 1}
+    again = FakeRequest(CHUNKS, name="b")
+    side.add(again)
+    side.note(StepResults(copies=Counter({parts[0].id: 1})), set())
+    assert chunk_events(side) == {BlockStored: 1}
+
+
+def test_nothing_is_held_once_weights_may_have_changed():
+    side = bound(events=True)
+    stored_chunks(side, 0, 1, 2)
+    events = list(side.take_events())
+    assert sum(len(event.block_hashes) for event in events if event.parent_block_hash) + 2 == 121 // BLOCK
+    side.reset()
+    gone = [block for event in side.take_events() for block in event.block_hashes]
+    assert sorted(gone) == sorted(block for event in events for block in event.block_hashes)
+    stored_chunks(side, 0)
+    assert chunk_events(side) == {BlockStored: 2}
+
+
+def test_few_events_are_kept_for_what_is_never_stored():
+    side = bound(events=True)
+    for number in range(600):
+        ids = [BOS, *range(1000 * number, 1000 * number + 130)]
+        request = FakeRequest(CHUNKS, name=str(number), ids=ids)
+        side.add(request)
+        side.finished(request)
+    assert len(side._events._unstored) == 1024
+    assert not chunk_events(side)
