@@ -7,8 +7,8 @@ vLLM publishes them with its own events (`--kv-events-config`), in whole blocks:
 - a chunk, in any context, as a prefix of its own: its tokens, without a parent. Its block hashes derive from its id, so
   they never equal those of vLLM's blocks. A chunk below one block is a single block of its length.
 
-The medium is `CPU` for all tiers. Only the tokens of requests are known, so what a tier holds from an earlier process is
-named once a request has named it.
+The medium is `CPU` for all tiers. Only tokens of requests are known: what a tier holds from an earlier process is
+announced once a request names it.
 """
 
 import hashlib
@@ -32,9 +32,10 @@ _Id = ChunkId | SegmentId
 class KVEvents:
     """Events that wait to be published. Called from the scheduler's thread only."""
 
-    def __init__(self, stored: Callable[[_Id], bool]) -> None:
-        """`stored` returns whether all ranks hold a chunk or an exact segment."""
+    def __init__(self, stored: Callable[[_Id], bool], *, enabled: bool) -> None:
+        """`stored` returns whether all ranks hold a chunk or an exact segment. `enabled`: whether vLLM publishes."""
         self._stored = stored
+        self._enabled = enabled
         self._unstored: OrderedDict[_Id, BlockStored] = OrderedDict()
         self._published: dict[_Id, list[Any]] = {}
         self._events: list[KVCacheEvent] = []
@@ -48,6 +49,8 @@ class KVEvents:
             segments: their ids if they are exact.
             block_tokens: tokens of one hash of the request.
         """
+        if not self._enabled:
+            return
         hashes = request.block_hashes
         for part, segment in zip(parts, segments, strict=True):
             first, stop = part.span.start // block_tokens, min(part.span.stop // block_tokens, len(hashes))
@@ -109,9 +112,8 @@ def _block_hash(chunk: ChunkId, number: int) -> bytes:
 def _event(request: Any, hashes: Sequence[bytes], tokens: Sequence[int], parent: bytes | None = None) -> BlockStored:
     """The event of blocks with these hashes and tokens; the salt is a key of a first block, as in vLLM."""
     adapter = request.lora_request
-    keys: list[tuple[Any, ...] | None] = [() if adapter is None else (adapter.name,)] * len(hashes)
-    if parent is None and request.cache_salt:
-        keys[0] = (*keys[0], request.cache_salt)
+    named = () if adapter is None else (adapter.name,)
+    salted = (*named, request.cache_salt) if parent is None and request.cache_salt else named
     return BlockStored(
         block_hashes=[maybe_convert_block_hash(one) for one in hashes],
         parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
@@ -120,6 +122,6 @@ def _event(request: Any, hashes: Sequence[bytes], tokens: Sequence[int], parent:
         lora_id=None if adapter is None else adapter.adapter_id,
         medium=MEDIUM_CPU,
         lora_name=None if adapter is None else adapter.name,
-        extra_keys=[one or None for one in keys],
+        extra_keys=[salted or None, *[named or None] * (len(hashes) - 1)],
         ownership=FIELD,
     )

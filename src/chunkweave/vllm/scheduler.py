@@ -199,7 +199,7 @@ class ConnectorScheduler:
         self._saving: dict[int, _Saving] = {}
         self._save_numbers = count()
         self._stored = StoredMirror(ranks)
-        self._events = KVEvents(self._stored.held) if events else None
+        self._events = KVEvents(self._stored.held, enabled=events)
         self._waits = PartWaits() if waits is None else waits
         self._weaves = True
         self._stores = ranks
@@ -226,8 +226,7 @@ class ConnectorScheduler:
             tracked.outdated = tracked.failed = True
             self._waits.withhold(request_id)
         self._owners.forget(None)
-        if self._events is not None:
-            self._events.clear()
+        self._events.clear()
         self._shared = False
         self._arrived.clear()
         self._orders.reset = True
@@ -286,8 +285,7 @@ class ConnectorScheduler:
             return
         adapter = 0 if request.lora_request is None else int(request.lora_request.lora_int_id)
         tracked = self._requests[request.request_id] = _Tracked(woven, adapter=adapter)
-        if self._events is not None:
-            self._events.add(request, tracked.parts, tracked.segments, self._manager.block_pool.hash_block_size)
+        self._events.add(request, tracked.parts, tracked.segments, self._manager.block_pool.hash_block_size)
         # Two cases must find no blocks at all, so their salt is unique. The first round of a method that asks again
         # must not see finished blocks. And if KV that left a window cannot be read back, a weave must begin at 0, or
         # its answer would depend on the contents of vLLM's own cache.
@@ -413,8 +411,7 @@ class ConnectorScheduler:
         if results is None:
             return
         self._stored.note(results.copies)
-        if self._events is not None:
-            self._events.changed(results.copies)
+        self._events.changed(results.copies)
         self._removals.note(results.removed)
         self._note_saved(results.saved)
         for request_id in results.answered.keys() & self._requests.keys():
@@ -456,8 +453,8 @@ class ConnectorScheduler:
         return bool(tracked.saving) and not tracked.in_flight, {FIELD: report}
 
     def take_events(self) -> Sequence[Any]:
-        """vLLM's KV events about the stores since the last call; none if vLLM publishes none."""
-        return () if self._events is None else self._events.take()
+        """KV events about the stores since the last call; none if vLLM publishes none."""
+        return self._events.take()
 
     def _remove(self, request: Any, params: Mapping[str, Any]) -> None:
         """Order a removal, stop storing for running requests that use it, and forget vLLM's own blocks.
