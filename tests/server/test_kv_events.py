@@ -22,7 +22,7 @@ BLOCK = 16
 WEAVE = {"method": "cacheblend", "recompute_ratio": 0.25, "order": "fixed"}
 
 
-def stored(tokens, *, name="a", parent=None, salt=None, block=BLOCK, owner="chunkweave", adapter=None):
+def stored(tokens, *, name="a", parent=None, salt=None, block=BLOCK, medium="CPU", adapter=None):
     """The event of the whole blocks of some tokens, as the plug-in makes it."""
     size = min(block, len(tokens))
     count = len(tokens) // size
@@ -36,13 +36,12 @@ def stored(tokens, *, name="a", parent=None, salt=None, block=BLOCK, owner="chun
         "lora_id": None,
         "lora_name": adapter,
         "extra_keys": keys,
-        "medium": "CPU",
-        "ownership": owner,
+        "medium": medium,
     }
 
 
 def removed(*blocks):
-    return {"type": "BlockRemoved", "block_hashes": list(blocks), "medium": "CPU", "ownership": "chunkweave"}
+    return {"type": "BlockRemoved", "block_hashes": list(blocks), "medium": "CPU"}
 
 
 def prompt_of(*chunks, salt=""):
@@ -115,7 +114,7 @@ def test_what_is_removed_counts_no_longer():
 
 def test_other_events_have_no_effect_and_the_oldest_blocks_are_dropped():
     held = Assumed(most_tokens=64)
-    held.apply(stored(A, owner=None), {"type": "AllBlocksCleared"}, ["BlockStored"], 5)
+    held.apply(stored(A, medium="GPU"), {"type": "AllBlocksCleared"}, ["BlockStored"], 5)
     assert len(held.announced) == 0
     held.apply(stored(A), stored(B, name="b"))
     assert len(held.announced) == 4
@@ -258,7 +257,7 @@ def test_without_a_replay_what_was_announced_before_a_gap_is_forgotten(publisher
 
 @pytest.mark.parametrize(
     "wrong",
-    [b"\xc1", msgspec.msgpack.encode([1.0, [{"ownership": "chunkweave"}], 0]), msgspec.msgpack.encode({"a": 1})]
+    [b"\xc1", msgspec.msgpack.encode([1.0, [{"medium": "CPU"}], 0]), msgspec.msgpack.encode({"a": 1})]
     + [msgspec.msgpack.encode([1.0, [stored(A) | {"block_size": size}], 0]) for size in (0, -3, 7, "x")],
 )
 def test_events_that_are_not_understood_are_forgotten(publisher, front, wrong):

@@ -1,7 +1,11 @@
 """KV events that vLLM publishes for the plug-in: what a router and other fronts read of the stores."""
 
+import json
+import os
+import subprocess
 import threading
 from collections import Counter
+from urllib.request import Request, urlopen
 
 import msgspec
 import pytest
@@ -15,6 +19,8 @@ from chunkweave.store.records import segment_id
 from chunkweave.vllm.orders import StepResults
 from chunkweave.vllm.removal import removal_params
 from chunkweave_server.vllm_backend.kv_events import AnnouncedBlocks
+from chunkweave_server.vllm_backend.process import free_port
+from tests.server.conftest import wait_until
 from tests.vllm.checkpoints import BOS
 from tests.vllm.prompts import Given, tokens
 from tests.vllm.serving import IN_PROCESS, Ask, serving
@@ -25,6 +31,7 @@ class Listener:
     """A subscriber in a thread, as a router is one."""
 
     def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
         self._context, self._closed = zmq.Context(), threading.Event()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set(zmq.SUBSCRIBE, b"")
@@ -57,11 +64,11 @@ class Listener:
 
 
 @pytest.fixture(scope="module")
-def heard(checkpoint, tmp_path_factory):
-    endpoint = f"ipc://{tmp_path_factory.mktemp('events')}/events"
-    config = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint)
+def heard(checkpoint):
+    port = free_port()
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint=f"tcp://*:{port}")
     with serving(checkpoint("llama"), kv_events_config=config, **IN_PROCESS) as served:
-        listener = Listener(endpoint)
+        listener = Listener(f"tcp://127.0.0.1:{port}")
         listener.take(served)
         yield served, listener
         listener.close()
@@ -87,7 +94,7 @@ class Replica:
 
 
 def ours(batches) -> list[dict]:
-    return [event for _, events in batches for event in events if event.get("ownership") == "chunkweave"]
+    return [event for _, events in batches for event in events if event.get("medium") == "CPU"]
 
 
 def test_a_front_reads_what_another_ones_request_stored(heard):
@@ -108,7 +115,7 @@ def test_a_front_reads_what_another_ones_request_stored(heard):
         block
         for _, events in batches
         for event in events
-        if event["type"] == "BlockStored" and event.get("ownership") is None
+        if event["type"] == "BlockStored" and event["medium"] == "GPU"
         for block in event["block_hashes"]
     }
     assert paths
@@ -146,6 +153,41 @@ def test_a_salt_is_a_key_of_the_first_block(heard):
     replica.read(batches)
     assert (replica.cached(a), replica.cached(a, salt="tenant")) == (0, 65)
     assert [event["extra_keys"][0] for event in ours(batches)] == [["tenant"]] * 2
+
+
+@pytest.mark.skipif("CHUNKWEAVE_DYNAMO" not in os.environ, reason="CHUNKWEAVE_DYNAMO: a Python with ai-dynamo-runtime")
+def test_a_router_of_dynamo_finds_prefixes_and_chunks(heard):
+    served, listener = heard
+    port = free_port()
+    command = [os.environ["CHUNKWEAVE_DYNAMO"], "-m", "dynamo.indexer", "--block-size", "32", "--port", str(port)]
+    indexer = subprocess.Popen([*command, "--model-name", "m", "--workers", f"1={listener.endpoint}"])
+    a, b = tokens(70), tokens(52)
+    try:
+        wait_until(lambda: found_by_dynamo(port, a) == 0)
+        listener.take(served)
+        served.answer(Given([a, b]).ask("prefix"))
+        listener.take(served)
+        wait_until(lambda: found_by_dynamo(port, a) == 64)
+        assert found_by_dynamo(port, b) == 32
+        assert found_by_dynamo(port, (BOS, *a, *b)) == 96
+        assert found_by_dynamo(port, (*b, *a)) == 32, "it looks for prefixes: a router has to ask for each chunk"
+        served.answer(Ask([BOS, 5], removal_params([a, b], (BOS,))))
+        listener.take(served)
+        wait_until(lambda: found_by_dynamo(port, a) == found_by_dynamo(port, b) == 0)
+    finally:
+        indexer.terminate()
+        indexer.wait()
+
+
+def found_by_dynamo(port: int, ids) -> int | None:
+    """The longest prefix of these tokens that the indexer knows in host memory; None before it answers."""
+    body = json.dumps({"token_ids": list(ids), "model_name": "m"}).encode()
+    request = Request(f"http://127.0.0.1:{port}/query", body, {"content-type": "application/json"})
+    try:
+        with urlopen(request, timeout=5) as reply:
+            return json.load(reply)["instances"].get("1", {}).get("cpu", 0)
+    except OSError:
+        return None
 
 
 def test_without_a_subscriber_there_are_no_events():

@@ -7,8 +7,8 @@ vLLM publishes them with its own events (`--kv-events-config`), in whole blocks:
 - a chunk, in any context, as a prefix of its own: its tokens, without a parent. Its block hashes derive from its id, so
   they never equal those of vLLM's blocks. A chunk below one block is a single block of its length.
 
-The medium is `CPU` for all tiers. Only tokens of requests are known: what a tier holds from an earlier process is
-announced once a request names it.
+The medium is `CPU` for all tiers, and `ownership` is left out: Dynamo drops events with an owner that it does not know.
+Only tokens of requests are known: what a tier holds from an earlier process is announced once a request names it.
 """
 
 import hashlib
@@ -19,7 +19,6 @@ from typing import Any
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from chunkweave.planning.method_choice import FIELD
 from chunkweave.types import ChunkId, SegmentId
 from chunkweave.vllm.request import StoredPart
 
@@ -102,7 +101,7 @@ class KVEvents:
         self._events.append(event)
 
     def _remove(self, one: _Id) -> None:
-        self._events.append(BlockRemoved(block_hashes=self._published.pop(one), medium=MEDIUM_CPU, ownership=FIELD))
+        self._events.append(BlockRemoved(block_hashes=self._published.pop(one), medium=MEDIUM_CPU))
 
 
 def _block_hash(chunk: ChunkId, number: int) -> bytes:
@@ -123,5 +122,4 @@ def _event(request: Any, hashes: Sequence[bytes], tokens: Sequence[int], parent:
         medium=MEDIUM_CPU,
         lora_name=None if adapter is None else adapter.name,
         extra_keys=[salted or None, *[named or None] * (len(hashes) - 1)],
-        ownership=FIELD,
     )

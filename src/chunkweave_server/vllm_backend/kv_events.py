@@ -14,13 +14,15 @@ from importlib.util import find_spec
 from typing import Any, Self
 
 from chunkweave.errors import UsageError
-from chunkweave.planning.method_choice import FIELD
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt
 from chunkweave.scheduling.routing import ReplicaContents
 from chunkweave.types import ChunkId
 
 logger = logging.getLogger(__name__)
+
+_MEDIUM = "CPU"
+"""That of the plug-in's events. vLLM's own blocks have another one, and the plug-in is its only connector."""
 
 _NUMBER_BYTES = 8
 _END = -1
@@ -104,7 +106,7 @@ class AnnouncedBlocks:
         """Apply the batch of this number; vLLM's own events and unknown ones have no effect."""
         self.next_batch = number + 1
         for event in events:
-            if not isinstance(event, Mapping) or event.get("ownership") != FIELD:
+            if not isinstance(event, Mapping) or event.get("medium") != _MEDIUM:
                 continue
             if event["type"] == "BlockStored":
                 self._add(event)
