@@ -45,7 +45,7 @@ VLLM_NEXT_SMOKE := -k 'not test_numerics or llama and not attention' $(patsubst 
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev hook test test-fast test-triton compile-matrix first-gpu test-chart test-vllm test-vllm-v2 test-vllm-next test-vllm-next-smoke lint checks quick-checks audit results-check docs dist dist-check image image-vllm chart clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-faults prove-loading prove-disk prove-server prove-soak prove-sustained bench-guard
+.PHONY: help demo dev hook test test-fast test-triton compile-matrix first-gpu test-chart test-vllm test-vllm-v2 test-vllm-next test-vllm-next-smoke lint checks quick-checks audit results-check docs dist dist-check image image-vllm chart clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-adversary-vllm-flags prove-faults prove-loading prove-disk prove-server prove-soak prove-sustained bench-guard
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -169,6 +169,10 @@ prove-adversary-engine: $(TEST_VENV)/.installed ## The hour of our own engine
 
 prove-adversary-vllm: $(TEST_VENV)/.installed $(VLLM_VENV)/.installed ## The hour of vLLM, real processes of it
 	$(call attack,$@,$(VLLM_VENV),vllm/test_adversary.py,vllm)
+
+prove-adversary-vllm-flags: export CHUNKWEAVE_ADVERSARY_VLLM = --kv-cache-dtype fp8 --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'
+prove-adversary-vllm-flags: $(TEST_VENV)/.installed $(VLLM_VENV)/.installed ## The same with a KV cache of fp8 and n-gram drafts
+	$(call attack,$@,$(VLLM_VENV),vllm/test_adversary.py,vllm-flags)
 
 prove-loading: $(TEST_VENV)/.installed ## Loading behind computing, over links of chosen speed; writes docs/results
 	$(TEST_VENV)/bin/chunkweave bench loading --shape smollm2-135m --disk . --out docs/results/loading-smollm2-135m.json

@@ -1,6 +1,6 @@
 """What of vLLM the plug-in was tried with: the source of the table in docs/vllm.md (`results_check.py --update`).
 
-Tests of this folder try what is `TRIED`, and show the reason of what is `REFUSED`; `test_support.py` holds both to it.
+Tests of this folder try what is `TRIED`, and show the reason of what is `REFUSED`; `test_check.py` holds both to it.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,12 @@ class Flag:
 FLAGS = (
     Flag("`--tensor-parallel-size`", Verdict.TRIED, "test_numerics.py", "two ranks, Llama; not Cohere's classes"),
     Flag("`--pipeline-parallel-size`", Verdict.REFUSED, "test_unsupported.py"),
-    Flag("`--data-parallel-size`", Verdict.TRIED, "test_unsupported.py", "dense models; not mixtures of experts"),
+    Flag(
+        "`--data-parallel-size`",
+        Verdict.TRIED,
+        "test_unsupported.py",
+        "dense models; not mixtures of experts; on CPUs vLLM 0.33 wants a memory node per rank",
+    ),
     Flag("context parallelism", Verdict.REFUSED, "test_unsupported.py"),
     Flag(
         "`--enable-prefix-caching`, `--enable-chunked-prefill`, `--async-scheduling`, preemption, abort, `n`",
@@ -59,6 +64,7 @@ FLAGS = (
         "test_backend_contract.py",
         "FLASH_ATTN, FLASHINFER, TRITON_ATTN, FLEX_ATTENTION, CPU_ATTN; no other",
     ),
+    Flag("`--kv-events-config`", Verdict.TRIED, "test_kv_events.py"),
     Flag("LongRoPE", Verdict.TRIED, "test_families.py", "if `--max-model-len` ends before it sets in"),
 )
 

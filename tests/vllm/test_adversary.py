@@ -2,6 +2,7 @@
 
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from tests.vllm.fronts import FLAGS, START, START_S, alive
 
 _ENDED_S = 60.0
 _MOST_REPLAYED = 8
+_MORE_FLAGS = "CHUNKWEAVE_ADVERSARY_VLLM"
+"""Environment variable with more flags of vLLM, such as `--kv-cache-dtype fp8`."""
 _FAULTY_DISK = Path(__file__).parent / "faulty_disk"
 
 
@@ -110,7 +113,7 @@ class VllmArena(Arena):
         self._asked: dict[str, list[Asked]] = {}
         self._known: dict[tuple[Any, ...], tuple[str, str]] = {}
         flags = ["vllm-serve", "reader", "--no-speculate", "--log-level", "ERROR", "--host-budget", "128MiB"]
-        flags += [*FLAGS, "--num-gpu-blocks-override", "512"]
+        flags += [*FLAGS, "--num-gpu-blocks-override", "512", *shlex.split(os.environ.get(_MORE_FLAGS, ""))]
         for name in ("attacked", "swapped"):
             disk = self.folder / name / "disk"
             kept = ["--cache-dir", str(disk / "cache"), "--disk-budget", "256MiB", "--data-dir", str(disk / "data")]

@@ -15,6 +15,7 @@ def connect(monkeypatch, extra=None, **text_config) -> ChunkweaveConnector:
     monkeypatch.setattr(connector, "usual_start", lambda _: ())
     monkeypatch.setattr(connector, "model_folder", lambda _: None)
     config = SimpleNamespace(
+        kv_events_config=None,
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra or {}, kv_load_failure_policy="fail"),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),

@@ -16,6 +16,10 @@ from chunkweave.vllm.block_hashes import SaltedHasher
 
 _CALLED: Mapping[str, str] = MappingProxyType(
     {
+        "vllm.distributed.kv_events.BlockRemoved": "block_hashes medium",
+        "vllm.distributed.kv_events.BlockStored": (
+            "block_hashes parent_block_hash token_ids block_size lora_id medium lora_name extra_keys"
+        ),
         "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults": (
             "finished_sending finished_recving failed_recving"
         ),
@@ -33,6 +37,7 @@ _CALLED: Mapping[str, str] = MappingProxyType(
         "vllm.v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids": "self",
         "vllm.v1.core.kv_cache_manager.KVCacheManager.get_block_ids": "request_id",
         "vllm.v1.core.kv_cache_utils.get_block_hash": "key",
+        "vllm.v1.core.kv_cache_utils.maybe_convert_block_hash": "hash_bytes",
         "vllm.v1.core.kv_cache_utils.make_block_hash_with_group_id": "block_hash group_id",
         "vllm.v1.kv_cache_interface.KVCacheSpec.copy_with_new_block_size": "block_size",
         "vllm.v1.request.Request.update_block_hashes": "self",
@@ -44,6 +49,7 @@ _CALLED: Mapping[str, str] = MappingProxyType(
 _READ: Mapping[str, str] = MappingProxyType(
     {
         "vllm.config.CacheConfig": "gpu_memory_utilization kv_cache_memory_bytes",
+        "vllm.config.KVEventsConfig": "enable_kv_cache_events",
         "vllm.config.KVTransferConfig": "kv_connector_extra_config kv_load_failure_policy",
         "vllm.config.ModelConfig": (
             "dtype hf_config hf_text_config is_multimodal_model max_model_len model revision seed tokenizer "
@@ -55,7 +61,7 @@ _READ: Mapping[str, str] = MappingProxyType(
         ),
         "vllm.config.SchedulerConfig": "max_num_batched_tokens max_num_seqs",
         "vllm.config.VllmConfig": (
-            "cache_config compilation_config device_config kv_transfer_config load_config model_config "
+            "cache_config compilation_config device_config kv_events_config kv_transfer_config load_config model_config "
             "parallel_config scheduler_config speculative_config"
         ),
         "vllm.model_executor.layers.attention.Attention": (
