@@ -30,7 +30,7 @@ FLAGS = (
         "`--data-parallel-size`",
         Verdict.TRIED,
         "test_unsupported.py",
-        "dense models; not mixtures of experts; on CPUs vLLM 0.33 wants a memory node per rank",
+        "not mixtures of experts; 0.33 wants a CPU memory node per rank",
     ),
     Flag("context parallelism", Verdict.REFUSED, "test_unsupported.py"),
     Flag(

@@ -61,8 +61,8 @@ _READ: Mapping[str, str] = MappingProxyType(
         ),
         "vllm.config.SchedulerConfig": "max_num_batched_tokens max_num_seqs",
         "vllm.config.VllmConfig": (
-            "cache_config compilation_config device_config kv_events_config kv_transfer_config load_config model_config "
-            "parallel_config scheduler_config speculative_config"
+            "cache_config compilation_config device_config kv_events_config kv_transfer_config load_config "
+            "model_config parallel_config scheduler_config speculative_config"
         ),
         "vllm.model_executor.layers.attention.Attention": (
             "get_attn_backend head_size impl kv_cache layer_name num_heads num_kv_heads"
