@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -138,36 +139,82 @@ def make_checkpoint(folder: Path, family: str, **changes: Any) -> Path:
 _INT8: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True}
 
 
-def quantize_checkpoint(folder: Path, to: Path) -> Path:
-    """The same model with weights of 8 bits, as compressed-tensors keeps them: one scale for each output.
+_COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_INT8, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+_GROUP = 32
+_FOUR_BITS = {"bits": 4, "group_size": _GROUP}
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "compressed-tensors": _COMPRESSED,
+    "awq": {"quant_method": "awq", "version": "gemm", "zero_point": True, **_FOUR_BITS},
+    "gptq": {"quant_method": "gptq", "desc_act": False, "sym": True, **_FOUR_BITS},
+}
+"""Configurations by their name in vLLM: weights of 8 bits with activations rounded to 8 bits, and weights of 4 bits."""
 
-    Activations are rounded to 8 bits as they are computed, with a scale for each token.
-    """
+_AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def quantize_checkpoint(folder: Path, to: Path, kind: str) -> tuple[Path, Path]:
+    """The same model with weights of few bits, and with the same rounded weights in float32."""
     weights: dict[str, torch.Tensor] = {}
+    rounded: dict[str, torch.Tensor] = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         if not name.endswith("_proj.weight"):
-            weights[name] = weight
+            weights[name] = rounded[name] = weight
             continue
-        scale = weight.abs().amax(1, keepdim=True) / 127
-        weights |= {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale}
-    to.mkdir(exist_ok=True)
-    save_file(weights, to / "model.safetensors")
+        packed, rounded[name] = _int8(weight) if kind == "compressed-tensors" else _four_bits(weight, kind)
+        weights |= {name.removesuffix("weight") + part: packed[part] for part in packed}
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**_INT8, "strategy": "channel", "dynamic": False},
-                "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
-            }
-        },
-    }
-    (to / "config.json").write_text(json.dumps(config))
-    return to
+    folders = to / kind, to / f"{kind}-rounded"
+    for made, tensors, more in (
+        (folders[0], weights, {"quantization_config": QUANTIZATIONS[kind]}),
+        (folders[1], rounded, {}),
+    ):
+        made.mkdir(parents=True)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, made / "model.safetensors")
+        (made / "config.json").write_text(json.dumps({**config, **more}))
+    return folders
+
+
+def _int8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """One scale for each output."""
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    near = (weight / scale).round()
+    return {"weight": near.to(torch.int8), "weight_scale": scale}, near * scale
+
+
+def _four_bits(weight: torch.Tensor, kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """One scale for each output and each group of inputs; 8 is zero. Inputs come first in what is packed."""
+    inputs, outputs = weight.T.shape
+    groups = weight.T.reshape(-1, _GROUP, outputs)
+    scale = (groups.abs().amax(1, keepdim=True) / 7).half().float()
+    near = (groups / scale).round().clamp(-8, 7)
+    levels = (near + 8).reshape(inputs, outputs).to(torch.int64)
+    scales = scale.squeeze(1).half()
+    zeros = torch.full((inputs // _GROUP, outputs), 8)
+    if kind == "awq":
+        packed = {"qweight": _packed(levels, _AWQ_ORDER), "qzeros": _packed(zeros, _AWQ_ORDER)}
+    else:  # the format counts zeros from 1
+        packed = {"qweight": _packed(levels.T).T, "qzeros": _packed(zeros - 1)}
+        packed["g_idx"] = torch.arange(inputs, dtype=torch.int32) // _GROUP
+    return {**packed, "scales": scales}, (near * scale).reshape(inputs, outputs).T
+
+
+def _packed(levels: torch.Tensor, order: Sequence[int] = range(8)) -> torch.Tensor:
+    """Eight values of 4 bits in each int32, along the last dimension."""
+    eight = levels.reshape(*levels.shape[:-1], -1, 8)[..., list(order)]
+    whole = (eight << (4 * torch.arange(8))).sum(-1)
+    return whole.where(whole < 1 << 31, whole - (1 << 32)).to(torch.int32)
 
 
 def add_tokenizer(folder: Path, *, adds_bos: bool) -> None:

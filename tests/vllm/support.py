@@ -54,7 +54,10 @@ FLAGS = (
         "`fp8`, with `codec` `raw`, no device tier",
     ),
     Flag(
-        "`--quantization`", Verdict.TRIED, "test_quantized_weights.py", "int8 of compressed-tensors; others not tried"
+        "`--quantization`",
+        Verdict.TRIED,
+        "test_quantized_weights.py",
+        "AWQ, GPTQ, int8 of compressed-tensors; others not tried",
     ),
     Flag("`--scheduling-policy priority`", Verdict.TRIED, "test_sharing.py"),
     Flag("`MultiConnector`", Verdict.REFUSED, "test_unsupported.py"),
