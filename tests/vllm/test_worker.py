@@ -519,6 +519,21 @@ def test_what_is_not_stored_any_more_is_left_to_vllm(side, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("method", ["cacheblend", "full-reuse"])
+def test_the_last_chunk_is_computed_where_no_question_follows(side, caplog, method):
+    """As no plan reuses the last token; a prompt of one chunk is left to vLLM."""
+    hold(side)
+    for chunks, hits, failed in ([[10, 20], [20, 35]], {"host": 10}, set()), ([[20, 35]], {}, {"a"}):
+        given = {"chunks": chunks, "method": method}
+        ends = parse(given, IDS[:35], fingerprint="model", salt="", start=(), defaults=Defaults())
+        side.step(StepOrders(weaves=[WeaveOrder("a", ends, BLOCKS, 0, 34)], idle=True))
+        arrived, results = side.take_outcome()
+        assert (arrived, results.failed) == ({"a"}, failed)
+        assert results.reports.get("a", {}).get("hits", {}) == hits
+        side.forget(["a"])
+    assert not caplog.records
+
+
 def test_the_scheduler_gets_changes_only_and_answers(side):
     hold(side)
     parts = list(request().stored_parts())[1:]

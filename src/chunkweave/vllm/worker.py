@@ -292,6 +292,8 @@ class ConnectorWorker:
         share_s = time.monotonic() if wanted else None
         if mean is not None:  # also if the mean is stored, because no plan reuses the last token
             method = ContextMethod()
+        elif found.parts[-1].part.id is not None:  # for the same reason
+            found = without(found, [one.id for one in found.parts[-1].variants])
         while found.hits or order.request.kept.profiles or order.request.mean is not None:
             plan = self._weaving_store.plan(found, method)
             reused = [span.start for span in plan.spans(KVSource.REUSED)]
