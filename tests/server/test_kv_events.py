@@ -3,6 +3,7 @@
 import threading
 import time
 from contextlib import ExitStack
+from math import inf
 
 import msgspec
 import pytest
@@ -45,9 +46,9 @@ def removed(*blocks):
 
 
 def prompt_of(*chunks, salt=""):
-    """A prompt of a system part, these chunks and a question."""
-    system = tuple(range(1, 21))
-    parts = [PromptPart(PartKind.SYSTEM, system, id=chunk_id("m", salt, system))]
+    """A prompt of BOS, a system part, these chunks and a question."""
+    system = tuple(range(1, 20))
+    parts = [PromptPart(PartKind.START, (0,)), PromptPart(PartKind.SYSTEM, system, id=chunk_id("m", salt, system))]
     parts += [PromptPart(PartKind.CHUNK, one, id=chunk_id("m", salt, one)) for one in chunks]
     return Prompt((*parts, PromptPart(PartKind.QUESTION, (7, 8, 9))))
 
@@ -60,17 +61,18 @@ class Assumed:
     """One replica's announced blocks, over empty assumed contents."""
 
     def __init__(self, most_tokens=10_000) -> None:
-        self.contents = ReplicaContents(10_000)
-        self.announced = AnnouncedBlocks(self.contents, most_tokens)
+        self.announced = AnnouncedBlocks(most_tokens)
 
     def apply(self, *events) -> None:
         self.announced.apply(self.announced.next_batch, events)
 
     def tokens(self, *chunks, salt="", weaves=True) -> int:
         prompt = prompt_of(*chunks, salt=salt)
-        self.announced.note_in_contents(prompt, salt, weaves=weaves)
         parts = [part for part in prompt.parts if part.id is not None]
-        return self.contents.cached_tokens([part.id for part in parts], [len(part) for part in parts], weaves=weaves)
+        there = ReplicaContents(10_000).cached_parts(
+            [part.id for part in parts], weaves=weaves, announced=self.announced.of(prompt, salt, weaves=weaves)
+        )
+        return sum(len(part) for part, held in zip(parts, there, strict=True) if held)
 
 
 def test_a_chunk_counts_anywhere_in_a_prompt_that_weaves():
@@ -86,10 +88,10 @@ def test_an_exact_path_counts_up_to_its_first_gap():
     held = Assumed()
     ids = prompt_of(A, B).token_ids
     held.apply(stored(ids[:32], name="x"), stored(ids[32:48], name="y", parent="x1"))
-    assert held.tokens(A, B, weaves=False) == 20, "the chunk's last whole block is not there"
+    assert held.tokens(A, B, weaves=False) == 19, "the chunk's last whole block is not there"
     held.apply(stored(ids[48:64], name="z", parent="y0"))
-    assert held.tokens(A, B, weaves=False) == 20 + len(A)
-    assert held.tokens(B, A, weaves=False) == 20, "the instruction is in the contents since"
+    assert held.tokens(A, B, weaves=False) == 19 + len(A)
+    assert held.tokens(B, A, weaves=False) == 19, "the instruction alone"
     held.apply(stored(ids[64:96], name="lost", parent="unknown"))
     assert len(held.announced) == 4, "what these begin with is not known"
 
@@ -143,14 +145,15 @@ def test_each_upstream_has_its_events():
 class Publisher:
     """Publishes batches as vLLM does: numbered, with a replay of those that it kept."""
 
-    def __init__(self, *, replays=True) -> None:
+    def __init__(self, *, replays=True, first=0) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{port}"
         self.kept: list[tuple[int, bytes]] = []
         self.asked: list[int] = []
-        self._number = 0
+        self.left_out: set[int] = set()
+        self._number = first
         self._closed = threading.Event()
         self._thread = None
         if replays:
@@ -176,8 +179,9 @@ class Publisher:
             client, _, first = self._router.recv_multipart()
             self.asked.append(int.from_bytes(first, "big"))
             for number, batch in self.kept:
-                if number >= self.asked[-1]:
+                if number >= self.asked[-1] and number not in self.left_out:
                     self._router.send_multipart([client, b"", b"", number.to_bytes(8, "big"), batch])
+            self.left_out.clear()
             self._router.send_multipart([client, b"", b"", (-1).to_bytes(8, "big", signed=True), b""])
         self._router.close(linger=0)
 
@@ -258,7 +262,9 @@ def test_without_a_replay_what_was_announced_before_a_gap_is_forgotten(publisher
 @pytest.mark.parametrize(
     "wrong",
     [b"\xc1", msgspec.msgpack.encode([1.0, [{"medium": "CPU"}], 0]), msgspec.msgpack.encode({"a": 1})]
-    + [msgspec.msgpack.encode([1.0, [stored(A) | {"block_size": size}], 0]) for size in (0, -3, 7, "x")],
+    + [b"\x91" * 100_000]
+    + [msgspec.msgpack.encode([1.0, [stored(A) | {"block_size": size}], 0]) for size in (0, -3, 7, "x", inf, 1)]
+    + [msgspec.msgpack.encode([1.0, [stored(A) | {"token_ids": [one] * 48}], 0]) for one in (1 << 33, -1, "x", None)],
 )
 def test_events_that_are_not_understood_are_forgotten(publisher, front, wrong):
     wait_until(lambda: publisher.asked == [0])
@@ -267,6 +273,45 @@ def test_events_that_are_not_understood_are_forgotten(publisher, front, wrong):
     publisher.send(stored(B, name="b"))
     wait_until(lambda: len(announced(front)) == 2)
     assert front.ask(documents=DOCUMENTS).status_code == 200
+
+
+def test_a_server_that_starts_again_unseen_is_followed_anew(publisher, front):
+    wait_until(lambda: publisher.asked == [0])
+    _send_until(lambda: publisher.send(stored(A)), lambda: len(announced(front)) == 3)
+    publisher.kept.clear()
+    publisher._number = 0
+    publisher.send(stored(B, name="b"))
+    wait_until(lambda: len(announced(front)) == 2)
+    publisher.send(removed("b0", "b1"))
+    wait_until(lambda: len(announced(front)) == 0)
+
+
+def test_a_replay_that_leaves_batches_out_is_asked_for_again(publisher):
+    """vLLM's socket drops what a slow subscriber has no room for."""
+    for number in range(6):
+        publisher.send(stored(A, name=f"{number}-"), lost=True)
+    publisher.left_out = {3}
+    with FakeVllm() as vllm, running_front(vllm, upstream_events=(publisher.endpoint,)) as client:
+        wait_until(lambda: len(announced(client)) == 6 * 3)
+    assert publisher.asked == [0, 3]
+
+
+@pytest.mark.parametrize("publisher", [{"first": 4}], indirect=True)
+def test_what_vllm_has_not_kept_is_no_reason_to_forget_the_rest(publisher):
+    for number in range(3):
+        publisher.send(stored(A, name=f"{number}-"), lost=True)
+    with FakeVllm() as vllm, running_front(vllm, upstream_events=(publisher.endpoint,)) as client:
+        wait_until(lambda: len(announced(client)) == 3 * 3)
+
+
+def test_the_end_of_a_chain_is_dropped_before_its_beginning():
+    held = Assumed(most_tokens=96)
+    ids = prompt_of(A, B).token_ids
+    held.apply(stored(ids[:32], name="x"), stored(ids[32:64], name="y", parent="x1"))
+    for number in range(10):
+        held.apply(stored(tuple(range(1000 * number, 1000 * number + 32)), name=f"{number}-", parent="x1"))
+    assert held.tokens(A, weaves=False) == 19, "the instruction is still there"
+    assert len(held.announced) == 6
 
 
 def test_a_server_that_starts_again_is_followed_from_its_first_batch(publisher, front):
@@ -282,11 +327,12 @@ def test_a_server_that_starts_again_is_followed_from_its_first_batch(publisher, 
     wait_until(lambda: len(announced(front)) == 2)
 
 
-def test_an_endpoint_of_no_known_kind_is_refused_at_the_start():
+@pytest.mark.parametrize("endpoints", ["nothing://", "tcp://127.0.0.1:1,nothing://"])
+def test_an_endpoint_of_no_known_kind_is_refused_at_the_start(endpoints):
     with (
         FakeVllm() as vllm,
         pytest.raises(AssertionError, match="events at nothing://"),
-        running_front(vllm, upstream_events=("nothing://",)),
+        running_front(vllm, upstream_events=(endpoints,)),
     ):
         pass
 

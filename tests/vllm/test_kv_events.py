@@ -5,6 +5,7 @@ import os
 import subprocess
 import threading
 from collections import Counter
+from itertools import compress
 from urllib.request import Request, urlopen
 
 import msgspec
@@ -16,6 +17,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.scheduling.routing import ReplicaContents
 from chunkweave.store.records import segment_id
+from chunkweave.vllm import kv_events
 from chunkweave.vllm.orders import StepResults
 from chunkweave.vllm.removal import removal_params
 from chunkweave_server.vllm_backend.kv_events import AnnouncedBlocks
@@ -24,7 +26,7 @@ from tests.server.conftest import wait_until
 from tests.vllm.checkpoints import BOS
 from tests.vllm.prompts import Given, tokens
 from tests.vllm.serving import IN_PROCESS, Ask, serving
-from tests.vllm.test_scheduler import BLOCK, CHUNKS, FakeRequest, bound, stored_chunks
+from tests.vllm.test_scheduler import BLOCK, CHUNKS, IDS, FakeRequest, bound, stored_chunks
 
 
 class Listener:
@@ -75,22 +77,22 @@ def heard(checkpoint):
 
 
 class Replica:
-    """What a front assumes of this server, from its events alone."""
+    """What a front reads of this server from its events."""
 
     def __init__(self) -> None:
-        self.contents = ReplicaContents(100_000)
-        self.announced = AnnouncedBlocks(self.contents, 100_000)
+        self.announced = AnnouncedBlocks(100_000)
 
     def read(self, batches) -> None:
         for number, events in batches:
             self.announced.apply(number, events)
 
     def cached(self, *chunks, salt="", weaves=True) -> int:
-        start = PromptPart(PartKind.SYSTEM, (BOS,), id=chunk_id("front", salt, (BOS,)))
-        parts = [start, *(PromptPart(PartKind.CHUNK, one, id=chunk_id("front", salt, one)) for one in chunks)]
-        prompt = Prompt((*parts, PromptPart(PartKind.QUESTION, (7, 8, 9))))
-        self.announced.note_in_contents(prompt, salt, weaves=weaves)
-        return self.contents.cached_tokens([part.id for part in parts], list(map(len, parts)), weaves=weaves)
+        """Tokens of these chunks that need not be computed, in a prompt of them."""
+        parts = [PromptPart(PartKind.CHUNK, one, id=chunk_id("front", salt, one)) for one in chunks]
+        prompt = Prompt((PromptPart(PartKind.START, (BOS,)), *parts, PromptPart(PartKind.QUESTION, (7, 8, 9))))
+        announced = self.announced.of(prompt, salt, weaves=weaves)
+        held = ReplicaContents(1000).cached_parts([part.id for part in parts], weaves=weaves, announced=announced)
+        return sum(compress(map(len, parts), held))
 
 
 def ours(batches) -> list[dict]:
@@ -104,10 +106,10 @@ def test_a_front_reads_what_another_ones_request_stored(heard):
     batches = listener.take(served)
     replica = Replica()
     replica.read(batches)
-    assert replica.cached(a, b, short, weaves=False) == 1 + 70 + 52 + 20
-    assert replica.cached(b, weaves=False) == 1, "it begins no prompt"
+    assert replica.cached(a, b, short, weaves=False) == 70 + 52 + 20
+    assert replica.cached(b, weaves=False) == 0, "it begins no prompt"
     assert Replica().cached(b, a) == 0
-    assert replica.cached(short, b, a) == 1 + 70 + 52 + 20
+    assert replica.cached(short, b, a) == 70 + 52 + 20
     assert replica.cached(a, salt="other") == 0
     plain = {block for _, events in batches for event in events for block in event["block_hashes"]}
     paths = [event for event in ours(batches) if event["parent_block_hash"] or event["token_ids"][0] == BOS]
@@ -151,7 +153,7 @@ def test_a_salt_is_a_key_of_the_first_block(heard):
     batches = listener.take(served)
     replica = Replica()
     replica.read(batches)
-    assert (replica.cached(a), replica.cached(a, salt="tenant")) == (0, 65)
+    assert (replica.cached(a), replica.cached(a, salt="tenant")) == (0, 64)
     assert [event["extra_keys"][0] for event in ours(batches)] == [["tenant"]] * 2
 
 
@@ -234,12 +236,43 @@ def test_nothing_is_held_once_weights_may_have_changed():
     assert chunk_events(side) == {BlockStored: 2}
 
 
-def test_few_events_are_kept_for_what_is_never_stored():
+def test_few_tokens_are_kept_of_what_is_never_stored(monkeypatch):
+    monkeypatch.setattr(kv_events, "_MOST_UNSTORED_TOKENS", 1000)
     side = bound(events=True)
-    for number in range(600):
+    for number in range(20):
         ids = [BOS, *range(1000 * number, 1000 * number + 130)]
         request = FakeRequest(CHUNKS, name=str(number), ids=ids)
         side.add(request)
         side.finished(request)
-    assert len(side._events._unstored) == 1024
+    assert 900 < side._events._waiting_tokens <= 1000
     assert not chunk_events(side)
+
+
+def test_no_block_is_announced_before_its_parent():
+    """Two prompts with the same beginning wait; all of both is stored in one step, or the beginning last."""
+    for steps in ((("S", "A", "B"),), (("B",), ("A",), ("S",))):
+        side = bound(events=True)
+        for name, last in (("a", IDS[91:]), ("b", [*range(300, 339)])):
+            side.add(FakeRequest(CHUNKS, name=name, ids=[*IDS[:91], *last]))
+        parts = {"S": [side._requests["a"].segments[0]], "A": [side._requests["a"].segments[1]]}
+        parts["B"] = [side._requests[name].segments[2] for name in "ab"]
+        known: set = set()
+        for step in steps:
+            side.note(StepResults(copies=Counter(one for name in step for one in parts[name])), set())
+            for event in side.take_events():
+                assert event.parent_block_hash is None or event.parent_block_hash in known
+                known.update(event.block_hashes)
+        assert len(known) == 5 + 2 * 2
+
+
+def test_blocks_of_two_ways_to_cut_a_prompt_stay_while_one_is_stored():
+    side = bound(events=True)
+    for name, chunks in (("a", CHUNKS), ("b", {"chunks": [[1, 91], [91, 121]]})):
+        side.add(FakeRequest(chunks, name=name))
+    cut, whole = (side._requests[name].segments for name in "ab")
+    side.note(StepResults(copies=Counter([*cut[:2], whole[0]])), set())
+    published = {block for event in side.take_events() for block in event.block_hashes}
+    side.note(StepResults(copies=Counter({whole[0]: -1})), set())
+    assert not list(side.take_events())
+    side.note(StepResults(copies=Counter(dict.fromkeys(cut[:2], -1))), set())
+    assert {block for event in side.take_events() for block in event.block_hashes} == published

@@ -4,9 +4,9 @@ To add a policy: a class with `name` and `choose`, a line in `ROUTING`, and a te
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import count
+from itertools import compress, count
 from typing import Protocol
 
 from chunkweave.errors import StoreError, UnknownMethodError, UsageError
@@ -18,6 +18,17 @@ from chunkweave.types import ChunkId
 TIER = "replica"
 _TOKENS_OF_A_SEGMENT = 16
 _LEAST_SEGMENTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What a replica announced of one prompt: it holds so many leading parts exactly, and these chunks."""
+
+    exact: int = 0
+    chunks: Set[ChunkId] = frozenset()
+
+
+NOTHING = Announced()
 
 
 class ReplicaContents:
@@ -45,10 +56,6 @@ class ReplicaContents:
         self._of_chunk: dict[ChunkId, dict[tuple[Path, bool], int]] = {}
         self._listeners: list[Listener] = []
 
-    def __contains__(self, chunk: ChunkId | None) -> bool:
-        """Whether any segment of a chunk is mirrored."""
-        return chunk in self._of_chunk
-
     @property
     def tokens(self) -> int:
         """Tokens of all mirrored segments."""
@@ -64,17 +71,21 @@ class ReplicaContents:
         """Number of mirrored segments."""
         return len(self._segments)
 
-    def cached_tokens(self, path: Sequence[ChunkId], tokens: Sequence[int], *, weaves: bool) -> int:
-        """Upper bound of the tokens of a prompt's cacheable parts that need not be computed.
+    def cached_parts(self, path: Sequence[ChunkId], *, weaves: bool, announced: Announced = NOTHING) -> list[bool]:
+        """Which of a prompt's cacheable parts need not be computed, if what is mirrored or `announced` is there.
 
         For an exact request the longest exact prefix, for one that `weaves` also every other chunk stored in any
         context.
         """
-        exact = self.tree.match(path).nodes
-        woven = sum(
-            size for chunk, size in zip(path[exact:], tokens[exact:], strict=True) if weaves and chunk in self._of_chunk
-        )
-        return sum(tokens[:exact]) + woven
+        exact = max(self.tree.match(path).nodes, announced.exact)
+        return [
+            number < exact or (weaves and (chunk in self._of_chunk or chunk in announced.chunks))
+            for number, chunk in enumerate(path)
+        ]
+
+    def cached_tokens(self, path: Sequence[ChunkId], tokens: Sequence[int], *, weaves: bool) -> int:
+        """Upper bound of the tokens of these parts, `tokens` each, that need not be computed."""
+        return sum(compress(tokens, self.cached_parts(path, weaves=weaves)))
 
     def note(self, path: Sequence[ChunkId], tokens: Sequence[int], *, weaves: bool) -> None:
         """Record a served prompt with these parts: parts that were mirrored are marked as used, others are added.

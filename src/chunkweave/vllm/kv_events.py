@@ -12,8 +12,10 @@ Only tokens of requests are known: what a tier holds from an earlier process is 
 """
 
 import hashlib
-from collections import OrderedDict
+from array import array
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
@@ -22,10 +24,36 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from chunkweave.types import ChunkId, SegmentId
 from chunkweave.vllm.request import StoredPart
 
-_MOST_UNSTORED = 1024
-"""Most events kept for parts that are not stored yet; the oldest are dropped."""
+_MOST_UNSTORED_TOKENS = 4_000_000
+"""Most tokens of parts that are kept until they are stored, 4 bytes each; then the oldest are dropped."""
 
 _Id = ChunkId | SegmentId
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Consecutive blocks of one part: what an event says of them."""
+
+    hashes: Sequence[bytes]
+    tokens: "array[int]"
+    parent: bytes | None
+    adapter: Any
+    salt: str | None
+
+    def event(self) -> BlockStored:
+        """The event; the salt is a key of a first block, as in vLLM."""
+        named = () if self.adapter is None else (self.adapter.name,)
+        first = (*named, self.salt) if self.parent is None and self.salt else named
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(one) for one in self.hashes],
+            parent_block_hash=None if self.parent is None else maybe_convert_block_hash(self.parent),
+            token_ids=self.tokens.tolist(),
+            block_size=len(self.tokens) // len(self.hashes),
+            lora_id=None if self.adapter is None else self.adapter.adapter_id,
+            medium=MEDIUM_CPU,
+            lora_name=None if self.adapter is None else self.adapter.name,
+            extra_keys=[first or None, *[named or None] * (len(self.hashes) - 1)],
+        )
 
 
 class KVEvents:
@@ -35,8 +63,12 @@ class KVEvents:
         """`stored` returns whether all ranks hold a chunk or an exact segment. `enabled`: whether vLLM publishes."""
         self._stored = stored
         self._enabled = enabled
-        self._unstored: OrderedDict[_Id, BlockStored] = OrderedDict()
-        self._published: dict[_Id, list[Any]] = {}
+        self._waiting: OrderedDict[_Id, _Blocks] = OrderedDict()
+        """Parts that are not stored, or whose parent block is not published."""
+        self._waiting_tokens = 0
+        self._published: dict[_Id, Sequence[bytes]] = {}
+        self._copies: Counter[bytes] = Counter()
+        """How many published parts have a block: a prompt may be cut into parts in several ways."""
         self._events: list[KVCacheEvent] = []
 
     def add(self, request: Any, parts: Sequence[StoredPart], segments: Sequence[SegmentId], block_tokens: int) -> None:
@@ -44,82 +76,83 @@ class KVEvents:
 
         Args:
             request: vLLM's request, whose block hashes are still the client's.
-            parts: its parts that can be stored, in prompt order, the first at position 0.
+            parts: its parts that can be stored, in prompt order.
             segments: their ids if they are exact.
             block_tokens: tokens of one hash of the request.
         """
         if not self._enabled:
             return
-        hashes = request.block_hashes
+        hashes, ids = request.block_hashes, request.prompt_token_ids
         for part, segment in zip(parts, segments, strict=True):
             first, stop = part.span.start // block_tokens, min(part.span.stop // block_tokens, len(hashes))
             if first < stop:
-                tokens = request.prompt_token_ids[first * block_tokens : stop * block_tokens]
-                parent = hashes[first - 1] if first else None
-                self._note(segment, _event(request, hashes[first:stop], tokens, parent))
+                tokens = array("I", ids[first * block_tokens : stop * block_tokens])
+                self._note(request, segment, hashes[first:stop], tokens, hashes[first - 1] if first else None)
             if part.span.start:  # a prompt's first part is a prefix, and no chunk
                 whole = len(part.token_ids) // block_tokens
-                tokens = part.token_ids[: whole * block_tokens] or part.token_ids
-                named = [_block_hash(part.id, number) for number in range(max(1, whole))]
-                self._note(part.id, _event(request, named, tokens))
+                tokens = array("I", part.token_ids[: whole * block_tokens] or part.token_ids)
+                self._note(request, part.id, [_block_hash(part.id, number) for number in range(max(1, whole))], tokens)
+        self._publish_stored()
 
     def changed(self, ids: Iterable[_Id]) -> None:
-        """Publish which of these are stored now, or no longer; a segment after the one before it."""
-        come = set[_Id]()
+        """Publish which of these are stored now, or no longer; blocks never before their parent."""
+        come = False
         for one in ids:
-            if one in self._unstored and self._stored(one):
-                come.add(one)
-            elif one in self._published and not self._stored(one):
+            if one in self._published and not self._stored(one):
                 self._remove(one)
-        for one in [one for one in self._unstored if one in come] if come else ():
-            self._publish(one, self._unstored.pop(one))
+            come |= one in self._waiting
+        if come:
+            self._publish_stored()
 
     def clear(self) -> None:
         """Publish that nothing is held any more."""
         for one in list(self._published):
             self._remove(one)
-        self._unstored.clear()
+        self._waiting.clear()
+        self._waiting_tokens = 0
 
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call, in order."""
         taken, self._events = self._events, []
         return taken
 
-    def _note(self, one: _Id, event: BlockStored) -> None:
+    def _note(
+        self, request: Any, one: _Id, hashes: Sequence[bytes], tokens: "array[int]", parent: bytes | None = None
+    ) -> None:
         if one in self._published:
             return
-        if self._stored(one):
-            self._publish(one, event)
-            return
-        self._unstored[one] = event
-        self._unstored.move_to_end(one)
-        if len(self._unstored) > _MOST_UNSTORED:
-            self._unstored.popitem(last=False)
+        self._forget(one)
+        self._waiting[one] = _Blocks(hashes, tokens, parent, request.lora_request, request.cache_salt)
+        self._waiting_tokens += len(tokens)
+        while self._waiting_tokens > _MOST_UNSTORED_TOKENS:
+            self._forget(next(iter(self._waiting)))
 
-    def _publish(self, one: _Id, event: BlockStored) -> None:
-        self._published[one] = event.block_hashes
-        self._events.append(event)
+    def _publish_stored(self) -> None:
+        """Publish what is stored and has a published parent, until there is no more."""
+        ready = [(one, blocks) for one, blocks in self._waiting.items() if self._stored(one)]
+        while now := [(one, blocks) for one, blocks in ready if blocks.parent is None or blocks.parent in self._copies]:
+            for one, blocks in now:
+                self._forget(one)
+                self._published[one] = blocks.hashes
+                self._copies.update(blocks.hashes)
+                self._events.append(blocks.event())
+            ready = [(one, blocks) for one, blocks in ready if one in self._waiting]
+
+    def _forget(self, one: _Id) -> None:
+        if (blocks := self._waiting.pop(one, None)) is not None:
+            self._waiting_tokens -= len(blocks.tokens)
 
     def _remove(self, one: _Id) -> None:
-        self._events.append(BlockRemoved(block_hashes=self._published.pop(one), medium=MEDIUM_CPU))
+        hashes = self._published.pop(one)
+        self._copies.subtract(hashes)
+        gone = [block for block in hashes if not self._copies[block]]
+        for block in gone:
+            del self._copies[block]
+        if gone:
+            self._events.append(
+                BlockRemoved(block_hashes=[maybe_convert_block_hash(block) for block in gone], medium=MEDIUM_CPU)
+            )
 
 
 def _block_hash(chunk: ChunkId, number: int) -> bytes:
     return hashlib.blake2b(f"{chunk}:{number}".encode(), digest_size=32).digest()
-
-
-def _event(request: Any, hashes: Sequence[bytes], tokens: Sequence[int], parent: bytes | None = None) -> BlockStored:
-    """The event of blocks with these hashes and tokens; the salt is a key of a first block, as in vLLM."""
-    adapter = request.lora_request
-    named = () if adapter is None else (adapter.name,)
-    salted = (*named, request.cache_salt) if parent is None and request.cache_salt else named
-    return BlockStored(
-        block_hashes=[maybe_convert_block_hash(one) for one in hashes],
-        parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-        token_ids=list(tokens),
-        block_size=len(tokens) // len(hashes),
-        lora_id=None if adapter is None else adapter.adapter_id,
-        medium=MEDIUM_CPU,
-        lora_name=None if adapter is None else adapter.name,
-        extra_keys=[salted or None, *[named or None] * (len(hashes) - 1)],
-    )

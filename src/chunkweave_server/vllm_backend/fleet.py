@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 
 from chunkweave.config import StoreConfig
@@ -326,17 +327,16 @@ class Fleet:
                 arranged = replica.arranger.arrange(
                     prepared.prompt, prepared.order, counted=False, tenant=prepared.request.tenant
                 )
-            salt = prepared.request.cache_salt or ""
-            replica.announced.note_in_contents(arranged.prompt, salt, weaves=prepared.weaves)
             path, sizes = _reusable(arranged.prompt, prepared.choice)
-            cached = replica.contents.cached_tokens(path, sizes, weaves=prepared.weaves)
+            announced = replica.announced.of(arranged.prompt, prepared.request.cache_salt or "", weaves=prepared.weaves)
+            held = replica.contents.cached_parts(path, weaves=prepared.weaves, announced=announced)
+            cached = sum(compress(sizes, held))
             work = len(arranged.prompt) - cached + prepared.room
             released = asyncio.get_running_loop().create_future()
             options[replica.name] = Placed(replica, prepared, arranged, cached, work, released)
             # All replicas store the instruction and the neutral passages, so these do not count for routing.
-            parts = [part for part in arranged.prompt.parts if part.id in replica.contents]
-            everywhere = sum(len(part) for part in parts if _stored_everywhere(part))
-            of_chunks = max(0, cached - everywhere)
+            parts = (part for part in arranged.prompt.parts if part.id is not None)
+            of_chunks = sum(len(part) for part in compress(parts, held) if not _stored_everywhere(part))
             candidates.append(Candidate(replica.name, replica.outstanding_tokens, of_chunks, replica.contents.tokens))
         return options[self._routing.choose(len(prepared.prompt), candidates).name]
 
@@ -367,7 +367,7 @@ def _replica(upstream: Upstream, settings: Settings, time: VirtualTime) -> Repli
     queue: FairQueue[int] = FairQueue(contents, time, window=settings.batching.window)
     arranger = Arranger(settings.ordering, contents.tree)
     arranger.load(_counts_file(settings.store, upstream.name))
-    announced = AnnouncedBlocks(contents, settings.fleet.mirror_tokens)
+    announced = AnnouncedBlocks(settings.fleet.mirror_tokens)
     return Replica(upstream.name, upstream, contents, announced, arranger, queue)
 
 

@@ -14,10 +14,8 @@ from importlib.util import find_spec
 from typing import Any, Self
 
 from chunkweave.errors import UsageError
-from chunkweave.planning.plan import KVSource
-from chunkweave.prompt.parts import Prompt
-from chunkweave.scheduling.routing import ReplicaContents
-from chunkweave.types import ChunkId
+from chunkweave.prompt.parts import PartKind, Prompt
+from chunkweave.scheduling.routing import NOTHING, Announced
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +26,10 @@ _NUMBER_BYTES = 8
 _END = -1
 """In place of a batch's number: the end of a replay."""
 
-_LARGEST_BATCH_BYTES = 64 << 20
+_LARGEST_BATCH_BYTES = 16 << 20
+_LEAST_BLOCK_TOKENS = 8
 _REPLAY_S = 10.0
+_PAUSE_S = 1.0
 
 _Key = bytes
 """Digest of a cache salt and of all tokens from the first block of a chain to the end of one block."""
@@ -77,30 +77,38 @@ def _of_rank(endpoint: str, rank: int) -> str:
     return f"{address}:{int(port) + rank}" if rank and port.isdecimal() else endpoint
 
 
-class AnnouncedBlocks:
-    """The blocks that one replica announced, oldest first. Belongs to one thread."""
+@dataclass(frozen=True, slots=True)
+class _Block:
+    key: _Key
+    tokens: int
+    parent: Any
 
-    def __init__(self, contents: ReplicaContents, most_tokens: int) -> None:
-        """`contents` are the replica's assumed ones. Of more than `most_tokens` tokens, the oldest are dropped."""
+
+class AnnouncedBlocks:
+    """The blocks that one replica announced; those of an adapter count for the model's other requests, too.
+
+    Belongs to one thread.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        """Of more than `most_tokens` tokens the oldest are dropped, the end of a chain before its beginning."""
         self.next_batch = 0
         """Number of the batch that is expected next."""
-        self._contents = contents
         self._most_tokens = most_tokens
         self._tokens = 0
         self._block_tokens = 0
         """Tokens of a block; only a chunk shorter than that is announced with fewer."""
-        self._blocks: OrderedDict[Any, tuple[_Key, int]] = OrderedDict()
+        self._blocks: OrderedDict[Any, _Block] = OrderedDict()
         self._copies: Counter[_Key] = Counter()
-        self._noted: dict[_Key, ChunkId] = {}
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def clear(self) -> None:
         """Forget everything: the replica was restarted, or events were lost."""
-        self.next_batch = self._tokens = 0
-        for held in (self._blocks, self._copies, self._noted):
-            held.clear()
+        self.next_batch = self._tokens = self._block_tokens = 0
+        self._blocks.clear()
+        self._copies.clear()
 
     def apply(self, number: int, events: Sequence[Any]) -> None:
         """Apply the batch of this number; vLLM's own events and unknown ones have no effect."""
@@ -114,69 +122,67 @@ class AnnouncedBlocks:
                 for block in event["block_hashes"]:
                     self._drop(block)
 
-    def note_in_contents(self, prompt: Prompt, salt: str, *, weaves: bool) -> None:
-        """Add to the replica's assumed contents what it announced of a prompt that it may get."""
+    def of(self, prompt: Prompt, salt: str, *, weaves: bool) -> Announced:
+        """What was announced of a prompt that the replica may get; chunks only if it `weaves`."""
         if not self._blocks:
-            return
+            return NOTHING
         exact = self._exact_parts(prompt, salt)
-        path: list[ChunkId] = []
-        found: list[KVSource | None] = []
-        for number, part in enumerate(prompt.parts):
-            if part.id is None:
-                continue
-            path.append(part.id)
-            key = self._chunk_key(part.token_ids, salt) if weaves and number >= exact else None
-            if key is not None:
-                self._noted[key] = part.id
-            found.append(KVSource.EXACT if number < exact else None if key is None else KVSource.REUSED)
-        sizes = [len(part) for part in prompt.parts if part.id is not None]
-        self._contents.correct(path, sizes, found, weaves=weaves)
+        stored = [part for part in prompt.parts if part.id is not None][exact:] if weaves else ()
+        return Announced(exact, {part.id for part in stored if part.id and self._holds(part.token_ids, salt)})
 
     def _exact_parts(self, prompt: Prompt, salt: str) -> int:
-        """Number of leading parts whose blocks are announced; one without an end of a block counts with the next."""
+        """Number of leading parts with an id whose blocks are announced; one in which no block ends counts with the
+        next.
+        """
         tokens = [token for part in prompt.parts for token in part.token_ids]
-        size, stop, exact = self._block_tokens, 0, 0
+        size, stop, number, exact = self._block_tokens, 0, 0, 0
         for key in _keys(_root(salt), tokens, size):
             if key not in self._copies:
                 break
             stop += size
-        for number, (part, span) in enumerate(zip(prompt.parts, prompt.spans(), strict=True)):
+        for part, span in zip(prompt.parts, prompt.spans(), strict=True):
             if part.id is None:
+                if part.kind is PartKind.START:
+                    continue
                 break
+            number += 1
             if span.start < span.stop - span.stop % size <= stop:
-                exact = number + 1
+                exact = number
         return exact
 
-    def _chunk_key(self, tokens: Sequence[int], salt: str) -> _Key | None:
-        """The key of a chunk's last block if all of them are announced, else None."""
-        keys = list(_keys(_root(salt), tokens, min(self._block_tokens, len(tokens))))
-        return keys[-1] if all(key in self._copies for key in keys) else None
+    def _holds(self, tokens: Sequence[int], salt: str) -> bool:
+        """Whether all whole blocks of a chunk are announced."""
+        return all(key in self._copies for key in _keys(_root(salt), tokens, min(self._block_tokens, len(tokens))))
 
     def _add(self, event: Mapping[str, Any]) -> None:
-        parent, size = event["parent_block_hash"], int(event["block_size"])
+        parent, size, blocks = event["parent_block_hash"], int(event["block_size"]), event["block_hashes"]
         if parent is not None and parent not in self._blocks:
             return
-        before = _root(_salt_of(event)) if parent is None else self._blocks[parent][0]
-        keys = list(_keys(before, event["token_ids"], size))
-        self._block_tokens = max(self._block_tokens, size)
-        for block, key in zip(event["block_hashes"], keys, strict=True):
+        if len(event["token_ids"]) > self._most_tokens or (size < _LEAST_BLOCK_TOKENS and len(blocks) > 1):
+            raise ValueError(f"an event with {len(event['token_ids'])} tokens in {len(blocks)} blocks")
+        before = _root(_salt_of(event)) if parent is None else self._blocks[parent].key
+        above = parent
+        for block, key in zip(blocks, list(_keys(before, event["token_ids"], size)), strict=True):
             self._drop(block)
-            self._blocks[block] = key, size
+            self._blocks[block] = _Block(key, size, parent)
             self._copies[key] += 1
             self._tokens += size
+            self._block_tokens, parent = max(self._block_tokens, size), block
+        for block in reversed(blocks):
+            self._blocks.move_to_end(block)
+        while above in self._blocks:
+            self._blocks.move_to_end(above)
+            above = self._blocks[above].parent
         while self._tokens > self._most_tokens:
             self._drop(next(iter(self._blocks)))
 
     def _drop(self, block: Any) -> None:
-        if block not in self._blocks:
+        if (dropped := self._blocks.pop(block, None)) is None:
             return
-        key, size = self._blocks.pop(block)
-        self._tokens -= size
-        self._copies[key] -= 1
-        if not self._copies[key]:
-            del self._copies[key]
-            if (noted := self._noted.pop(key, None)) is not None:
-                self._contents.forget([noted])
+        self._tokens -= dropped.tokens
+        self._copies[dropped.key] -= 1
+        if not self._copies[dropped.key]:
+            del self._copies[dropped.key]
 
 
 def _root(salt: str) -> _Key:
@@ -219,6 +225,10 @@ class EventSubscriber:
         self._decode = msgspec.msgpack.decode
         self._zmq = zmq
         self._context = zmq.asyncio.Context.instance()
+        self._latest = -1
+        """Number of the latest batch that was not replayed."""
+        if endpoints.replay is not None:  # so that a wrong one is refused now
+            self._connected(zmq.DEALER, endpoints.replay).close(linger=0)
         self._socket = self._connected(zmq.SUB, endpoints.events)
         self._socket.set(zmq.SUBSCRIBE, b"")
         self._task = asyncio.create_task(self._follow())
@@ -232,6 +242,7 @@ class EventSubscriber:
     def _connected(self, kind: int, endpoint: str) -> Any:
         socket = self._context.socket(kind)
         socket.set(self._zmq.MAXMSGSIZE, _LARGEST_BATCH_BYTES)
+        socket.set(self._zmq.RCVHWM, 0)  # else a replay is cut off without a word
         try:
             socket.connect(endpoint)
         except self._zmq.ZMQError as error:
@@ -240,44 +251,72 @@ class EventSubscriber:
         return socket
 
     async def _follow(self) -> None:
-        announced = self._announced
         await self._replay()
         while True:
-            number, batch = _frames(await self._socket.recv_multipart())
-            if number > announced.next_batch:
-                await self._replay()
-            if number > announced.next_batch > 0:
-                logger.warning("%s: KV events were lost, what it announced is forgotten", self._replica)
-                announced.clear()
-            if number >= announced.next_batch:  # others were replayed
-                self._apply(number, batch)
+            try:
+                await self._next()
+            except Exception:  # routing by what was announced is a gain, and no request depends on it
+                logger.exception("%s: KV events cannot be followed, what it announced is forgotten", self._replica)
+                self._announced.clear()
+                await asyncio.sleep(_PAUSE_S)
+
+    async def _next(self) -> None:
+        """Wait for a batch and apply it, behind those that are missing."""
+        announced = self._announced
+        number, batch = _frames(await self._socket.recv_multipart())
+        if number < 0:
+            return
+        if number <= self._latest:
+            logger.info("%s starts its KV events anew", self._replica)
+            announced.clear()
+        self._latest = number
+        if number > announced.next_batch:
+            await self._replay()
+        if number > announced.next_batch > 0:
+            logger.warning("%s: KV events were lost, what it announced is forgotten", self._replica)
+            announced.clear()
+        if number >= announced.next_batch:  # others were replayed
+            await self._apply(number, batch)
 
     async def _replay(self) -> None:
-        """Get the batches from the expected one on, as far as vLLM has kept them."""
-        if self._replay_endpoint is None:
-            return
-        first = self._announced.next_batch
-        socket = self._connected(self._zmq.DEALER, self._replay_endpoint)
-        try:
-            async with asyncio.timeout(_REPLAY_S):
-                await socket.send_multipart([b"", first.to_bytes(_NUMBER_BYTES, "big")])
-                while (found := _frames(await socket.recv_multipart()))[0] != _END:
-                    number, batch = found
-                    if number > self._announced.next_batch > 0:
+        """Get the batches from the expected one on, as far as vLLM has kept them; again while some are left out."""
+        announced, first = self._announced, -1
+        while self._replay_endpoint is not None and first < announced.next_batch:
+            first = announced.next_batch
+            socket = self._connected(self._zmq.DEALER, self._replay_endpoint)
+            try:
+                async with asyncio.timeout(_REPLAY_S):
+                    await socket.send_multipart([b"", first.to_bytes(_NUMBER_BYTES, "big")])
+                    if await self._replayed(socket):
                         return
-                    self._apply(number, batch)
-        except TimeoutError:
-            logger.warning("%s: no replay of KV events within %.3g s", self._replica, _REPLAY_S)
-        finally:
-            socket.close(linger=0)
+            except TimeoutError:
+                logger.warning("%s: no whole replay of KV events within %.3g s", self._replica, _REPLAY_S)
+            finally:
+                socket.close(linger=0)
 
-    def _apply(self, number: int, batch: bytes) -> None:
+    async def _replayed(self, socket: Any) -> bool:
+        """Apply the batches of one replay, up to one that is left out; returns whether none was."""
+        announced, begun = self._announced, False
+        whole = True
+        while (found := _frames(await socket.recv_multipart()))[0] != _END:
+            number, batch = found
+            if number > announced.next_batch and begun:
+                whole = False
+            elif number > announced.next_batch > 0:  # vLLM has not kept what is between
+                announced.clear()
+            if number >= announced.next_batch and whole:
+                await self._apply(number, batch)
+            begun = True
+        return whole
+
+    async def _apply(self, number: int, batch: bytes) -> None:
         try:
             self._announced.apply(number, self._decode(batch)[1])
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            logger.warning("%s: KV events that are not understood: %s", self._replica, error)
+        except Exception as error:  # noqa: BLE001  (whatever a foreign sender may send)
+            logger.warning("%s: KV events that are not understood: %r", self._replica, error)
             self._announced.clear()
             self._announced.next_batch = number + 1
+        await asyncio.sleep(0)  # a socket with messages does not let others run
 
 
 def _frames(frames: Sequence[bytes]) -> tuple[int, bytes]:
