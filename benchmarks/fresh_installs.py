@@ -26,6 +26,7 @@ RUNS = {
     "documents": f"{DOCUMENT}from chunkweave.retrieval.file_kinds import FileKind; "
     "assert 'ferry' in convert(FileKind.HTML, b'<p>The ferry.</p>', ConversionLimits()).markdown",
     "engine": "from chunkweave import Engine; assert Engine.load('reader')",
+    "events": "import msgspec, zmq, chunkweave.vllm.report_socket",
     "examples": "import openai, chunkweave.integrations.langchain, chunkweave.integrations.llama_index",
     "gguf": "import gguf, chunkweave.models.gguf, chunkweave.models.gguf_checkpoint",
     "gpu": "import triton",

@@ -339,7 +339,7 @@ def test_an_endpoint_of_no_known_kind_is_refused_at_the_start(endpoints):
 
 def test_what_reads_events_may_be_missing(monkeypatch):
     monkeypatch.setattr(kv_events, "find_spec", lambda name: None if name == "zmq" else name)
-    with pytest.raises(UsageError, match=r"upstream_events needs zmq: pip install 'chunkweave\[events\]'"):
+    with pytest.raises(UsageError, match="upstream_events needs zmq: pip install msgspec pyzmq"):
         kv_events.event_endpoints(["tcp://host:5557"])
     assert kv_events.event_endpoints([]) == []
 

@@ -68,7 +68,7 @@ def event_endpoints(given: Sequence[str]) -> list[EventEndpoints]:
     """
     endpoints = list(map(EventEndpoints.parse, given))
     if missing := [name for name in ("msgspec", "zmq") if endpoints and find_spec(name) is None]:
-        raise UsageError(f"upstream_events needs {', '.join(missing)}: pip install 'chunkweave[events]'")
+        raise UsageError(f"upstream_events needs {', '.join(missing)}: pip install msgspec pyzmq")
     return endpoints
 
 
