@@ -45,7 +45,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},
 }
 """`full` is last: it stores the prompt exactly, and the others would find that."""
-HEADS = ["mode", "method", "questions", "same answers", "KL to its full prefill", "KL to plain"]
 SLACK = 64
 
 
@@ -186,23 +185,26 @@ def vars_of(values: Sequence[float]) -> dict[str, float]:
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """The table of a result."""
+    """The table of a result: a row for each mode, whose values are those of the methods in order."""
+    by_mode: dict[str, list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        by_mode.setdefault(row["mode"], []).append(row)
 
-    def shown(one: dict[str, float]) -> str:
-        return f"{one['mean']:.4f} ({one['low']:.4f} to {one['high']:.4f})"
+    def shown(rows: Sequence[dict[str, Any]], name: str, digits: int) -> str:
+        return ", ".join(f"{row[name]['mean']:.{digits}f}" for row in rows)
 
     cells = [
         [
-            row["mode"],
-            row["method"],
-            str(row["questions"]),
-            f"{row['same_answers']:.0f}",
-            "" if row["method"] == "full" else shown(row["kl_to_its_full"]),
-            "" if row["mode"] == "plain" else shown(row["kl_to_plain"]),
+            mode,
+            ", ".join(f"{row['same_answers']:.0f}" for row in rows),
+            shown([row for row in rows if row["method"] != "full"], "kl_to_its_full", 3),
+            shown(rows, "kl_to_plain", 4),
         ]
-        for row in result["rows"]
+        for mode, rows in by_mode.items()
+        if mode != "plain again"
     ]
-    return markdown_table(HEADS, cells)
+    heads = ["mode", f"same answers ({', '.join(METHODS)})", "KL to full", "to plain"]
+    return markdown_table(heads, cells)
 
 
 def tables(result: dict[str, Any]) -> dict[str, str]:
