@@ -1,6 +1,7 @@
 """Shared by the programs of this folder: writing results with their settings, and tables on the terminal."""
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -51,6 +52,18 @@ def write(
         seed = getattr(arguments, "seed", 0)  # some use no random numbers
         result = BenchmarkResult(benchmark, command, seed, config, rows, more or {}, complete)
         write_json(arguments.out, result.as_dict())
+
+
+def prepare_vllm() -> None:
+    """Set the environment for a vLLM engine within a process, on one thread of a CPU; before vLLM is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name, value in {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }.items():
+        os.environ.setdefault(name, value)
 
 
 def show(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> None:

@@ -18,7 +18,6 @@ by the same method (what the mode changes; for a woven answer with rotation).
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_program import parse, settings, write
+from bench_program import parse, prepare_vllm, settings, write
 from docs_tables import markdown_table
 from rich.console import Console
 
@@ -227,11 +226,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parse(parser)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    prepare_vllm()
     args.work.mkdir(parents=True, exist_ok=True)
     if args.serve:
         serve(args)

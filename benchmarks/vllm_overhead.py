@@ -21,7 +21,6 @@ Every case has its own share of the pairs' quotients, time without over time wit
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -32,7 +31,7 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from bench_program import parse, settings, write
+from bench_program import parse, prepare_vllm, settings, write
 from docs_tables import markdown_table
 from rich.console import Console
 
@@ -280,11 +279,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parse(parser)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    prepare_vllm()
     if args.serve:
         serve(args)
         return

@@ -251,9 +251,12 @@ class EventSubscriber:
         return socket
 
     async def _follow(self) -> None:
-        await self._replay()
+        begun = False
         while True:
             try:
+                if not begun:
+                    await self._replay()
+                    begun = True
                 await self._next()
             except Exception:  # routing by what was announced is a gain, and no request depends on it
                 logger.exception("%s: KV events cannot be followed, what it announced is forgotten", self._replica)
