@@ -251,13 +251,11 @@ class EventSubscriber:
         return socket
 
     async def _follow(self) -> None:
-        begun = False
+        step = self._replay
         while True:
             try:
-                if not begun:
-                    await self._replay()
-                    begun = True
-                await self._next()
+                await step()
+                step = self._next
             except Exception:  # routing by what was announced is a gain, and no request depends on it
                 logger.exception("%s: KV events cannot be followed, what it announced is forgotten", self._replica)
                 self._announced.clear()
