@@ -2,12 +2,13 @@ r"""The plug-in's cost where it cannot help, and where it can: vLLM with it agai
 
     python benchmarks/vllm_overhead.py --out docs/results/vllm-overhead.json
 
-Needs an environment with vLLM and chunkweave (`make test-vllm` makes one). Two vLLM engines, each in a process of its
-own (workers apart spin while they wait, and take time from the other engine), both with vLLM's prefix caching, get the
-same token ids one after the other, the first of each pair in turn. With the plug-in requests name their chunks and ask
-for `prefix`, which is exact. After each request both rest for `--rest` seconds, in which the plug-in copies what it
-keeps. The plug-in's usual method is `prefix` too: one that reads what chunks attend to would have every request noted
-(`capture`). Cases, each `--requests` pairs but for the first of a kind:
+Needs an environment with vLLM and chunkweave (`make test-vllm` makes one). Three vLLM engines, each in a process of
+its own (workers apart spin while they wait, and take time from the others), all with vLLM's prefix caching, get the
+same token ids one after the other, in turn: without the plug-in, with it, and without it again (the control, whose
+quotient says how far two equal engines differ here). With the plug-in requests name their chunks and ask for `prefix`,
+which is exact. After each request all rest for `--rest` seconds, in which the plug-in copies what it keeps. The plug-
+in's usual method is `prefix` too: one that reads what chunks attend to would have every request noted (`capture`).
+Cases, each `--requests` rounds but for the first of a kind:
 
 - `plain`: requests that name no chunks, all new;
 - `cold`: every chunk is new;
@@ -16,7 +17,8 @@ keeps. The plug-in's usual method is `prefix` too: one that reads what chunks at
 - `evicted`: whole prompts come again with another question, after more prompts than vLLM's cache holds;
 - `no rest`: as `cold`, `BURST` requests after each other, the engines in turn; a value is the time of one burst.
 
-Every case has its own share of the pairs' quotients, time without over time with the plug-in: 1 is no difference.
+A quotient is time without over time with the plug-in (or of the control) in one round: 1 is no difference. `inside` is
+the share of a request's time that the process spends in the connector's methods; a busy machine changes it little.
 """
 
 import argparse
@@ -25,10 +27,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from itertools import count
 from random import Random
+from statistics import median
 from typing import Any
 
 from bench_program import parse, prepare_vllm, settings, write
@@ -44,11 +48,15 @@ BLOCK = 32
 SAME_PREFIX = 4
 """Consecutive prompts with the same beginning."""
 QUESTION, INSTRUCTION = 24, 24
-HEADS = ["case", "pairs", "without", "with", "quotient", "95 % interval"]
+HEADS = ["case", "rounds", "without", "quotient", "control's quotient", "inside the plug-in"]
 
 Request = dict[str, Any]
 """`ids`, `chunks` if any, and whether attention is captured (`noted`)."""
 CASES = ("plain", "cold", "cold, noted", "repeated", "evicted", "no rest")
+ENGINES = ("without", "with", "control")
+
+Times = dict[str, tuple[float, float]]
+"""By engine, the seconds of a request and those inside the plug-in."""
 
 
 @dataclass
@@ -57,21 +65,48 @@ class Engine:
 
     process: subprocess.Popen[str]
 
-    def ask(self, request: Request) -> float:
-        """Seconds to the only token of a request."""
+    def ask(self, request: Request) -> tuple[float, float]:
+        """Seconds to the only token of a request, and those inside the plug-in."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps(request), file=self.process.stdin, flush=True)
         while line := self.process.stdout.readline():
             if line.startswith("took "):
-                return float(line.split()[1])
+                return float(line.split()[1]), float(line.split()[2])
         raise RuntimeError("vLLM has ended")
 
 
+@dataclass
+class Inside:
+    """Time spent in a class's methods; a method called by another one counts once."""
+
+    seconds: float = 0.0
+    depth: int = 0
+
+    def watch(self, watched: type) -> None:
+        """Time every method from now on."""
+        for name, method in list(vars(watched).items()):
+            if callable(method) and not name.startswith("__") and not isinstance(method, type):
+                setattr(watched, name, self._timed(method))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun, self.depth = time.perf_counter(), self.depth + 1
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.depth -= 1
+                if not self.depth:
+                    self.seconds += time.perf_counter() - begun
+
+        return timed
+
+
 @contextmanager
-def started(*, plugin: bool) -> Iterator[Engine]:
+def started(name: str) -> Iterator[Engine]:
     """An engine, ended afterwards."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--serve", "with" if plugin else "without"]
+    command = [sys.executable, __file__, *sys.argv[1:], "--serve", name]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603  (itself)
     try:
         yield Engine(process)
@@ -85,7 +120,11 @@ def serve(args: argparse.Namespace) -> None:
     """Main function of an engine's process: answers requests from standard input."""
     from vllm import LLM, SamplingParams
 
-    plugin = args.serve == "with"
+    from chunkweave.vllm.connector import ChunkweaveConnector
+
+    plugin, inside = args.serve == "with", Inside()
+    if plugin:
+        inside.watch(ChunkweaveConnector)
     connector = {
         "kv_connector": "ChunkweaveConnector",
         "kv_role": "kv_both",
@@ -107,9 +146,9 @@ def serve(args: argparse.Namespace) -> None:
         named = {"chunks": request["chunks"], "capture": request["noted"]} if plugin and request["chunks"] else None
         extra = {"kv_transfer_params": {"chunkweave": named}} if named else None
         sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False, extra_args=extra)
-        begun = time.perf_counter()
+        begun, inside_before = time.perf_counter(), inside.seconds
         engine.generate({"prompt_token_ids": request["ids"]}, sampling, use_tqdm=False)
-        print("took", time.perf_counter() - begun, flush=True)
+        print("took", time.perf_counter() - begun, inside.seconds - inside_before, flush=True)
 
 
 def tokens_of(args: argparse.Namespace) -> int:
@@ -160,57 +199,68 @@ class Prompts:
             counts = True
 
 
-def pairs_of(
-    without: Engine,
-    plugin: Engine,
+def rounds_of(
+    engines: Mapping[str, Engine],
     requests: Iterator[tuple[Request, bool]],
     most: int,
     rest_s: float,
     done: Callable[[], None],
-) -> list[tuple[float, float]]:
-    """Seconds without and with the plug-in of each counted request."""
-    pairs: list[tuple[float, float]] = []
+) -> list[Times]:
+    """Times of each counted request; every engine is the first in turn."""
+    rounds: list[Times] = []
     for number, (request, counts) in enumerate(requests):
-        took: dict[bool, float] = {}
-        for is_plugin in (number % 2 == 0, number % 2 == 1):
-            took[is_plugin] = (plugin if is_plugin else without).ask(request)
+        took: Times = {}
+        for name in in_turn(number):
+            took[name] = engines[name].ask(request)
             time.sleep(rest_s)
         if counts:
-            pairs.append((took[False], took[True]))
+            rounds.append(took)
             done()
-        if len(pairs) == most:
+        if len(rounds) == most:
             break
-    return pairs
+    return rounds
 
 
 def bursts_of(
-    without: Engine, plugin: Engine, prompts: Prompts, most: int, rest_s: float, done: Callable[[], None]
-) -> list[tuple[float, float]]:
-    """Seconds of each burst, without and with the plug-in."""
-    pairs = []
+    engines: Mapping[str, Engine], prompts: Prompts, most: int, rest_s: float, done: Callable[[], None]
+) -> list[Times]:
+    """Times of each burst."""
+    rounds = []
     for number in range(most):
         requests = [prompts.request() for _ in range(BURST)]
-        took = {}
-        for is_plugin in (number % 2 == 0, number % 2 == 1):
-            took[is_plugin] = sum((plugin if is_plugin else without).ask(request) for request in requests)
+        took: Times = {}
+        for name in in_turn(number):
+            asked = [engines[name].ask(request) for request in requests]
+            took[name] = sum(seconds for seconds, _ in asked), sum(inside for _, inside in asked)
             time.sleep(10 * rest_s)
-        pairs.append((took[False], took[True]))
+        rounds.append(took)
         done()
-    return pairs
+    return rounds
 
 
-def row_of(case: str, pairs: list[tuple[float, float]]) -> dict[str, Any]:
+def in_turn(number: int) -> list[str]:
+    """The engines' order in a round."""
+    first = number % len(ENGINES)
+    return [*ENGINES[first:], *ENGINES[:first]][:: 1 if number // len(ENGINES) % 2 else -1]
+
+
+def row_of(case: str, rounds: list[Times]) -> dict[str, Any]:
     """Medians of a case."""
-    quotient = median_interval([without / plugin for without, plugin in pairs])
+    quotient, control = (
+        median_interval([took["without"][0] / took[name][0] for took in rounds]) for name in ("with", "control")
+    )
     return {
         "case": case,
-        "pairs": len(pairs),
-        "without_median_s": median_interval([one for one, _ in pairs]).mean,
-        "with_median_s": median_interval([other for _, other in pairs]).mean,
+        "rounds": len(rounds),
+        **{f"{name}_median_s": median(took[name][0] for took in rounds) for name in ENGINES},
         "quotient": quotient.mean,
         "quotient_low": quotient.low,
         "quotient_high": quotient.high,
-        "seconds": pairs,
+        "control": control.mean,
+        "control_low": control.low,
+        "control_high": control.high,
+        "inside_share": median(took["with"][1] / took["with"][0] for took in rounds),
+        "seconds": [[took[name][0] for name in ENGINES] for took in rounds],
     }
 
 
@@ -227,19 +277,21 @@ def measure(args: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], Non
     }
     rows: list[dict[str, Any]] = []
     bursts = max(2, args.requests // BURST)
-    with started(plugin=False) as without, started(plugin=True) as plugin, progress("requests") as report:
+    with ExitStack() as stack:
+        engines = {name: stack.enter_context(started(name)) for name in ENGINES}
+        report = stack.enter_context(progress("requests"))
         number, total = count(1), sum(bursts if case == "no rest" else args.requests for case in args.cases)
 
         def done() -> None:
             report(next(number), total)
 
         for warm_up in (prompts.cold(), prompts.plain()):
-            pairs_of(without, plugin, warm_up, 3, args.rest, lambda: None)
+            rounds_of(engines, warm_up, 3, args.rest, lambda: None)
         for case in args.cases:
             if case == "no rest":
-                rows.append(row_of(case, bursts_of(without, plugin, prompts, bursts, args.rest, done)))
+                rows.append(row_of(case, bursts_of(engines, prompts, bursts, args.rest, done)))
             else:
-                rows.append(row_of(case, pairs_of(without, plugin, cases[case], args.requests, args.rest, done)))
+                rows.append(row_of(case, rounds_of(engines, cases[case], args.requests, args.rest, done)))
             keep(rows)
     return rows
 
@@ -249,11 +301,11 @@ def table_of(result: Mapping[str, Any]) -> str:
     cells = [
         [
             row["case"],
-            str(row["pairs"]),
+            str(row["rounds"]),
             f"{row['without_median_s']:.3f} s",
-            f"{row['with_median_s']:.3f} s",
-            f"{row['quotient']:.3f}x",
-            f"{row['quotient_low']:.3f} to {row['quotient_high']:.3f}",
+            f"{row['quotient']:.3f}x ({row['quotient_low']:.3f} to {row['quotient_high']:.3f})",
+            f"{row['control']:.3f}x ({row['control_low']:.3f} to {row['control_high']:.3f})",
+            f"{row['inside_share']:.1%}",
         ]
         for row in result["rows"]
     ]
@@ -271,7 +323,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument("--requests", type=int, default=200, help="pairs of each case")
+    parser.add_argument("--requests", type=int, default=200, help="rounds of each case")
     parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--chunk-tokens", type=int, default=160)
     parser.add_argument("--cache-tokens", type=int, default=8192, help="that vLLM's KV cache holds")
