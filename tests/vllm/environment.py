@@ -8,7 +8,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RUNNER_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 """Whether vLLM's Model Runner V2 runs these tests: `make test-vllm-v2`."""
 
-_FOLDERS = [str(ROOT), str(ROOT / "src"), *([str(Path(__file__).parent / "runner_v2")] if RUNNER_V2 else [])]
+_START_UP = Path(__file__).parent / ("runner_v2" if RUNNER_V2 else "forking")
+"""The folder of the `sitecustomize` of vLLM's processes."""
+
+_FOLDERS = [str(ROOT), str(ROOT / "src"), str(_START_UP)]
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -80,16 +80,17 @@ class FrontProcess:
 
 
 @contextmanager
-def front_process(folder: Path, port: int, *options: str, model: str = "reader") -> Iterator[FrontProcess]:
-    """A front with its servers; ended, gently, with the block."""
+def front_process(
+    folder: Path, port: int, *options: str, model: str = "reader", spawns: bool = False
+) -> Iterator[FrontProcess]:
+    """A front with its servers; ended, gently, with the block. If it `spawns`, vLLM's processes start as users' do."""
     command = [sys.executable, "-c", START, "vllm-serve", model, "--port", str(port), "--graceful", "5"]
     command += [*options, *FLAGS]
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     log = folder / "front.log"
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "CHUNKWEAVE_TESTS_SPAWN": str(int(spawns))}
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
-        )
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     front = FrontProcess(f"http://127.0.0.1:{port}", process, log)
     try:
         front.wait_until_ready()

@@ -84,7 +84,7 @@ def front(tmp_path_factory):
     )  # a small model would write nothing else
     parsers = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     lora = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--lora-modules", *adapters)
-    with front_process(folder, free_port(), *options, *dense, *parsers, *lora) as running:
+    with front_process(folder, free_port(), *options, *dense, *parsers, *lora, spawns=True) as running:
         yield running
 
 
