@@ -296,6 +296,22 @@ def test_a_replay_that_leaves_batches_out_is_asked_for_again(publisher):
     assert publisher.asked == [0, 3]
 
 
+def test_a_first_replay_that_fails_does_not_end_the_following(publisher, monkeypatch):
+    failing, read = iter([True]), kv_events._frames
+
+    def frames(found):
+        if next(failing, False):
+            raise RuntimeError("a foreign answer")
+        return read(found)
+
+    monkeypatch.setattr(kv_events, "_frames", frames)
+    monkeypatch.setattr(kv_events, "_PAUSE_S", 0.01)
+    publisher.send(stored(A, name="early"), lost=True)
+    with FakeVllm() as vllm, running_front(vllm, upstream_events=(publisher.endpoint,)) as client:
+        wait_until(lambda: len(announced(client)) == 3)
+    assert publisher.asked == [0, 0]
+
+
 @pytest.mark.parametrize("publisher", [{"first": 4}], indirect=True)
 def test_what_vllm_has_not_kept_is_no_reason_to_forget_the_rest(publisher):
     for number in range(3):
