@@ -6,8 +6,8 @@ Needs an environment with vLLM and chunkweave (`make test-vllm` makes one). Thre
 its own (workers apart spin while they wait, and take time from the others), all with vLLM's prefix caching, get the
 same token ids one after the other, in turn: without the plug-in, with it, and without it again (the control, whose
 quotient says how far two equal engines differ here). With the plug-in requests name their chunks and ask for `prefix`,
-which is exact. After each request all rest for `--rest` seconds, in which the plug-in copies what it keeps. The plug-
-in's usual method is `prefix` too: one that reads what chunks attend to would have every request noted (`capture`).
+which is exact. After each request all rest for `--rest` seconds, in which the plug-in copies what it keeps. Its usual
+method is `prefix` too: one that reads what chunks attend to would have every request noted (`capture`).
 Cases, each `--requests` rounds but for the first of a kind:
 
 - `plain`: requests that name no chunks, all new;
