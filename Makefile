@@ -102,8 +102,9 @@ test-vllm-next: $(VLLM_NEXT_VENV)/.installed ## The same tests on the newest vLL
 test-vllm-next-smoke: $(VLLM_NEXT_VENV)/.installed ## A part of these, some minutes
 	$(VLLM_NEXT_VENV)/bin/python -m pytest $(VLLM_NEXT_SMOKE) $(AT_ONCE) $(SLOWEST)
 
-test-clients: $(CLIENTS_VENV)/.installed ## .venv-clients with LangChain and LlamaIndex, then the examples against a real server
-	$(CLIENTS_VENV)/bin/python -m pytest tests/server/test_examples.py
+test-clients: $(CLIENTS_VENV)/.installed ## .venv-clients with LangChain, LlamaIndex and LiteLLM; the recipes against real servers, with .venv-vllm also vLLM's
+	OMP_NUM_THREADS=1 $(if $(wildcard $(VLLM_VENV)/.installed),CHUNKWEAVE_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python) \
+		$(CLIENTS_VENV)/bin/python -m pytest tests/clients tests/server/test_examples.py $(SLOWEST)
 
 # No network is needed where PYTHON has what is imported; else .venv-test is made.
 first-gpu: ## PART=engine, kernels or vllm (MODEL=, DATASET=): checks and measurements on a GPU, below 9 minutes a part
@@ -256,10 +257,10 @@ $(DOCS_VENV)/.installed: pyproject.toml
 	$(DOCS_VENV)/bin/python -m pip install $(PIP_ARGS) 'mkdocs-material>=9.7,<10'
 	touch $@
 
-# LangChain wants an older OpenAI client than the tests do, so these have an environment of their own.
-$(CLIENTS_VENV)/.installed: pyproject.toml
-	$(call make_venv,$(CLIENTS_VENV))
-	$(CLIENTS_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[engine,server,examples]' 'pytest>=8.4' 'httpx>=0.28'
+# The clients, and the older OpenAI client that LangChain wants, over what .venv-test has.
+$(CLIENTS_VENV)/.installed: pyproject.toml $(TEST_VENV)/.installed
+	$(call make_venv_over,$(CLIENTS_VENV),$(TEST_VENV))
+	$(CLIENTS_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[examples]'
 	touch $@
 
 $(DIST_VENV)/.installed:

@@ -8,7 +8,8 @@ import json
 import multiprocessing
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,15 +23,21 @@ from sustained_engines import FULL, TOP, FirstToken
 
 from chunkweave.calibration.contenders import make_contenders
 from chunkweave.config import StoreConfig
+from chunkweave.engine.prefill import Prefilled
+from chunkweave.engine.runner import Decoding
 from chunkweave.errors import ChunkweaveError
+from chunkweave.kv.request_cache import RequestCache, keep_freed_memory
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt
+from chunkweave.scheduling.drafts import Drafts, StepCosts
 from chunkweave_server.vllm_backend.process import SERVER
 
 TRANSFORMERS, LLAMA, LLAMA_SHIFTING, VLLM, OWN = "transformers", "llama.cpp", "llama.cpp:cache-reuse", "vllm", "own"
 FAILURES = (ChunkweaveError, httpx.HTTPError, json.JSONDecodeError, OSError, EOFError)
 """Errors that make a contender unavailable."""
+NATIVE, DRAFTS = "native", "drafts"
 _MODEL = "peers"
+_MOST_DRAFTS = 8
 _MIB = 1 << 20
 _ANSWER_S = 600.0
 _SHIFTED_TOKENS = 256
@@ -55,6 +62,8 @@ class Settings:
     python: str
     port: int
     log: Path
+    at_once: int = 1
+    """Requests that servers accept at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +84,9 @@ class Contender(Protocol):
 
     def answer(self, prompt: Prompt, new_tokens: int) -> Answered:
         """Answer one prompt, with the engine's own caching; with log-probabilities if one token is requested."""
+
+    def together(self, prompts: Sequence[Prompt], new_tokens: int) -> float:
+        """Answer prompts at once; returns the seconds to the last token of all."""
 
     def peak_rss_bytes(self) -> int:
         """Peak physical memory of its processes."""
@@ -123,9 +135,12 @@ class Child:
         self._receive()
 
     def answer(self, prompt: Prompt, new_tokens: int) -> Answered:
-        self._connection.send((prompt, new_tokens))
-        answered: Answered = self._receive()
+        answered: Answered = self._ask("answer", prompt, new_tokens)
         return answered
+
+    def together(self, prompts: Sequence[Prompt], new_tokens: int) -> float:
+        seconds: float = self._ask("together", prompts, new_tokens)
+        return seconds
 
     def peak_rss_bytes(self) -> int:
         return peak_rss_bytes(self._process.pid or 0)
@@ -135,6 +150,10 @@ class Child:
         self._connection.close()
         self._process.join(30.0)
         self._process.kill()
+
+    def _ask(self, *call: Any) -> Any:
+        self._connection.send(call)
+        return self._receive()
 
     def _receive(self) -> Any:
         try:
@@ -155,7 +174,8 @@ def _answer_all(connection: Connection, name: str, settings: Settings) -> None:
         engine: InProcess = Transformers(settings) if kind == TRANSFORMERS else OwnEngine(spec, settings)
         connection.send(None)
         while True:
-            connection.send(engine.answer(*connection.recv()))
+            name, *arguments = connection.recv()
+            connection.send(getattr(engine, name)(*arguments))
     except EOFError:
         return
     except (ChunkweaveError, ImportError, OSError, RuntimeError, ValueError) as error:
@@ -185,41 +205,89 @@ class Transformers:
 
 
 class OwnEngine:
-    """chunkweave's engine with one method and a store of its own, by its runner: as the others it gets token ids."""
+    """chunkweave's engine with one method and a store of its own, by its runner: as the others it gets token ids.
+
+    `METHOD+native` computes with the quantized weights of the file as they are, `METHOD+drafts` with draft tokens.
+    """
 
     def __init__(self, spec: str, settings: Settings) -> None:
         from chunkweave import Engine
-        from chunkweave.kv.request_cache import keep_freed_memory
 
         keep_freed_memory()
-        ((self._name, self._method),) = make_contenders([spec]).items()
+        written, *variants = spec.split("+")
+        if unknown := {*variants} - {NATIVE, DRAFTS}:
+            raise ChunkweaveError(f"no variant {min(unknown)!r}: there are {NATIVE} and {DRAFTS}")
+        ((self._name, self._method),) = make_contenders([written]).items()
+        self._drafts, self._costs = _MOST_DRAFTS * (DRAFTS in variants), StepCosts()
+        model, weights = (settings.gguf, "native") if NATIVE in variants else (settings.folder, "auto")
         store = StoreConfig(host_budget_bytes=settings.kept_bytes)
-        self._runner = Engine.load(settings.folder, dtype=settings.dtype, store=store).runner
+        self._runner = Engine.load(model, dtype=settings.dtype, weights=weights, store=store).runner
 
     def answer(self, prompt: Prompt, new_tokens: int) -> Answered:
-        keeps = self._name != FULL
         started = time.perf_counter()
-        prefilled = self._runner.prefill(prompt, self._method, new_tokens=new_tokens, capture=keeps)
+        prefilled = self._prefill(prompt, new_tokens)
+        drafts = Drafts(prompt.token_ids) if self._drafts else None
+        generated: list[int] = []
 
         def decode(token: int, place: int) -> torch.Tensor:
-            return self._runner.decode([prefilled.cache], [token], [len(prompt) + place])[0]
+            generated.append(token)
+            return self._step(prefilled.cache, drafts, generated, len(prompt) + place, new_tokens - place - 2)
 
         plan = prefilled.plan
         stored = plan.tokens(KVSource.EXACT) + plan.tokens(KVSource.REUSED)
         answered = _decoded(prefilled.logits.flatten(), decode, new_tokens, started, stored)
-        if keeps:
-            self._runner.store_new(prefilled)
+        self._keep(prefilled)
         return answered
+
+    def together(self, prompts: Sequence[Prompt], new_tokens: int) -> float:
+        started, tokens, caches = time.perf_counter(), list[int](), list[RequestCache]()
+        for prompt in prompts:
+            prefilled = self._prefill(prompt, new_tokens)
+            tokens.append(int(prefilled.logits.argmax()))
+            caches.append(prefilled.cache)
+            self._keep(prefilled)
+        for place in range(new_tokens - 1):
+            logits = self._runner.decode(caches, tokens, [len(prompt) + place for prompt in prompts])
+            tokens = logits.argmax(-1).tolist()
+        return time.perf_counter() - started
+
+    def _prefill(self, prompt: Prompt, new_tokens: int) -> Prefilled:
+        return self._runner.prefill(prompt, self._method, new_tokens=new_tokens, capture=self._name != FULL)
+
+    def _keep(self, prefilled: Prefilled) -> None:
+        if self._name != FULL:
+            self._runner.store_new(prefilled)
+
+    def _step(
+        self, cache: RequestCache, drafts: Drafts | None, generated: list[int], position: int, most: int
+    ) -> torch.Tensor:
+        """Logits behind the last token, and behind each draft token that was right: `[tokens, vocab]`."""
+        found = () if drafts is None or self._costs.stale(1) else drafts.find(generated, min(most, self._drafts))
+        if drafts is not None and found:
+            found = found[: self._costs.allot([(len(found), drafts.acceptance)], len(found))[0]]
+        since_s = time.perf_counter()
+        logits = self._runner.step([Decoding(cache, (generated[-1], *found), position, 1 + len(found))], [])
+        self._costs.ran(1, len(found), time.perf_counter() - since_s)
+        chosen = logits.argmax(-1).tolist()
+        right = next((place for place, token in enumerate(found) if token != chosen[place]), len(found))
+        if drafts is not None:
+            drafts.checked(len(found), right)
+        generated += found[:right]
+        return logits[: 1 + right]
 
 
 def _decoded(
     logits: torch.Tensor, decode: Callable[[int, int], torch.Tensor], new_tokens: int, started: float, stored: int
 ) -> Answered:
-    """Greedy decoding from the first logits on; `decode` gives those behind a token, by its place in the answer."""
-    token = int(logits.argmax())
+    """Greedy decoding from the first logits on.
+
+    `decode` gives those behind a token, by its place in the answer, and those behind right guesses of what follows it.
+    """
+    token, place = int(logits.argmax()), 0
     first_s = time.perf_counter()
-    for place in range(new_tokens - 1):
-        token = int(decode(token, place).argmax())
+    while place < new_tokens - 1:
+        *_, token = chosen = decode(token, place).argmax(-1).reshape(-1).tolist()
+        place += len(chosen)
     ended = time.perf_counter()
     logs, tokens = logits.float().log_softmax(-1).topk(TOP)
     likeliest = dict(zip(tokens.tolist(), logs.tolist(), strict=True)) if new_tokens == 1 else {}
@@ -230,19 +298,21 @@ def _decoded(
 def _server(command: str, url: str, settings: Settings) -> Iterator[tuple[httpx.Client, int]]:
     with (
         serving(command, url, ready_path="/health", log=settings.log) as pid,
-        httpx.Client(base_url=url, timeout=_ANSWER_S) as client,
+        # llama.cpp may close an idle connection at the moment of the next request.
+        httpx.Client(base_url=url, timeout=_ANSWER_S, limits=httpx.Limits(max_keepalive_connections=0)) as client,
     ):
         yield client, pid
 
 
 def llama_command(settings: Settings, port: int, *, shifting: bool) -> str:
-    """llama.cpp's server with one slot and its prompt cache, also over prompts before the last one.
+    """llama.cpp's server with its prompt cache, also over prompts before the last one, and a slot for each request.
 
-    With `shifting` it also reuses pieces of the last prompt from other positions, by rotation.
+    With `shifting` it has one slot, and also reuses pieces of the last prompt from other positions, by rotation.
     """
     call = [str(settings.llama_server), "--model", str(settings.gguf), "--host", "127.0.0.1", "--port", str(port)]
-    call += ["--threads", str(settings.threads), "--threads-batch", str(settings.threads), "--parallel", "1"]
-    call += ["--ctx-size", str(settings.max_tokens), "--cache-ram", str(settings.kept_bytes // _MIB)]
+    slots = 1 if shifting else settings.at_once
+    call += ["--threads", str(settings.threads), "--threads-batch", str(settings.threads), "--parallel", str(slots)]
+    call += ["--ctx-size", str(slots * settings.max_tokens), "--cache-ram", str(settings.kept_bytes // _MIB)]
     return shlex.join([*call, *(["--cache-reuse", str(_SHIFTED_TOKENS)] if shifting else [])])
 
 
@@ -250,9 +320,17 @@ def vllm_command(settings: Settings, port: int) -> str:
     """The command of vLLM for CPUs as it is installed, with its prefix cache."""
     call = [settings.python, "-m", SERVER, "--model", str(settings.folder), "--served-model-name", _MODEL]
     call += ["--dtype", settings.dtype, "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-    call += ["--max-num-seqs", "1", "--max-model-len", str(settings.max_tokens), "--enable-prefix-caching"]
-    call += ["--enable-prompt-tokens-details"]
+    call += ["--max-num-seqs", str(settings.at_once), "--max-model-len", str(settings.max_tokens)]
+    call += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
     return shlex.join([*call, "--kv-cache-memory-bytes", str(settings.kept_bytes)])
+
+
+def _at_once(contender: Contender, prompts: Sequence[Prompt], new_tokens: int) -> float:
+    """`Contender.together` of a server."""
+    started = time.perf_counter()
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        list(threads.map(lambda prompt: contender.answer(prompt, new_tokens), prompts))
+    return time.perf_counter() - started
 
 
 @dataclass(slots=True)
@@ -317,6 +395,9 @@ class LlamaServer:
         timings = last["timings"]
         return stream.answered(len(prompt) - timings["prompt_n"], likeliest, timings["prompt_ms"] / 1e3)
 
+    def together(self, prompts: Sequence[Prompt], new_tokens: int) -> float:
+        return _at_once(self, prompts, new_tokens)
+
     def peak_rss_bytes(self) -> int:
         return peak_rss_bytes(self.pid)
 
@@ -350,6 +431,9 @@ class VllmServer:
         stream.tokens = usage["completion_tokens"]
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return stream.answered(cached, likeliest)
+
+    def together(self, prompts: Sequence[Prompt], new_tokens: int) -> float:
+        return _at_once(self, prompts, new_tokens)
 
     def peak_rss_bytes(self) -> int:
         return peak_rss_bytes(self.pid)

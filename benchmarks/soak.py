@@ -50,10 +50,10 @@ def descriptors() -> int:
 def small_request(draw: random.Random) -> tuple[str, dict[str, Any]]:
     """A request of one of the kinds that a server sees; some are wrong on purpose."""
     documents = draw.sample(_PASSAGES, 2)
-    body = {"documents": documents, "max_tokens": draw.randint(1, 3), "temperature": 0}
+    body = {"documents": documents, "max_tokens": draw.randint(1, 3), "temperature": 0, "n": draw.choice((1, 1, 2))}
     kind = draw.random()
     if kind < 0.05:
-        return "/v1/completions", {**body, "prompt": "When?", "n": 2}
+        return "/v1/completions", {**body, "prompt": "When?", "top_p": 2}
     if kind < 0.5:
         return "/v1/completions", {**body, "prompt": "When does it leave?", "chunkweave": {"method": "full-reuse"}}
     messages = [{"role": "user", "content": f"When does ferry {draw.randint(0, 9)} leave?"}]

@@ -136,7 +136,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, str]:
 def _measured(engine: Engine, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     model = engine.loaded.model
     kernels = {
-        name: make_attention(AttentionKernel.parse(name), model.geometry, dtype=model.dtype, device=model.device)
+        name: make_attention(AttentionKernel(name), model.geometry, dtype=model.dtype, device=model.device)
         for name in arguments.kernels.split(",")
     }
     cases: dict[tuple[str, str], Case] = {}

@@ -1,10 +1,12 @@
 """Frozen configurations, checked on construction, and pure functions that resolve "auto"."""
 
 import re
+from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil
 from pathlib import Path
+from typing import Any, Protocol
 
 from chunkweave.errors import UsageError
 from chunkweave.plugins import METHODS, POLICIES, load_plugin_files
@@ -65,6 +67,14 @@ class Weights(StrEnum):
     """As transformers loads them."""
     INT8 = "int8"
     """One byte per weight, on CPUs: half the memory of bfloat16; results differ slightly."""
+    NATIVE = "native"
+    """A GGUF file's own groups of 4 and 8 bits, on CPUs in bfloat16: about the file's size in memory, and no converted
+    copy on disk. Decoding is faster, prefill slower; results differ slightly."""
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights in memory are others than the checkpoint's."""
+        return self in (Weights.INT8, Weights.NATIVE)
 
 
 @configuration(_OWN_ENGINE)
@@ -87,7 +97,7 @@ class ModelConfig:
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
     weights: Weights = setting(
         Weights.AUTO,
-        "Weights in memory: auto, in the fastest order; plain, as loaded; int8, on CPUs.",
+        "Weights in memory: auto, in the fastest order; plain, as loaded; on CPUs int8, or native, as in a GGUF file.",
     )
     threads: int | None = setting(None, "CPU threads of PyTorch; none: one per core, within the CPU quota.", least=1)
     backend: Backend = setting(Backend.ENGINE, "What computes answers: engine (this package) or vllm.", places=SERVERS)
@@ -228,6 +238,54 @@ class StoreConfig:
             raise UsageError("remote_url must be a URL such as redis://host:6379 or s3://bucket/path")
 
 
+class PieceKind(StrEnum):
+    """Kinds of pieces of a prompt whose chunks were found by `prompt.find_chunks`."""
+
+    PASSAGE = "passage"
+    """At least 48 tokens of ordinary sentences."""
+    SYSTEM = "system"
+    """Text of a system message."""
+    SHORT = "short"
+    """Fewer than 48 tokens."""
+    NUMBERS = "numbers"
+    """Many digits: tables, lists of figures."""
+    CODE = "code"
+    """Many signs: code, JSON, markup."""
+    RESULTS = "results"
+    """Ordinary sentences in a tool's result: what is copied out of them into the next call must be right."""
+    QUESTION = "question"
+    """The end of the last user message."""
+    CONTROL = "control"
+    """Tokens of the chat template."""
+
+
+@configuration(SERVERS | {Place.CONNECTOR})
+@dataclass(frozen=True, slots=True)
+class FindConfig:
+    """Chunks found in prompts that name none. Pieces of a kind in `exact_pieces` are never woven.
+
+    Raises:
+        UsageError: no such kind.
+    """
+
+    find_chunks: bool = setting(
+        False,
+        "Find chunks in prompts that name none.",
+        places=SERVERS | {Place.CONNECTOR, Place.REQUEST},
+    )
+    exact_pieces: tuple[str, ...] = setting(
+        ("system", "short", "numbers", "code", "results"),
+        "Found text that is never woven: system, short, numbers, code, results (of tools), or none.",
+        choices=("system", "short", "numbers", "code", "results", "none"),
+    )
+
+    @property
+    def exact_kinds(self) -> Set[PieceKind]:
+        """Kinds of pieces that are never woven."""
+        always = {PieceKind.QUESTION, PieceKind.CONTROL}
+        return always.union(PieceKind(one) for one in self.exact_pieces if one != "none")
+
+
 class AttentionKernel(StrEnum):
     """Implementations of attention."""
 
@@ -241,7 +299,7 @@ class AttentionKernel(StrEnum):
 @configuration(_OWN_ENGINE)
 @dataclass(frozen=True, slots=True)
 class ComputeConfig:
-    """How a model runs on its device. None of it changes results.
+    """How a model runs on its device. None of it changes results by more than rounding.
 
     With `decode_graphs`, on CUDA with the Triton kernel, a step of decoding requests only is recorded once as a CUDA
     graph and replayed: one launch instead of hundreds, 6 ms a token instead of 24 (Llama-3-8B's shape, an H200).
@@ -249,6 +307,12 @@ class ComputeConfig:
 
     attention: AttentionKernel = setting(AttentionKernel.AUTO, "Attention kernel: auto, triton, onednn or sdpa.")
     decode_graphs: bool = setting(True, "On CUDA, decode by recorded graphs.")
+    draft_tokens: int = setting(
+        0,
+        "Maximum tokens per request and step that are guessed from the prompt and checked together (prompt lookup "
+        "decoding); 0: off.",
+        least=0,
+    )
     pinned_bytes: int = setting(
         4 * GIB,
         "On CUDA, maximum page-locked host memory for segments from slower tiers.",
@@ -516,9 +580,33 @@ class WeaveConfig:
     lookup_timeout_s: float = setting(0.5, "Maximum wait for a remote lookup; then normal prefill.", above=0)
 
 
+class AnswerMatching(Protocol):
+    """How far one answer has matched its grammar."""
+
+    def masked(self, logits: Any) -> Any:
+        """Logits `[vocab]` with -inf for all tokens that may not come next."""
+
+    def take(self, token: int) -> None:
+        """Add the next token."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the grammar allows no further token."""
+
+
+class AnswerGrammar(Protocol):
+    """A grammar compiled for the model's tokenizer (`chunkweave.engine.grammar`)."""
+
+    def begin(self) -> AnswerMatching:
+        """The state of a new answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are sampled and when to stop. `temperature=0` is greedy and deterministic.
+
+    `logprobs` is the number of alternatives whose log-probabilities are returned with each token's own; None: none are.
+    Answers match the `grammar`, if one is given.
 
     >>> from chunkweave import SamplingParams
     >>> SamplingParams(max_new_tokens=32).greedy, SamplingParams(temperature=0.7, top_p=0.9, seed=1).greedy
@@ -530,8 +618,12 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = field(default=())
+    logprobs: int | None = None
+    grammar: AnswerGrammar | None = None
 
     def __post_init__(self) -> None:
+        if self.logprobs is not None and self.logprobs < 0:
+            raise UsageError(f"logprobs must not be negative, not {self.logprobs}")
         if self.max_new_tokens < 1:
             raise UsageError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if not self.temperature >= 0.0:
@@ -560,11 +652,15 @@ def resolve_device(device: str, *, cuda_available: bool) -> str:
     return device
 
 
+DTYPES_ON_CPU = ("float32", "bfloat16")
+"""What models compute in on CPUs."""
+
+
 def resolve_dtype(dtype: str, *, device: str, checkpoint: str, fast_bf16: bool) -> str:
     """The name of the floating-point type to compute in.
 
-    `auto` takes the checkpoint's type on CUDA. On a CPU a half-precision checkpoint runs in bfloat16 if the CPU has
-    instructions for it (`fast_bf16`), else in float32.
+    `auto` takes the checkpoint's type on CUDA. On a CPU a half-precision checkpoint runs in bfloat16 if that is faster
+    there (`fast_bf16`), else in float32.
 
     Raises:
         UsageError: an unknown type, or float16 on a CPU.

@@ -96,6 +96,8 @@ class ReuseReport:
     `chunks_not_sent` (`tokens_not_sent`) were already in the context; `turns_cut` is the number of turns that were cut
     off to fit.
 
+    Of `draft_tokens` (prompt lookup decoding, our engine only) `accepted_tokens` are in the answer; each saved a step.
+
     >>> from chunkweave import Chunk, Engine
     >>> choir = Chunk("The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.", source="choir")
     >>> with Engine.load("reader", method="full-reuse") as engine:
@@ -137,6 +139,8 @@ class ReuseReport:
     hits: Mapping[str, int] = field(default_factory=dict)
     check_layers: tuple[int, ...] = ()
     stopped_at_layer: int | None = None
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def tokens_by_source(self) -> dict[str, int]:

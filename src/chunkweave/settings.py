@@ -124,7 +124,8 @@ class Setting:
 
     `name` is its name outside Python, `attribute` its field, `kind` its type. `defaults` maps places to a default that
     differs from `default`. A `secret` is shown without user, password and options. A number is finite, at least `least`
-    or above `above`, and at most `most`. With `plugins`, the value is the name of one of them.
+    or above `above`, and at most `most`. With `plugins`, the value is the name of one of them. The texts of a list with
+    `choices` are some of them.
     """
 
     default: Any
@@ -140,6 +141,7 @@ class Setting:
     above: float | None = None
     most: float | None = None
     plugins: Plugins | None = None
+    choices: tuple[str, ...] = ()
 
     @property
     def plain(self) -> Any:
@@ -225,13 +227,15 @@ class Setting:
         return isinstance(value, str) and (texts or issubclass(kind, Path | StrEnum))
 
     def refuse_out_of_range(self, value: Any) -> None:
-        """Refuse numbers that are not finite or out of bounds, and values that an enum does not have.
+        """Refuse numbers that are not finite or out of bounds, and values that are none of an enum or of the choices.
 
         Raises:
             UsageError: the value is refused; the message says what is allowed.
         """
         if issubclass(self.plain, StrEnum):
             self.parse(value)
+        if self.choices and (wrong := [one for one in value if one not in self.choices]):
+            raise UsageError(f"{self.attribute} takes {', '.join(self.choices)}, not {wrong[0]!r}")
         if not isinstance(value, int | float) or (self.least is None and self.above is None):
             return
         above_least = value > self.above if self.above is not None else value >= (self.least or 0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from operator import attrgetter
 from typing import NewType
 
@@ -13,6 +14,14 @@ SegmentId = NewType("SegmentId", str)
 
 Context = tuple[ChunkId, ...]
 """Ids of the parts before a chunk, in prompt order; empty: computed alone (after BOS at most)."""
+
+
+class CacheUse(StrEnum):
+    """What a request does with stored KV: use and keep it, only read what is stored, or neither."""
+
+    USE = "use"
+    READ = "read"
+    OFF = "off"
 
 
 MOST_SOURCE_CHARACTERS = 1024

@@ -20,7 +20,7 @@ from chunkweave.prompt.tokenizer import tokens_a_word
 from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.retrieval.speculation import Found, NotStarted, Retriever, SpeculativeAnswer
-from chunkweave.types import Chunk
+from chunkweave.types import CacheUse, Chunk
 from chunkweave_server.backend import Backend, BackendParts, Event, Forgotten, Submission
 from chunkweave_server.corpora import Corpora
 from chunkweave_server.errors import HttpError
@@ -73,8 +73,15 @@ class RunningAnswer:
     """A running answer with the resources that it holds; `aclose` releases them."""
 
     def __init__(
-        self, answering: "Answering", meta: RequestMeta, slot: ExitStack, salt: str, chunks: Iterable[Chunk]
+        self,
+        answering: "Answering",
+        meta: RequestMeta,
+        slot: ExitStack,
+        salt: str,
+        chunks: Iterable[Chunk],
+        cache: CacheUse,
     ) -> None:
+        self._cache = cache
         self._salt = salt
         self._texts = frozenset(chunk.text for chunk in chunks)
         self.end: AnswerEnd | None = None
@@ -142,11 +149,13 @@ class RunningAnswer:
         if self.retrieval is not None:
             end = self.retrieval.ranked(end)
             end = replace(end, shown={**end.shown, **self.retrieval.shown(end.prefilled_s)})
+        if self._cache is not CacheUse.USE:
+            end = replace(end, shown={**end.shown, "cache": self._cache})
         self.end = end
         self._observed = True
         for counts in (self._answering.counts[self._meta.tenant], self._answering.counts_of_all):
             counts.add(end.report)
-        if self._answering.improving.on:
+        if self._answering.improving.on and self._cache is CacheUse.USE:
             self._answering.improving.served(self._meta.tenant, self._salt, end)
         self._answering.observer.answered(self._meta, end.report, finish_reason=end.finish_reason)
 
@@ -265,7 +274,7 @@ class Answering:
         self._backend.check(body)
         most_tokens = check_limits(body, self._limits.settings, calibrated=self._parts.calibrated)
         turn = turn_of(body, question)
-        sampling = SamplingParams(most_tokens, body.temperature, body.top_p, body.seed, body.stops)
+        sampling = SamplingParams(most_tokens, body.temperature, body.top_p, body.seed, body.stops, body.alternatives)
 
         async def submit(chunks: Sequence[Chunk], *, speculative: bool) -> PendingAnswer[Event]:
             self._warn_of_unreadable(chunks)
@@ -280,6 +289,8 @@ class Answering:
                 turn,
                 tenant.name,
                 question.history,
+                continued=question.continued,
+                cache=CacheUse(reuse.cache),
             )
             submission = Submission(request, reuse.method_request, body, arrived_s, tenant.name)
             answer = await self._backend.submit(submission, speculative=speculative)
@@ -291,7 +302,7 @@ class Answering:
 
         if reuse.corpus is None:
             chunks = chunks_of(body.documents)
-            running = RunningAnswer(self, meta, slot, salt, chunks)
+            running = RunningAnswer(self, meta, slot, salt, chunks, CacheUse(reuse.cache))
             with self._starts(running):
                 running.answer = await submit(chunks, speculative=False)
         else:
@@ -301,7 +312,8 @@ class Answering:
             speculation = self.retriever.question(submit_found, by_set=by_set)
             try:
                 found = await self._retrieve(tenant, reuse.corpus, question.text, body, speculation)
-                running = RunningAnswer(self, meta, slot, salt, (one.chunk for one in found.chunks))
+                texts = (one.chunk for one in found.chunks)
+                running = RunningAnswer(self, meta, slot, salt, texts, CacheUse(reuse.cache))
                 running.retrieval = _Retrieval(found, speculation, reuse.conversation_id is not None)
                 with self._starts(running):
                     if (started := await speculation.final(found.chunks)) is None:

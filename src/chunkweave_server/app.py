@@ -14,6 +14,7 @@ from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import chunkweave
@@ -21,7 +22,9 @@ from chunkweave.errors import UsageError
 from chunkweave_server import page, routes
 from chunkweave_server.activity import activity
 from chunkweave_server.backend import Stage
+from chunkweave_server.embeddings import embeddings
 from chunkweave_server.errors import install_error_handlers
+from chunkweave_server.fields import CAPPED_HEADER, UNKNOWN_HEADER
 from chunkweave_server.gate import Gate
 from chunkweave_server.service import OnStage, Service
 from chunkweave_server.settings import ListenSettings
@@ -59,6 +62,7 @@ def create_app(service: Service) -> FastAPI:
     for router in (routes.completions, routes.corpora, routes.cache, routes.operation, routes.open_to_all):
         app.include_router(router)
     app.include_router(activity)
+    app.include_router(embeddings)
     app.include_router(page.shell)
     install_error_handlers(app)
     if passthrough is None:
@@ -74,6 +78,14 @@ def create_app(service: Service) -> FastAPI:
         require_ready=service.require_ready,
         without_key=frozenset({*routes.WITHOUT_KEY, *page.WITHOUT_KEY, own}),
     )
+    if origins := service.settings.listen.cors_origins:
+        app.add_middleware(  # outside of the gate: browsers ask without a key, and must read its refusals
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("x-chunkweave", UNKNOWN_HEADER, CAPPED_HEADER, "x-request-id", "retry-after"),
+        )
     return app
 
 

@@ -53,7 +53,7 @@ class Event(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A checked request. Only the vLLM backend reads `body`. The request's salt is already the tenant's own."""
+    """A checked request with its `body`. The request's salt is already the tenant's own."""
 
     request: EngineRequest
     method_request: MethodRequest

@@ -1,6 +1,7 @@
 """Our own engine as the server's backend."""
 
 import asyncio
+import json
 import logging
 import threading
 from collections import defaultdict
@@ -12,16 +13,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from chunkweave.conversation.answer import PendingAnswer
 from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
 from chunkweave.engine.engine import Engine, EngineOptions
+from chunkweave.engine.grammar import GrammarCompiler
 from chunkweave.errors import RequestAbortedError, UsageError
 from chunkweave.kv.request_cache import keep_freed_memory
 from chunkweave.models.gguf import is_bundled_reader
 from chunkweave.models.threads import use_threads
 from chunkweave.ordering.arrangement import COUNTS_FILE
+from chunkweave.prompt.builder import PromptLimit
 from chunkweave.prompt.contexts import ContextPool
-from chunkweave.prompt.parts import Prompt, PromptPart
+from chunkweave.prompt.find_chunks import ChunkFinder, TokenTable
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
+from chunkweave.prompt.rendering import rendered_chat
+from chunkweave.prompt.request import Request
+from chunkweave.prompt.template import INSTRUCTION, calls_in_template
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.index import TieredLease
 from chunkweave.store.records import SegmentRecord
@@ -29,6 +37,7 @@ from chunkweave.types import Chunk, ChunkId, Context, SegmentId
 from chunkweave.weaving.stores import eviction_order
 from chunkweave_server.backend import (
     BackendParts,
+    Event,
     Forgotten,
     Stage,
     Submission,
@@ -37,11 +46,13 @@ from chunkweave_server.backend import (
     reads,
     storable_parts,
 )
+from chunkweave_server.chats import ChatPrompts, details_of
 from chunkweave_server.errors import NOT_READY_AGAIN_S, HttpError
 from chunkweave_server.improving import Improver
 from chunkweave_server.metrics import MetricSample, batching_samples, kernel_samples, store_samples
-from chunkweave_server.requests import CompletionBody, refuse_for_engine
+from chunkweave_server.requests import CompletionBody, PromptBody, refuse_for_engine
 from chunkweave_server.settings import Settings
+from chunkweave_server.structured import BEGIN, Grammars, ParsedAnswer, form_of, with_plain_tools
 from chunkweave_server.threads import TenantThreads, in_thread
 
 logger = logging.getLogger(__name__)
@@ -66,6 +77,8 @@ class EngineBackend:
         self._settings = settings
         self._load = load or load_engine
         self._threads: TenantThreads | None = None
+        self._finding = threading.Lock()
+        self._finder: ChunkFinder | None = None
 
     @property
     def unavailable(self) -> str | None:
@@ -85,6 +98,11 @@ class EngineBackend:
         self.cache = EngineCache(engine, self.batching, threads, self._settings)
         self.cache.improving.start()
         self._threads = threads
+        if self._settings.finding.find_chunks:
+            await in_thread(self._make_finder)
+        self._grammars = Grammars(GrammarCompiler(engine.loaded.tokenizer), threads)
+        self._chats = ChatPrompts(engine.builder, self.name, engine.loaded.fingerprint)
+        self._template_has_tools = await in_thread(partial(calls_in_template, engine.loaded.tokenizer, BEGIN))
         return BackendParts(
             engine.loaded.tokenizer,
             engine.calibration is not None,
@@ -108,10 +126,10 @@ class EngineBackend:
         await in_thread(self._close)
 
     def check(self, body: CompletionBody) -> None:
-        """Refuse unknown models and fields that only vLLM supports.
+        """Refuse unknown models, fields that only vLLM supports, and wrong forms of answers.
 
         Raises:
-            HttpError: 400, such a field; 404, another model; 503, the engine has stopped.
+            HttpError: 400, such a field; 404, another model; 501, a library is missing; 503, the engine has stopped.
         """
         if self.unavailable:
             message = f"the server is not ready: {self.unavailable}"
@@ -120,19 +138,41 @@ class EngineBackend:
             message = f"no model {body.model!r}: this server serves {self.name!r}"
             raise HttpError(404, message, param="model", code="model_not_found")
         refuse_for_engine(body)
+        if body.has_form:
+            form_of(body)
 
-    async def submit(self, submission: Submission, *, speculative: bool = False) -> AnswerStream:
+    async def submit(self, submission: Submission, *, speculative: bool = False) -> PendingAnswer[Event]:
         """Tokenize and submit in a thread: a long prompt must not delay the next tokens of other requests."""
+        body, request = submission.body, submission.request
+        form = form_of(body) if body.has_form else None
+        if form is not None:
+            grammar = await self._grammars.compiled(submission.tenant, form.lark)
+            request = replace(request, sampling=replace(request.sampling, grammar=grammar))
+        chat = details_of(body)
+        finds, build = self._finds(body), None
+        if (chat.variables or chat.exchanges) and not self._template_has_tools:
+            usual = "" if finds else INSTRUCTION
+            tools, exchanges = chat.variables.get("tools", ()), body.question.exchanges
+            request = with_plain_tools(request, tools, exchanges, usual=usual)
+            chat = chat.without_tools
+        if finds:
+            build = partial(self._found, body)
+        elif chat.variables or chat.exchanges:
+            build = partial(self._chats.build, chat)
         work = partial(
             self.batching.submit,
-            submission.request,
+            request,
+            build=build,
             method_request=submission.method_request,
             loop=asyncio.get_running_loop(),
             speculative=speculative,
             tenant=submission.tenant,
+            answers=submission.body.n,
+            found=finds,
         )
         assert self._threads is not None, "it has started"
-        return await self._threads.run(submission.tenant, work, undo=AnswerStream.aclose)
+        stream = await self._threads.run(submission.tenant, work, undo=AnswerStream.aclose)
+        return ParsedAnswer(stream, form, stream=body.stream) if form is not None and form.calls else stream
 
     def samples(self) -> Iterator[MetricSample]:
         """Metrics of the engine, the store and idle-time work."""
@@ -144,6 +184,42 @@ class EngineBackend:
     async def metrics(self) -> bytes:
         """Empty: there are no other processes."""
         return b""
+
+    def _finds(self, body: CompletionBody) -> bool:
+        return body.finds_chunks(self._settings.finding.find_chunks)
+
+    def _found(self, body: CompletionBody, request: Request, limit: PromptLimit) -> Prompt:
+        """The prompt of a request as its client sent it, in parts that are found in it. Called in a thread."""
+        builder, finder, salt = self.engine.builder, self._make_finder(), request.cache_salt
+        if isinstance(body, PromptBody):
+            return builder.plain_text(request.question, finder, cache_salt=salt, limit=limit)
+        texts = [message.text for message in body.messages]
+        calls = [call.function.arguments for message in body.messages for call in message.tool_calls]
+        tools = json.dumps(body.template_variables, ensure_ascii=False)
+        limit.check_characters(sum(map(len, (*texts, *calls, tools))), "messages and tools")
+        begun = body.messages[-1].role == "assistant"  # it is continued, even if it is empty
+        messages, variables = body.chat[: -1 if begun else None], body.template_variables
+        if not self._template_has_tools and (body.tools or body.question.exchanges):
+            messages, variables = request.messages, body.chat_template_kwargs
+        rendered = rendered_chat(builder.tokenizer, messages, variables)
+        if rendered is not None:
+            return builder.plain(rendered, finder, continued=request.continued, cache_salt=salt, limit=limit)
+        built = builder.build(
+            request.question,
+            system=request.system,
+            history=request.history,
+            continued=request.continued,
+            limit=limit,
+        )
+        opening = (part for part in built.parts if part.kind in (PartKind.START, PartKind.SYSTEM))
+        return builder.recut(built.token_ids, finder, cache_salt=salt, system_tokens=sum(map(len, opening)))
+
+    def _make_finder(self) -> ChunkFinder:
+        with self._finding:
+            if self._finder is None:
+                table = TokenTable.of(self.engine.loaded.tokenizer)
+                self._finder = ChunkFinder(table, self._settings.finding.exact_kinds)
+            return self._finder
 
     @property
     def _counts_file(self) -> Path | None:
@@ -172,7 +248,6 @@ class EngineCache:
         self._threads = threads
         self._budget_bytes = settings.limits.pin_budget_bytes
         self._warmings = Warmings()
-        self._computing: dict[AnswerStream, Prompt] = {}
         self._pinning = threading.Lock()
         self._leases: dict[str, dict[ChunkId, TieredLease]] = {}
 
@@ -248,16 +323,11 @@ class EngineCache:
         Raises:
             RequestAbortedError: a chunk that it reads is being removed, or the engine is closed.
         """
-        begin = partial(self._batching.compute, prepared, loop=asyncio.get_running_loop(), tenant=tenant)
         with self._warmings.begun() as gone:
+            options: dict[str, Any] = {"tenant": tenant, "unwanted": partial(reads, prepared.prompt, gone)}
+            begin = partial(self._batching.compute, prepared, loop=asyncio.get_running_loop(), **options)
             async with await self._threads.run(tenant, begin, undo=_end) as stream:
-                self._computing[stream] = prepared.prompt
-                try:
-                    if reads(prepared.prompt, gone):
-                        stream.abort()
-                    report = (await stream.answer()).report
-                finally:
-                    del self._computing[stream]
+                report = (await stream.answer()).report
         return place, report.lookup_s + report.load_s + report.weave_s
 
     async def settle(self, salt: str, parts: Sequence[PromptPart]) -> None:  # noqa: ARG002
@@ -281,11 +351,8 @@ class EngineCache:
         ids = await self._ids([Chunk(text) for text in texts], salt, tenant)
         self._warmings.removed(ids)
         await self.improving.removed(ids)
-        for stream, prompt in self._computing.items():
-            if reads(prompt, frozenset(ids)):  # it would store the removed KV again
-                stream.abort()
         with suppress(RequestAbortedError):  # the engine has stopped
-            # Prefills that have ended are stored by then, and removed below.
+            # What read the chunks has ended by then, and is removed below, or ends before the next step.
             forget = partial(self._engine.runner.means.forget, frozenset(ids))
             await asyncio.wrap_future(self._batching.between_steps(forget))
         readers: list[SegmentRecord] = []

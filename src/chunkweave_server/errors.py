@@ -292,7 +292,7 @@ _MEANINGS = {
     415: "unsupported kind of file; `files` has the reason for each file",
     421: "the server does not accept this Host",
     429: "too many requests; see Retry-After",
-    501: "not supported by this backend",
+    501: "not supported by this backend or installation",
     502: "vLLM is gone, or failed at the request",
     503: "not ready, too busy, stopping, or KV that cannot be removed now; see Retry-After",
     504: "not answered in time",

@@ -42,6 +42,8 @@ def _check_host(headers: Headers, listen: ListenSettings, *, opens_page: bool) -
         message = f"this server does not accept the host {', '.join(given) or '(none)'}: see allowed_hosts"
         raise HttpError(421, message, code="host_not_allowed")
     for origin in headers.getlist("origin"):
+        if origin in listen.cors_origins:
+            continue
         # An IP address is not trusted here, since pages can be served from one, too.
         page = _name(origin.lower().partition("://")[2])
         if page is None or not (page == host or _is_named(page, listen)):

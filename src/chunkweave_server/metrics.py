@@ -76,7 +76,9 @@ def batching_samples(stats: "BatchingStats") -> Iterator[MetricSample]:
     yield _counter("shared_prefills", "Requests that waited for parts in another request's prefill.", stats.shared)
     yield _counter("engine_steps", "Runs through the layers.", stats.steps)
     yield _counter("engine_prefilled_tokens", "Tokens computed by prefills, retries included.", stats.prefilled_tokens)
-    yield _counter("engine_decoded_tokens", "Tokens computed one at a time.", stats.decoded_tokens)
+    yield _counter("engine_decoded_tokens", "Tokens of answers computed.", stats.decoded_tokens)
+    yield _counter("engine_draft_tokens", "Tokens of answers guessed from prompts.", stats.draft_tokens)
+    yield _counter("engine_accepted_tokens", "Guessed tokens that were right.", stats.accepted_tokens)
 
 
 def kernel_samples() -> Iterator[MetricSample]:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,11 +36,11 @@ class ReplyForm:
     created: int = field(default_factory=lambda: int(time.time()))
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def whole(self, choices: Sequence[Choice], end: AnswerEnd) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], end: AnswerEnd) -> bytes:
         """The body of an answer that is not streamed; `choices` are those of `WholeChoices`."""
-        kind = "chat.completion" if self.chat else "text_completion"
-        body = self._frame(kind, [self._choice(one) for one in choices])
-        return {**body, "usage": _usage(end), FIELD: dict(end.shown)}
+        body = self._frame("chat.completion" if self.chat else "text_completion")
+        body |= {"usage": _usage(end), FIELD: dict(end.shown)}
+        return with_items(body, "choices", (rendered(self._choice(one)) for one in choices))
 
     async def events(
         self, running: RunningAnswer, first: Sequence[Choice], choices: int
@@ -67,7 +67,7 @@ class ReplyForm:
         report = {FIELD: dict(running.end.shown)}
         if self.with_usage:
             yield held
-            yield {**self._frame(self._event_kind, []), "usage": _usage(running.end), **report}
+            yield {**self._frame(self._event_kind), "choices": [], "usage": _usage(running.end), **report}
         else:
             yield {**held, **report}
 
@@ -98,16 +98,16 @@ class ReplyForm:
         return details
 
     def _event(self, choices: list[Choice]) -> dict[str, Any]:
-        frame = self._frame(self._event_kind, choices)
+        frame = {**self._frame(self._event_kind), "choices": choices}
         return {**frame, "usage": None} if self.with_usage else frame
 
     @property
     def _event_kind(self) -> str:
         return "chat.completion.chunk" if self.chat else "text_completion"
 
-    def _frame(self, kind: str, choices: list[Choice]) -> dict[str, Any]:
+    def _frame(self, kind: str) -> dict[str, Any]:
         number = f"{'chatcmpl' if self.chat else 'cmpl'}-{self.number}"
-        return {"id": number, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return {"id": number, "object": kind, "created": self.created, "model": self.model}
 
 
 def _ends(event: dict[str, Any]) -> bool:
@@ -208,4 +208,14 @@ class EventStream(Response):
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + rendered(data) + b"\n\n"
+
+
+def rendered(value: Any) -> bytes:
+    """A value as JSON. The interpreter's lock is held for the whole call."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def with_items(body: Mapping[str, Any], name: str, items: Iterable[bytes]) -> bytes:
+    """An object as JSON, with a list of `items` that are rendered one by one: together they may take seconds."""
+    return b'%b,"%b":[%b]}' % (rendered(body)[:-1], name.encode(), b",".join(items))

@@ -1,7 +1,7 @@
 """Request bodies and their checks, the same for both backends."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -22,52 +22,33 @@ from chunkweave.plugins import METHODS
 from chunkweave.retrieval.documents import MOST_LEVELS, nested_too_deeply
 from chunkweave.types import Chunk
 from chunkweave_server.errors import HttpError
+from chunkweave_server.fields import WITHOUT_EFFECT, refused_by_engine, unknown_fields
 from chunkweave_server.settings import LimitSettings
 
-_PASSED_ON = ("temperature", "top_p", "seed", "stop", "frequency_penalty", "presence_penalty", "best_of", "user")
+_PASSED_ON = (
+    "temperature",
+    "top_p",
+    "seed",
+    "stop",
+    "frequency_penalty",
+    "presence_penalty",
+    "best_of",
+    "user",
+    "response_format",
+)
 """Fields that are validated here and passed to vLLM unchanged."""
 
 _VLLM_ONLY = (
-    "n",
-    "logprobs",
-    "top_logprobs",
     "frequency_penalty",
     "presence_penalty",
     "best_of",
     "echo",
     "return_token_ids",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
 )
 """Fields that the engine backend accepts only with their default values."""
 
-_VLLM_USUAL: Mapping[str, Any] = {
-    "add_generation_prompt": True,
-    "continue_final_message": False,
-    "ignore_eos": False,
-    "include_reasoning": True,
-    "include_stop_str_in_output": False,
-    "length_penalty": 1.0,
-    "min_p": 0.0,
-    "min_tokens": 0,
-    "no_stop_trim": False,
-    "repetition_penalty": 1.0,
-    "return_hidden_states": False,
-    "separate_reasoning": True,
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-    "store": False,
-    "stream_reasoning": True,
-    "use_beam_search": False,
-}
-"""Further fields of vLLM, SGLang and OpenAI with their default values. The engine backend accepts only these values.
-
-vLLM's router writes many of these fields into every request.
-"""
-
 _MOST_STOPS = 4
+_MOST_ALTERNATIVES = 20
 
 
 _MOST_FIELDS = 256
@@ -138,7 +119,20 @@ class TextPart(Body):
     text: Text
 
 
-class CalledFunction(Body):
+_OF_ANSWERS = frozenset({"annotations", "index", "parsed", "parsed_arguments", "refusal"})
+"""Fields of answers that no prompt has; clients send answers back with them."""
+
+
+class _SentBack(Body):
+    """Part of a message that may be an earlier answer."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_prompt(cls, data: Any) -> Any:
+        return {k: v for k, v in data.items() if k not in _OF_ANSWERS} if isinstance(data, dict) else data
+
+
+class CalledFunction(_SentBack):
     """The function of a tool call; `arguments` is a JSON object as text."""
 
     name: Name
@@ -161,7 +155,7 @@ class CalledFunction(Body):
         return found
 
 
-class ToolCall(Body):
+class ToolCall(_SentBack):
     """One tool call of the assistant."""
 
     id: Label = ""
@@ -169,7 +163,7 @@ class ToolCall(Body):
     function: CalledFunction
 
 
-class Message(Body):
+class Message(_SentBack):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -210,9 +204,10 @@ class Message(Body):
 
 
 class StreamOptions(Body):
-    """Options of a stream."""
+    """Options of a stream. Events are never padded, so obfuscation can only be declined."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 def _quality(value: Any) -> str:
@@ -243,6 +238,8 @@ class ReuseField(Body):
     turn: Annotated[int, Field(ge=1)] | None = None
     corpus: Name | None = None
     top_k: Annotated[int, Field(ge=1, le=1000)] | None = None
+    find_chunks: bool | None = None
+    cache: Literal["use", "read", "off"] = "use"
 
     @model_validator(mode="before")
     @classmethod
@@ -255,6 +252,17 @@ class ReuseField(Body):
     def _turn_of_one(self) -> "ReuseField":
         if self.turn is not None and self.conversation_id is None:
             raise ValueError("turn can only be given with conversation_id")
+        if self.find_chunks and (self.corpus is not None or self.conversation_id is not None or self.order == "free"):
+            raise ValueError("find_chunks cannot be given with corpus, conversation_id or order free")
+        return self
+
+    @model_validator(mode="after")
+    def _one_use_of_the_cache(self) -> "ReuseField":
+        if self.cache != "use" and self.conversation_id is not None:
+            raise ValueError(f"a conversation keeps its turns: cache cannot be {self.cache} with conversation_id")
+        given = (self.recompute_ratio, self.check_layers, self.alpha, self.focus)
+        if self.cache == "off" and (self.method not in (None, "full") or any(one is not None for one in given)):
+            raise ValueError("cache off reuses nothing: leave out the method (or give full) and its parameters")
         return self
 
     @property
@@ -273,7 +281,7 @@ class Question:
 
     `earlier` counts the questions sent before it in a conversation that the server keeps. In other requests they are in
     `history`, with their answers. If tools were called, `exchanges` has all messages after each of these questions and
-    after this one.
+    after this one. The answer continues the text `continued`.
     """
 
     text: str
@@ -281,6 +289,7 @@ class Question:
     earlier: int = 0
     history: tuple[tuple[str, str], ...] = ()
     exchanges: tuple[tuple[Message, ...], ...] = ()
+    continued: str = ""
 
 
 Stop = Annotated[Text, Field(min_length=1, max_length=1024)]
@@ -308,6 +317,7 @@ class _CompletionBody(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     echo: bool = False
     return_token_ids: bool = False
+    response_format: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def _consistent(self) -> "_CompletionBody":
@@ -315,16 +325,31 @@ class _CompletionBody(Body):
             raise ValueError("stream_options can only be given with stream")
         if self.chunkweave.corpus is not None and self.documents:
             raise ValueError("give either documents or chunkweave.corpus, not both")
+        if self.chunkweave.find_chunks and self.documents:
+            raise ValueError("give either documents or chunkweave.find_chunks, not both")
         if self.chunkweave.corpus is None and self.chunkweave.top_k is not None:
             raise ValueError("chunkweave.top_k can only be given with chunkweave.corpus")
         if self.chunkweave.conversation_id is not None and self.n > 1:
             raise ValueError("a conversation continues from one answer: n must be 1")
+        if nested_too_deeply(self.response_format):
+            raise ValueError(f"response_format may be nested at most {MOST_LEVELS} levels deep")
         return self
+
+    @property
+    def has_form(self) -> bool:
+        """Whether it says anything about the form of the answer."""
+        return not self.model_fields_set.isdisjoint(("response_format", "tools", "tool_choice"))
 
     @property
     def answer_tokens(self) -> int | None:
         """Most tokens of the answer; None if the request sets no limit."""
         return self.max_tokens
+
+    def finds_chunks(self, usual: bool) -> bool:
+        """Whether chunks are found in its prompt: it names none, and it or the `usual` setting says so."""
+        reuse = self.chunkweave
+        named = self.documents or reuse.corpus is not None or reuse.conversation_id is not None
+        return not named and (usual if reuse.find_chunks is None else reuse.find_chunks)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -340,21 +365,25 @@ class _CompletionBody(Body):
     def passed_on(self) -> dict[str, Any]:
         """Fields that are passed to vLLM unchanged."""
         given = {name: getattr(self, name) for name in _PASSED_ON if name in self.model_fields_set}
-        return {**given, **(self.model_extra or {})}
+        return {**given, **{name: value for name, value in self._extra.items() if name not in WITHOUT_EFFECT}}
 
     @property
     def only_for_vllm(self) -> list[str]:
         """Given fields that our own engine does not support, except those with their default value."""
         typed = [name for name in _VLLM_ONLY if name in type(self).model_fields]
         return [
-            *(name for name, value in (self.model_extra or {}).items() if not _as_left_out(name, value)),
+            *refused_by_engine(self._extra),
             *(name for name in typed if getattr(self, name) != type(self).model_fields[name].default),
         ]
 
+    @property
+    def unknown(self) -> list[str]:
+        """Given fields that this server does not know. The engine ignores them; over vLLM they are passed on."""
+        return unknown_fields(self._extra)
 
-def _as_left_out(name: str, value: Any) -> bool:
-    """Whether a field of vLLM has its default value."""
-    return name in _VLLM_USUAL and value == _VLLM_USUAL[name]
+    @property
+    def _extra(self) -> dict[str, Any]:
+        return self.model_extra or {}
 
 
 class ChatBody(_CompletionBody):
@@ -368,6 +397,11 @@ class ChatBody(_CompletionBody):
     tool_choice: Label | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> "ChatBody":
+        self.messages = joined_messages(self.messages, as_turns=self.chunkweave.conversation_id is None)
+        return self
 
     @model_validator(mode="after")
     def _shallow_for_templates(self) -> "ChatBody":
@@ -392,6 +426,21 @@ class ChatBody(_CompletionBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def chat(self) -> list[dict[str, Any]]:
+        """All messages in the form that chat templates read; templates know no developer.
+
+        Raises:
+            HttpError: 400, the arguments of a tool call are not a JSON object.
+        """
+        named = {"developer": "system"}
+        return [{**one.rendered, "role": named.get(one.role, one.role)} for one in self.messages]
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Inputs of the chat template besides the messages."""
+        return {**self.chat_template_kwargs, **({"tools": self.tools} if self.tools else {})}
+
+    @property
     def alternatives(self) -> int | None:
         """Number of alternatives of each token; 0: only the token; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
@@ -412,7 +461,7 @@ class ChatBody(_CompletionBody):
     def _places(self) -> list[int]:
         """Positions of the instruction and of the question in `messages`."""
         last = self._asked_at
-        return sorted({last, *([0] if self.messages[0].role in ("system", "developer") else [])})
+        return sorted({last, *([0] if self.messages[0].role in _SYSTEM else [])})
 
     @property
     def _asked_at(self) -> int:
@@ -425,34 +474,75 @@ class ChatBody(_CompletionBody):
         """The question in the messages: the user's last message. A system message at the start is the instruction.
 
         Earlier turns may come between them. In a conversation that this server keeps they only give the turn's number.
-        In other requests they become turns of the prompt, and user and assistant must alternate. After each question
-        there may be tool calls of the assistant with their results.
+        In other requests they become turns of the prompt: questions with their answers. After each question there may
+        be tool calls of the assistant with their results. A last message of the assistant is the beginning of the
+        answer.
 
         Raises:
             HttpError: 400, the question is missing or empty, or the messages have an unsupported sequence.
         """
         messages = list(self.messages)
-        system = messages.pop(0).text if messages[0].role in ("system", "developer") else None
+        system = messages.pop(0).text if messages[0].role in _SYSTEM else None
+        continued, named = "", self.chunkweave.conversation_id
+        if named is None and any(one.role == "user" for one in messages) and _is_text(messages[-1]):
+            continued = messages.pop().text
         with_tools = any(message.role == "tool" for message in messages)
         if not messages or (messages[-1].role != "user" and not with_tools):
-            raise HttpError(400, "the last message must be the user's: it is the question", param="messages")
-        if any(message.role in ("system", "developer") for message in messages):
-            raise HttpError(400, "only the first message can be the system's", param="messages")
+            raise HttpError(400, _NO_QUESTION, param="messages")
         asked = self.messages[self._asked_at].text
         if not asked.strip():
             raise HttpError(400, "the question is empty", param=f"messages[{self._asked_at}].content")
         turns = _turns(messages)
-        if self.chunkweave.conversation_id is not None:
-            if with_tools:
-                message = "with chunkweave.conversation_id, messages of tools are not supported"
+        if named is not None:
+            if with_tools or any(message.role in _SYSTEM for message in messages):
+                message = "with chunkweave.conversation_id, messages of tools and later system ones are not supported"
                 raise HttpError(400, message, param="messages")
             return Question(asked, system, sum(message.role == "user" for message in messages[:-1]))
         if turns is None:
-            message = "earlier turns must be questions with their answers: messages of user and assistant alternate"
+            message = "earlier turns must begin with the user's message, and tools' results must follow their calls"
             raise HttpError(400, message, param="messages", code="unsupported_conversation")
         history = tuple((question.text, behind[-1].text) for question, behind in turns[:-1])
         exchanges = tuple(behind for _, behind in turns) if with_tools else ()
-        return Question(asked, system, history=history, exchanges=exchanges)
+        return Question(asked, system, history=history, exchanges=exchanges, continued=continued)
+
+
+_SYSTEM = ("system", "developer")
+_NO_QUESTION = "the last message must be the user's, which is the question, a tool's result, or the answer's beginning"
+
+
+def _is_text(message: Message) -> bool:
+    """Whether a message is the assistant's, without tool calls."""
+    return message.role == "assistant" and not message.tool_calls
+
+
+def joined_messages(messages: Sequence[Message], *, as_turns: bool) -> list[Message]:
+    """The messages with one instruction at most and, `as_turns`, one message of the user before each answer.
+
+    System messages at the start become one. As turns, a later system message counts as the user's, and messages of the
+    user, or texts of the assistant, that follow each other become one. An empty line separates joined texts.
+    """
+    groups: list[list[Message]] = []
+    for message in messages:
+        before = groups[-1][-1] if groups else None
+        if as_turns and message.role in _SYSTEM and before is not None and before.role not in _SYSTEM:
+            message = message.model_copy(update={"role": "user"})
+        if before is not None and _joins(before, message, as_turns=as_turns):
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return [group[0] if len(group) == 1 else _joined(group) for group in groups]
+
+
+def _joins(before: Message, message: Message, *, as_turns: bool) -> bool:
+    """Whether a message becomes one with the message before it."""
+    if before.role in _SYSTEM:
+        return message.role in _SYSTEM
+    return as_turns and (before.role == message.role == "user" or (_is_text(before) and message.role == "assistant"))
+
+
+def _joined(group: Sequence[Message]) -> Message:
+    text = "\n\n".join(text for text in (one.text for one in group) if text.strip())
+    return group[0].model_copy(update={"content": text, "tool_calls": group[-1].tool_calls})
 
 
 _Turns = Sequence[tuple[Message, tuple[Message, ...]]]
@@ -461,8 +551,8 @@ _Turns = Sequence[tuple[Message, tuple[Message, ...]]]
 def _turns(messages: Sequence[Message]) -> _Turns | None:
     """Each question with the messages after it; None if the messages are not turns.
 
-    A question is followed by its answer. Before the answer, and after the last question, there may be tool calls, each
-    followed by the tools' results.
+    A question is followed by its answer, or by tool calls, each with its results, and then by the answer, which may be
+    missing.
     """
     turns: list[tuple[Message, tuple[Message, ...]]] = []
     for message in messages:
@@ -474,7 +564,8 @@ def _turns(messages: Sequence[Message]) -> _Turns | None:
             question, behind = turns[-1]
             turns[-1] = question, (*behind, message)
     for number, (_, behind) in enumerate(turns, 1):
-        calls = behind if number == len(turns) else behind[:-1]
+        answered = number < len(turns) and bool(behind) and _is_text(behind[-1])
+        calls = behind[:-1] if answered else behind
         expected = "assistant"
         for message in calls:
             if message.role == "tool" and expected != "assistant":
@@ -484,7 +575,7 @@ def _turns(messages: Sequence[Message]) -> _Turns | None:
             expected = "tool"
         if calls and calls[-1].role != "tool":
             return None
-        if number < len(turns) and (not behind or behind[-1].role != "assistant" or behind[-1].tool_calls):
+        if number < len(turns) and not behind:
             return None
     return turns
 
@@ -575,6 +666,28 @@ class SearchBody(Body):
     top_k: Annotated[int, Field(ge=1, le=1000)] | None = None
 
 
+class EmbeddingsBody(Body):
+    """`POST /v1/embeddings`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: Label | None = None
+    input: Text | Annotated[list[Text], Field(min_length=1, max_length=2048, fail_fast=True)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: Label | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts to embed."""
+        return [self.input] if isinstance(self.input, str) else self.input
+
+    @property
+    def unknown(self) -> list[str]:
+        """Given fields that are not known."""
+        return list(self.model_extra or {})
+
+
 class ChunksBody(Body):
     """The chunks of a cache command."""
 
@@ -604,9 +717,11 @@ def refuse_for_engine(body: CompletionBody) -> None:
     if unsupported := body.only_for_vllm:
         message = f"not supported by the engine backend: {', '.join(unsupported)}; vLLM's fields need --backend vllm"
         raise HttpError(400, message, param=unsupported[0], code="unsupported_field")
-    if body.question.exchanges:
-        message = "messages of tools are not supported by the engine backend: they need --backend vllm"
-        raise HttpError(400, message, param="messages", code="unsupported_field")
+    if (body.alternatives or 0) > _MOST_ALTERNATIVES:
+        message = f"at most {_MOST_ALTERNATIVES} alternatives of each token can be given"
+        raise HttpError(400, message, param="top_logprobs" if isinstance(body, ChatBody) else "logprobs")
+    if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
+        raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
     if len(body.stops) > _MOST_STOPS:
         raise HttpError(400, f"stop takes at most {_MOST_STOPS} texts, not {len(body.stops)}", param="stop")
     if body.temperature > 2:
@@ -614,7 +729,7 @@ def refuse_for_engine(body: CompletionBody) -> None:
 
 
 def check_limits(body: CompletionBody, limits: LimitSettings, *, calibrated: bool) -> int:
-    """Check a request against the limits; returns the most tokens of its answer.
+    """Check a request against the limits; returns the most tokens of its answer, capped unless that is refused.
 
     Raises:
         HttpError: 400, too many documents, chunks or tokens, `cache_salt` together with a corpus, or a quality although
@@ -633,9 +748,9 @@ def check_limits(body: CompletionBody, limits: LimitSettings, *, calibrated: boo
         message = "this model was not calibrated: give quality 'exact' or a method"
         raise HttpError(400, message, param="chunkweave.quality", code="not_calibrated")
     most, given = limits.max_answer_tokens, body.answer_tokens
-    if given is not None and given > most:
+    if given is not None and given > most and limits.refuse_long_answers:
         raise HttpError(400, f"max_tokens must be at most {most}, not {given}", param="max_tokens")
-    return min(limits.default_answer_tokens, most) if given is None else given
+    return min(limits.default_answer_tokens if given is None else given, most)
 
 
 def check_documents(count: int, limits: LimitSettings) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from math import ceil, isfinite
 from pathlib import PurePosixPath
 from typing import Annotated, Any
@@ -21,10 +22,12 @@ from chunkweave.retrieval.reading import FileRead, documents_of, rows_of, withou
 from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.types import Chunk
+from chunkweave_server.answering import RunningAnswer
 from chunkweave_server.backend import Forgotten
 from chunkweave_server.bodies import NOTHING_NAMED, BodyRoute, say_that_nothing_was_named
 from chunkweave_server.corpora import joined
 from chunkweave_server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses, invalid_request
+from chunkweave_server.fields import CAPPED_HEADER, UNKNOWN_HEADER, as_header
 from chunkweave_server.gate import NEEDS_KEY, OfTenant
 from chunkweave_server.markers import with_marked_documents
 from chunkweave_server.metrics import CONTENT_TYPE
@@ -46,7 +49,7 @@ from chunkweave_server.requests import (
 )
 from chunkweave_server.service import AnyService, Parts, ReadyParts, Service
 from chunkweave_server.tenants import Tenant
-from chunkweave_server.threads import in_thread, to_its_end, unless_gone
+from chunkweave_server.threads import TenantThreads, in_thread, to_its_end, unless_gone
 
 WITHOUT_KEY = (("GET", "/health"), ("GET", "/ready"), ("GET", "/version"))
 """Methods and paths that need no key: probes use them."""
@@ -73,13 +76,13 @@ class AnswerRoute(BodyRoute):
 completions = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY, route_class=AnswerRoute)
 
 
-@completions.post("/chat/completions", responses={**STREAMED, **error_responses(400, 404, 409, 429, 503, 504)})
+@completions.post("/chat/completions", responses={**STREAMED, **error_responses(400, 404, 409, 429, 501, 503, 504)})
 async def chat(body: ChatBody, request: Request, service: AnyService, parts: ReadyParts, tenant: OfTenant) -> Response:
     """Answer the user's message with `documents`, with chunks of a corpus, or without documents."""
     return await _answered(body, request, service, parts, tenant)
 
 
-@completions.post("/completions", responses={**STREAMED, **error_responses(400, 404, 409, 429, 503, 504)})
+@completions.post("/completions", responses={**STREAMED, **error_responses(400, 404, 409, 429, 501, 503, 504)})
 async def complete(
     body: PromptBody, request: Request, service: AnyService, parts: ReadyParts, tenant: OfTenant
 ) -> Response:
@@ -106,16 +109,29 @@ async def _answered(body: CompletionBody, request: Request, service: Service, pa
         response = EventStream(running, events, stalled_s=service.settings.listen.stalled_s)
     else:
         try:
-            choices = await unless_gone(request.receive, running.whole())
+            whole = await unless_gone(request.receive, _whole(form, running, service.threads))
         finally:
             await running.aclose()
-        assert running.end is not None, "the answer has ended"
-        response = JSONResponse(form.whole(choices, running.end))
+        response = Response(whole, media_type="application/json")
     reuse = body.chunkweave
-    if not (body.documents or reuse.corpus or reuse.conversation_id or body.question.history):
+    found = body.finds_chunks(service.settings.finding.find_chunks)
+    if not (found or body.documents or reuse.corpus or reuse.conversation_id or body.question.history):
         say_that_nothing_was_named()
         response.headers.append(*NOTHING_NAMED)
+    if unknown := body.unknown:
+        response.headers[UNKNOWN_HEADER] = as_header(unknown)
+    most = service.settings.limits.max_answer_tokens
+    if (body.answer_tokens or 0) > most:
+        response.headers[CAPPED_HEADER] = str(most)
     return response
+
+
+async def _whole(form: ReplyForm, running: RunningAnswer, threads: TenantThreads) -> bytes:
+    """The body of an answer. Log-probabilities of many tokens take seconds to render, so a thread does it."""
+    choices = await running.whole()
+    assert running.end is not None, "the answer has ended"
+    render = partial(form.whole, choices, running.end)
+    return render() if form.alternatives is None else await threads.run(running.tenant, render)
 
 
 def _meta(request: Request) -> RequestMeta:

@@ -19,7 +19,7 @@ from chunkweave_server.corpora import Corpora
 from chunkweave_server.errors import NOT_READY_AGAIN_S, HttpError
 from chunkweave_server.metrics import ServerMetrics, shadow_samples, speculation_samples
 from chunkweave_server.observability import Observer, open_traces
-from chunkweave_server.settings import Settings
+from chunkweave_server.settings import ANY_HOST, Settings
 from chunkweave_server.tenants import ANONYMOUS, KeyRing, TenantLimits
 from chunkweave_server.threads import TenantThreads, in_thread
 
@@ -91,6 +91,8 @@ class Service:
         self.limits = TenantLimits(self.settings.limits)
         self.threads = TenantThreads(weights=TenantWeights.parse(self.settings.batching.tenant_weight))
         listen = self.settings.listen
+        if ANY_HOST in listen.cors_origins and not len(self.keys):
+            raise UsageError("cors_origins * would let every page that a browser opens use this server: give API keys")
         if not len(self.keys) and not listen.loopback and not listen.allow_anonymous:
             raise UsageError(
                 f"{listen.host} can be reached from other machines: give API keys (keys_file, CHUNKWEAVE_API_KEYS), "

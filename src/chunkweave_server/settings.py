@@ -18,6 +18,7 @@ from chunkweave.config import (
     ComputeConfig,
     ContextSource,
     ConversationConfig,
+    FindConfig,
     ModelConfig,
     PluginConfig,
     RequestDefaults,
@@ -53,6 +54,7 @@ from chunkweave.tiers.blobs import without_secrets
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 ANY_HOST = "*"
+_ORIGIN = re.compile(r"https?://[a-z0-9._\[\]:-]+")
 _HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
 PREFIX = "CHUNKWEAVE_"
 KEYS_VARIABLE = "CHUNKWEAVE_API_KEYS"
@@ -85,6 +87,11 @@ class ListenSettings:
         "Accepted Host and Origin, besides loopback and `host`: a name, *.NAME (names below it), an address, or "
         "* (any); repeatable. With keys, checked only if given.",
     )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "Origin whose pages may use the server from browsers (CORS), such as https://ui.example, or, with keys, * "
+        "(any); repeatable.",
+    )
     graceful_s: float = setting(30.0, "Time for running answers to finish at shutdown.", above=0)
     stalled_s: float = setting(
         60.0,
@@ -98,6 +105,8 @@ class ListenSettings:
                 f"allowed_hosts takes names and addresses without scheme and port, such as rag.example or *, "
                 f"not {wrong[0]!r}"
             )
+        if wrong := [one for one in self.cors_origins if one != ANY_HOST and _ORIGIN.fullmatch(one) is None]:
+            raise UsageError(f"cors_origins takes origins such as https://ui.example:3000 or *, not {wrong[0]!r}")
 
     @property
     def loopback(self) -> bool:
@@ -113,7 +122,8 @@ class LimitSettings:
     max_body_bytes: int = setting(4 * _MIB, "Most bytes of a request body, except uploads.")
     max_upload_bytes: int = setting(64 * _MIB, "Most bytes of a request that ingests documents.")
     max_documents: int = setting(64, "Most documents of a request, also to warm, pin or clear.", least=1)
-    max_answer_tokens: int = setting(1024, "Most tokens of an answer.", least=1)
+    max_answer_tokens: int = setting(1024, "Most tokens of an answer; a request for more gets this many.", least=1)
+    refuse_long_answers: bool = setting(False, "Refuse requests for more than max_answer_tokens instead.")
     default_answer_tokens: int = setting(256, "Tokens of an answer if the request sets no limit.", least=1)
     max_concurrent: int = setting(64, "Most concurrent requests of a tenant; more get 429.", least=1)
     requests_per_minute: float | None = setting(
@@ -296,6 +306,7 @@ class Settings:
     compute: ComputeConfig
     store: StoreConfig
     ordering: OrderingConfig
+    finding: FindConfig
     conversations: ConversationConfig
     batching: BatchingConfig
     shadow: ShadowConfig | None
@@ -325,7 +336,7 @@ class Settings:
     def connector_config(self) -> dict[str, Any]:
         """The connector's extra config: values that differ from its defaults. Secrets are passed in its environment."""
         config = {}
-        for group in (self.plugins, self.requests, self.reuse, self.capture, self.store, self.weave):
+        for group in (self.plugins, self.requests, self.reuse, self.capture, self.store, self.weave, self.finding):
             for one in settings_of(type(group)).values():
                 value = getattr(group, one.attribute)
                 passed = {Place.VLLM, Place.CONNECTOR} <= one.places and not one.secret

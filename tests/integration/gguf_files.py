@@ -122,7 +122,7 @@ def sentencepiece_fields(text: str, size: int = 4096) -> dict[str, Any]:
     """A SentencePiece vocabulary trained on `text`, filled to `size`, as a GGUF file has it: scores, no merges."""
     trained = Tokenizer(BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    trained.train_from_iterator([text], trainers.BpeTrainer(vocab_size=size, show_progress=False))
+    trained.train_from_iterator([text], trainers.BpeTrainer(vocab_size=size - 259, show_progress=False))
     saved = json.loads(trained.to_str())["model"]
     merged = ["".join(merge) for merge in saved["merges"]]
     letters = sorted(set(saved["vocab"]) - set(merged))

@@ -36,7 +36,7 @@ def answered(ttft_s: float, token: int = 3, tokens: int = 1, decode_s: float = 0
 def measured(name: str, ttft_s: float, decode_s: float, token: int = 3) -> peers.Measured:
     one = peers.Measured(name, peak_rss_bytes=1 << 30)
     for workload in peers.WORKLOADS:
-        decoded = workload == peers.REPEATED
+        decoded = workload in (peers.REPEATED, peers.REORDERED)
         one.answers[workload] = [
             answered(ttft_s * scale, token, 5 if decoded else 1, decode_s if decoded else 0.0) for scale in (1, 2)
         ]
@@ -69,12 +69,14 @@ def test_rows_hold_contenders_against_each_other_prompt_by_prompt():
     assert rows["vllm"] == {"contender": "vllm", "why": "OSError: no such program"}
     bars = {(bar["contender"], bar["figure"], bar["other"]): bar for bar in peers.bars_of(list(rows.values()))}
     assert bars["own:query@0.15", "reordered", "llama.cpp"] | {"value": 5.0, "met": True} in bars.values()
-    assert bars["own:full", "decode", "llama.cpp"]["met"] is None
+    assert bars["own:full+native", "decode", "llama.cpp"]["met"] is None
     found = {"transformers": found["transformers"], "own:full": measured("own:full", 3.2, 0.25)}
     found["own:full"].answers["cold"][0] = answered(100.0)
     full = {bar["other"]: bar for bar in peers.bars_of(peers.rows_of(found, [100, 200])) if bar["figure"] == "every"}
     assert full["transformers"]["value"] == 1.25, "one slow prompt of eight changes nothing"
     assert full["transformers"]["met"] is False
+    assert own["answer_p50_s"] == 2.0
+    assert own["sooner_than"]["llama.cpp"]["answer"] == pytest.approx((5.25 / 1.5 + 10.25 / 2.5) / 2)
     shown = peers.tables({"command": "python benchmarks/embedded_peers.py", "rows": list(rows.values()), "bars": []})
     assert "- `vllm`: not measured; OSError: no such program" in shown["embedded-peers"]
     json.dumps(list(rows.values()))
@@ -177,6 +179,29 @@ def test_engines_agree_on_a_prompt(tmp_path):
     stored = [one.first.stored_tokens for one in found["c"]]
     assert stored[0] == 0 < stored[1], "what was asked before is in its store"
     assert [one.first.stored_tokens for one in found["b"]] == [0, 0]
+
+
+def test_our_engine_answers_several_at_once_and_with_drafts(tmp_path):
+    """The tokens of an answer are the same with draft tokens, and as many."""
+    given = settings(tmp_path)
+    prompts = [prompt_of(tuple(range(start, start + 40)) * 2) for start in (20, 70)]
+    plain, drafted = (contenders.OwnEngine(spec, given) for spec in ("full", "full+drafts"))
+    said: dict[str, list[int]] = {}
+    for name, engine in (("plain", plain), ("drafted", drafted)):
+        step, said[name] = engine._step, []
+
+        def noting(*args, step=step, tokens=said[name]):
+            rows = step(*args)
+            tokens += rows.argmax(-1).tolist()
+            return rows
+
+        engine._step = noting
+        assert engine.answer(prompts[0], 24).tokens == 24
+    assert said["plain"] == said["drafted"]
+    assert len(said["plain"]) == 23
+    assert plain.together(prompts, 4) > 0
+    with pytest.raises(ChunkweaveError, match="no variant 'fast'"):
+        contenders.OwnEngine("full+fast", given)
 
 
 def test_who_cannot_be_had_says_why(tmp_path):

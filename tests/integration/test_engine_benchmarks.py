@@ -108,3 +108,12 @@ def test_sustained_reuse(monkeypatch, tmp_path):
     assert len(row["agreement"]) == 10
     assert min(row["kl"]) >= 0
     assert "`query`" in importlib.import_module("sustained").tables(told)["sustained"]
+
+
+def test_where_time_goes(monkeypatch, tmp_path):
+    sizes = ("--model", "reader", "--chunks", 2, "--chunk-tokens", 48, "--rounds", 1, "--kernels", "sdpa")
+    which = ("--methods", "full-reuse", "--their-methods", "full-reuse", "--also-weights", "int8")
+    found = run("where_time_goes.py", monkeypatch, tmp_path / "out.json", *sizes, *which)
+    rows = {row["what"]: row for row in found["rows"]}
+    assert {"full", "full-reuse", "decode 1", "int8 full", "int8 decode 8", "hf-decode 1"} <= rows.keys()
+    assert all(row["cpu_s"] > 0 for row in rows.values())

@@ -28,6 +28,7 @@ from chunkweave.models.gguf import (
     models_folder,
     smollm2_file,
 )
+from chunkweave.models.gguf_checkpoint import _Reader
 from chunkweave.models.loading import bundled_tokenizer, load_folder
 from chunkweave.testing import TOY_FAMILIES, toy_model
 from chunkweave_server.vllm_backend.process import VllmFlags
@@ -215,11 +216,32 @@ def test_what_is_no_gguf_file(name, tmp_path):
 
 def test_a_truncated_file(tiny):
     whole = tiny.read_bytes()
-    for size in [5, 30, 300, *range(1000, len(whole), len(whole) // 6), len(whole) - 1]:
+    for size in [5, 30, *range(300, 9000, 61), *range(9000, len(whole), len(whole) // 6), len(whole) - 1]:
         tiny.write_bytes(whole[:size])
         with pytest.raises(ModelNotFoundError, match=r"tiny\.gguf is truncated or damaged"):
             checkpoint_folder(tiny)
     assert list(models_folder().iterdir()) == []
+
+
+@pytest.mark.parametrize("order", gguf.GGUFEndian)
+def test_metadata_is_what_gguf_itself_reads(order, tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", endianess=order)
+    writer.add_token_list(["", "a", "\u0120caf\u00e9"])
+    writer.add_array("numbers", [1, -2, 3])
+    writer.add_array("scores", [0.5, -1.25])
+    writer.add_array("flags", [True, False])
+    writer.add_array("lists", [["a", "b"], ["c"]])
+    writer.add_uint32("behind", 7)
+    writer.add_tensor("t", np.arange(6, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours, theirs = (kind(tmp_path / "m.gguf") for kind in (_Reader, gguf.GGUFReader))
+    contents = [{name: field.contents() for name, field in reader.fields.items()} for reader in (ours, theirs)]
+    assert contents[0] == contents[1]
+    assert (contents[0]["tokenizer.ggml.tokens"], contents[0]["behind"]) == (["", "a", "\u0120caf\u00e9"], 7)
+    assert ours.data_offset == theirs.data_offset
 
 
 @pytest.mark.parametrize(

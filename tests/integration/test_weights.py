@@ -9,8 +9,8 @@ from torch import nn
 from chunkweave import Engine
 from chunkweave.config import Weights
 from chunkweave.errors import UsageError
-from chunkweave.models import huggingface
-from chunkweave.models.huggingface import Int8Linear, PackedLinear
+from chunkweave.models import linear_weights
+from chunkweave.models.linear_weights import Int8Linear, PackedLinear
 from chunkweave.models.loading import load_folder, load_shape
 from chunkweave.testing import TOY_FAMILIES
 from chunkweave_server.app import create_app
@@ -24,7 +24,7 @@ from tests.integration.test_loading import save_checkpoint
 from tests.server.conftest import Client, wait_until
 
 CPU = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16)
-packs = pytest.mark.skipif(not huggingface._packable(CPU), reason="oneDNN has no bfloat16 products here")
+packs = pytest.mark.skipif(not linear_weights._packable(CPU), reason="oneDNN has no bfloat16 products here")
 IDS = torch.arange(40) * 7919 % 300
 
 
@@ -80,7 +80,7 @@ def test_packing_that_fails_here_costs_a_warning(tmp_path, monkeypatch, caplog):
     def fails(_):
         raise RuntimeError("no such operator")
 
-    monkeypatch.setattr(huggingface, "PackedLinear", fails)
+    monkeypatch.setattr(linear_weights, "PackedLinear", fails)
     loaded = load_folder(save_checkpoint(tmp_path / "base"), dtype="bfloat16")
     assert linear_modules(loaded.model.model) == {nn.Linear}
     assert "no such operator" in caplog.text
@@ -148,7 +148,7 @@ def test_an_adapter_is_merged_before_weights_are_rounded(tmp_path):
 )
 def test_int8_is_refused_where_it_cannot_be(device, dtype, why):
     with pytest.raises(UsageError, match=why):
-        huggingface.check_int8(device, dtype)
+        linear_weights.check_int8(device, dtype)
 
 
 def test_an_unknown_way_is_refused_before_anything_is_loaded(tmp_path):

@@ -169,7 +169,7 @@ def audit(service: Service) -> None:
         wait_until(lambda: not answering.running)
         fleet = vllm_of(service).fleet
         assert fleet is not None
-        assert fleet.running == fleet.waiting == 0
+        wait_until(lambda: fleet.running == fleet.waiting == 0)
         for replica in fleet.replicas:
             assert replica.outstanding_tokens == 0
             assert not replica.placed

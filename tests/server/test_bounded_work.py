@@ -261,6 +261,7 @@ def valid() -> Iterator[tuple[str, str, Any]]:
     tools = [{"type": "function", "function": {"name": f"f{n}", "description": words * 80}} for n in range(1000)]
     yield "/v1/chat/completions", "tools", {"messages": question, "documents": ["x"], "tools": tools}
     yield "/v1/chat/completions", "bias", {"messages": question, "logit_bias": {str(n): 1 for n in range(90_000)}}
+    yield "/v1/embeddings", "many texts", {"input": ["a b c"] * 2048}
     yield "/v1/cache/warm", "documents", {"documents": [words * 1450] * 60}
     yield "/v1/corpora/{name}/search", "a question", {"query": words * (BODY_BYTES // len(words) - 2)}
     yield INGEST, "a text", {"documents": [{"id": "a", "text": words * 90_000}], "update": True}

@@ -237,7 +237,6 @@ def test_sampling_follows_seed_stop_and_limits(client: Client):
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 100_000}, "max_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more"),
         ({"chunkweave": {"method": "magic"}}, "magic"),
@@ -256,8 +255,8 @@ def test_sampling_follows_seed_stop_and_limits(client: Client):
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": " "}]}, "question is empty"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "last message"),
-        ({"messages": [{"role": "user", "content": "x"}] * 2}, "earlier turns"),
-        ({"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "x"}]}, "last message"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "last message"),
+        ({"messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}]}, "earlier turns"),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "earlier turns"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
@@ -276,15 +275,13 @@ def test_what_is_wrong_is_refused_by_name(client: Client, body: dict, named: str
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"logit_bias": {"1": 2}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"n": 2}, "n"),
-        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"temperature": 2.5}, "temperature"),
-        ({"repetition_penalty": 1.1, "made_up": 1}, "repetition_penalty, made_up"),
+        ({"repetition_penalty": 1.1, "min_p": 0.1}, "repetition_penalty, min_p"),
     ],
 )
 def test_what_the_engine_does_not_support_is_refused_by_name(client: Client, documents, body: dict, named: str):

@@ -65,7 +65,7 @@ class Asker:
         if reply.status_code != 200:
             return Seen(reply.status_code, reply.json()["error"]["message"])
         report = reply.json()["chunkweave"]
-        kept = {name: report.get(name) for name in ("method", "order", "history_tokens", "chunks_not_sent")}
+        kept = {name: report.get(name) for name in ("method", "order", "history_tokens", "chunks_not_sent", "cache")}
         chunks = [(chunk["rank"], chunk["source"], chunk["tokens"]) for chunk in report["chunks"]]
         return Seen(200, "", self._plan(), {**kept, "chunks": chunks, "retrieved": len(report.get("retrieved", ()))})
 
@@ -114,6 +114,8 @@ CASES: dict[str, Callable[[str], list[Case]]] = {
     "conversation_id": lambda _: [({}, {"conversation_id": conversation()})],
     "turn": lambda _: [({"conversation_id": conversation()}, {"turn": 7})],
     "corpus": lambda _: [({}, {"corpus": "notes"})],
+    "find_chunks": lambda _: [({}, {"find_chunks": True})],
+    "cache": lambda _: [({}, {"cache": cache}) for cache in ("read", "off")],
     "top_k": lambda _: [({"corpus": "notes"}, {"top_k": 1})],
 }
 """By field, what a request says without it and what it says with it."""

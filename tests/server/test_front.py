@@ -164,7 +164,7 @@ def test_requests_that_name_no_model_are_answered_with_the_adapter(vllm):
         for named in ({}, {"model": "m"}, {"model": "m+tiny"}):
             front.ask(documents=DOCUMENTS, **named)
             front.post("/v1/completions", json={"prompt": "Hi", **named})
-        front.post("/v1/embeddings", json={"input": "Hi"})
+        front.post("/v2/embed", json={"input": "Hi"})
     assert [sent["model"] for sent in vllm.seen] == ["m+tiny", "m+tiny", "m", "m", "m+tiny", "m+tiny"]
     assert json.loads(vllm.paths[-1][3]) == {"input": "Hi"}, "vLLM has no adapter there"
 
@@ -201,7 +201,6 @@ def test_the_plug_in_may_raise_what_no_client_has_asked_for(front, vllm, reuse, 
         ({"documents": [""]}, "documents[0] is empty"),
         ({"documents": ["a"], "chunkweave": {"method": "nonsense"}}, "unknown reuse method"),
         ({"documents": ["a"], "chunkweave": {"methd": "full"}}, "unknown fields"),
-        ({"documents": ["a"], "max_tokens": 10**6}, "max_tokens must be at most"),
         ({"documents": ["a " * 5000]}, "at most 2048 fit into the context"),
         ({"documents": ["a"], "chunkweave": {"corpus": "c"}}, "either documents or"),
         ({"chunkweave": {"corpus": "c"}}, "no corpus 'c'"),
@@ -371,7 +370,7 @@ def test_what_tools_said_stands_behind_the_question(with_tools):
     [
         ([said("Noon.")], "earlier turns"),
         ([called("7"), said("Noon.")], "not a JSON object"),
-        ([called(), said("Noon."), {"role": "assistant", "content": "Noon."}], "earlier turns"),
+        ([called(), said("Noon."), called()], "earlier turns"),
         ([called()], "the last message must be the user's"),
     ],
 )
@@ -501,7 +500,7 @@ def test_tenants_never_share_a_salt(vllm):
     with running_front(vllm, keys=key_ring()) as front:
         assert front.ask(documents=DOCUMENTS).status_code == 401
         for key in KEYS.values():
-            pooled = front.post("/v1/embeddings", json={"input": "x"}, headers={"authorization": f"Bearer {key}"})
+            pooled = front.post("/v2/embed", json={"input": "x"}, headers={"authorization": f"Bearer {key}"})
             assert "cache_salt" in json.loads(pooled.json()["body"])
             for body in ({"documents": DOCUMENTS}, {"prompt": "plain"}, {"prompt": "plain", "cache_salt": "x"}):
                 path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
@@ -643,7 +642,7 @@ def test_a_server_that_is_gone_is_told_at_once(vllm):
         refused = front.ask(documents=DOCUMENTS)
         assert refused.status_code in (502, 503)
         assert refused.json()["error"]["type"] == "server_error"
-        assert front.post("/v1/embeddings").status_code in (502, 503)
+        assert front.post("/v2/embed").status_code in (502, 503)
         wait_until(lambda: front.get("/ready").status_code == 503)
 
 

@@ -243,10 +243,9 @@ def test_names_of_documents_take_no_more_room_than_their_bound(
         document = {"text": f"{FERRY} {number}", "id": name, "title": ""}
         assert client.ask(documents=[document], max_tokens=1).status_code in (200, 400)
     del name, document
-    gc.collect()
-    kept_bytes, _ = tracemalloc.get_traced_memory()
+    # The server's thread may still hold the last body when its answer is here.
+    wait_until(lambda: (gc.collect(), tracemalloc.get_traced_memory()[0] < 12 << 20)[1], timeout_s=30)
     tracemalloc.stop()
-    assert kept_bytes < 12 << 20, "of 156 MB of names"
     recent = client.parts.observer.recent
     assert recent.nbytes <= MOST_BYTES
     reports = [one.report for one in recent.seen_by(client.service.keys.tenant_of(None)) if one.report is not None]

@@ -227,8 +227,11 @@ def test_two_calls_at_once_leave_one_segment_of_each_document(serve: Serve, cont
 # --- removing a document
 
 
-def hold_at(client: Client, number: int) -> tuple[threading.Event, threading.Event]:
-    """Holds a warm call before it computes its n-th prompt: returns what says that it is there, and what lets it go."""
+def hold_at(client: Client, number: int, *, slow: bool = False) -> tuple[threading.Event, threading.Event]:
+    """Holds a warm call before it computes its n-th prompt: returns what says that it is there, and what lets it go.
+
+    If `slow`, the call hears of this prompt's beginning after its end.
+    """
     backend, there, gate = engine_of(client.service), threading.Event(), threading.Event()
     threads, count = backend.cache._threads, iter(range(10_000))
 
@@ -237,6 +240,10 @@ def hold_at(client: Client, number: int) -> tuple[threading.Event, threading.Eve
             there.set()
             while not gate.is_set():
                 await asyncio.sleep(0.005)
+            begun = await threads.run(tenant, work, **options)
+            while slow and not backend.batching.idle:
+                await asyncio.sleep(0.005)
+            return begun
         return await threads.run(tenant, work, **options)
 
     backend.cache._threads = SimpleNamespace(run=run)
@@ -273,11 +280,12 @@ PROMPTS = 13
 @engine_only
 @pytest.mark.parametrize("number", range(0, PROMPTS, 2))
 @pytest.mark.parametrize("gone", [0, 4])
-def test_what_is_removed_while_a_call_computes_is_read_by_nothing(serve: Serve, number: int, gone: int):
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_is_removed_while_a_call_computes_is_read_by_nothing(serve: Serve, number: int, gone: int, slow: bool):
     """Before each of its prompts, which may read it, or be of it. What was computed before and had read it is missing
     then, and is computed anew by the next call."""
     client = serve(**FEW)
-    there, gate = hold_at(client, number)
+    there, gate = hold_at(client, number, slow=slow)
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(warm, client)
         assert there.wait(20)

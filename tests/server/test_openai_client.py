@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import Iterator
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 from benchmarks.server_thread import ServerThread
 
@@ -83,10 +85,40 @@ def test_a_stream_that_is_left(client: openai.OpenAI):
 
 def test_errors_are_the_clients_own(client: openai.OpenAI, url: str):
     create = client.chat.completions.create
-    with pytest.raises(openai.BadRequestError, match="tools") as refused:
-        create(model="toy", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}])
-    assert (refused.value.param, refused.value.code) == ("tools", "unsupported_field")
+    with pytest.raises(openai.BadRequestError, match="frequency_penalty") as refused:
+        create(model="toy", messages=MESSAGES, frequency_penalty=1)
+    assert (refused.value.param, refused.value.code) == ("frequency_penalty", "unsupported_field")
     with pytest.raises(openai.NotFoundError):
         create(model="gpt-9", messages=MESSAGES)
     with pytest.raises(openai.AuthenticationError), openai.OpenAI(base_url=url, api_key="wrong") as stranger:
         stranger.models.list()
+
+
+class Where(pydantic.BaseModel):
+    town: Literal["Halvik", "Lune"]
+    open: bool
+
+
+def test_parse_returns_objects(client: openai.OpenAI):
+    parse = client.chat.completions.parse
+    found = parse(model="toy", messages=MESSAGES, response_format=Where, n=2, temperature=1, max_tokens=60)
+    assert all(isinstance(choice.message.parsed, Where) for choice in found.choices)
+    tools = [openai.pydantic_function_tool(Where)]
+    called = parse(model="toy", messages=MESSAGES, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    (call,) = called.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Where)
+    with client.chat.completions.stream(
+        model="toy", messages=MESSAGES, tools=tools, tool_choice="required", parallel_tool_calls=False
+    ) as stream:
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.tool_calls[0].function.parsed_arguments, Where)
+    messages = [*MESSAGES, final.choices[0].message.to_dict()]
+    messages.append({"role": "tool", "tool_call_id": final.choices[0].message.tool_calls[0].id, "content": "Halvik"})
+    assert client.chat.completions.create(model="toy", messages=messages, tools=tools, max_tokens=2).choices
+
+
+def test_log_probabilities_and_several_answers(client: openai.OpenAI):
+    create = client.chat.completions.create
+    found = create(model="toy", messages=MESSAGES, logprobs=True, top_logprobs=3, n=2, max_tokens=4, seed=1)
+    for choice in found.choices:
+        assert [len(one.top_logprobs) for one in choice.logprobs.content] == [3] * 4

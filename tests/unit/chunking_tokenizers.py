@@ -1,10 +1,20 @@
 """Tokenizers of several families, made from the bundled one: its merges, their control tokens and chat templates."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, normalizers, processors
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 import chunkweave
@@ -111,6 +121,29 @@ def phi() -> HuggingFaceTokenizer:
     """Its control tokens swallow white space behind them; one is a control token only as a word of its own."""
     ends = [AddedToken(f"<|{name}|>", special=True, rstrip=True, normalized=False) for name in ("im_start", "im_end")]
     return family(CHATML_TEMPLATE, special=(*ends, AddedToken("<|word|>", special=True, single_word=True)))
+
+
+@cache
+def sentencepiece() -> HuggingFaceTokenizer:
+    """As SentencePiece makes them: unigrams over texts whose spaces are a sign, with bytes for unknown characters."""
+    backend = Tokenizer(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    spaces = decoders.Replace("\u2581", " ")
+    backend.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    names = ["<unk>", "<s>", "</s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=1500, special_tokens=[*names, *(f"<0x{byte:02X}>" for byte in range(256))], unk_token="<unk>"
+    )
+    lines = (ASSETS / "corpus" / "passages.jsonl").read_text(encoding="utf-8").splitlines()
+    backend.train_from_iterator([json.loads(line)["text"] for line in lines], trainer)
+    made = json.loads(backend.to_str())
+    made["model"]["byte_fallback"] = True
+    made["added_tokens"] = [one for one in made["added_tokens"] if one["content"] in names]
+    backend = Tokenizer.from_str(json.dumps(made))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=LLAMA_TEMPLATE, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    return HuggingFaceTokenizer(fast)
 
 
 @cache

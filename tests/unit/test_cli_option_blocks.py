@@ -9,9 +9,11 @@ import typer
 from typer.testing import CliRunner
 
 from chunkweave.cli.app import app as chunkweave_app
-from chunkweave.cli.options import with_blocks
+from chunkweave.cli.options import given_options, with_blocks
+from chunkweave.config import FindConfig
 from chunkweave.planning.calibration import Quality
 from chunkweave.plugins import METHODS
+from chunkweave.settings import Place, settings_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +100,11 @@ def test_commands_with_many_options_have_them_in_panels():
     for name, command in COMMANDS.items():
         panels = {getattr(one, "rich_help_panel", None) for one in command.params}
         assert len(command.params) < 16 or len(panels) > 2, name
+
+
+@pytest.mark.parametrize("given", [["short,numbers"], ["short", "numbers"], ["short, numbers"]])
+def test_a_list_of_choices_may_be_repeated_or_separated_by_commas(given):
+    known = settings_at(FindConfig, Place.ENGINE)
+    values = {"find_chunks": None, "exact_pieces": given}
+    assert given_options(known, values) == {"exact_pieces": ("short", "numbers")}
+    assert given_options(known, {"find_chunks": None, "exact_pieces": []}) == {}

@@ -76,6 +76,7 @@ class Simulation:
         self.preempted: list[RequestState] = []
         self.served: list[RequestState] = []
         self.prefilled: Counter[str] = Counter()
+        self.drafts: Counter[str] = Counter()
         self.now_s, self.steps = 0.0, 0
         self._numbers = itertools.count()
         self._answers: dict[RequestState, int] = {}
@@ -92,7 +93,7 @@ class Simulation:
             request.job = Job(len(request.prepared.prompt))
         took = 0
         for group in self.scheduler.groups():
-            self.scheduler.computed(group)
+            self.scheduler.computed(group, [self.drafts[request.tenant] for request in group.decoding])
             took += len(group.decoding) + sum(tokens for _, tokens in group.pieces)
             since_s, self.now_s = self.now_s, self.now_s + self.step_s + self.token_s * took
             if self.scheduler.planner.holds:
@@ -170,6 +171,20 @@ def test_of_two_that_want_all_each_gets_its_share(weights: tuple[str, ...], rati
         run.step()
     a, b = (run.prefilled[tenant] - before[tenant] for tenant in "ab")
     assert a / b == pytest.approx(ratio, rel=0.15)
+
+
+def test_draft_tokens_are_paid_for() -> None:
+    shares = []
+    for drafts in (0, 9):
+        run = Simulation()
+        run.drafts["a"] = drafts
+        for _ in range(150):
+            for tenant in "ab":
+                run.submit(tenant, 300, answer=20)
+        for _ in range(300):
+            run.step()
+        shares.append(run.prefilled["a"] / run.prefilled["b"])
+    assert shares[1] < 0.85 * shares[0]
 
 
 def test_a_lone_tenant_sees_no_difference() -> None:

@@ -242,6 +242,7 @@ def test_requests_say_what_may_be_said_by_requests():
         "turn": "which",
         "corpus": "what is asked about",
         "top_k": "how much of it",
+        "cache": "whether anything is kept",
     }
     assert set(ReuseField.model_fields) - set(others) == {
         name for name, (_, one) in ALL.items() if Place.REQUEST in one.places

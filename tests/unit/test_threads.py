@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from chunkweave.models import threads
-from chunkweave.models.threads import usable_cpus
+from chunkweave.models.threads import free_memory_bytes, usable_cpus
 
 
 @pytest.fixture
@@ -19,6 +19,29 @@ def machine(tmp_path):
         return tmp_path
 
     return make
+
+
+MEMORY = {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "free"), [("max", 8000 << 10), ("5000000", 5000000 - 900000 + 200000), ("90000000", 8000 << 10)]
+)
+def test_a_control_group_limits_memory(machine, limit, free):
+    """Its files in the page cache can be dropped."""
+    group = "sys/fs/cgroup/user/app/memory."
+    counts = {group + "max": limit, group + "current": "900000", group + "stat": "anon 1\ninactive_file 200000"}
+    assert free_memory_bytes(machine({**MEMORY, "proc/self/cgroup": "0::/user/app", **counts})) == free
+
+
+def test_a_control_group_of_the_first_version_limits_memory(machine):
+    files = {"limit_in_bytes": "700000", "usage_in_bytes": "300000"}
+    files = {f"sys/fs/cgroup/memory/app/memory.{name}": text for name, text in files.items()}
+    assert free_memory_bytes(machine({**MEMORY, "proc/self/cgroup": "4:memory:/app\n0::/", **files})) == 400000
+
+
+def test_free_memory_may_be_unknown(machine):
+    assert free_memory_bytes(machine({})) is None
 
 
 def siblings(cpus, cores):

@@ -15,6 +15,7 @@ from chunkweave.planning.method import make_method
 from chunkweave.planning.method_choice import MethodChooser, MethodRequest, Why
 from chunkweave.plugins import METHODS
 from chunkweave.prompt.contexts import MOST_CONTEXTS, MeanShare
+from chunkweave.prompt.find_chunks import ChunkFinder
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, neutral_id
 from chunkweave.types import Span
 from chunkweave.vllm.request import (
@@ -22,6 +23,7 @@ from chunkweave.vllm.request import (
     Defaults,
     WeaveRequest,
     parse,
+    parse_found,
     promotion_params,
     to_params,
     weave_params,
@@ -300,6 +302,29 @@ def test_wrong_defaults_are_refused_at_start():
         Defaults.from_config({"recompute_ratio": 2})
 
 
+FOUND_IDS = list(range(3, 1003))
+
+
+def found(params, ids=FOUND_IDS):
+    finder = ChunkFinder(None, frozenset())
+    return parse_found(params, ids, finder, fingerprint="model", salt="", start=(1,), defaults=Defaults())
+
+
+def test_chunks_are_found_in_a_prompt_that_names_none():
+    request = found({"method": "cacheblend", "recompute_ratio": 0.3})
+    assert request.prompt.token_ids == tuple(FOUND_IDS)
+    assert (request.method, request.reuse.recompute_ratio, request.raisable) == ("cacheblend", 0.3, False)
+    assert all(part.exact_only for part in request.stored_parts())
+    assert found({}, ids=FOUND_IDS[:20]) is None
+    assert not found({"cache": "use"}).reads_only
+    only_read = found({"cache": "read"})
+    assert only_read.reads_only
+    assert not only_read.kept.kv
+    for wrong in ({"neutral": 1}, {"start_tokens": 1}, {"mean": {}}, {"alpha": 1}, {"unknown": 1}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            found(wrong)
+
+
 def test_a_front_of_the_version_before_may_send_what_is_no_longer_there_as_it_always_was():
     before = {
         "tail": 8,
@@ -459,11 +484,13 @@ EFFECTS = {
     "chunks": lambda _: {"chunks": [[3, 6]]},
     "start_tokens": lambda _: {"start_tokens": 2},
     "asked": lambda _: {"asked": False},
+    "find_chunks": lambda _: {"find_chunks": True},
     "neutral": lambda _: {"neutral": 1},
     "at_least": lambda _: {"at_least": False},
     "promoted": lambda _: {"promoted": [0]},
     "continued": lambda _: {"continued": [0]},
     "mean": lambda _: {"mean": {"group": "a name", "of": 4}},
+    "cache": lambda _: {"cache": "read"},
 }
 """By field, what a request says with it; it says less without."""
 
@@ -482,7 +509,7 @@ def test_each_field_has_an_effect_with_each_method_or_is_refused(field, method):
     without, given = read(plain), {**plain, **EFFECTS[field](method)}
     parameter = field in {"recompute_ratio", "check_layers", "alpha", "focus", "seed", "query"}
     taken = field in without.choice.parameters and not (field == "query" and ":" in method)
-    if field == "quality" or (parameter and not taken) or (field == "mean" and method != "full-reuse"):
+    if field in ("quality", "find_chunks") or (parameter and not taken) or (field == "mean" and method != "full-reuse"):
         with pytest.raises(UsageError, match=field):
             read(given)
     elif parameter:
@@ -490,6 +517,16 @@ def test_each_field_has_an_effect_with_each_method_or_is_refused(field, method):
         assert one.plan(PLANNED, GEOMETRY).passes != other.plan(PLANNED, GEOMETRY).passes
     else:
         assert read(given) != without
+
+
+def test_a_request_that_only_reads_keeps_nothing():
+    found = read({**FINE, "method": "cachecraft", "cache": "read"})
+    assert found.reads_only
+    assert (found.kept.kv, found.kept.profiles, found.kept_parts(lambda _: False)) == (False, False, [])
+    assert not read({**FINE, "cache": "use"}).reads_only
+    for wrong in ("off", "", None, 1, ["read"]):
+        with pytest.raises(UsageError, match="cache must be use or read"):
+            read({**FINE, "cache": wrong})
 
 
 def test_a_front_of_the_version_before_sends_the_usual_ratio_with_every_method():

@@ -330,3 +330,39 @@ def test_metrics_are_one_text_that_prometheus_reads(client, front):
     assert len(samples) == len(set(samples))
     assert {"vllm:lora_requests_info", "vllm:prompt_tokens", "chunkweave:replica_up"} <= set(names)
     assert all("replica" in dict(labels) for name, labels in samples if name.startswith("vllm:"))
+
+
+NEW = ["The Vessby ferry has 12 cabins. It leaves at seven.", "The Skerrow bees are counted by Nils Oster in May."]
+
+
+def test_a_request_may_store_nothing_or_not_look_either(client):
+    def found(cache, **more):
+        return ask(client, NEW, reuse={**(WEAVE if cache != "off" else {}), "cache": cache}, **more)
+
+    def sources(answer):
+        return {one["kv_source"] for one in answer.model_extra["chunkweave"]["chunks"] if one["rank"] is not None}
+
+    for cache in ("read", "off", "read", "off", "use", "off"):
+        assert sources(found(cache)) == {"computed"}, cache
+    read = found("read")
+    assert "computed" not in sources(read)
+    assert read.model_extra["chunkweave"]["cache"] == "read"
+    turned = ask(client, NEW[::-1], reuse={**WEAVE, "cache": "read"})
+    assert turned.model_extra["chunkweave"]["reused_tokens"] > 0
+
+
+def test_messages_in_any_sequence_and_fields_without_effect(client):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": "Look."},
+        {"role": "user", "content": "Who leads the Selmond Choir?"},
+        {"role": "assistant", "content": "Otto"},
+    ]
+    extra = {"documents": PASSAGES, "chunkweave": WEAVE, "made_up": 1, "service_tier": "auto", "store": True}
+    reply = client.chat.completions.with_raw_response.create(
+        model="reader", messages=messages, temperature=0, max_tokens=50_000, extra_body=extra
+    )
+    assert reply.headers["x-chunkweave-unknown-fields"] == "made_up"
+    assert reply.headers["x-chunkweave-max-tokens"] == "1024"
+    assert "Gunmark" in reply.parse().choices[0].message.content

@@ -45,6 +45,7 @@ class FakeRequest:
         self.cache_salt = salt
         self.lora_request = lora
         self.mm_features = list(images)
+        self.pooling_params = None
         self._block_hasher = hashed
         self.block_hashes: list[bytes] = []
         self.update_block_hashes()
@@ -678,6 +679,24 @@ def test_full_means_vllms_own_prefill(side):
     assert report["computed_tokens"] == len(IDS)
 
 
+def test_what_only_reads_is_woven_from_what_is_stored_and_saves_nothing(side):
+    stored_chunks(side, 0, 1, 2)
+    salts = []
+    for params in ({}, {"cache": "read"}, {"cache": "read"}):
+        request = FakeRequest({**CHUNKS, "method": "cacheblend", **params})
+        side.add(request)
+        assert side.matched(request, 0)
+        salts.append(request.cache_salt)
+        side.finished(request)
+    assert len({*salts}) == 3, "no other request finds its blocks in vLLM's own cache"
+    alone = bound()
+    request = FakeRequest({**CHUNKS, "method": "prefix", "cache": "read"})
+    alone.begin_with({0: Holdings(frozenset(), True)})
+    alone.add(request)
+    alone.matched(request, 0)
+    assert not alone.orders(step([("a", 0, len(IDS))])).saves
+
+
 def test_full_waits_for_no_lookup_and_keeps_nothing_where_it_alone_answers(side):
     alone = bound(Defaults.from_config({"method": "full"}))
     for one, keeps in ((side, True), (alone, False)):
@@ -869,3 +888,54 @@ def test_a_reset_forgets_vllms_own_blocks(side):
     pool.cache_full_blocks(request, blocks, 0, 2, BLOCK, 0)
     side.reset()
     assert all(block.block_hash is None for block in blocks)
+
+
+LONG = [BOS, *range(100, 1100)]
+
+
+def test_chunks_are_found_in_requests_that_name_none_and_may_be_read_from_a_cache():
+    finding, off = bound(finds=True), bound()
+    for name, change in {"images": {"mm_features": [1]}, "pooling": {"pooling_params": 1}}.items():
+        request = FakeRequest(name=name, ids=LONG)
+        for attribute, value in {**change, "skip_reading_prefix_cache": name == "pooling"}.items():
+            setattr(request, attribute, value)
+        finding.add(request)
+        assert name not in finding._requests
+    for side, params, found in (
+        (finding, None, True),
+        (finding, {"find_chunks": False}, False),
+        (finding, {"method": "prefix"}, True),
+        (off, None, False),
+        (off, {"find_chunks": True}, True),
+    ):
+        request = FakeRequest(params, ids=LONG)
+        side.add(request)
+        assert ("a" in side._requests) == found
+        if found:
+            assert side._requests["a"].request.prompt.token_ids == tuple(LONG)
+            assert len(side._requests["a"].parts) > 1
+        assert side.finished(request)[1] is None or found
+
+
+@pytest.mark.parametrize("ids", [LONG, LONG[:20]])
+def test_a_request_that_only_reads_leaves_no_blocks_to_others_where_chunks_are_found(ids: list[int]):
+    side, salts = bound(finds=True), []
+    for cache in ("read", "read", "use"):
+        request = FakeRequest({"find_chunks": True, "cache": cache}, ids=ids)
+        side.add(request)
+        salts.append(request.cache_salt)
+        assert "error" not in (side.finished(request)[1] or {}).get("chunkweave", {})
+    assert len({*salts}) == 3
+    assert salts[2] is None
+
+
+def test_an_exact_part_of_a_found_prompt_is_woven_only_on_the_exact_path():
+    side = bound(Defaults.from_config({"method": "cacheblend"}), finds=True)
+    first = FakeRequest(name="first", ids=LONG)
+    side.add(first)
+    parts = side._requests["first"].parts
+    side.finished(first)
+    side.note(StepResults(copies=Counter(part.id for part in parts)), set())
+    request = FakeRequest(ids=LONG)
+    side.add(request)
+    assert side.matched(request, 0) == 0  # without a tokenizer nothing is known to be a passage

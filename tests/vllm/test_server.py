@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import contextmanager
 from importlib.resources import files
 
 import pytest
@@ -30,13 +31,20 @@ PASSAGES = [
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
+    with running_server(tmp_path_factory, READER, CONNECTOR, "--max-model-len", "1024") as address:
+        yield address
+
+
+@contextmanager
+def running_server(tmp_path_factory, model, connector, *flags, python=sys.executable):
+    """The URL of a server with the connector that serves a model as `reader`, started by vLLM's `python`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", READER, "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"]
-    command += ["--served-model-name", "reader", "--kv-transfer-config", json.dumps(CONNECTOR)]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", *flags]
+    command += ["--served-model-name", "reader", "--kv-transfer-config", json.dumps(connector)]
     with log.open("w") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}, cwd=ROOT

@@ -19,7 +19,7 @@ from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import OWN_FILES
 from chunkweave.planning.cost import cost_model_path
 from chunkweave.store.records import ANYTHING, SegmentRecord
-from chunkweave.store.shared_folder import PIN_FILE, REMOVED_FILE, PinFile
+from chunkweave.store.shared_folder import DTYPE_FILE, PIN_FILE, REMOVED_FILE, PinFile
 
 if TYPE_CHECKING:
     from chunkweave.tiers.disk import DiskTier
@@ -138,7 +138,7 @@ class CacheFolder:
         self.root = root
         self.pins = PinFile(root)
         self.fingerprints = tuple(sorted(name for name, is_ours in names.items() if is_ours))
-        if not self.fingerprints and names.keys() - {PIN_FILE, REMOVED_FILE}:
+        if not self.fingerprints and names.keys() - {PIN_FILE, REMOVED_FILE, DTYPE_FILE}:
             raise UsageError(f"{root} is no cache directory: it holds other files, and no model's folder of segments")
 
     def tiers(self, fingerprint: str | None = None) -> Iterator["DiskTier"]:

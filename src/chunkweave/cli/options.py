@@ -33,6 +33,7 @@ from chunkweave.config import (
 from chunkweave.errors import UsageError
 from chunkweave.models.adapters import read_adapter
 from chunkweave.models.gguf import (
+    check_gguf,
     config_file_of,
     dequantize,
     dequantized_folder,
@@ -259,6 +260,9 @@ def warn(message: str) -> None:
 def given_options(known: Mapping[str, Setting], values: dict[str, Any]) -> dict[str, Any]:
     """Values of the settings whose options were given, by the settings' names; removes all of them from `values`."""
     given = {name: values.pop(name) for name in known}
+    for name, value in given.items():
+        if known[name].choices and isinstance(value, list) and value:  # repeated, or separated by commas
+            given[name] = ",".join(value)
     return {
         name: (known[name].parse if isinstance(value, str) else known[name].check)(value, known[name].flag)
         for name, value in given.items()
@@ -295,7 +299,7 @@ class ModelOptions:
     @property
     def is_changed(self) -> bool:
         """Whether an adapter or rounding changes the checkpoint's weights."""
-        return self.model.adapter is not None or self.model.weights == Weights.INT8
+        return self.model.adapter is not None or Weights(self.model.weights).rounds
 
     def base(self) -> Self:
         """The same model with its checkpoint's own weights: without adapter, and not rounded."""
@@ -309,7 +313,8 @@ class ModelOptions:
     def how_to_calibrate(self) -> str:
         """The command that calibrates this model."""
         adapter = () if self.model.adapter is None else ("--adapter", self.model.adapter)
-        return shlex.join(["chunkweave", "calibrate", self.model.model or "MODEL", *adapter])
+        weights = ("--weights", self.model.weights) if Weights(self.model.weights).rounds else ()
+        return shlex.join(["chunkweave", "calibrate", self.model.model or "MODEL", *adapter, *weights])
 
     @property
     def random_weights(self) -> bool:
@@ -347,8 +352,11 @@ class ModelOptions:
         if self.model.adapter is not None:
             read_adapter(self.model.adapter)  # refused now, not after the model is downloaded
         if self.model.model is not None:
+            if self.model.weights == Weights.NATIVE:
+                check_gguf(self.model.model)
             download_once(self.model.model)
-            dequantize_once(self.model.model)
+            if self.model.weights != Weights.NATIVE:
+                dequantize_once(self.model.model)
         with status(f"loading {self.name}"):
             _quiet_transformers()
             from chunkweave.engine.engine import Engine

@@ -66,6 +66,9 @@ class AnswerEnd:
 class StreamEvent:
     """A piece of an answer's stream. The last event has the whole `answer`, its `prompt`, and the rest of the text.
 
+    In a stream of several answers to one prompt, it has the answer that ended last, with the tokens of all in its
+    report.
+
     >>> from chunkweave import Engine, Request
     >>> with Engine.load("reader") as engine:
     ...     events = list(engine.stream(Request("Who leads the choir?", ["The choir is led by Otto Gunmark."])))
@@ -76,13 +79,22 @@ class StreamEvent:
     text: str
     answer: Answer | None = None
     prompt: Prompt | None = None
+    index: int = 0
+    """Which of several answers to one prompt this is a piece of."""
+    finish_reason: str | None = None
+    """Set at the end of an answer, if others to the same prompt have not ended."""
+    logprobs: Mapping[str, Any] | None = None
+    """Log-probabilities of the piece's tokens, if wanted, in the form of vLLM's completions."""
 
     @property
     def choices(self) -> list[Choice]:
-        """The piece as a choice list for an answer with one choice; empty if there is no text."""
-        if self.answer is not None:
-            return [{"index": 0, "text": self.text, "finish_reason": self.answer.finish_reason}]
-        return [{"index": 0, "text": self.text}] if self.text else []
+        """The piece as a choice list; empty if there is no text."""
+        ends = self.finish_reason if self.answer is None else self.answer.finish_reason
+        if not self.text and ends is None:
+            return []
+        more = {"finish_reason": ends, "logprobs": self.logprobs}
+        given = {name: value for name, value in more.items() if value is not None}
+        return [{"index": self.index, "text": self.text, **given}]
 
     @property
     def end(self) -> AnswerEnd | None:

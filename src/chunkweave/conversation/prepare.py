@@ -23,7 +23,7 @@ from chunkweave.prompt.request import Request
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore
-from chunkweave.types import Chunk, ChunkId, SegmentId
+from chunkweave.types import CacheUse, Chunk, ChunkId, SegmentId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +47,12 @@ class PreparedRequest:
     raisable: bool = False
     again: NextTurn | None = None
     mean: MeanShare | None = None
+
+    def sampled_as(self, index: int) -> "PreparedRequest":
+        """The same request for another answer; with a seed, each of them has its own."""
+        sampling = self.request.sampling
+        seed = None if sampling.seed is None else sampling.seed + index
+        return replace(self, request=replace(self.request, sampling=replace(sampling, seed=seed)))
 
     @property
     def content(self) -> NextTurn | None:
@@ -115,12 +121,14 @@ class RequestPreparer:
         most_tokens: int | None = None,
         speculative: bool = False,
         build: Build | None = None,
+        found: bool = False,
     ) -> PreparedRequest:
         """Prepare a request before anything is computed, and count it as requested.
 
         Call `abandon` if it ends without an answer. A `speculative` request is counted once it is confirmed. A
         conversation is cut to `most_tokens`, including its answer; a prompt with far more is refused before it is
-        wholly tokenized. `build` replaces the builder's usual prompt.
+        wholly tokenized. `build` replaces the builder's usual prompt. If its chunks were `found`, they are neither
+        reordered nor counted.
 
         Raises:
             UsageError: an empty question or chunk, an unknown order, a conversation that is still being answered, or a
@@ -130,6 +138,8 @@ class RequestPreparer:
         order = self.order if request.order is None else ChunkOrder.parse(request.order)
         if self.num_layers is not None:
             method_request.refuse_layers_beyond(self.num_layers)
+        if request.cache is CacheUse.OFF:
+            method_request = MethodRequest.of("full")
         choice, raisable = self.chooser.choose(method_request), not method_request.sets_budget
         make_method(choice.method, choice.reuse)  # refused before anything is tokenized, even if reuse is switched off
         if self.shadow is not None:
@@ -142,8 +152,10 @@ class RequestPreparer:
         else:
             turn, prompt = self.turn_builder.begin(request, most_tokens=most_tokens)
         room = prompt.room_in(self.context_tokens) - (0 if turn is None else len(turn.closing))
-        arranged = self._arrange(prompt, order, request.tenant, counted=not speculative)
-        kept = self.chooser.kept(choice)
+        stores = request.cache is CacheUse.USE
+        counted = stores and not speculative
+        arranged = Arranged(prompt) if found else self._arrange(prompt, order, request.tenant, counted=counted)
+        kept = self.chooser.kept(choice) if stores else Kept(kv=False)
         if turn is not None:  # later turns may use another method
             kept = replace(kept, kv=True)
         room = min(request.sampling.max_new_tokens, room)
@@ -272,7 +284,7 @@ class RequestPreparer:
 
     def confirm(self, prepared: PreparedRequest) -> None:
         """Count a confirmed speculative request."""
-        if self.arranger is not None:
+        if self.arranger is not None and prepared.request.cache is CacheUse.USE:
             with self._arranging:
                 self.arranger.count(prepared.prompt, free=prepared.arranged.free, tenant=prepared.request.tenant)
 
@@ -290,7 +302,7 @@ class RequestPreparer:
 
     def answered(self, prepared: PreparedRequest, arranged: Arranged) -> None:
         """Note that a request was answered with its chunks `arranged` so; a later one may send its messages again."""
-        if prepared.turn is None:
+        if prepared.turn is None and prepared.request.cache is CacheUse.USE:
             ranks = sorted(arranged.ranks.items())
             self.turn_builder.answered(prepared.request, [prepared.request.chunks[rank] for _, rank in ranks])
 
@@ -306,6 +318,7 @@ class RequestPreparer:
             system=request.system,
             history=request.history,
             history_chunks=request.history_chunks,
+            continued=request.continued,
             cache_salt=request.cache_salt,
             limit=limit,
         )

@@ -15,7 +15,7 @@ from chunkweave.prompt.builder import PromptBuilder, PromptLimit
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.prompt.request import Request
 from chunkweave.store.records import segment_id
-from chunkweave.types import Chunk, ChunkId, SegmentId, Span
+from chunkweave.types import CacheUse, Chunk, ChunkId, SegmentId, Span
 
 Build = Callable[[Request, PromptLimit], Prompt]
 """Builds the prompt of a request without a conversation id."""
@@ -213,7 +213,7 @@ class TurnBuilder:
         Raises:
             UsageError, PromptTooLongError: raised by `build`.
         """
-        if not self.conversations.config.deduplicate:
+        if not self.conversations.config.deduplicate or request.cache is CacheUse.OFF:
             return request, build(request, PromptLimit(most_tokens)), None
         held, given = self._sent.before(request), [_chunk(one) for one in request.chunks]
         room = most_tokens - min(request.sampling.max_new_tokens, most_tokens // _ANSWER_SHARE)

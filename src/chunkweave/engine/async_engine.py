@@ -16,9 +16,10 @@ from typing import Any, Self, TypeVar, Unpack
 
 from chunkweave.conversation.answer import Answer, StreamEvent
 from chunkweave.conversation.prepare import PreparedRequest
+from chunkweave.conversation.turns import Build
 from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.engine import Engine
-from chunkweave.engine.request_state import Deliver, RequestState
+from chunkweave.engine.request_state import Deliver, RequestState, Siblings
 from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.planning.method_choice import MethodOptions, MethodRequest
@@ -228,6 +229,9 @@ class AsyncEngine:
         loop: asyncio.AbstractEventLoop | None = None,
         speculative: bool = False,
         tenant: str = "",
+        answers: int = 1,
+        build: Build | None = None,
+        found: bool = False,
         **options: Unpack[MethodOptions],
     ) -> AnswerStream:
         """Queue a request; returns the stream of its answer at once.
@@ -236,9 +240,14 @@ class AsyncEngine:
         event loop that reads the stream (None: the running one). Pass it to call this from another thread: the prompt
         is tokenized before this returns, which takes time for a long one.
 
+        `found`: `build` finds the chunks in the prompt (`prompt.find_chunks`).
+
         After `deadline_s` seconds (None: the configured deadline) the request ends with `DeadlineError`. A
         `speculative` request runs only when nothing else does, and delays others by at most one layer until it is
         confirmed. Tenants share queue, steps, running slots and memory by weight (`BatchingConfig.tenant_weight`).
+
+        Several `answers` share one prefill; the events say which of them they belong to. A conversation has one.
+        `build` replaces the builder's usual prompt.
 
         Raises:
             QueueFullError: the queue, and the tenant's share of it, is full: pass this back-pressure on. Ordinary
@@ -254,18 +263,26 @@ class AsyncEngine:
         if limit_s is not None and not (isfinite(limit_s) and limit_s > 0):
             raise UsageError(f"deadline_s must be a positive number of seconds, not {limit_s}")
         self._refuse_if_full(tenant, speculative=speculative)
+        if answers > 1 and request.conversation_id is not None:
+            raise UsageError("a conversation continues from one answer")
         method_request = method_request or MethodRequest.of(**options)
         most = self._core.most_tokens
-        prepared = self._preparer.prepare(request, method_request, most_tokens=most, speculative=speculative)
+        prepared = self._preparer.prepare(
+            request, method_request, most_tokens=most, speculative=speculative, build=build, found=found
+        )
         try:
             fitting = self._core.fitting(prepared)
             ends_s = None if limit_s is None else arrived_s + limit_s
-            return self._enter(
-                lambda number, deliver: RequestState(
+
+            def made(number: int, deliver: Deliver) -> RequestState:
+                state = RequestState(
                     number, fitting, deliver, arrived_s, ends_s, speculative=speculative, tenant=tenant
-                ),
-                loop,
-            )
+                )
+                if answers > 1:
+                    state.siblings = Siblings(state, [next(self._numbers) for _ in range(answers - 1)])
+                return state
+
+            return self._enter(made, loop)
         except BaseException:
             self._preparer.abandon(prepared)
             raise
@@ -292,21 +309,27 @@ class AsyncEngine:
         )
 
     def compute(
-        self, beforehand: PreparedRequest, *, loop: asyncio.AbstractEventLoop | None = None, tenant: str = ""
+        self,
+        beforehand: PreparedRequest,
+        *,
+        loop: asyncio.AbstractEventLoop | None = None,
+        tenant: str = "",
+        unwanted: Callable[[], bool] = bool,
     ) -> AnswerStream:
         """Compute and store one request of `beforehand`, in the background.
 
         It uses the tokens that other requests leave of their steps. When the stream ends, the result is stored if there
-        is room. `loop` is as in `submit`.
+        is room. It is aborted before the next step once `unwanted` returns True. `loop` is as in `submit`.
 
         Raises:
             RequestAbortedError: the engine is closed.
         """
         arrived_s, fitting = time.perf_counter(), self._core.fitting(beforehand)
-        return self._enter(
-            lambda number, deliver: RequestState(number, fitting, deliver, arrived_s, tenant=tenant, background=True),
-            loop or asyncio.get_running_loop(),
-        )
+
+        def made(number: int, deliver: Deliver) -> RequestState:
+            return RequestState(number, fitting, deliver, arrived_s, tenant=tenant, background=True, unwanted=unwanted)
+
+        return self._enter(made, loop or asyncio.get_running_loop())
 
     def confirm(self, number: int) -> None:
         """Make a speculative request an ordinary one. Idempotent.
@@ -342,6 +365,7 @@ class AsyncEngine:
         with self._changed:
             if self._closing:
                 raise RequestAbortedError("the engine is closed and accepts no more work")
+            self._urgent = True
             self._errands.append(future)
             self._commands.append(lambda: self._run_errand(future, work))
             self._changed.notify()
@@ -404,7 +428,7 @@ class AsyncEngine:
 
     def _refuse_if_full(self, tenant: str, *, speculative: bool = False) -> None:
         self._refuse_if_closed()
-        others = [one for one in tuple(self._open.values()) if not one.request.runs and not one.request.background]
+        others = [one for one in tuple(self._open.values()) if one.request.waits and not one.request.background]
         waiting = Counter(one.request.tenant for one in others if speculative or one.confirmed)
         self._weights.refuse_if_full(tenant, waiting, self._config.max_waiting)
 

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -31,6 +31,8 @@ from chunkweave.kv.segment import SegmentLost
 from chunkweave.planning.method import ReuseMethod
 from chunkweave.planning.plan import KVSource
 from chunkweave.scheduling.budget import BatchingConfig
+from chunkweave.scheduling.drafts import StepCosts
+from chunkweave.types import CacheUse
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class CoreParts:
     preparer: RequestPreparer
     runner: Runner
     checks: ShadowChecks | None = None
+    costs: StepCosts = field(default_factory=StepCosts)
 
 
 class BatchingCore:
@@ -85,6 +88,7 @@ class BatchingCore:
         self._interrupt = interrupt
         self._arrived = arrived
         self._checks = parts.checks
+        self._costs = parts.costs
         self._scheduler = Scheduler(self._runner.store, config, preempting=self._preempting, clock=clock)
         self._planner = self._scheduler.planner
         self.pool = self._scheduler.pool
@@ -158,10 +162,11 @@ class BatchingCore:
             UnknownRequestError: it is neither pending nor running.
         """
         request = self._active(number)
-        if request.speculative:
-            self._scheduler.confirm(request)
-            request.waits_since_s = self._clock()
-            self.count(request)
+        for one in _together(request):
+            if one.speculative:
+                self._scheduler.confirm(one)
+                one.waits_since_s = self._clock()
+        self.count(request if request.siblings is None else request.siblings.first)
 
     def count(self, request: RequestState) -> None:
         """Report to the store what a request looked up and used: once, at its first plan.
@@ -184,12 +189,12 @@ class BatchingCore:
 
     def close(self) -> None:
         """Abort all pending and running requests; nothing can be submitted afterwards."""
-        for number in list(self._scheduler.requests):
-            self.abort(number)
+        while self._scheduler.requests:
+            self.abort(next(iter(self._scheduler.requests)))
         self._scheduler.queue.close()
 
     def step(self) -> None:
-        """One round: end overdue requests, admit those that fit, and run what the budget allows."""
+        """One round: end overdue and unwanted requests, admit those that fit, and run what the budget allows."""
         self._count(steps=1)
         self._expire()
         for request in self._scheduler.admit():
@@ -219,6 +224,8 @@ class BatchingCore:
 
     def _expire(self) -> None:
         now, timeout_s = self._clock(), self._config.queue_timeout_s
+        for request in [one for one in self._scheduler.requests.values() if one.unwanted()]:
+            self.abort(request.id)
         for request in list(self._scheduler.requests.values()):
             not_begun = request.admitted_s is None and not request.yields
             if request.deadline_s is not None and now > request.deadline_s:
@@ -242,7 +249,7 @@ class BatchingCore:
             left = self._prefetch_bytes - self._prefetched_bytes
             if left <= 0:
                 return
-            if not request.looked_ahead:
+            if not request.looked_ahead and request.prepared.request.cache is not CacheUse.OFF:
                 request.looked_ahead = True
                 self._prefetch(request, left)
 
@@ -272,6 +279,7 @@ class BatchingCore:
             history=request.prepared.history,
             owner=request.tenant,
             mean=request.prepared.mean,
+            looks_up=request.prepared.request.cache is not CacheUse.OFF,
         )
         request.passed_over = 0
         request.job = self._runner.start(prompt, self._method(request), options)
@@ -308,10 +316,11 @@ class BatchingCore:
                 logger.exception("parts computed by request %d could not be stored", request.id)
 
     def _compute(self, group: StepGroup) -> None:
+        drafts = self._drafts(group)
         decodes = [
-            Decoding(request.decode.prefilled.cache, request.decode.pending, request.decode.position)
-            for request in group.decoding
-            if request.decode is not None
+            Decoding(state.prefilled.cache, (*state.pending, *draft), state.position, 1 + len(draft))
+            for request, draft in zip(group.decoding, drafts, strict=True)
+            if (state := request.decode) is not None
         ]
         pieces = [(request.job, tokens) for request, tokens in group.pieces if request.job is not None]
         yields = all(request.yields for request in group.requests)
@@ -338,18 +347,36 @@ class BatchingCore:
             return
         done = [(request, tokens) for (request, _), (_, tokens) in zip(group.pieces, pieces, strict=True)]
         group = replace(group, pieces=done)
-        self._scheduler.computed(group)
+        self._scheduler.computed(group, map(len, drafts))
         self._count(decoded_tokens=len(decodes), prefilled_tokens=sum(tokens for _, tokens in pieces))
-        for request, own in zip(group.decoding, logits, strict=True):
-            self._guarded([request], partial(self._advance, request, own))
+        rows = torch.split(logits, [one.answering for one in decodes])
+        for request, own, draft in zip(group.decoding, rows, drafts, strict=True):
+            self._guarded([request], partial(self._advance, request, own, draft))
         if self._planner.holds:
             self._runner.wait()
             self._planner.ran(group, since_s)
+            if not group.pieces:
+                self._costs.ran(len(decodes), sum(map(len, drafts)), self._clock() - since_s)
         for request, _ in group.pieces:
             if request.job is not None and request.job.prefilled is not None:
                 self._guarded([request], partial(self._prefilled, request))
             else:
                 self._store_parts(request)
+
+    def _drafts(self, group: StepGroup) -> list[tuple[int, ...]]:
+        """Draft tokens of each decoding request, as many as pay and as the step's budget leaves room for."""
+        requests, most = group.decoding, self._runner.compute.draft_tokens
+        left = self._config.step_tokens - len(requests) - sum(tokens for _, tokens in group.pieces)
+        if not most or left <= 0 or self._costs.stale(len(requests)):
+            return [()] * len(requests)
+        found, chances = [], []
+        for request in requests:
+            assert request.decode is not None, "a decoding request has a token"
+            drafts, acceptance = request.decode.find_drafts(most)
+            found.append(drafts[: self._scheduler.room_for_drafts(request, len(drafts))])
+            chances.append(acceptance)
+        counts = self._costs.allot(list(zip(map(len, found), chances, strict=True)), left)
+        return [drafts[:count] for drafts, count in zip(found, counts, strict=True)]
 
     def _stopping(self) -> RequestState | None:
         """The request that arrived since the step began and stops it; None if there is none."""
@@ -366,7 +393,7 @@ class BatchingCore:
             if prefilled.lease is not None:
                 prefilled.lease.release()  # the first prefill stored everything
             request.decode.continue_with(prefilled)
-            self._advance(request, prefilled.logits)
+            self._advance(request, prefilled.logits[None])
             return
         decode = DecodeState(request.prepared, prefilled, self._preparer.builder.tokenizer, self._runner.store)
         approximate = any(part.kv_source is KVSource.REUSED for part in prefilled.plan.parts)
@@ -375,27 +402,51 @@ class BatchingCore:
         request.decode, request.first_token_s = decode, self._clock()
         self._show(request)
         try:
-            self._runner.store_new(prefilled)
+            if request.prepared.request.cache is CacheUse.USE:
+                self._runner.store_new(prefilled)
         except Exception:  # a failed store costs later requests time, and this one nothing
             logger.exception("segments of request %d could not be stored", request.id)
         decode.without_captures()
+        try:
+            for one in () if request.siblings is None else request.siblings.made():
+                self._branch(one, decode)
+        except Exception as error:  # noqa: BLE001 - a fault of these answers alone ends them
+            failed = RequestFailedError(f"the further answers of request {request.id} failed with {error!r}")
+            failed.__cause__ = error
+            self._give_up(request, failed)
         self._finish_if_done(request)
 
-    def _advance(self, request: RequestState, logits: torch.Tensor) -> None:
+    def _branch(self, request: RequestState, first: DecodeState) -> None:
+        """Begin one more answer to a prompt whose `first` one has a token; all share its prefill."""
+        request.decode = decode = first.sibling(request.prepared, self._runner.store)
+        decode.advance(first.prefilled.logits)
+        fits = self._scheduler.branch(request)
+        assert request.siblings is not None, "it is one of several answers"
+        request.siblings.running.append(request)
+        if fits:
+            cache = first.prefilled.cache.copy(len(first.prefilled.prompt), self.pool.capacity(request))
+            decode.continue_with(replace(first.prefilled, cache=cache))
+        self._show(request)
+        self._finish_if_done(request)
+
+    def _advance(self, request: RequestState, logits: torch.Tensor, drafts: Sequence[int] = ()) -> None:
+        if request.status is RequestStatus.FINISHED:  # it ended with another answer to its prompt
+            return
         assert request.decode is not None, "a decoding request has a token"
-        request.decode.advance(logits)
+        accepted = request.decode.verify(logits, drafts)
+        self._count(decoded_tokens=accepted, draft_tokens=len(drafts), accepted_tokens=accepted)
         self._show(request)
         self._finish_if_done(request)
 
     def _show(self, request: RequestState) -> None:
         assert request.decode is not None, "a request with text has a token"
-        text = request.decode.text
-        request.deliver(StreamEvent(text[request.shown :]))
-        request.shown = len(text)
+        new = request.decode.text[request.shown :]
+        request.deliver(StreamEvent(new, logprobs=request.decode.take_logprobs() if new else None))
+        request.shown += len(new)
 
     def _finish_if_done(self, request: RequestState) -> None:
         decode = request.decode
-        if decode is None or not decode.done:
+        if decode is None or not decode.done or request.status is RequestStatus.FINISHED:
             return
         rest = decode.finish()
         try:
@@ -412,8 +463,9 @@ class BatchingCore:
         self._preparer.answered(request.prepared, request.prepared.arranged)
         answer = decode.answer(self._runner.model.geometry, durations)
         self._count(finished=1)
-        self._end(request, StreamEvent(rest, answer, decode.prefilled.prompt))
-        if self._checks is not None and request.prepared.mean is None:
+        self._end(request, StreamEvent(rest, answer, decode.prefilled.prompt, logprobs=decode.take_logprobs()))
+        alone = request.siblings is None or request.siblings.first is request
+        if self._checks is not None and request.prepared.mean is None and alone:
             self._checks.offer(decode, greedy=request.prepared.request.sampling.greedy)
 
     def _end_turn(self, turn: RunningTurn, decode: DecodeState) -> None:
@@ -444,6 +496,8 @@ class BatchingCore:
                 self._try_again(request, error)
 
     def _try_again(self, request: RequestState, error: Exception) -> None:
+        if request.status is RequestStatus.FINISHED:
+            return
         if request.apart:
             failed = RequestFailedError(f"request {request.id} failed, and its retry failed with {error!r}")
             failed.__cause__ = error
@@ -458,18 +512,31 @@ class BatchingCore:
         self._end(request, error)
 
     def _end(self, request: RequestState, last: StreamEvent | Exception) -> None:
-        self._scheduler.end(request)
+        """End a request; after an error, all answers to its prompt. No effect on an ended one."""
+        if request.status is RequestStatus.FINISHED:
+            return
+        for one in _together(request) if isinstance(last, Exception) else [request]:
+            self._scheduler.end(one)
+            if one.siblings is not None:
+                one.siblings.running.remove(one)
         self._preparer.abandon(request.prepared)
         request.deliver(last)
 
     def _active(self, number: int) -> RequestState:
-        request = self._scheduler.requests.get(number)
+        requests = self._scheduler.requests
+        others = (one for one in requests.values() if one.siblings is not None and one.siblings.first.id == number)
+        request = requests.get(number) or next(others, None)
         if request is None:
             raise UnknownRequestError(f"request {number} is neither pending nor running: unknown id, or it has ended")
         return request
 
     def _count(self, **more: int) -> None:
         self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
+
+
+def _together(request: RequestState) -> list[RequestState]:
+    """A request and the other answers to its prompt that have begun and not ended."""
+    return [request] if request.siblings is None else list(request.siblings.running)
 
 
 def _plan_again(job: PrefillJob) -> None:

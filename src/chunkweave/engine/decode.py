@@ -1,7 +1,8 @@
 """One request from its first token to its last: sampling, detokenizing, and the answer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -23,15 +24,17 @@ from chunkweave.planning.outcome import (
     recompute_fraction,
 )
 from chunkweave.prompt.tokenizer import TextTokenizer
+from chunkweave.scheduling.drafts import Drafts
 from chunkweave.store.store import TieredStore
 from chunkweave.types import Geometry, SegmentId
 
 
 class Sampler:
-    """Greedy or nucleus sampling for one request; owns its random state."""
+    """Greedy or nucleus sampling for one answer, within its grammar; owns its random state."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
+        self._matching = None if params.grammar is None else params.grammar.begin()
         self._generator = torch.Generator()
         if params.seed is not None:
             self._generator.manual_seed(params.seed)
@@ -39,7 +42,23 @@ class Sampler:
             self._generator.seed()
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token id from `logits` `[vocab]`; when greedy, the first of equal maxima."""
+        """The next token id from `logits` `[vocab]`; when greedy, the first of equal maxima.
+
+        Raises:
+            UsageError: the grammar needs too much work for this token.
+        """
+        if self._matching is None:
+            return self._chosen(logits)
+        token = self._chosen(self._matching.masked(logits))
+        self._matching.take(token)
+        return token
+
+    @property
+    def ended(self) -> bool:
+        """Whether the grammar, if there is one, allows no further token."""
+        return self._matching is not None and self._matching.ended
+
+    def _chosen(self, logits: torch.Tensor) -> int:
         if self._params.temperature == 0.0:
             return int(logits.argmax())
         behind_best = logits.double().cpu() - logits.max().double().cpu()  # at most 0: no overflow at low temperature
@@ -85,6 +104,11 @@ class Detokenizer:
             return self._show(len(self._whole))
         return self._show(len(self._whole) - self._held_back())
 
+    @property
+    def length(self) -> int:
+        """Characters of the text so far, including those held back."""
+        return len(self._whole)
+
     def finish(self) -> str:
         """The text that was held back, once generation has ended."""
         return self._show(len(self._whole))
@@ -101,6 +125,29 @@ class Detokenizer:
         longest = max((len(text) for text in self._stop), default=1) - 1
         starts = range(max(0, len(whole) - longest), len(whole))
         return next((len(whole) - i for i in starts if any(text.startswith(whole[i:]) for text in self._stop)), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenLogprobs:
+    """A token's text, its offset in the answer, its log-probability, and the most likely alternatives by text."""
+
+    text: str
+    offset: int
+    logprob: float
+    alternatives: Mapping[str, float]
+
+
+_CONTINUED_TOKENS = 8
+"""Tokens before an answer that continues a text with which it is decoded."""
+
+
+def _decoder(prepared: PreparedRequest, tokenizer: TextTokenizer) -> Callable[[Sequence[int]], str]:
+    """Decodes an answer. One that continues a text is decoded together with its end: tokenizers drop a first space."""
+    if not prepared.request.continued:
+        return tokenizer.decode
+    before = prepared.prompt.token_ids[-_CONTINUED_TOKENS:]
+    length = len(tokenizer.decode(before))
+    return lambda token_ids: tokenizer.decode((*before, *token_ids))[length:]
 
 
 class DecodeState:
@@ -127,8 +174,9 @@ class DecodeState:
         """In a conversation, the next turn's history, without this question and answer."""
         self._prepared = prepared
         self._sampler = Sampler(prepared.request.sampling)
-        self._detokenizer = Detokenizer(tokenizer.decode, prepared.request.sampling.stop)
-        self._stop_ids = tokenizer.stop_ids
+        self._detokenizer = Detokenizer(_decoder(prepared, tokenizer), prepared.request.sampling.stop)
+        self._tokenizer = tokenizer
+        self._logprobs: list[_TokenLogprobs] = []
         self._tiers = {segment: store.tier_of(segment) or "host" for segment in prefilled.plan.segments()}
         self._records = {
             segment: record
@@ -136,6 +184,8 @@ class DecodeState:
             if (record := store.record(segment)) is not None  # it may be evicted by now
         }
         self._computed = 0
+        self._drafts: Drafts | None = None
+        self._drafted = self._accepted = 0
 
     @property
     def text(self) -> str:
@@ -176,16 +226,78 @@ class DecodeState:
         if self.finish_reason is not None:
             return ""
         token = self._sampler.choose(logits)
-        if token in self._stop_ids:
+        if token in self._tokenizer.stop_ids:
             self.finish_reason = "stop"
             return ""
+        if (most := self._prepared.request.sampling.logprobs) is not None:
+            self._logprobs.append(self._logprobs_of(token, logits, most))
         self.token_ids.append(token)
         text = self._detokenizer.add(self.token_ids)
-        if self._detokenizer.stopped:
+        if self._detokenizer.stopped or self._sampler.ended:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self._prepared.room:
             self.finish_reason = "length"
         return text
+
+    def take_logprobs(self) -> dict[str, Any] | None:
+        """Log-probabilities since the last call, in the form of vLLM's completions; None if there are none.
+
+        They are those of the model, before temperature and constraints.
+        """
+        taken, self._logprobs = self._logprobs, []
+        if not taken:
+            return None
+        return {
+            "tokens": [one.text for one in taken],
+            "token_logprobs": [one.logprob for one in taken],
+            "top_logprobs": [dict(one.alternatives) for one in taken],
+            "text_offset": [one.offset for one in taken],
+        }
+
+    def _logprobs_of(self, token: int, logits: torch.Tensor, most: int) -> _TokenLogprobs:
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        before = self.token_ids[-1] if self.token_ids else self.prefilled.prompt.token_ids[-1]
+        values, ids = logprobs.topk(most)
+        texts = [self._tokenizer.token_text(int(one), before) for one in ids]
+        alternatives: dict[str, float] = {}
+        for text, value in zip(texts, values.tolist(), strict=True):
+            alternatives.setdefault(text, value)  # incomplete characters have the same text
+        own = self._tokenizer.token_text(token, before)
+        return _TokenLogprobs(own, self._detokenizer.length, float(logprobs[token]), alternatives)
+
+    def sibling(self, prepared: PreparedRequest, store: TieredStore[SegmentSource]) -> "DecodeState":
+        """Another answer to the same prompt, without tokens and with an empty cache of its own."""
+        empty = self.prefilled.cache.copy(0, 0)
+        prefilled = replace(self.prefilled, cache=empty, captures=(), attention=None, loaded=(), woven=(), lease=None)
+        return DecodeState(prepared, prefilled, self._tokenizer, store)
+
+    def find_drafts(self, most: int) -> tuple[tuple[int, ...], float]:
+        """At most `most` tokens that may come next, and the probability that one is accepted if those before it are."""
+        if self.finish_reason is not None:
+            return (), 0.0
+        if self._drafts is None:
+            self._drafts = Drafts(self.prefilled.prompt.token_ids)
+        room = self._prepared.room - len(self.token_ids) - 1
+        return self._drafts.find(self.token_ids, min(most, room)), self._drafts.acceptance
+
+    def verify(self, logits: torch.Tensor, drafts: Sequence[int]) -> int:
+        """Choose tokens from the logits `[1 + drafts, vocab]` of the last known token and the drafts behind it.
+
+        Each token is chosen as without drafts. If it is the draft, the draft's logits give the next one; otherwise they
+        are discarded. So the answer's distribution does not depend on drafts: a draft is accepted with the probability
+        that the model gives it, as in rejection sampling. Returns the number of accepted drafts.
+        """
+        accepted = 0
+        for own, draft in zip(logits, (*drafts, None), strict=True):
+            self.advance(own)
+            if self.finish_reason is not None or self.token_ids[-1] != draft:
+                break
+            accepted += 1
+        if self._drafts is not None and drafts:
+            self._drafts.checked(len(drafts), accepted)
+        self._drafted += len(drafts)
+        self._accepted += accepted
+        return accepted
 
     def let_go(self) -> None:
         """Free the KV cache, and what was captured for the store."""
@@ -226,6 +338,7 @@ class DecodeState:
             records=self._records,
             stop=self.prefilled.stop,
         )
+        report = replace(report, draft_tokens=self._drafted, accepted_tokens=self._accepted)
         return Answer(self.text, tuple(self.token_ids), self.finish_reason or "length", report, explanation)
 
 

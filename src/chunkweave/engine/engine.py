@@ -24,7 +24,7 @@ from chunkweave.engine.runner import Runner
 from chunkweave.engine.shadow import ShadowChecks
 from chunkweave.errors import ConversationEndedError, UsageError
 from chunkweave.kv.segment import SegmentSource
-from chunkweave.models.loading import LoadedModel, load_folder, load_shape
+from chunkweave.models.loading import LoadedModel, faster_dtype, load_folder, load_shape
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
 from chunkweave.planning.calibration import CalibrationRecord, Quality, stored_calibration
@@ -42,7 +42,7 @@ from chunkweave.store.shared_folder import require_writable
 from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import Staging
 from chunkweave.types import Chunk, SegmentId
-from chunkweave.weaving.stores import eviction_cost, open_store
+from chunkweave.weaving.stores import agreed_dtype, eviction_cost, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -299,7 +299,9 @@ class Engine:
                 calibration.
         """
         _refuse_early(options)
-        loaded = load_folder(model, adapter=adapter, device=device, dtype=dtype, weights=weights)
+        store = options.get("store")
+        choose = partial(agreed_dtype, store, faster_dtype) if isinstance(store, StoreConfig) else None
+        loaded = load_folder(model, adapter=adapter, device=device, dtype=dtype, weights=weights, choose_dtype=choose)
         return cls(loaded, **options)
 
     @classmethod

@@ -23,7 +23,7 @@ from chunkweave.planning.plan import KVSource, Pass, Plan, can_be_cut, cut
 from chunkweave.prompt.contexts import MeanShare
 from chunkweave.prompt.parts import Prompt
 from chunkweave.scheduling.in_progress import PartInProgress
-from chunkweave.store.index import RequestUse, TieredLease
+from chunkweave.store.index import RequestUse, TieredLease, look_up
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId, Span, joined, spans_of
 from chunkweave.weaving.segments import Prefetch, WeavingStore, new_captures, parts_to_keep, segments_of
@@ -83,7 +83,8 @@ class PrefillOptions:
     kept for later turns, and so is the KV from the last part (the question) on.
 
     `owner` is the tenant that stored segments are charged to. With `unseen` the cache also gets KV outside all layers'
-    windows, for comparing caches. With `mean` only the last part is kept, as one context's share of its mean.
+    windows, for comparing caches. With `mean` only the last part is kept, as one context's share of its mean. Without
+    `looks_up` the store is not asked, and the prompt does not count as a request.
     """
 
     new_tokens: int = 0
@@ -96,6 +97,7 @@ class PrefillOptions:
     owner: str = ""
     unseen: bool = False
     mean: MeanShare | None = None
+    looks_up: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +342,8 @@ class PrefillJob:
     def _open(self, plan: Plan | None = None) -> None:
         options, model, store = self._options, self._context.model, self._context.store
         if plan is None:
-            found = store.store.lookup(self._prompt)
+            looks_up = options.looks_up
+            found = store.store.lookup(self._prompt) if looks_up else look_up(self._prompt, (), lambda _: ())
             plan = store.plan(
                 found,
                 self._method,
@@ -348,7 +351,8 @@ class PrefillJob:
                 history=options.history,
                 loading=store.loading(options.prefetched),
             )
-            self.use = self.use or RequestUse.of(found, plan.segments(), plan.saved())
+            if looks_up:
+                self.use = self.use or RequestUse.of(found, plan.segments(), plan.saved())
         self.plan = plan
         # Before segments are sent: the device copies in order.
         self._ids = torch.tensor((*self._prompt.token_ids, *options.generated), device=model.device)

@@ -1,10 +1,11 @@
 """State of one request in the step loop, and the queue of pending requests. No torch here."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import Context, copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from chunkweave.conversation.answer import StreamEvent
@@ -23,6 +24,65 @@ if TYPE_CHECKING:  # they import torch
 
 Deliver = Callable[[StreamEvent | Exception], None]
 """Receives each event of a request; the last one has the answer or is the error."""
+
+
+class Siblings:
+    """Joins several answers to one prompt in one stream. Used by one thread.
+
+    The `first` request prefills. Then the others begin with copies of its KV and decode as requests of their own. Each
+    answer's end is delivered with its piece; the whole `Answer` with the end of the last one.
+    """
+
+    def __init__(self, first: "RequestState", ids: Sequence[int]) -> None:
+        """`ids` are those of the further requests, which do not exist yet. Changes the deliverer of `first`."""
+        self.first = first
+        self.ids = tuple(ids)
+        self.running = [first]
+        """The requests that have begun and not ended."""
+        self._deliver = first.deliver
+        self._left = 1 + len(ids)
+        self._new_tokens = 0
+        first.deliver = partial(self.deliver, 0)
+
+    def made(self) -> "Iterator[RequestState]":
+        """Make the further requests, once the first one is prefilled."""
+        first = self.first
+        for index, number in enumerate(self.ids, 1):
+            prepared = first.prepared.sampled_as(index)
+            deliver = partial(self.deliver, index)
+            yield RequestState(
+                number,
+                prepared,
+                deliver,
+                first.arrived_s,
+                first.deadline_s,
+                speculative=first.speculative,
+                tenant=first.tenant,
+                admitted_s=first.admitted_s,
+                first_token_s=first.first_token_s,
+                last_token_s=first.last_token_s,
+                plan=first.plan,
+                counted=True,
+                context=first.context.copy(),
+                siblings=self,
+            )
+
+    def deliver(self, index: int, event: StreamEvent | Exception) -> None:
+        """Deliver an event of one answer."""
+        if isinstance(event, Exception):
+            self._deliver(event)
+            return
+        if event.answer is None:
+            self._deliver(replace(event, index=index))
+            return
+        self._left -= 1
+        self._new_tokens += event.answer.report.new_tokens
+        report = replace(event.answer.report, new_tokens=self._new_tokens)
+        if self._left:
+            rest = replace(event, index=index, answer=None, prompt=None, finish_reason=event.answer.finish_reason)
+            self._deliver(rest)
+        else:
+            self._deliver(replace(event, index=index, answer=replace(event.answer, report=report)))
 
 
 class RequestStatus(Enum):
@@ -53,6 +113,8 @@ class RequestState:
     """The tenant that owns the request."""
     background: bool = False
     """Background request: it computes segments to store, has no reader, and yields to all ordinary requests."""
+    unwanted: Callable[[], bool] = bool
+    """Whether it must end without an answer; asked before each step, in the engine's thread."""
     status: RequestStatus = RequestStatus.WAITING
     number: int = -1
     """Order of arrival, or of confirmation; background requests are numbered after all others."""
@@ -90,6 +152,8 @@ class RequestState:
     """It failed once, and its retry runs apart from all others."""
     shown: int = 0
     """Characters of its text that were delivered."""
+    siblings: Siblings | None = None
+    """The other answers to the same prompt."""
     context: Context = field(default_factory=copy_context)
     """Context of its submission. Work for this request alone runs in it, so that logs name the request."""
 
@@ -105,6 +169,11 @@ class RequestState:
     def runs(self) -> bool:
         """Whether it is admitted and unfinished."""
         return self.status in (RequestStatus.PREFILLING, RequestStatus.DECODING)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is pending."""
+        return self.status is RequestStatus.WAITING
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -203,9 +272,14 @@ class RequestQueue:
         if waits:
             self.add(request)
         else:
+            self.number(request)
+
+    def number(self, request: RequestState) -> None:
+        """Assign the next number to a running request, and its position if it is put back."""
+        request.number = next(self._numbers)
+        if not request.yields:
             queue = self._queue.of(request.tenant)
             request.place = queue.place(request, request.path, len(request.prepared.prompt))
-            request.number = next(self._numbers)
 
     def remove(self, request: RequestState) -> None:
         """Remove a request; no effect if it is not pending."""

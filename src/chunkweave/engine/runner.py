@@ -40,12 +40,14 @@ __all__ = ["Decoding", "Prefilled", "Runner"]
 class Decoding:
     """A decoding request: its cache, the tokens without KV, and the position of the first of these.
 
-    That is its last token; at the end of a conversation's answer, also the tokens that close the turn.
+    That is its last token; at the end of a conversation's answer, also the tokens that close the turn. Behind it may be
+    draft tokens; then the last `answering` tokens get logits. KV of rejected drafts is overwritten later.
     """
 
     cache: RequestCache
     token_ids: tuple[int, ...]
     position: int
+    answering: int = 1
 
 
 class Runner:
@@ -150,15 +152,16 @@ class Runner:
         """One run through all layers: one more token of some requests and a piece of others' prefills.
 
         Each job contributes at most its number of tokens if its pass can be cut, and takes the result. Returns the
-        logits of `decoding`, `[requests, vocab]`. Before every layer, `interrupt` may stop the step. Between two
-        layers, `late`, called with the share of layers done, may take the jobs out; the decoding requests then finish
-        alone, and each job has an `open_pass`.
+        logits of `decoding`, `[answering tokens, vocab]`. Before every layer, `interrupt` may stop the step. Between
+        two layers, `late`, called with the share of layers done, may take the jobs out; the decoding requests then
+        finish alone, and each job has an `open_pass`.
 
         Raises:
             PassInterrupted: `interrupt` stopped the step. Nothing has changed; the same step may run again.
             SegmentLost: a segment of a job that was still loading is lost; a step with such a job has no other job.
         """
-        plain = all(one.cache.kept_from is None for one in decoding)  # graphs do not keep a conversation's keys
+        # Graphs do not keep a conversation's keys, and have one row per request.
+        plain = all(one.cache.kept_from is None and len(one.token_ids) == 1 for one in decoding)
         if self.graphed is not None and not prefilling and plain:
             decodes_one = ((one.cache, one.token_ids[0], one.position) for one in decoding)
             logits = self.graphed.decode(*zip(*decodes_one, strict=True))
@@ -185,11 +188,12 @@ class Runner:
         hidden = run.hidden
         logits = self.model.logits(hidden) if len(hidden) else hidden
         ended = time.perf_counter()
-        answers = iter(logits[len(decodes) :])
+        answering = sum(one.answering for one in decoding)
+        answers = iter(logits[answering:])
         for job, rows in pieces:
             own = next(answers) if rows.answers else None
             job.take(rows, own, weave_s=ended - made - times.load_s, load_s=times.load_s)
-        return logits[: len(decodes)]
+        return logits[:answering]
 
     def _left(self, job: PrefillJob, rows: ActiveRows, run: PassRun, times: LoopTimes, since_s: float) -> bool:
         """Take a job out of a run, to be resumed by layers in a later step; False if its pass has ended."""
@@ -335,4 +339,12 @@ class Runner:
         device, stop = self.model.device, one.position + len(one.token_ids)
         where = list(range(one.position, stop))
         tokens, positions = torch.tensor(one.token_ids, device=device), torch.tensor(where, device=device)
-        return ActiveRows(one.cache, tokens, positions, dtype=self.model.dtype, stop=stop, where=where)
+        return ActiveRows(
+            one.cache,
+            tokens,
+            positions,
+            dtype=self.model.dtype,
+            stop=stop,
+            where=where,
+            answering=one.answering,
+        )

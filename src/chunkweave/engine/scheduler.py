@@ -7,7 +7,7 @@ to tenants that were served more. No torch here.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from sys import maxsize
@@ -204,7 +204,8 @@ class BatchingStats:
     unconfirmed requests, waiting or running; `speculations_running` those that run. `preempted` includes
     `speculations_preempted` unconfirmed ones. `interrupted` counts steps stopped between two layers because a request
     with priority arrived. `prefetched_bytes` are held for waiting requests. `shared` counts how often a request waited
-    for parts that another prefill was computing; `sharing` how many do now.
+    for parts that another prefill was computing; `sharing` how many do now. `decoded_tokens` include `accepted_tokens`,
+    those of `draft_tokens` that were right.
     """
 
     waiting: int = 0
@@ -219,6 +220,8 @@ class BatchingStats:
     tried_again: int = 0
     preempted: int = 0
     decoded_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     prefilled_tokens: int = 0
     pending: int = 0
     speculating: int = 0
@@ -294,6 +297,23 @@ class Scheduler:
             self._time.charge(request.tenant, request.displaced)
         self.queue.add(request)
 
+    def branch(self, request: RequestState) -> bool:
+        """Add a request that continues a copy of another one's KV; returns whether it has the memory for the copy.
+
+        Else it is pending and will be prefilled again.
+        """
+        self.requests[request.id] = request
+        if not request.yields:
+            self._time.join(request.tenant)
+        self.queue.number(request)
+        fits = len(self._running) < self._budget.max_running and self.pool.reserve(request, request.tokens)
+        if fits:
+            request.status = RequestStatus.DECODING
+            self._running.append(request)
+        else:
+            self.queue.put_back(request)
+        return fits
+
     def stops(self, request: RequestState) -> bool:
         """Whether a new request stops the current step.
 
@@ -356,11 +376,22 @@ class Scheduler:
         speculations = self._groups([one for one in self._running if one.speculative], self._spare)
         return speculations or self._groups([one for one in self._running if one.background], self._budget)
 
-    def computed(self, group: StepGroup) -> None:
-        """Charge the tenants for the work of a finished step."""
+    def room_for_drafts(self, request: RequestState, most: int) -> int:
+        """How many tokens behind a decoding request's pending ones fit its blocks, at most `most`.
+
+        It may take free blocks, but no other request is preempted for drafts.
+        """
+        assert request.decode is not None, "a decoding request has a token"
+        cache, needed = request.decode.prefilled.cache, request.decode.position + len(request.decode.pending)
+        if self.pool.grow(request, needed + most):
+            cache.grow(self.pool.capacity(request))
+        return min(most, cache.capacity - needed)
+
+    def computed(self, group: StepGroup, drafts: Iterable[int]) -> None:
+        """Charge the tenants for the work of a finished step; `drafts` are the draft tokens of decoding requests."""
         decoded = len(group.decoding)
         cost = self.planner.pace.tokens_worth(decoded, least=DECODED_COST) if decoded else 0.0
-        costs = [(request, cost) for request in group.decoding]
+        costs = [(request, cost + more) for request, more in zip(group.decoding, drafts, strict=True)]
         for request, cost in (*costs, *group.pieces):
             if not request.yields:
                 self._time.charge(request.tenant, cost)

@@ -46,9 +46,9 @@ class PassRun:
     """One pass of the active tokens of all requests, run layer by layer, each request to its pass's depth.
 
     The caller may do other work between two layers. Mutates each request's cache and active set. `layer` is the number
-    of layers run. Once `done`, `hidden` `[answering requests, hidden]` is the last layer's output for the last active
-    token of each request whose pass gives answers, in batch order; in that layer the request's other tokens compute
-    only K and V. A pass without answers ends with the K and V of its last layer.
+    of layers run. Once `done`, `hidden` `[answering rows, hidden]` is the last layer's output for the last active token
+    (with drafts: tokens) of each request whose pass gives answers, in batch order; in that layer the request's other
+    tokens compute only K and V. A pass without answers ends with the K and V of its last layer.
     """
 
     def __init__(

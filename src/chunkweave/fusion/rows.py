@@ -119,6 +119,7 @@ class ActiveRows:
         read: torch.Tensor | None = None,
         hidden: torch.Tensor | None = None,
         answers: bool = True,
+        answering: int = 1,
         decided: Mapping[int, torch.Tensor] | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -127,14 +128,15 @@ class ActiveRows:
         `where` are the positions on the host, if known there. `a_pass` has the rules, the watch, and the depth;
         `candidates` are the rows, ascending, that its rules may drop. `read` `[positions]` is the question's attention
         to each position in the pass before; `hidden` `[positions]` flags those that no query sees. Only with `answers`
-        does the last row get logits. `decided` has, by layer, the positions that a rule keeps if that was decided
-        earlier. Heads of keys and queries are this rank's among all `ranks`.
+        do the last `answering` rows get logits. `decided` has, by layer, the positions that a rule keeps if that was
+        decided earlier. Heads of keys and queries are this rank's among all `ranks`.
         """
         device = positions.device
         unfocused, watch = a_pass.stop_unfocused, a_pass.watch
         self._candidates = candidates if candidates is not None else positions.new_empty(0)
         self.depth = a_pass.depth
         self.answers = answers
+        self.answering = answering
         self.cache = cache
         self.token_ids = token_ids
         self.key_stop = stop
@@ -275,15 +277,15 @@ class ActiveRows:
         return self._drop(dropped, candidates)
 
     def end(self) -> None:
-        """Mark this layer as the pass's last: only the last token's output is read, and only for an answer.
+        """Mark this layer as the pass's last: only outputs of the `answering` rows are read, and only for an answer.
 
-        So one row or none runs attention and MLP, and the pass ends with this layer's KV. Focus is no longer tracked.
+        So these rows or none run attention and MLP, and the pass ends with this layer's KV. Focus is no longer tracked.
         """
         self._watch = None
         if not self.answers:
             self._finish_only(self.positions[:0])
             return
-        self._finish_only(self.positions[-1:])
+        self._finish_only(self.positions[-self.answering :])
 
     @property
     def finishing(self) -> int:

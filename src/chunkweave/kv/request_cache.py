@@ -299,6 +299,13 @@ class RequestCache:
                 self._kept[layer] = None
                 self._kept_layer(layer)[: len(kept)] = kept
 
+    def copy(self, tokens: int, capacity: int) -> "RequestCache":
+        """A cache of its own with the KV of the first `tokens` positions, which all layers have, and this capacity."""
+        found = RequestCache(self.geometry, capacity, dtype=self._dtype, device=self._device)
+        for layer in range(self.geometry.num_layers if tokens else 0):
+            found._layer(layer)[:, :tokens] = self._layer(layer)[:, :tokens]
+        return found
+
     def free(self) -> None:
         """Free the memory; the cache cannot be used afterwards."""
         self.capacity = 0

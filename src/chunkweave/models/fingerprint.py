@@ -15,15 +15,17 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 _BLOCK_BYTES = 8 << 20
 
 
-def fingerprint_folder(folder: Path, config: Any, dtype: str, adapter: str = "", *, quantized: str = "") -> str:
+def fingerprint_folder(
+    folder: Path, config: Any, dtype: str, adapter: str = "", *, quantized: str = "", file: Path | None = None
+) -> str:
     """Fingerprint of a checkpoint: config, content of every weight file, dtype, layout and adapter.
 
     `adapter` is the result of `fingerprint_adapter`, or empty; `quantized` names how weights are rounded, if they are.
-    The path has no influence. Content hashes are cached by size and modification time (`memo_path`), so only the first
-    load reads the files twice.
+    `file` has the weights, if they are not in the folder. Paths have no influence. Content hashes are cached by size
+    and modification time (`memo_path`), so only the first load reads the files twice.
     """
     memo = _read_memo()
-    files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+    files = [file] if file else sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
     hashes = [_file_hash(path, memo) for path in files]
     _write_memo(memo)
     return _digest([_config_text(config), *hashes, dtype, KV_LAYOUT, adapter, *_if_any(quantized)])

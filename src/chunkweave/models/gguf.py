@@ -1,6 +1,7 @@
 """Location of a model's weights: bundled, SmolLM2 from a package, a checkpoint folder, or a GGUF file.
 
-A GGUF file is dequantized once, into a checkpoint folder under the user's cache folder. Importing this module loads
+A GGUF file is dequantized once, into a checkpoint folder under the user's cache folder; if its weights are used as they
+are, that folder has only the configuration and the tokenizer. Importing this module loads
 neither torch nor transformers.
 """
 
@@ -16,7 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from chunkweave.errors import ModelNotFoundError, install_extra
+from chunkweave.config import is_hub_name
+from chunkweave.errors import ModelNotFoundError, UsageError, install_extra
 from chunkweave.models.fingerprint import cache_root, content_hash
 from chunkweave.store.shared_folder import locked_folder, sync_folder
 
@@ -86,8 +88,21 @@ def gguf_file(model: str | Path) -> Path | None:
     return path
 
 
-def checkpoint_folder(model: str | Path, progress: Progress | None = None) -> Path:
-    """The checkpoint folder of `model`; dequantizes a GGUF file on first use.
+def check_gguf(model: str | Path) -> Path:
+    """The GGUF file of `model`, for `weights='native'`.
+
+    Raises:
+        UsageError: it is a folder or a hub name.
+        ModelNotFoundError: as for `gguf_file`.
+    """
+    file = None if is_hub_name(str(model)) else gguf_file(model)
+    if file is None:
+        raise UsageError(f"weights='native' is for GGUF files, and {model} is none; use weights='auto' or 'int8'")
+    return file
+
+
+def checkpoint_folder(model: str | Path, progress: Progress | None = None, *, weights: bool = True) -> Path:
+    """The checkpoint folder of `model`; dequantizes a GGUF file on first use, unless its `weights` are not wanted.
 
     `reader` is the bundled model and `smollm2` that of its package, unless folders of these names exist here. Anything
     else is returned unchanged.
@@ -100,7 +115,9 @@ def checkpoint_folder(model: str | Path, progress: Progress | None = None) -> Pa
     if is_bundled_reader(model):
         return Path(str(files("chunkweave") / "assets" / "reader"))
     file = gguf_file(model)
-    return path if file is None else dequantized_folder(file) or dequantize(file, progress)
+    if file is None:
+        return path
+    return dequantized_folder(file, weights=weights) or dequantize(file, progress, weights=weights)
 
 
 def config_file_of(folder: Path) -> Path:
@@ -117,9 +134,9 @@ def config_file_of(folder: Path) -> Path:
     return config_file
 
 
-def dequantized_folder(file: Path) -> Path | None:
+def dequantized_folder(file: Path, *, weights: bool = True) -> Path | None:
     """The complete checkpoint folder that `dequantize` made for a file of this content; else None."""
-    folder = _folder_of(file)
+    folder = _folder_of(file, weights)
     try:
         sizes: dict[str, int] = json.loads((folder / _NOTE).read_text(encoding="utf-8"))["sizes"]
         whole = all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -128,11 +145,12 @@ def dequantized_folder(file: Path) -> Path | None:
     return folder if whole else None
 
 
-def dequantize(file: Path, progress: Progress | None = None) -> Path:
+def dequantize(file: Path, progress: Progress | None = None, *, weights: bool = True) -> Path:
     """Convert a GGUF file to a checkpoint folder in Hugging Face format with bfloat16 weights.
 
-    The folder is in `models` under the user's cache folder, named by the file's content. It is written under a
-    temporary name and then renamed. Processes that need the same folder wait for the first.
+    Without `weights` it has only the configuration and the tokenizer. The folder is in `models` under the user's cache
+    folder, named by the file's content. It is written under a temporary name and then renamed. Processes that need the
+    same folder wait for the first.
 
     Raises:
         ModelNotFoundError: the file is damaged, the extra `gguf` is missing, or the folder cannot be written.
@@ -142,19 +160,20 @@ def dequantize(file: Path, progress: Progress | None = None) -> Path:
         raise ModelNotFoundError(f"to read {file.name}: {install_extra('gguf')}")
     from chunkweave.models.gguf_checkpoint import write_checkpoint
 
-    folder = _folder_of(file)
+    folder = _folder_of(file, weights)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked_folder(folder.parent, ModelNotFoundError):
-            if (made := dequantized_folder(file)) is not None:
+            if (made := dequantized_folder(file, weights=weights)) is not None:
                 return made
             for left in folder.parent.glob(".*.partial"):  # left by killed processes, since we hold the lock
                 shutil.rmtree(left, ignore_errors=True)
-            logger.info("dequantizing %s, once, into %s", file, folder)
+            if weights:
+                logger.info("dequantizing %s, once, into %s", file, folder)
             partial = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.partial")
             try:
                 partial.mkdir()
-                write_checkpoint(file, partial, progress or _no_progress)
+                write_checkpoint(file, partial, progress or _no_progress, weights=weights)
                 _finish(partial, file)
                 shutil.rmtree(folder, ignore_errors=True)
                 partial.replace(folder)
@@ -173,8 +192,8 @@ def models_folder() -> Path:
     return cache_root() / "models"
 
 
-def _folder_of(file: Path) -> Path:
-    return models_folder() / f"gguf{_RECIPE}-{content_hash(file)}"
+def _folder_of(file: Path, weights: bool = True) -> Path:
+    return models_folder() / f"gguf{_RECIPE}-{content_hash(file)}{'' if weights else '-native'}"
 
 
 def _finish(folder: Path, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Convert a GGUF file to a checkpoint folder in Hugging Face format: configuration, tokenizer and weights.
+"""Read a GGUF file, and convert it to a checkpoint folder in Hugging Face format: config, tokenizer and weights.
 
 Why not transformers' reader: it holds all weights in float32 at once, ignores the BOS token and long-context RoPE
 factors, and splits text like GPT-2 where it does not know the file's rule.
@@ -10,8 +10,9 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gguf
 import numpy as np
@@ -31,7 +32,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from chunkweave.errors import ModelNotFoundError, UnsupportedModelError
+from chunkweave.errors import ModelNotFoundError, UnsupportedModelError, one_line
 
 _SHARD_BYTES = 4 << 30
 _FAMILIES: dict[str, type[PreTrainedConfig]] = {
@@ -65,8 +66,81 @@ _IN_GEMMA3_LAYER = {
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
-def write_checkpoint(file: Path, folder: Path, progress: Callable[[int, int], None]) -> None:
-    """Write config, tokenizer and bfloat16 weights of `file` into `folder`, which exists and is empty.
+class _Reader(gguf.GGUFReader):
+    """gguf's reader, but a tokenizer's lists are read at once, not with two arrays for each of their elements."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+        array, offset = gguf.GGUFValueType.ARRAY, orig_offs + 12
+        kind = self._get(orig_offs, np.uint32)[0] if raw_type == array else None
+        if kind is None or kind == array:
+            return super()._get_field_parts(orig_offs, raw_type)
+        (count,), types = self._get(orig_offs + 4, np.uint64).tolist(), [array, gguf.GGUFValueType(kind)]
+        if types[1] != gguf.GGUFValueType.STRING:
+            values = self._get(offset, self.gguf_scalar_to_np[types[1]], count)
+            if len(values) < count:
+                raise ValueError("a list ends behind the end of the file")
+            return 12 + values.nbytes, [values], [0], types
+        order: Literal["little", "big"] = "little" if self.endianess == gguf.GGUFEndian.LITTLE else "big"
+        data, strings = self.data.data, list[Any]()
+        for _ in range(count):
+            begin = offset + 8
+            offset = begin + int.from_bytes(data[offset:begin], order)
+            if offset > len(data):
+                raise ValueError("a text ends behind the end of the file")
+            strings.append(data[begin:offset])
+        return offset - orig_offs, strings, list(range(count)), types
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """A file's metadata, its tensors by their names there, its configuration, and each tensor's parameter."""
+
+    fields: "_Fields"
+    tensors: Mapping[str, Any]
+    config: PreTrainedConfig
+    names: Mapping[str, str]
+
+    def ordered(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Rows of a tensor in the order of Hugging Face's models; they may still be quantized."""
+        heads = {"attn_q": self.config.num_attention_heads, "attn_k": self.config.num_key_value_heads}
+        permuted = heads.get(name.split(".")[-2]) if self.config.model_type == "llama" else None
+        return rows if permuted is None else _halves(rows, permuted)
+
+    def dequantized(self, name: str) -> torch.Tensor:
+        """A tensor in bfloat16.
+
+        Raises:
+            UnsupportedModelError: its type is unknown.
+        """
+        tensor = self.tensors[name]
+        try:
+            values = self.ordered(name, gguf.dequantize(tensor.data, tensor.tensor_type))
+        except NotImplementedError as error:
+            raise UnsupportedModelError(f"{name} of the GGUF file is of an unsupported type: {error}") from error
+        if self.config.model_type == "gemma3_text" and name.endswith("_norm.weight"):
+            values = values - 1.0  # Hugging Face's norms multiply by 1 + weight; files store the factor itself
+        return torch.from_numpy(np.array(values, dtype=np.float32)).to(torch.bfloat16)
+
+
+def read_gguf(file: Path) -> GgufFile:
+    """Read metadata and positions of tensors; their values stay in the file.
+
+    Raises:
+        ModelNotFoundError: the file is truncated or damaged.
+        UnsupportedModelError: an unknown architecture.
+    """
+    try:
+        reader = _Reader(file)
+        fields = _Fields({name: field.contents() for name, field in reader.fields.items()})
+    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
+        raise ModelNotFoundError(f"{file} is truncated or damaged; download it again ({error})") from error
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    config = _config(fields, tensors)
+    return GgufFile(fields, tensors, config, _names(config, tensors))
+
+
+def write_checkpoint(file: Path, folder: Path, progress: Callable[[int, int], None], *, weights: bool = True) -> None:
+    """Write config, tokenizer and, if wanted, bfloat16 weights of `file` into `folder`, which exists and is empty.
 
     Holds one tensor in float32 at a time, and at most one shard in bfloat16.
 
@@ -75,19 +149,15 @@ def write_checkpoint(file: Path, folder: Path, progress: Callable[[int, int], No
         UnsupportedModelError: an unknown architecture, tokenizer or tensor type.
         OSError: a file cannot be written.
     """
-    try:
-        reader = gguf.GGUFReader(file)
-        fields = _Fields({name: field.contents() for name, field in reader.fields.items()})
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        raise ModelNotFoundError(f"{file} is truncated or damaged; download it again ({error})") from error
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    config = _config(fields, tensors)
-    names = _names(config, tensors)
-    tokenizer = _tokenizer(fields)
-    _make_sure_of_room(folder, torch.bfloat16.itemsize * sum(int(tensors[name].n_elements) for name in names))
-    config.save_pretrained(folder)
+    found = read_gguf(file)
+    tokenizer = _tokenizer(found.fields)
+    sizes = (int(found.tensors[name].n_elements) for name in found.names)
+    _make_sure_of_room(folder, torch.bfloat16.itemsize * sum(sizes) if weights else 0)
+    found.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    _write_weights(folder, _weights(config, tensors, names), len(names), progress)
+    if weights:
+        tensors = ((parameter, found.dequantized(name)) for name, parameter in found.names.items())
+        _write_weights(folder, tensors, len(found.names), progress)
 
 
 def _make_sure_of_room(folder: Path, needed_bytes: int) -> None:
@@ -280,22 +350,6 @@ def _parameter(name: str, in_layer: Mapping[str, str] = _IN_LAYER) -> str:
     return f"model.layers.{found[1]}.{in_layer[found[2]]}.{kind}"
 
 
-def _weights(config: Any, tensors: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for name, parameter in names.items():
-        tensor = tensors[name]
-        try:
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError as error:
-            raise UnsupportedModelError(f"{name} of the GGUF file is of an unsupported type: {error}") from error
-        permuted = heads.get(name.split(".")[-2]) if config.model_type == "llama" else None
-        if permuted is not None:
-            values = _halves(values, permuted)
-        if config.model_type == "gemma3_text" and name.endswith("_norm.weight"):
-            values = values - 1.0  # Hugging Face's norms multiply by 1 + weight; files store the factor itself
-        yield parameter, torch.from_numpy(np.array(values, dtype=np.float32)).to(torch.bfloat16)
-
-
 def _halves(values: np.ndarray, heads: int) -> np.ndarray:
     """Reorder each head's rows from rotated pairs to halves, as in Hugging Face's Llama."""
     pairs = values.reshape(heads, -1, 2, *values.shape[1:])
@@ -416,7 +470,10 @@ def _byte_level(fields: _Fields, tokens: Sequence[str]) -> Tokenizer:
         )
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_WORDS))
+    try:
+        tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_WORDS))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelNotFoundError(f"the GGUF file's tokenizer is damaged ({one_line(error)})") from error
     if pre in ("qwen2", "deepseek-r1-qwen"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

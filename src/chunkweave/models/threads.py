@@ -1,4 +1,4 @@
-"""Number of compute threads on a CPU: one per core that this process may use, within its quota of CPU time.
+"""What this process may use of the machine: compute threads, one per core within its quota of CPU time, and memory.
 
 PyTorch starts one thread per core of the machine. In a container with a quota of two CPUs on a host of sixty-four this
 is ten times slower than two threads: the quota is used up in the first milliseconds of each period, and a product waits
@@ -6,7 +6,7 @@ for its last thread.
 """
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import torch
 from chunkweave.errors import UsageError
 
 _SAYS_HOW_MANY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_FIRST_VERSION = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def use_threads(count: int | None) -> None:
@@ -64,18 +65,34 @@ def _core_of(cpu: int, root: Path) -> str:
 
 def _quota_cpus(root: Path) -> float | None:
     """The lowest CPU quota of this process's control groups and their parents, in CPUs; None if unlimited."""
-    quotas = []
+    quotas = map(_quota_of, _groups("cpu", root))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def free_memory_bytes(root: Path = Path("/")) -> int | None:
+    """What the machine has free, or less if a control group of this process has less left; None if unknown."""
+    found = [int(line.split()[1]) << 10 for line in _read(root / "proc/meminfo").splitlines() if "MemAvailable" in line]
+    for group in _groups("memory", root):
+        names = ("memory.max", "memory.current") if (group / "memory.max").exists() else _FIRST_VERSION
+        with suppress(ValueError):  # "max", or nothing
+            limit, used = (int(_read(group / name)) for name in names)
+            statistics = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+            found.append(limit - used + int(statistics.get("inactive_file", 0)))
+    return min(found, default=None)
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """The folders of this process's control groups and their parents."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         inside = mount / group.lstrip("/")
         for folder in (inside, *inside.parents):
-            quotas.append(_quota_of(folder))
-            if folder == mount:  # the root group that a container sees may have a quota too
+            yield folder
+            if folder == mount:  # the root group that a container sees may have a limit too
                 break
-    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _quota_of(group: Path) -> float | None:

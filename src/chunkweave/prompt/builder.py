@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from chunkweave.errors import PromptTooLongError, UsageError
+from chunkweave.prompt.find_chunks import ChunkFinder
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, neutral_id
 from chunkweave.prompt.rendering import Rendered
 from chunkweave.prompt.template import PromptTemplate
@@ -126,6 +127,7 @@ class PromptBuilder:
         history: Sequence[tuple[str, str | Rendered]] = (),
         history_chunks: Sequence[Sequence[Chunk | str]] = (),
         exchange: Rendered | None = None,
+        continued: str = "",
         cache_salt: str = "",
         limit: PromptLimit | None = None,
     ) -> Prompt:
@@ -133,9 +135,10 @@ class PromptBuilder:
 
         Parts without tokens are omitted. `history` are earlier questions, each with its answer or with all rendered
         text up to the next question; the `history_chunks` of each are placed before it. An `exchange` is the text
-        between the question and its answer, in place of the template's tail. `system=None` means the template's
-        instruction, `system=""` none. `question=None` makes a prompt to precompute. Without chunks it is plain
-        generation. A `limit` refuses texts that are far too long before they are wholly tokenized.
+        between the question and its answer, in place of the template's tail; `continued` is the beginning of the
+        answer, with which the prompt ends. `system=None` means the template's instruction, `system=""` none.
+        `question=None` makes a prompt to precompute. Without chunks it is plain generation. A `limit` refuses texts
+        that are far too long before they are wholly tokenized.
 
         Raises:
             UsageError: a question or a chunk is empty, all parts are empty, `history` and `history_chunks` differ in
@@ -154,10 +157,50 @@ class PromptBuilder:
             *self.chunk_parts(chunks, cache_salt=cache_salt, limit=limit),
         ]
         if question is not None:
-            parts.append(self.question_part(question, exchange=exchange, limit=limit))
+            parts.append(self.question_part(question, exchange=exchange, continued=continued, limit=limit))
         if all(part.kind is PartKind.START for part in parts):
             raise UsageError("the prompt is empty: give an instruction, a chunk or a question")
         return Prompt(tuple(parts))
+
+    def plain(
+        self,
+        text: Rendered,
+        finder: ChunkFinder,
+        *,
+        continued: str = "",
+        cache_salt: str = "",
+        limit: PromptLimit | None = None,
+    ) -> Prompt:
+        """The prompt with the tokens of `text` as it is, in parts that `finder` finds, and the answer's beginning.
+
+        Raises:
+            UsageError: it has no tokens.
+            PromptTooLongError: raised by the `limit`.
+        """
+        if limit is not None:
+            limit.check(self.tokenizer, text.text + continued, "the prompt")
+        token_ids = (*self._rendered_ids(text), *(self.answer_ids(continued) if continued else ()))
+        return self.recut(token_ids, finder, cache_salt=cache_salt)
+
+    def plain_text(
+        self, text: str, finder: ChunkFinder, *, cache_salt: str = "", limit: PromptLimit | None = None
+    ) -> Prompt:
+        """`plain` for a text without control tokens, behind BOS. Raises the errors of `plain`."""
+        token_ids = (*self.tokenizer.start_ids, *self._encode(text, "the prompt", limit))
+        return self.recut(token_ids, finder, cache_salt=cache_salt)
+
+    def recut(
+        self, token_ids: Sequence[int], finder: ChunkFinder, *, cache_salt: str = "", system_tokens: int = 0
+    ) -> Prompt:
+        """The prompt with these tokens, in parts that `finder` finds; see `ChunkFinder.prompt`.
+
+        Raises:
+            UsageError: there are no tokens.
+        """
+        if not token_ids:
+            raise UsageError("the prompt is empty")
+        start, fingerprint = self.tokenizer.start_ids, self._fingerprint
+        return finder.prompt(token_ids, start, fingerprint=fingerprint, salt=cache_salt, system_tokens=system_tokens)
 
     def chunk_part(
         self,
@@ -250,15 +293,25 @@ class PromptBuilder:
         )
 
     def question_part(
-        self, question: str, *, exchange: Rendered | None = None, limit: PromptLimit | None = None
+        self,
+        question: str,
+        *,
+        exchange: Rendered | None = None,
+        continued: str = "",
+        limit: PromptLimit | None = None,
     ) -> PromptPart:
-        """The part for the question, followed by the template's tail or, if given, an `exchange`.
+        """The part for the question, followed by the template's tail or, if given, an `exchange`, and by `continued`.
 
         Raises:
             UsageError: the question is empty.
             PromptTooLongError: raised by the `limit`.
         """
-        return _counted(self._question(question, "the question", limit, exchange), limit)
+        part = self._question(question, "the question", limit, exchange)
+        if continued:
+            if limit is not None:
+                limit.check(self.tokenizer, continued, "the beginning of the answer")
+            part = replace(part, token_ids=(*part.token_ids, *self.answer_ids(continued)))
+        return _counted(part, limit)
 
     def answer_ids(self, answer: str) -> tuple[int, ...]:
         """Token ids of an answer as the model would generate it, without the token that ends it."""

@@ -9,7 +9,7 @@ passages its KV is close to that among other chunks (docs/methods.md).
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
@@ -40,13 +40,16 @@ _PLACES = {PartKind.START: 0, PartKind.SYSTEM: 1, PartKind.CHUNK: 2, PartKind.TU
 class PromptPart:
     """One part: its token ids and, for parts that are stored, its id.
 
-    `id` is None exactly for parts that are never stored (START, QUESTION).
+    `id` is None exactly for parts that are never stored (START, QUESTION). Of an `exact_only` part only a segment on
+    the exact prefix is reused. A `novel` part was found in a prompt (`find_chunks`) and not seen before.
     """
 
     kind: PartKind
     token_ids: tuple[int, ...]
     id: ChunkId | None = None
     source: str = ""
+    exact_only: bool = field(default=False, compare=False)
+    novel: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if (self.id is None) != (self.kind in (PartKind.START, PartKind.QUESTION)):
@@ -138,6 +141,15 @@ def chunk_id(fingerprint: str, cache_salt: str, token_ids: Sequence[int]) -> Chu
         digest.update(encoded)
     digest.update(struct.pack(f"<Q{len(token_ids)}I", len(token_ids), *token_ids))
     return ChunkId(digest.hexdigest())
+
+
+def chunk_salt(salt: str, first: Sequence[int], start: tuple[int, ...]) -> str:
+    """The salt in the ids of chunks whose prompt begins with the tokens `first`; usually these are `start`.
+
+    A context does not include START, so a chunk after other leading tokens gets another id instead: it is no exact
+    prefix here.
+    """
+    return salt if tuple(first) == start else f"{salt}\0start:{','.join(map(str, first))}"
 
 
 BESIDE_MODEL = "neutral.txt"

@@ -35,6 +35,29 @@ _CONTAINERS = ("function", "tool_calls")
 _NAMED = ("role", "type")
 """Fields whose values the API defines."""
 
+_RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+"""Variables that control how a template is rendered; a request must not set them."""
+
+_CONTROL_NAMES = ("_token", "_tokens")
+"""Suffixes of variables that hold control tokens: a request that sets `eos_token` would change the template."""
+
 _STAND_INS = range(0x20000, 0x110000)
 _USUAL_STAND_INS = range(0x20000, 0x2A6D0)
 """Rare ideographs: printable by templates, and unchanged by case folding and normalization."""
@@ -95,16 +118,27 @@ def strings_of(value: Any) -> Set[str]:
     return seen
 
 
+def refuse_reserved(variables: Mapping[str, Any]) -> None:
+    """Refuse variables of a request that would change its template.
+
+    Raises:
+        UsageError: a name is reserved.
+    """
+    if reserved := sorted(name for name in variables if name in _RESERVED or name.endswith(_CONTROL_NAMES)):
+        raise UsageError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set")
+
+
 def rendered_chat(
     tokenizer: TextTokenizer, messages: Messages, variables: Mapping[str, Any] | None = None
 ) -> Rendered | None:
     """Render messages and `variables` with the tokenizer's chat template; None if it has no template.
 
     Raises:
-        UsageError: the template refuses them, or its output depends on a word that would become a control token within
-            the template's own brackets.
+        UsageError: a variable is reserved, the template refuses them, or its output depends on a word that would become
+            a control token within the template's own brackets.
     """
     given = dict(variables or {})
+    refuse_reserved(given)
     texts = _Seen()
     _change_all(messages, given, texts)
     stand_ins = _StandIns(texts)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from chunkweave.config import SamplingParams
-from chunkweave.types import Chunk
+from chunkweave.types import CacheUse, Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,8 @@ class Request:
     next turn; otherwise the request is refused. The number of conversations is shared among tenants by `tenant`.
 
     Without an id, `history` are earlier questions with their answers, placed after the instruction. Only their KV is
-    kept, and found again by their text. `history_chunks` has for each of them the chunks before its question.
+    kept, and found again by their text. `history_chunks` has for each of them the chunks before its question. The
+    answer continues the text `continued`, which is not part of it. `cache` says whether stored KV is used and kept.
 
     >>> from chunkweave import Engine, Request, SamplingParams
     >>> asked = Request("Who leads the choir?", ["The choir is led by Otto Gunmark."], sampling=SamplingParams(16))
@@ -40,3 +41,13 @@ class Request:
     tenant: str = ""
     history: Sequence[tuple[str, str]] = ()
     history_chunks: Sequence[Sequence[Chunk | str]] = ()
+    continued: str = ""
+    cache: CacheUse = CacheUse.USE
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The instruction, earlier turns and the question in the form that chat templates read."""
+        said = [] if self.system is None else [("system", self.system)]
+        for question, answer in self.history:
+            said += [("user", question), ("assistant", answer)]
+        return [{"role": role, "content": text} for role, text in (*said, ("user", self.question))]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunkweave.errors import UsageError
-from chunkweave.prompt.rendering import Marks, Messages, Rendered, rendered_chat
+from chunkweave.prompt.rendering import Marks, Messages, Rendered, refuse_reserved, rendered_chat
 from chunkweave.prompt.tokenizer import TextTokenizer
 
 INSTRUCTION = (
@@ -14,29 +14,6 @@ INSTRUCTION = (
     "If the passages do not hold the answer, say that it is not stated."
 )
 """The default instruction of both kinds of template."""
-
-_RESERVED = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "truncation",
-    }
-)
-"""Variables that control how a template is rendered; a request must not set them."""
-
-_CONTROL_NAMES = ("_token", "_tokens")
-"""Suffixes of variables that hold control tokens: a request that sets `eos_token` would change the template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +133,28 @@ def template_with(tokenizer: TextTokenizer, variables: Mapping[str, Any]) -> Pro
     """
     if not _has_chat_template(tokenizer):
         raise UsageError("the tokenizer has no chat template, so tools and chat_template_kwargs cannot be used")
-    if reserved := sorted(name for name in variables if name in _RESERVED or name.endswith(_CONTROL_NAMES)):
-        raise UsageError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set")
+    refuse_reserved(variables)
     template = chat_template(tokenizer, None, variables)
     tools = variables.get("tools")
     if tools and template == chat_template(tokenizer, None, {**variables, "tools": None}):
         raise UsageError("the model's chat template does not support tools")
     return template
+
+
+def calls_in_template(tokenizer: TextTokenizer, begin: str) -> bool:
+    """Whether the chat template describes tools and writes calls of them with `begin` before the call."""
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+    call = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": {}}}
+    messages: Messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "found", "tool_call_id": "call_1"},
+    ]
+    variables = {"tools": [tool]}
+    try:
+        template_with(tokenizer, variables)
+        return begin in rendered_exchange(tokenizer, messages, variables, first=True, answered=False).text
+    except UsageError:
+        return False
 
 
 def rendered_exchange(

@@ -27,12 +27,22 @@ class TextTokenizer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens."""
 
+    def token_text(self, token_id: int, before: int | None) -> str:
+        """The text that a token adds after the token `before`; a control token's own text."""
+
     def control_texts(self, text: str) -> frozenset[str]:
         """The control tokens that `text` spells, as text."""
 
     @property
     def control_signs(self) -> frozenset[str]:
         """Characters of control tokens that do not occur in words: brackets and bars."""
+
+    @property
+    def control_ids(self) -> Set[int]:
+        """Ids of tokens that are no text."""
+
+    def token_texts(self) -> Sequence[str]:
+        """The text of each token, by id."""
 
     @property
     def start_ids(self) -> tuple[int, ...]:
@@ -101,6 +111,17 @@ class HuggingFaceTokenizer:
         self._given_stop_ids = frozenset(stop_ids)
         self._control = _control_tokens(tokenizer)
 
+    @property
+    def serialized(self) -> str:
+        """The tokenizer in the JSON format of `tokenizers`.
+
+        Raises:
+            UsageError: it has no such form.
+        """
+        if self._core is None:
+            raise UsageError("this tokenizer has no Rust core: use a fast tokenizer")
+        return str(self._core.to_str())
+
     def encode(self, text: str, *, control_tokens: bool = False, ordinary: Set[int] = frozenset()) -> list[int]:
         """Token ids of `text` without BOS; see `TextTokenizer.encode`."""
         if not text:
@@ -118,6 +139,14 @@ class HuggingFaceTokenizer:
             found += self.encode(piece, control_tokens=control_tokens, ordinary=inside)
         return found
 
+    def token_text(self, token_id: int, before: int | None) -> str:
+        """The text that a token adds after the token `before`; a control token's own text."""
+        if token_id in self._control:
+            return self._control[token_id]
+        if before is None:
+            return self.decode([token_id])
+        return self.decode([before, token_id])[len(self.decode([before])) :]
+
     def control_texts(self, text: str) -> frozenset[str]:
         """The control tokens that `text` spells."""
         return frozenset(self._control[token] for token in set(self._ids(text)) & self._control.keys())
@@ -127,6 +156,20 @@ class HuggingFaceTokenizer:
         """Characters of control tokens except letters, digits, white space, and characters of JSON escapes or names."""
         found = set("".join(self._control.values())) - set(_OF_NAMES_AND_QUOTES)
         return frozenset(one for one in found if not one.isalnum() and not one.isspace())
+
+    @property
+    def control_ids(self) -> Set[int]:
+        """Ids of tokens that are no text."""
+        return self._control.keys()
+
+    def token_texts(self) -> Sequence[str]:
+        """The text of each token, by id. A token that is only a part of a character has a replacement character."""
+        ids = [[token] for token in range(len(self._tokenizer))]
+        if self._core is not None:
+            texts: list[str] = self._core.decode_batch(ids, skip_special_tokens=False)
+            return texts
+        with self._lock:
+            return [self._tokenizer.decode(one, clean_up_tokenization_spaces=False) for one in ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens."""

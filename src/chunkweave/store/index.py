@@ -93,6 +93,8 @@ def look_up(
         wanted = next(left, None) if unbroken else None
         exact = next((record for record in variants if record.id == wanted and record.exact), None)
         unbroken = exact is not None
+        if part.exact_only:
+            variants = () if exact is None else (exact,)
         parts.append(PartLookup(part, span, exact, variants))
     return PromptLookup(tuple(parts))
 
@@ -252,6 +254,9 @@ class SegmentIndex:
         self._records: dict[SegmentId, SegmentRecord] = {}
         self._used_bytes = 0
         self._owned_bytes: Counter[str] = Counter()
+        self._novel: dict[SegmentId, None] = {}  # oldest first
+        self.novel_bytes = 0
+        """Sum of the novel records' bytes; only this index changes it."""
         self._chunks: dict[ChunkId, OrderedDict[SegmentId, None]] = {}  # variants, least recently used first
         self.paths = PathIndex()
         """The exact segments by path; only this index changes it."""
@@ -306,6 +311,9 @@ class SegmentIndex:
         self._used_bytes += record.nbytes
         self._owned_bytes[record.owner] += record.nbytes
         self._records[record.id] = record
+        if record.novel:
+            self._novel[record.id] = None
+            self.novel_bytes += record.nbytes
         self._show(record)
         self._changed([record])
 
@@ -317,6 +325,7 @@ class SegmentIndex:
         self._owned_bytes[record.owner] -= record.nbytes
         if not self._owned_bytes[record.owner]:
             del self._owned_bytes[record.owner]
+        self._not_novel(record)
         self._policy.on_remove(record.id)
         self.paths.remove(record)
         variants = self._chunks[record.chunk_id]
@@ -337,9 +346,23 @@ class SegmentIndex:
         return self._policy.explain(segment) if isinstance(self._policy, ExplainedPolicy) else {}
 
     def touch(self, record: SegmentRecord) -> None:
-        """Count one use of a stored record."""
+        """Count one use of a stored record, which is not novel from then on."""
         self._policy.on_hit(record)
         self._chunks[record.chunk_id].move_to_end(record.id)
+        if record.novel:
+            self._not_novel(record)
+            self._records[record.id] = replace(record, novel=False)
+
+    def oldest_novel(
+        self, *, kept: Set[SegmentId], spared: Set[SegmentId], owner: str | None = None
+    ) -> SegmentRecord | None:
+        """The oldest novel leaf in neither `kept` nor `spared`, of `owner` if one is given; None if there is none."""
+        for segment in self._novel:
+            record = self._records[segment]
+            ours = owner is None or record.owner == owner
+            if ours and segment not in kept and segment not in spared and not self.paths.has_children(segment):
+                return record
+        return None
 
     def victim(
         self,
@@ -391,6 +414,8 @@ class SegmentIndex:
         self._records = {s: record for s, record in self._records.items() if sizes.get(s) == record.nbytes}
         self._used_bytes = sum(record.nbytes for record in self._records.values())
         self._owned_bytes = _owned(self._records.values())
+        self._novel = {segment: None for segment, record in self._records.items() if record.novel}
+        self.novel_bytes = sum(self._records[segment].nbytes for segment in self._novel)
         self._chunks, self.paths = {}, PathIndex()
         for record in self._records.values():
             self._chunks.setdefault(record.chunk_id, OrderedDict())[record.id] = None
@@ -418,6 +443,9 @@ class SegmentIndex:
             raise StoreError(f"{self._used_bytes} bytes are counted, the records sum to {total_bytes}")
         if _owned(self._records.values()) != self._owned_bytes:
             raise StoreError("bytes are counted for other owners than those of the records")
+        novel = {segment for segment, record in self._records.items() if record.novel}
+        if novel != set(self._novel) or sum(self._records[one].nbytes for one in novel) != self.novel_bytes:
+            raise StoreError("other records are counted as novel than those that are")
         if sorted(self._policy.ids()) != sorted(self._records):
             raise StoreError("the eviction policy does not track exactly the stored segments")
         listed = [(segment, chunk) for chunk, variants in self._chunks.items() for segment in variants]
@@ -428,6 +456,11 @@ class SegmentIndex:
         self.paths.check(self._records)
         if self._tree is not None and set(self._tree.paths(self._tier)) != self._exact_paths():
             raise StoreError(f"the knowledge tree does not show exactly the exact segments held as {self._tier!r}")
+
+    def _not_novel(self, record: SegmentRecord) -> None:
+        if record.id in self._novel:
+            del self._novel[record.id]
+            self.novel_bytes -= record.nbytes
 
     def _exact_paths(self) -> set[tuple[ChunkId, ...]]:
         return {record.path for record in self._records.values() if record.exact}

@@ -150,6 +150,7 @@ class SegmentRecord:
     some tokens of one of generation n.
 
     A mean is the average of the chunk's KV over `contexts` (`weaving.means`); its `context` is one id that names them.
+    A `novel` segment is of text that was found in one prompt and not used since; it is not written to files.
     `read` are further ids that its KV depends on beside the contexts: the inputs of the KV that it was woven from or
     computed behind, or `ANYTHING`. `sources` are all ids that its KV depends on.
 
@@ -170,6 +171,7 @@ class SegmentRecord:
     generation: int = 0
     contexts: tuple[Context, ...] = ()
     read: tuple[ChunkId, ...] = ()
+    novel: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.source) > MOST_SOURCE_CHARACTERS:
@@ -203,6 +205,7 @@ class SegmentRecord:
         owner: str = "",
         generation: int = 0,
         read: Iterable[ChunkId] = (),
+        novel: bool = False,
     ) -> Self:
         """A record whose id is computed from chunk and context."""
         return cls(
@@ -217,6 +220,7 @@ class SegmentRecord:
             owner,
             generation,
             read=tuple(sorted({*read} - {*context})),
+            novel=novel,
         )
 
     def mean_over(

@@ -74,6 +74,7 @@ def locked_folder(path: Path, refusal: type[Exception]) -> Iterator[None]:
 
 PIN_FILE = "pins.json"
 REMOVED_FILE = "removed.json"
+DTYPE_FILE = "auto-dtype.json"
 _FORMAT = 1
 
 _Pins = dict[str, frozenset[SegmentId]]
@@ -152,6 +153,19 @@ _Paths = dict[SegmentId, tuple[ChunkId, ...]]
 
 _Removed = dict[str, dict[str, _Paths]]
 """By model fingerprint and level."""
+
+
+def read_dtype(cache_dir: Path) -> str | None:
+    """What `--dtype auto` was decided to be for this folder (`write_dtype`); None if nothing readable says it."""
+    try:
+        return str(json.loads((cache_dir / DTYPE_FILE).read_text(encoding="utf-8"))["dtype"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def write_dtype(cache_dir: Path, dtype: str) -> None:
+    """Keep a decision for `read_dtype`. Raises `DocumentError` if it cannot be written."""
+    _replace(cache_dir / DTYPE_FILE, {"dtype": dtype})
 
 
 class Tombstones:

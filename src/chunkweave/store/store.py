@@ -69,7 +69,8 @@ class TieredStore(Generic[PayloadT]):
 
         Args:
             levels: from fast to slow: first those in memory, then those written in the background.
-            admission: how often a segment must have been seen (stored or used) to be written to a slow level.
+            admission: how often a segment must have been seen (stored or used) to be written to a slow level; a novel
+                one once more.
             ttl_s: segments older than this are dropped; None keeps them.
             ageless: segments exempt from the time to live.
             limits: maximum number of variants; None sets no limit.
@@ -491,7 +492,7 @@ class TieredStore(Generic[PayloadT]):
                 self._ages.born(record.id)
             if record.exact:
                 self._drop_inexact(record.id)
-            seen_enough = bool(self._slow) and self._see(record.id) >= self._admission
+            seen_enough = bool(self._slow) and self._see(record.id) >= self._admission + record.novel
             written = seen_enough and self._write_through(record, payload, unchanged)
             return written or stored
 
@@ -529,7 +530,7 @@ class TieredStore(Generic[PayloadT]):
             demoted = False
             if below:
                 demoted = below[0].record(record.id) is None and below[0].try_insert(record, payload, unchanged)
-            elif self._slow and self._sightings.count(record.id) >= self._admission:
+            elif self._slow and self._sightings.count(record.id) >= self._admission + record.novel:
                 demoted = self._write_through(record, payload, unchanged)
             self._count(demotions=int(demoted))
 

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 Shares = Callable[[str, Iterable[str]], float]
 OnEvict = Callable[[Sequence[tuple[SegmentRecord, PayloadT]]], None]
 
+NOVEL_SHARE = 0.1
+"""Share of a full budget that novel segments have at most."""
+
 _RETRIED_AT_ONCE = 8
 _CLAIM_POLL_S = 0.05  # the claim of a dead thread sends no notification
 
@@ -30,9 +33,10 @@ _CLAIM_POLL_S = 0.05  # the claim of a dead thread sends no notification
 class SegmentStore(Generic[PayloadT]):
     """Records, indexes, budget and pins of the segments whose payloads one tier holds.
 
-    START and QUESTION parts are never stored: they have no id. Stored bytes never exceed the budget. Leaves of the path
-    index, and segments outside it, are evicted first, whatever the policy; an inner node is evicted only if everything
-    else is pinned, and its descendants then stay as variants.
+    START and QUESTION parts are never stored: they have no id. Stored bytes never exceed the budget. When it is full,
+    novel segments beyond `NOVEL_SHARE` of it are evicted first, oldest first, and no others for a novel one. Leaves of
+    the path index, and segments outside it, are evicted first, whatever the policy; an inner node is evicted only if
+    everything else is pinned, and its descendants then stay as variants.
 
     Thread-safe. One lock guards index, policy, pins, claims and counters: they are read inside `_settled` and changed
     inside `_changing`, nowhere else. Payloads move without the lock, so a slow tier blocks no other thread: a claim
@@ -473,8 +477,16 @@ class SegmentStore(Generic[PayloadT]):
             return False
         ancestors = set(index.paths.longest_exact_prefix(record.context)) if record.exact else set()
         while index.used_bytes - replaced_bytes + more_bytes > self.budget_bytes:
-            owner = self._owner_to_evict(record, more_bytes - replaced_bytes)
-            self._evict(index.victim(kept=kept | {record.id}, spared=ancestors, owner=owner, above=self.above), leaving)
+            owner, protected = self._owner_to_evict(record, more_bytes - replaced_bytes), kept | {record.id}
+            victim: SegmentRecord | None = None
+            if index.novel_bytes + (record.nbytes if record.novel else 0) > NOVEL_SHARE * self.budget_bytes:
+                victim = index.oldest_novel(kept=protected, spared=ancestors, owner=owner)
+                if victim is None and record.novel:
+                    victim = index.oldest_novel(kept=protected, spared=ancestors)
+                    if victim is None:
+                        return False
+            victim = victim or index.victim(kept=protected, spared=ancestors, owner=owner, above=self.above)
+            self._evict(victim, leaving)
         return True
 
     def _owner_to_evict(self, record: SegmentRecord, more_bytes: int) -> str | None:

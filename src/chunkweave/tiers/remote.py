@@ -2,10 +2,11 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Event, Lock
+from typing import Self
 from weakref import WeakSet
 
 from chunkweave.errors import UsageError
@@ -114,6 +115,41 @@ def fetch_header(blobs: BlobStore, key: BlobKey) -> SegmentHeader | None:
         return None
     needed = header_size(head, total_bytes)
     return parse_header(head if needed <= len(head) else blobs.get(key, needed) or b"", total_bytes)
+
+
+class RemoteNote:
+    """A short text that all processes with a remote agree on. Use it as a context manager."""
+
+    def __init__(self, blobs: BlobStore, name: str, *, deadline_s: float = 5.0) -> None:
+        self._blobs, self._key = blobs, BlobKey(name, SegmentId("0" * 32))
+        breaker = CircuitBreaker(f"remote store {blobs.name}")
+        self._calls = RemoteCalls(deadline_s=deadline_s, breaker=breaker, cut=blobs.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._blobs.close()
+
+    def agree(self, proposed: Callable[[], str], allowed: Collection[str]) -> str:
+        """The remote's text if it is `allowed`, else `proposed`, which is written there. It need not answer."""
+        text = None
+        try:
+            found = self._read(allowed)
+            if found is None:
+                text = proposed()
+                data = text.encode()
+                self._calls.call(lambda: self._blobs.put(self._key, data))
+                found = self._read(allowed) or text  # of two that write at the same time, the later one counts
+        except OSError as error:
+            logger.warning("%s does not say %s: %s", self._blobs.name, self._key.fingerprint, error)
+            return text or proposed()
+        return found
+
+    def _read(self, allowed: Collection[str]) -> str | None:
+        data = self._calls.call(lambda: self._blobs.get(self._key, 64))
+        text = (data or b"").decode(errors="replace")
+        return text if text in allowed else None
 
 
 class RemoteTier:

@@ -25,6 +25,7 @@ from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.vllm.model_check import (
     check_store,
     checked_layers,
+    finder_of,
     measured_cost,
     model_fingerprint,
     model_folder,
@@ -91,6 +92,8 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                     Pace(most_tokens, self._settings.step_tokens), most_s=self._settings.weave.load_timeout_s
                 ),
                 events=events is not None and events.enable_kv_cache_events,
+                finds=self._settings.finding.find_chunks,
+                make_finder=partial(finder_of, vllm_config.model_config, self._settings.finding.exact_kinds),
             )
 
     @property

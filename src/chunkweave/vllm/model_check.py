@@ -7,7 +7,7 @@ back, rotated to another position and written, equals what vLLM computes at that
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
-from chunkweave.config import StoreConfig
+from chunkweave.config import PieceKind, StoreConfig
 from chunkweave.errors import ModelError, UnsupportedModelError
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import RawCodec, SegmentKV
@@ -24,6 +24,7 @@ from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
 from chunkweave.models.huggingface import sliding_windows
 from chunkweave.planning.cost import CostModel, measured_quickly
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, Watch
+from chunkweave.prompt.find_chunks import ChunkFinder, TokenTable
 from chunkweave.prompt.parts import PartKind, PromptPart
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from chunkweave.settings import GIB
@@ -409,21 +410,38 @@ def usual_start(model: ModelConfig) -> tuple[int, ...]:
     They are what the model's tokenizer puts before a text. A config may name a BOS that the tokenizer does not add
     (Qwen2.5), so it is used only without a tokenizer.
     """
+    tokenizer = _tokenizer(model)
     bos = getattr(model.hf_text_config, "bos_token_id", None)
     named = (bos,) if isinstance(bos, int) else ()
+    return named if tokenizer is None else tokenizer.start_ids
+
+
+def finder_of(model: ModelConfig, exact: Set[PieceKind]) -> ChunkFinder:
+    """Finds chunks in the model's prompts, with a table of its tokenizer if it can be read."""
+    tokenizer = _tokenizer(model)
+    if tokenizer is not None:
+        return ChunkFinder(TokenTable.of(tokenizer), exact)
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    given = [getattr(model.hf_text_config, name, None) for name in names]
+    control = {token for one in given for token in (one if isinstance(one, list) else [one]) if token is not None}
+    return ChunkFinder(None, exact, control=control)
+
+
+def _tokenizer(model: ModelConfig) -> HuggingFaceTokenizer | None:
+    """The model's tokenizer; None if its folder has none, or it cannot be read."""
     try:
         folder = _folder(model.tokenizer or model.model, model.tokenizer_revision)
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            return named
+            return None
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=model.trust_remote_code
         )
-        return HuggingFaceTokenizer(tokenizer).start_ids
+        return HuggingFaceTokenizer(tokenizer)
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-        logger.warning("the tokenizer cannot be read (%s): prompts are assumed to begin with %s", error, named)
-        return named
+        logger.warning("the tokenizer cannot be read: %s", error)
+        return None
 
 
 def rank_fingerprint(fingerprint: str, rank: int, size: int) -> str:

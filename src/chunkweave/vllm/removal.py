@@ -12,10 +12,9 @@ from typing import Any, Protocol
 
 from chunkweave.errors import NotRemovedError, UsageError
 from chunkweave.planning.method_choice import checked_whole, refuse_unknown_keys
-from chunkweave.prompt.parts import chunk_id
+from chunkweave.prompt.parts import chunk_id, chunk_salt
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import ChunkId
-from chunkweave.vllm.request import chunk_salt
 
 logger = logging.getLogger("vllm.chunkweave")
 

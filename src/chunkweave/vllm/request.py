@@ -26,19 +26,24 @@ from chunkweave.planning.method_choice import (
     refuse_untaken,
 )
 from chunkweave.prompt.contexts import MOST_CONTEXTS, MeanShare
-from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, is_neutral, neutral_id
+from chunkweave.prompt.find_chunks import ChunkFinder
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, chunk_salt, is_neutral, neutral_id
 from chunkweave.settings import Place, read
-from chunkweave.types import ChunkId, Context, Span
+from chunkweave.types import CacheUse, ChunkId, Context, Span
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part that a store can hold: its id and tokens, its position, and the ids of the parts before it."""
+    """A part that a store can hold: its id and tokens, its position, and the ids of the parts before it.
+
+    Of an `exact_only` part only a segment on the exact prefix is reused.
+    """
 
     id: ChunkId
     token_ids: tuple[int, ...]
     span: Span
     context: Context
+    exact_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,8 @@ class WeaveRequest:
     The parts cover the prompt's tokens as sent by the client, without generated ones. `kept` says what is stored of
     newly computed chunks, `promotion` where exact prefixes may grow. Without `asked` (computed before a search has
     ended) it does not count for eviction. With `raisable` the client set no budget, so it may be raised to hide
-    loading. With `mean` only the last part is stored, as one context's share of the mean.
+    loading. With `mean` only the last part is stored, as one context's share of the mean. With `reads_only` nothing is
+    stored, neither here nor where another request would find it in vLLM's own prefix cache, which it does not use.
     """
 
     prompt: Prompt
@@ -58,6 +64,7 @@ class WeaveRequest:
     promotion: Promotion = field(default_factory=Promotion)
     raisable: bool = False
     mean: MeanShare | None = None
+    reads_only: bool = False
 
     @property
     def method(self) -> str:
@@ -79,14 +86,14 @@ class WeaveRequest:
         prompt = self.prompt
         for part, span, context in zip(prompt.parts, prompt.spans(), prompt.contexts(), strict=True):
             if part.id is not None:
-                yield StoredPart(part.id, part.token_ids, span, context)
+                yield StoredPart(part.id, part.token_ids, span, context, part.exact_only)
 
     def kept_parts(self, is_exact: Callable[[StoredPart], bool]) -> list[StoredPart]:
         """The parts that may be stored: with an exact method, chunks on the promoted exact path only.
 
         `is_exact` says whether an exact segment of a part is stored.
         """
-        if self.mean is not None:
+        if self.mean is not None or self.reads_only:
             return []
         path, promoted = list(self.stored_parts()), self.promotion.kept
         if promoted is None or self.method not in EXACT_METHODS:
@@ -165,10 +172,9 @@ def parse(
     if not isinstance(params, Mapping):
         raise UsageError(f"{FIELD} must be an object such as {{'chunks': [[1, 120], [120, 260]]}}")
     refuse_unknown_keys(params, REQUEST_FIELDS)
-    try:
-        salt.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError("cache_salt must be valid Unicode: it has half of a surrogate pair") from error
+    _refuse_broken(salt)
+    if checked_flag(params.get(FIND, False), FIND):
+        raise UsageError(f"give either chunks or {FIND}, not both")
     chunks = _chunks(params.get("chunks"), len(token_ids))
     passages = checked_whole(params.get("neutral", 0), "neutral")
     if not 0 <= passages <= len(chunks):
@@ -178,6 +184,9 @@ def parse(
     if not 0 <= checked_whole(first, "start_tokens") <= chunks[0].start:
         raise UsageError(f"start_tokens must be between 0 and {chunks[0].start}, where the first chunk begins")
     choice, kept = chosen(params, defaults, num_layers)
+    reads_only = reads_only_of(params)
+    if reads_only:
+        kept = Kept(kv=False)
     salt = chunk_salt(salt, token_ids[:first], start)
 
     def part(kind: PartKind, first: int, stop: int) -> PromptPart:
@@ -197,21 +206,60 @@ def parse(
     ids = [one.id for one in prompt.parts if one.kind is PartKind.CHUNK and one.id is not None]
     kept_over, continued = (_numbered(params.get(name), name, ids) for name in _PROMOTION)
     promotion = Promotion(kept_over, continued or frozenset())
-    sets_budget = RATIO in params or _method_request(params).sets_budget
-    raisable = checked_flag(params.get(_AT_LEAST, not sets_budget), _AT_LEAST)
-    asked, mean = checked_flag(params.get("asked", True), "asked"), _mean(params.get("mean"))
+    raisable, asked, mean = _raisable(params), _asked(params), _mean(params.get("mean"))
     if mean is not None and (choice.method != ContextMethod.name or prompt.parts[-1].id is None):
         raise UsageError(f"mean needs method {ContextMethod.name!r}, and a prompt that ends with its last chunk")
-    return WeaveRequest(prompt, choice, kept, asked, promotion, raisable, mean)
+    if mean is not None and reads_only:
+        raise UsageError(f"mean stores its last chunk: {CACHE} must be {CacheUse.USE}")
+    return WeaveRequest(prompt, choice, kept, asked, promotion, raisable, mean, reads_only)
 
 
-def chunk_salt(salt: str, first: Sequence[int], start: tuple[int, ...]) -> str:
-    """The salt in the ids of chunks whose prompt begins with the tokens `first`; usually these are `start`.
+def parse_found(
+    params: Mapping[str, Any],
+    token_ids: Sequence[int],
+    finder: ChunkFinder,
+    *,
+    fingerprint: str,
+    salt: str,
+    start: tuple[int, ...],
+    defaults: Defaults,
+    num_layers: int | None = None,
+) -> WeaveRequest | None:
+    """Parse the method of a request whose chunks `finder` finds in its prompt; None if it finds none.
 
-    A context does not include START, so a chunk after other leading tokens gets another id instead: it is no exact
-    prefix here.
+    The other arguments are those of `parse`.
+
+    Raises:
+        UsageError: the message says which field is wrong and why.
     """
-    return salt if tuple(first) == start else f"{salt}\0start:{','.join(map(str, first))}"
+    refuse_unknown_keys(params, REQUEST_FIELDS)
+    if others := sorted(params.keys() - SETTINGS - {FIND, CACHE, "asked", _AT_LEAST}):
+        raise UsageError(f"{', '.join(others)} cannot be given with {FIND}")
+    _refuse_broken(salt)
+    choice, kept = chosen(params, defaults, num_layers)
+    reads_only = reads_only_of(params)
+    if reads_only:
+        kept = Kept(kv=False)
+    prompt = finder.prompt(token_ids, start, fingerprint=fingerprint, salt=salt)
+    if all(part.id is None for part in prompt.parts):
+        return None
+    return WeaveRequest(prompt, choice, kept, _asked(params), Promotion(), _raisable(params), reads_only=reads_only)
+
+
+def _raisable(params: Mapping[str, Any]) -> bool:
+    sets_budget = RATIO in params or _method_request(params).sets_budget
+    return checked_flag(params.get(_AT_LEAST, not sets_budget), _AT_LEAST)
+
+
+def _asked(params: Mapping[str, Any]) -> bool:
+    return checked_flag(params.get("asked", True), "asked")
+
+
+def _refuse_broken(salt: str) -> None:
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("cache_salt must be valid Unicode: it has half of a surrogate pair") from error
 
 
 def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None) -> tuple[MethodChoice, Kept]:
@@ -333,6 +381,18 @@ def _method_request(params: Mapping[str, Any]) -> MethodRequest:
     return request
 
 
+def reads_only_of(params: Mapping[str, Any]) -> bool:
+    """Whether a request stores nothing.
+
+    Raises:
+        UsageError: the field is wrong.
+    """
+    given = params.get(CACHE, CacheUse.USE)
+    if given not in (CacheUse.USE, CacheUse.READ):
+        raise UsageError(f"{CACHE} must be {CacheUse.USE} or {CacheUse.READ}, not {str(given)[:40]!r}")
+    return bool(given == CacheUse.READ)
+
+
 def _capture(params: Mapping[str, Any], usual: bool | None) -> bool | None:
     return checked_flag(params["capture"], "capture") if "capture" in params else usual
 
@@ -388,6 +448,12 @@ def _query_value(name: str, value: Any) -> Any:
 _COMPARED = frozenset({"seed", "query"})
 """Fields of `ReuseConfig` that a request may set besides those of `MethodRequest`, to compare variants of methods."""
 
+FIND = "find_chunks"
+"""The field that says whether chunks are found in the prompt."""
+
+CACHE = "cache"
+"""The field of `reads_only`: `use` or `read`."""
+
 _AT_LEAST = "at_least"
 """The field that says whether ratio and alpha may be raised."""
 
@@ -403,5 +469,5 @@ SETTINGS = _COMPARED | {"method", "quality", "recompute_ratio", "check_layers", 
 VARIANTS = frozenset({"variant_fraction", "variant_generations"})
 """Fields of the connector's extra config about stored variants (`CaptureConfig`); not for requests."""
 
-REQUEST_FIELDS = SETTINGS | {"chunks", "start_tokens", "asked", "neutral", "mean", _AT_LEAST, *_PROMOTION}
+REQUEST_FIELDS = SETTINGS | {"chunks", "start_tokens", "asked", "neutral", "mean", FIND, CACHE, _AT_LEAST, *_PROMOTION}
 """All fields of a request."""

@@ -13,16 +13,19 @@ names the plan's inputs, so that approximate KV is found only by equal requests.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count, takewhile
 from typing import Any
 from uuid import uuid4
 
+from chunkweave.config import PieceKind
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import asks_again, reuses_nothing
 from chunkweave.planning.method_choice import EXACT_METHODS, FIELD, checked_flag, refuse_unknown_keys
 from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.find_chunks import ChunkFinder
 from chunkweave.scheduling.in_progress import Wanted
 from chunkweave.store.prefix_trie import PathMatch
 from chunkweave.store.records import segment_id
@@ -45,7 +48,7 @@ from chunkweave.vllm.orders import (
 )
 from chunkweave.vllm.removal import FIRST_PASSES, FORGET, RemovalAnswers, RemovalOrder, Removed, removed_chunks
 from chunkweave.vllm.report_socket import STORE_TOKENS
-from chunkweave.vllm.request import Defaults, StoredPart, WeaveRequest, parse
+from chunkweave.vllm.request import FIND, Defaults, StoredPart, WeaveRequest, parse, parse_found, reads_only_of
 from chunkweave.vllm.store_events import StoredMirror
 from chunkweave.vllm.waiting import Computation, PartToStore, PartWaits
 
@@ -173,11 +176,15 @@ class ConnectorScheduler:
         lasting: bool = False,
         waits: PartWaits | None = None,
         events: bool = False,
+        finds: bool = False,
+        make_finder: Callable[[], ChunkFinder] | None = None,
     ) -> None:
         """`fingerprint` is the model's, part of every chunk id; `start` is the beginning of prompts, see `parse`.
 
         `ranks` is the number of workers that share the heads, `window` the smallest one of layers whose blocks leave
         it. `lasting`: stores outlive their process. `waits` records what is being computed. `events`: make KV events.
+        `finds`: chunks are found in prompts that name none, by the result of `make_finder` (None: by tokens alone); a
+        request may also ask for it.
         """
         self._named = self._fingerprint = fingerprint
         """`_named` is that of the loaded checkpoint, by which slow tiers are named; `_fingerprint` is the current one.
@@ -214,6 +221,9 @@ class ConnectorScheduler:
         self._reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
         """Reports of woven blocks in vLLM's own cache, by their salt."""
         self._positions = 0
+        self._finds = finds
+        self._make_finder = make_finder or partial(ChunkFinder, None, frozenset[PieceKind]())
+        self._finder = self._make_finder() if finds else None
 
     def reset(self) -> None:
         """Make all KV unusable, in the stores and in vLLM's own cache, because the weights may be replaced.
@@ -247,14 +257,13 @@ class ConnectorScheduler:
         self._shared = self._weaves and any(one.shared for one in holdings.values())
 
     def add(self, request: Any) -> None:
-        """Add a new request. One without our field is not changed.
+        """Add a new request. One without our field is not changed, unless chunks are found in prompts.
 
         A wrong field is logged and reported with the answer, and the request is served without reuse: raising here
         would end the engine.
         """
         self._owners.begin(request)
-        given = request.kv_transfer_params
-        params = given.get(FIELD) if isinstance(given, Mapping) else None
+        params = self._params(request)
         if params is None:
             return
         try:
@@ -267,17 +276,9 @@ class ConnectorScheduler:
                     params[STORED], fingerprint=self._key(request), salt=request.cache_salt or "", start=self._start
                 )
                 return
-            if request.mm_features:
-                raise UsageError("its prompt has parts that are not text, such as images")
-            woven = parse(
-                params,
-                request.prompt_token_ids or (),
-                fingerprint=self._key(request),
-                salt=request.cache_salt or "",
-                start=self._start,
-                defaults=self._defaults,
-                num_layers=self._num_layers,
-            )
+            woven = self._parsed(request, params)
+            if woven is None:
+                return
         except UsageError as error:
             reason = str(error)[:_MOST_REFUSAL_CHARACTERS]
             logger.warning("request %s is served without reuse: %s", request.request_id, reason)
@@ -286,16 +287,16 @@ class ConnectorScheduler:
         adapter = 0 if request.lora_request is None else int(request.lora_request.lora_int_id)
         tracked = self._requests[request.request_id] = _Tracked(woven, adapter=adapter)
         self._events.add(request, tracked.parts, tracked.segments, self._manager.block_pool.hash_block_size)
-        # Two cases must find no blocks at all, so their salt is unique. The first round of a method that asks again
-        # must not see finished blocks. And if KV that left a window cannot be read back, a weave must begin at 0, or
-        # its answer would depend on the contents of vLLM's own cache.
+        # Three cases must find no blocks at all, so their salt is unique. The first round of a method that asks again
+        # must not see finished blocks. What only reads must leave none to others either. And if KV that left a window
+        # cannot be read back, a weave must begin at 0, or its answer would depend on the contents of vLLM's own cache.
         long = self._weaves and self._window is not None and len(woven.prompt) > self._window
         # A method that reuses nothing ignores vLLM's own cache too: it is the reference for all others.
         nothing = reuses_nothing(woven.method, woven.reuse)
         exact = nothing or tracked.exact_method
         tracked.shared = len(woven.prompt) if exact else 0
         own = f"{woven.salt}|{uuid4().hex}"
-        if nothing or asks_again(woven.method, woven.reuse) or (long and not exact):
+        if nothing or woven.reads_only or asks_again(woven.method, woven.reuse) or (long and not exact):
             keep_apart(request, own)
         elif not exact:
             tracked.shared = self._exact_stop(tracked)
@@ -306,6 +307,43 @@ class ConnectorScheduler:
         if self._shared and not nothing and any(one not in self._stored for one in self._wanted(tracked)):
             self._orders.lookups.append(LookupOrder(request.request_id, woven.prompt))
             tracked.lookups = self._ranks
+
+    def _params(self, request: Any) -> Any:
+        """Our field of a request, or what applies without it; None: the request is not ours."""
+        given = request.kv_transfer_params
+        params = given.get(FIELD) if isinstance(given, Mapping) else None
+        return {FIND: True} if params is None and self._finds and _is_plain(request) else params
+
+    def _parsed(self, request: Any, params: Any) -> WeaveRequest | None:
+        """The request for the workers; None if it names no chunks and none are found.
+
+        Raises:
+            UsageError: a field is wrong, or the prompt is not only text.
+        """
+        if request.mm_features:
+            raise UsageError("its prompt has parts that are not text, such as images")
+        parse_this: Callable[..., WeaveRequest | None] = parse
+        if isinstance(params, Mapping) and "chunks" not in params:
+            finds = checked_flag(params.get(FIND, self._finds), FIND)
+            if not finds and FIND in params:
+                return None
+            if finds and not _is_plain(request):
+                raise UsageError(f"{FIND} needs a prompt of tokens that may be read from a cache")
+            if finds:
+                self._finder = self._finder or self._make_finder()
+                parse_this = partial(parse_found, finder=self._finder)
+        woven = parse_this(
+            params,
+            request.prompt_token_ids or (),
+            fingerprint=self._key(request),
+            salt=request.cache_salt or "",
+            start=self._start,
+            defaults=self._defaults,
+            num_layers=self._num_layers,
+        )
+        if woven is None and reads_only_of(params):  # a short prompt: vLLM would keep its blocks
+            keep_apart(request, uuid4().hex)
+        return woven
 
     def matched(self, request: Any, computed: int) -> int | None:
         """Number of tokens after `computed` that the workers can load into the request's blocks.
@@ -377,7 +415,7 @@ class ConnectorScheduler:
             span = part.span
             woven = external_tokens and local < span.stop <= stop
             if woven:
-                weave_tokens += len(span) * (ratio if part.id in self._stored else 1)
+                weave_tokens += len(span) * (ratio if part.id in self._stored and not part.exact_only else 1)
             saved = span.start >= local if woven else span.stop > max(tracked.saved_to, stop if external_tokens else 0)
             if saved and number < kept:
                 parts.append(PartToStore(part.id, part.context, span.stop, exact))
@@ -542,7 +580,8 @@ class ConnectorScheduler:
         if tracked.exact_method:
             stop = min(parts[exact - 1].span.stop if exact else 0, most)
             return stop - stop % int(self._manager.coordinator.scheduler_block_size)
-        return min(max((part.span.stop for part in parts if part.id in self._stored), default=0), most)
+        usable = [part for part in parts[exact:] if part.id in self._stored and not part.exact_only]
+        return min(max((part.span.stop for part in (*parts[:exact], *usable)), default=0), most)
 
     def _exact_stop(self, tracked: _Tracked) -> int:
         """Start of the first part that may be reused approximately: the end of the exact path.
@@ -582,8 +621,9 @@ class ConnectorScheduler:
         return self._waits.waits(request_id, wanted, stored, woven=woven, profiles=request.kept.profiles)
 
     def _wanted(self, tracked: _Tracked) -> Iterable[ChunkId | SegmentId]:
-        """What is useful of each part: anything of its chunk, or with an exact method its segment."""
-        return tracked.segments if tracked.exact_method else (part.id for part in tracked.parts)
+        """What is useful of each part: anything of its chunk, or its segment if only that is reused."""
+        pairs = zip(tracked.parts, tracked.segments, strict=True)
+        return (segment if tracked.exact_method or part.exact_only else part.id for part, segment in pairs)
 
     def _saves(self, output: Any) -> list[SaveOrder]:
         before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -638,3 +678,10 @@ class ConnectorScheduler:
             tracked = self._requests.get(saving.request_id)
             if tracked is not None:
                 tracked.saving.discard(number)
+
+
+def _is_plain(request: Any) -> bool:
+    """Whether chunks can be found in a request's prompt: it consists of tokens, and may be read from a cache."""
+    if request.mm_features or request.pooling_params is not None or getattr(request, "prompt_embeds", None) is not None:
+        return False
+    return bool(request.prompt_token_ids) and not getattr(request, "skip_reading_prefix_cache", False)

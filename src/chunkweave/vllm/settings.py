@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chunkweave.config import CaptureConfig, PluginConfig, RequestDefaults, ReuseConfig, StoreConfig, WeaveConfig
+from chunkweave.config import (
+    CaptureConfig,
+    FindConfig,
+    PluginConfig,
+    RequestDefaults,
+    ReuseConfig,
+    StoreConfig,
+    WeaveConfig,
+)
 from chunkweave.errors import UsageError, unknown_names
 from chunkweave.kv.segment import make_codec
 from chunkweave.planning.cost import given_cost_model
@@ -16,17 +24,18 @@ from chunkweave.vllm.request import SETTINGS, VARIANTS, Defaults
 REMOTE_URL_VARIABLE = "CHUNKWEAVE_REMOTE_URL"
 """Environment variable for `remote_url`: vLLM logs its config, and a URL may hold a password."""
 
-_GROUPS = (PluginConfig, StoreConfig, WeaveConfig, RequestDefaults, ReuseConfig, CaptureConfig)
+_GROUPS = (PluginConfig, StoreConfig, WeaveConfig, FindConfig, RequestDefaults, ReuseConfig, CaptureConfig)
 _KNOWN = {name: one for kind in _GROUPS for name, one in settings_at(kind, Place.CONNECTOR).items()}
 
 
 @dataclass(frozen=True, slots=True)
 class PluginSettings:
-    """Settings of the store and of weaves' share of a step; `requests` is for `Defaults.from_config`."""
+    """Settings of the store, weaves' share of a step, and finding chunks; `requests` is for `Defaults.from_config`."""
 
     store: StoreConfig
     weave: WeaveConfig
     requests: Mapping[str, Any]
+    finding: FindConfig
     step_tokens: int
     """`weave.weave_step_tokens`, or its default for this vLLM."""
 
@@ -59,4 +68,5 @@ class PluginSettings:
         requests |= {key: given[key] for key in VARIANTS & given.keys()}
         Defaults.from_config({key: value for key, value in requests.items() if key != "quality"})  # that needs a record
         weave = read(WeaveConfig, given, Place.CONNECTOR)
-        return cls(store, weave, requests, weave.weave_step_tokens or max(1, most_tokens // 8))
+        finding = read(FindConfig, given, Place.CONNECTOR)
+        return cls(store, weave, requests, finding, weave.weave_step_tokens or max(1, most_tokens // 8))

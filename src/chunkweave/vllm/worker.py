@@ -488,13 +488,13 @@ class ConnectorWorker:
         report = _report(plan, order, job, self._hits(plan, order.first))
         fraction = recompute_fraction(plan, job.recompute_work, self._num_layers)
         self._results.reports[order.request_id] = {**report, "recompute_fraction": fraction}
-        for segment, whole in woven.pinned.loaded():
+        for segment, whole in () if order.request.reads_only else woven.pinned.loaded():
             self._store.promote(segment, whole)
         woven.pinned.drop_sent()
         if self._ahead is not None:
             self._ahead.drop(order.request_id)
         fresh = {part.span for part in plan.parts if part.kv_source is KVSource.COMPUTED}
-        if job.captured is not None:
+        if job.captured is not None and not order.request.reads_only:
             fresh -= job.captured.spans
             segments: Iterable[tuple[SegmentRecord, SegmentKV]]
             segments = job.captured.segments(woven.exact_to, self._memory)

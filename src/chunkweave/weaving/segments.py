@@ -366,13 +366,15 @@ def parts_to_keep(
     (`_least_recomputed`) and no variant of this context is stored. A variant is cached KV with one pass written over
     it, so a plan of several passes makes none. Which tokens a rule will keep is not known yet, so a part is expected to
     get its proportional share. A part that gets more by chance is not stored: tracking every part would cost more than
-    that saves.
+    that saves. Nor is an `exact_only` part behind a reused one, since no request would use it.
     """
     sources = {placement.span: placement.segment for placement in placements}
     fraction = variant_fraction if len(plan.passes) == 1 else None
     active = torch.zeros(0) if fraction is None else _active_tokens(plan.passes[0], plan.prompt_tokens)
+    exact = True
     for part, context in zip(plan.parts, prompt.contexts(), strict=True):
-        if part.part.id is None or not part.kept:
+        exact = exact and part.kv_source is not KVSource.REUSED
+        if part.part.id is None or not part.kept or (part.part.exact_only and not exact):
             continue
         if part.kv_source is KVSource.COMPUTED:
             yield part, None
@@ -453,5 +455,6 @@ def segments_of(
             owner=owner,
             generation=capture.generation,
             read=all_read(read.difference(context)),
+            novel=part.part.novel,
         )
         yield record, capture.segment()

@@ -6,17 +6,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from heapq import nsmallest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chunkweave.config import StoreConfig
+from chunkweave.config import DTYPES_ON_CPU, StoreConfig
+from chunkweave.errors import DocumentError
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.cost import CostModel, cost_model_path, stored_cost_model
 from chunkweave.store.eviction import PrefillSeconds, make_policy, weighs_cost
 from chunkweave.store.level import BackgroundWriter, Level, VariantLimits
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.shared_folder import Tombstones, pinned_segments
+from chunkweave.store.shared_folder import Tombstones, locked_folder, pinned_segments, read_dtype, write_dtype
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import SharedTier, Tier
 from chunkweave.store.tier_store import SegmentStore
@@ -134,6 +136,41 @@ def eviction_order(store: TieredStore[SegmentSource], most: int = _MOST_SHOWN) -
         least = nsmallest(most, level.store.explained(), key=lambda pair: pair[1].get("priority", 0.0))
         found[level.name] = [shown(record, numbers) for record, numbers in least]
     return found
+
+
+def agreed_dtype(config: StoreConfig, measured: Callable[[], str]) -> str:
+    """What `auto` means on a CPU for every process with this store: KV in another dtype is not found.
+
+    The remote's decision, else the cache folder's, else that of `measured`, a dtype's name; it is then kept in both. A
+    remote that does not answer decides nothing.
+    """
+    folder = config.cache_dir
+    found = read_dtype(folder) if folder is not None else None
+    found = found if found in DTYPES_ON_CPU else None
+    if config.remote_url is not None:
+        from chunkweave.tiers.blobs import open_blobs
+        from chunkweave.tiers.remote import RemoteNote
+
+        with RemoteNote(open_blobs(config.remote_url), "auto-dtype") as note:
+            chosen = note.agree(lambda: found or measured(), DTYPES_ON_CPU)
+        if folder is not None and chosen != found:
+            _keep_dtype(folder, chosen, first=False)
+        return chosen
+    return found or (measured() if folder is None else _keep_dtype(folder, measured(), first=True))
+
+
+def _keep_dtype(folder: Path, dtype: str, *, first: bool) -> str:
+    """Keep a decision in a cache folder, unless the `first` one counts, and another process has just made it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with locked_folder(folder, DocumentError):
+            kept = read_dtype(folder) if first else None
+            if kept in DTYPES_ON_CPU:
+                return kept
+            write_dtype(folder, dtype)
+    except (OSError, DocumentError) as error:
+        logger.warning("the dtype cannot be kept in %s, so another start may choose another one: %s", folder, error)
+    return dtype
 
 
 def _memory(

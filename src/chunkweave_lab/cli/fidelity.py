@@ -135,7 +135,7 @@ def fidelity(
         base = Base(engines[1], others[0]) if others else None
         origin = {"model": model.name, "dataset": asked.about, "questions": asked.questions, **asked.asked_as}
         origin |= options.kept(store)
-        if model.model.weights == Weights.INT8:
+        if Weights(model.model.weights).rounds:
             origin["weights"] = str(model.model.weights)
         if model.is_changed:
             origin["fingerprint"] = engine.loaded.fingerprint

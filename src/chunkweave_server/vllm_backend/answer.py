@@ -14,7 +14,8 @@ from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
 from chunkweave.planning.method import reuses_nothing
 from chunkweave.planning.method_choice import FIELD
-from chunkweave.vllm.request import weave_params
+from chunkweave.types import CacheUse
+from chunkweave.vllm.request import CACHE, weave_params
 from chunkweave_server.backend import Submission
 from chunkweave_server.errors import HttpError
 from chunkweave_server.vllm_backend.fleet import Fleet, Placed, Replica, ReplicaBusyError
@@ -199,7 +200,8 @@ class VllmAnswer:
         self, *, avoid: Replica | None, like: Placed | None, within_s: float | None
     ) -> AsyncGenerator[VllmEvent, None]:
         fleet, prepared = self._context.fleet, self._prepared
-        placing = fleet.place(prepared, avoid=avoid, like=like, tenant=self._tenant, within_s=within_s)
+        counted = prepared.request.cache is CacheUse.USE
+        placing = fleet.place(prepared, avoid=avoid, like=like, counted=counted, tenant=self._tenant, within_s=within_s)
         self._placed = placed = await placing
         self._queued_s = time.perf_counter() - self._arrived_s
         request_id = uuid.uuid4().hex
@@ -332,10 +334,13 @@ def _prompt(placed: Placed, max_tokens: int, *, asked: bool = True) -> dict[str,
     """The fields of a body that depend on the replica. `asked` is false for prefills ahead of a request."""
     prompt: dict[str, Any] = {"prompt": list(placed.prompt.token_ids), "max_tokens": max_tokens}
     prepared = placed.prepared
-    choice = prepared.choice
+    choice, cache = prepared.choice, prepared.request.cache
     params = weave_params(placed.prompt, choice, placed.promotion, raisable=prepared.raisable, mean=prepared.mean)
-    if params is None:
-        if reuses_nothing(choice.method, choice.reuse):  # a new salt, so that vLLM's own prefix cache is not used
+    if params is not None and cache is CacheUse.READ:
+        params[CACHE] = str(cache)
+    if params is None or cache is CacheUse.OFF:
+        # A new salt, so that vLLM's own prefix cache is not used.
+        if cache is not CacheUse.USE or reuses_nothing(choice.method, choice.reuse):
             prompt["cache_salt"] = f"{prepared.request.cache_salt}|{uuid.uuid4().hex}"
         return prompt
     return {**prompt, "kv_transfer_params": {FIELD: params if asked else {**params, "asked": False}}}

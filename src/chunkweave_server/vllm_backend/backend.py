@@ -21,6 +21,7 @@ from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.vllm.report_socket import REPLICA, VARIABLE
 from chunkweave_server.backend import BackendParts, Stage, Submission
+from chunkweave_server.chats import ChatPrompts, details_of
 from chunkweave_server.errors import HttpError
 from chunkweave_server.metrics import MetricSample, counted_samples
 from chunkweave_server.requests import ChatBody, CompletionBody
@@ -32,7 +33,7 @@ from chunkweave_server.vllm_backend.fleet import Fleet, NoReplicaError, Replica,
 from chunkweave_server.vllm_backend.kv_events import EventSubscriber, event_endpoints
 from chunkweave_server.vllm_backend.parsing import PARSE, TOOL_FLAGS, is_forced
 from chunkweave_server.vllm_backend.passthrough import Passthrough
-from chunkweave_server.vllm_backend.prepare import ChatDetails, ChatPrompts, chooser_for, load_tokenizer
+from chunkweave_server.vllm_backend.prepare import chooser_for, load_tokenizer
 from chunkweave_server.vllm_backend.process import Parsers, VllmFlags, VllmProcess
 from chunkweave_server.vllm_backend.removal import FleetRemovals, RemovalJournal
 from chunkweave_server.vllm_backend.reports import ReportInbox
@@ -77,7 +78,8 @@ class VllmBackend:
         self.name = flags.name
         self.first_stage = Stage.STARTING_VLLM
         model = None if flags.adapter is None else self.name  # vLLM's default is the model without the adapter
-        self.passthrough = Passthrough(self._started_fleet, settings.requests.document_tag, model=model)
+        tag, finds = settings.requests.document_tag, settings.finding.find_chunks
+        self.passthrough = Passthrough(self._started_fleet, tag, model=model, finds=finds)
         self.shadow: ShadowMonitor | None = None
         self.context: AnswerContext
         self.cache: VllmCache
@@ -128,7 +130,7 @@ class VllmBackend:
         self.shadow = None if shadowing is None else ShadowMonitor(shadowing)
         preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens, passages))
         shadow = None if self.shadow is None else VllmShadow(self.shadow, fleet)
-        self._chats = ChatPrompts(preparer.builder, self.name)
+        self._chats = ChatPrompts(preparer.builder, self.name, f"front:{self.name}")
         deadline_s = self._settings.batching.deadline_s
         self.context = AnswerContext(preparer, fleet, self._inbox, shadow, deadline_s, settings.first_token_timeout_s)
         self.cache = VllmCache(self.context, removals, threads, self._settings.improving, model=self.name)
@@ -166,7 +168,7 @@ class VllmBackend:
 
     async def submit(self, submission: Submission, *, speculative: bool = False) -> VllmAnswer:
         """Tokenize in a thread. The answer chooses its replica when it is first read."""
-        preparer, build = self.context.preparer, partial(self._chats.build, _details(submission.body))
+        preparer, build = self.context.preparer, partial(self._chats.build, details_of(submission.body))
         prepared = await self._threads.run(
             submission.tenant,
             lambda: preparer.prepare(submission.request, submission.method_request, build=build),
@@ -333,15 +335,6 @@ class VllmBackend:
             order=ChunkOrder.parse(usual.order or ""),
             shadow=self.shadow,
         )
-
-
-def _details(body: CompletionBody) -> ChatDetails:
-    """Details of a request for chat templates, besides its texts."""
-    if not isinstance(body, ChatBody):
-        return ChatDetails(body.model)
-    variables = {**body.chat_template_kwargs, **({"tools": body.tools} if body.tools else {})}
-    exchanges = [[message.rendered for message in behind] for behind in body.question.exchanges]
-    return ChatDetails(body.model, variables, exchanges)
 
 
 async def _follow(upstream: Upstream, removals: FleetRemovals) -> None:

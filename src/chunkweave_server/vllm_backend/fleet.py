@@ -21,7 +21,7 @@ from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, is_neutral
 from chunkweave.scheduling.queue import FairQueue, TenantWeights, VirtualTime, Waiting, waiting_path
 from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routing
-from chunkweave.types import ChunkId
+from chunkweave.types import CacheUse, ChunkId
 from chunkweave_server.errors import HttpError
 from chunkweave_server.metrics import MetricSample
 from chunkweave_server.settings import Settings
@@ -290,10 +290,12 @@ class Fleet:
             self.on_idle()
 
     def served(self, placed: Placed, found: Found | None) -> None:
-        """Note that a replica has prefilled a request, and so stores its chunks.
+        """Note that a replica has prefilled a request, and so stores its chunks, unless the request keeps nothing.
 
         `found` corrects the assumed contents of the replica's store, and its size; None: not reported.
         """
+        if placed.prepared.request.cache is not CacheUse.USE:
+            return
         replica, weaves = placed.replica, placed.prepared.weaves
         path, sizes = _stored(placed.prompt)
         contents = replica.contents

@@ -1,6 +1,7 @@
 """Forwards requests without documents, and other endpoints of vLLM, to a vLLM server."""
 
 import json
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,8 +14,10 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from chunkweave.planning.method_choice import FIELD
+from chunkweave.types import CacheUse
 from chunkweave.vllm.inventory import STORED
 from chunkweave.vllm.removal import FORGET
+from chunkweave.vllm.request import FIND, REQUEST_FIELDS
 from chunkweave_server.bodies import (
     NOTHING_NAMED,
     beside,
@@ -27,6 +30,7 @@ from chunkweave_server.bodies import (
 from chunkweave_server.errors import HttpError
 from chunkweave_server.gate import OfTenant
 from chunkweave_server.markers import marks_documents
+from chunkweave_server.requests import ReuseField
 from chunkweave_server.tenants import Tenant
 from chunkweave_server.threads import ClientGoneError, unless_gone
 from chunkweave_server.vllm_backend.fleet import Fleet, Replica
@@ -41,6 +45,9 @@ from chunkweave_server.vllm_backend.upstream import (
 _OURS = ("documents", FIELD)
 """Completion requests with one of these fields are answered here; all others are forwarded."""
 
+_FINDING = REQUEST_FIELDS & ReuseField.model_fields.keys()
+"""Our fields of a request that the plug-in reads too."""
+
 _TEXTS = ("messages", "prompt")
 """Fields of a completion request that contain texts."""
 
@@ -53,7 +60,6 @@ SALTED = (
     "/pooling",
     "/rerank",
     "/score",
-    "/v1/embeddings",
     "/v1/rerank",
     "/v1/score",
     "/v2/embed",
@@ -124,13 +130,16 @@ _RESETS = ("/pause", "/reset_prefix_cache", "/sleep")
 class Passthrough:
     """Forwards requests to the least loaded server."""
 
-    def __init__(self, fleet: Callable[[], Fleet], document_tag: str = "", *, model: str | None = None) -> None:
+    def __init__(
+        self, fleet: Callable[[], Fleet], document_tag: str = "", *, model: str | None = None, finds: bool = False
+    ) -> None:
         """`fleet` is called for each request; it raises `HttpError` before the fleet has started.
 
         Requests with a `document_tag` in a text are answered here, too. `model` is set in completion requests that name
-        no model; None: vLLM's default.
+        no model; None: vLLM's default. `finds`: the plug-in finds chunks in requests that do not say otherwise.
         """
         self._model = model
+        self._finds = finds
         self._document_tag = document_tag
         self.router = APIRouter()
         self.router.add_api_route("/ping", self._ping, include_in_schema=False)
@@ -151,15 +160,43 @@ class Passthrough:
         )
         if body is None:
             return None
-        say_that_nothing_was_named()
-        return PassedThrough(self._fleet(), request, body, place_of_tenant, also=NOTHING_NAMED)
+        sent, found = body
+        if not found:
+            say_that_nothing_was_named()
+        also = None if found else NOTHING_NAMED
+        return PassedThrough(self._fleet(), request, sent, place_of_tenant, also=also)
 
-    def _plain(self, path: str, tenant: Tenant, raw: bytes) -> bytes | None:
-        """The body for vLLM of a completion request; None if the request is answered here."""
-        body = _parsed(raw)
+    def _plain(self, path: str, tenant: Tenant, raw: bytes) -> tuple[bytes, bool] | None:
+        """The body for vLLM of a completion request, and whether chunks are found in it; None: it is answered here."""
+        body, found = _parsed(raw), self._finds
+        if body is not None and (finding := self._finding(body)) is not None:
+            body, found = finding
+            raw = json.dumps(body).encode()
         if body is not None and (any(body.get(name) for name in _OURS) or self._marked(body)):
             return None
-        return self._completed(path, raw, body, tenant)
+        return self._completed(path, raw, body, tenant), found
+
+    def _finding(self, body: dict[str, Any]) -> tuple[dict[str, Any], bool] | None:
+        """The body with our field for the plug-in, and whether chunks are found in it; None if it does not say so.
+
+        A body that is refused is not changed, nor one that names documents.
+        """
+        given, salt = body.get(FIELD), body.get("cache_salt") or ""
+        if not isinstance(given, dict) or body.get("documents") or body.get("kv_transfer_params"):
+            return None
+        try:
+            reuse = ReuseField.model_validate(given)
+        except ValueError:
+            return None
+        ours = {name: value for name, value in given.items() if value is not None and name != "order"}
+        found, cache = reuse.find_chunks, CacheUse(reuse.cache)
+        if found is None or not (found or self._finds) or not ours.keys() <= _FINDING or not isinstance(salt, str):
+            return None
+        left = {name: value for name, value in body.items() if name != FIELD}
+        if cache is CacheUse.OFF or not (found or cache is CacheUse.USE):
+            # A new salt, so that vLLM's own prefix cache is not used.
+            found, ours, left["cache_salt"] = False, {FIND: False}, f"{salt}|{uuid.uuid4().hex}"
+        return {**left, "kv_transfer_params": {FIELD: ours}}, found
 
     def _marked(self, body: dict[str, Any]) -> bool:
         said = [body.get(name) for name in _TEXTS]
