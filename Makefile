@@ -77,7 +77,8 @@ test: ## Fresh .venv-test, then linters, type check, size limits, word check and
 	rm -rf $(TEST_VENV)
 	$(MAKE) $(TEST_VENV)/.installed
 	$(MAKE) checks
-	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest $(AT_ONCE) $(SLOWEST)
+	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest -m 'not timed' $(AT_ONCE) $(SLOWEST)
+	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest -m timed
 
 test-triton: $(TRITON_VENV)/.installed ## The attention kernel in Triton's interpreter, on the CPU
 	TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python -m pytest tests/triton

@@ -283,6 +283,7 @@ def test_layers_of_codecs_that_differ_share_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 def test_ten_thousand_segments_are_indexed_in_five_seconds(tmp_path: Path) -> None:
     _, kv = make_segment(0, layers=24, tokens=128, kv_heads=1, head_dim=1)
     layout = layout_of(kv, make_codec("raw"))

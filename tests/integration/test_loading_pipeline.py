@@ -224,6 +224,7 @@ def test_every_order_of_loading_gives_the_same_answer(model, order):
     assert woven.plan.tokens(KVSource.REUSED) == sum(SIZES)
 
 
+@pytest.mark.timed
 def test_a_prefetched_request_does_not_wait(model):
     link = Link(4e5)
     runner, prompt, _ = slow_runner(model, link)

@@ -114,6 +114,7 @@ def one_at_a_time():
     return answer
 
 
+@pytest.mark.timed
 def test_times_are_those_of_the_server_and_nobody_waits_for_those_before():
     async def main():
         async with fake_server(one_at_a_time()) as client:
@@ -192,6 +193,7 @@ def test_an_answer_without_text_is_an_answer():
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 def test_a_contender_finds_where_a_server_no_longer_keeps_up(capsys):
     """One prefill at a time: twenty requests a second at most, and a little more until the mean wait is five times."""
     arguments = options(chunks=1, new_tokens=1, warm=1, unloaded=2, requests=24, trials=4)

@@ -23,6 +23,8 @@ from tests.server.conftest import KEYS, bearer, toy_service
 from tests.server.fake_vllm import FakeVllm
 from tests.server.toy_server import toy_server
 
+pytestmark = pytest.mark.timed
+
 MIB = 1 << 20
 BODY_BYTES, UPLOAD_BYTES = 4 * MIB, 64 * MIB
 REFUSED_S = 1.0

@@ -181,9 +181,10 @@ def test_a_body_that_comes_slowly_but_steadily_is_read(impatient: ServerThread):
 
 
 def test_a_client_that_takes_in_no_answer_keeps_no_connection(impatient: ServerThread):
-    httpx.post(f"{impatient.url}/v1/corpora", json={"name": "large"})
+    httpx.post(f"{impatient.url}/v1/corpora", json={"name": "large"}, timeout=60)
     documents = [{"text": f"Text {number}.", "metadata": {"x": "a" * 15_000}} for number in range(600)]
-    assert httpx.post(f"{impatient.url}/v1/corpora/large/documents", json={"documents": documents}).status_code == 200
+    url = f"{impatient.url}/v1/corpora/large/documents"
+    assert httpx.post(url, json={"documents": documents}, timeout=60).status_code == 200
     wait_until(lambda: not connections(impatient))
     with connected(
         impatient, b"GET /v1/corpora/large/documents?limit=1000 HTTP/1.1\r\nhost: localhost\r\n\r\n", buffer_bytes=4096

@@ -86,6 +86,7 @@ def test_nobody_can_spell_the_salt_of_another(tenants: Client):
     assert Tenant("a").folder != Tenant("b").folder
 
 
+@pytest.mark.timed
 @pytest.mark.backend("engine")
 def test_the_first_token_does_not_tell_what_others_asked(tenants: Client):
     """Time is what a curious tenant can measure: chunks that another has cached take as long as chunks nobody has."""

@@ -231,12 +231,14 @@ def test_a_body_of_another_kind_is_told_what_it_has_to_be(client: Client, kind: 
     assert "application/json" in reply.json()["error"]["message"]
 
 
+@pytest.mark.timed
 def test_a_long_message_of_vllms_is_not_searched_for_long():
     begun_s = time.perf_counter()
     refusal(404, json.dumps({"error": {"message": "'loc': '', 'msg': \"" * 3000, "code": 404}}).encode())
     assert time.perf_counter() - begun_s < 0.2
 
 
+@pytest.mark.timed
 def test_tools_that_no_context_holds_are_refused_before_they_are_rendered(client: Client, server_backend: str):
     tools = [{"type": "function", "function": {"name": "f", "description": "<" * 2_000_000}}]
     begun_s = time.perf_counter()
