@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integration.redis_server import free_port
+
 pytest.importorskip("faiss", reason="the extra `retrieval` is not installed")
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BOATS = [(1, "ferry"), (2, "barge"), (3, "tug")]
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +120,27 @@ def test_where_time_goes(monkeypatch, tmp_path):
     rows = {row["what"]: row for row in found["rows"]}
     assert {"full", "full-reuse", "decode 1", "int8 full", "int8 decode 8", "hf-decode 1"} <= rows.keys()
     assert all(row["cpu_s"] > 0 for row in rows.values())
+
+
+@pytest.mark.slow
+def test_served_quality_keeps_what_a_run_has(monkeypatch, tmp_path):
+    texts = [f"The {name} leaves from pier {number} at noon, and comes back at {number}." for number, name in BOATS]
+    lines = [
+        {"question": f"When does the {name} leave?", "answers": ["noon"], "chunks": texts[number - 1 :][:2]}
+        for number, name in BOATS
+    ]
+    dataset = tmp_path / "questions.jsonl"
+    dataset.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    sizes = ("--dataset", dataset, "--folder", tmp_path / "served", "--top-k", 2, "--ways", "full-reuse", "query=0.5")
+    serve = ("--serve", f"{sys.executable} -m chunkweave serve --model reader --threads 1", "--port", free_port())
+    first, second = (
+        run("served_quality.py", monkeypatch, tmp_path / "out.json", *sizes, *serve, "--questions", questions)
+        for questions in (2, 3)
+    )
+    assert (first["passages"], first["warmed"], len(second["asked"])) == (3, 3, 3)
+    assert second["asked"][:2] == first["asked"]
+    full, reuse, query = second["rows"]
+    assert (full["recomputed"], full["agreement"], full["quotient"]) == (0, 1, 1)
+    assert reuse["recomputed"] == 0 < query["recomputed"] < 1
+    assert [row["methods"] for row in (full, reuse, query)] == [["full"], ["full-reuse"], ["query"]]
+    assert "| query=0.5 |" in importlib.import_module("served_quality").tables(second)["served-quality"]
