@@ -37,15 +37,14 @@ FULL = "full"
 
 
 def ingest(client: httpx.Client, texts: Sequence[str]) -> None:
-    """Ingest the texts, unless the corpus is there."""
-    if client.get(f"/v1/corpora/{CORPUS}").status_code == httpx.codes.OK:
-        return
-    client.post("/v1/corpora", json={"name": CORPUS, "chunk_tokens": 512}).raise_for_status()
+    """Ingest the texts that the corpus does not have."""
+    if client.get(f"/v1/corpora/{CORPUS}").status_code != httpx.codes.OK:
+        client.post("/v1/corpora", json={"name": CORPUS, "chunk_tokens": 512}).raise_for_status()
     for start in range(0, len(texts), AT_A_TIME):
         documents = [
             {"id": f"d{start + number}", "text": text} for number, text in enumerate(texts[start:][:AT_A_TIME])
         ]
-        client.post(f"/v1/corpora/{CORPUS}/documents", json={"documents": documents}).raise_for_status()
+        client.post(f"/v1/corpora/{CORPUS}/documents", json={"documents": documents, "update": True}).raise_for_status()
 
 
 def found_by(client: httpx.Client, questions: Sequence[str], top_k: int) -> list[str]:
@@ -141,9 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True, help="corpus, caches and samples, kept for another run")
-    parser.add_argument(
-        "--serve", default="chunkweave serve --model smollm2 --threads 1 --host-budget 6GiB --max-documents 2000"
-    )
+    parser.add_argument("--serve", default=SERVE)
     parser.add_argument("--port", type=int, default=8977)
     parser.add_argument("--passages", type=int, help="ingest only the first so many")
     parser.add_argument("--questions", type=int, default=100)
@@ -166,12 +163,13 @@ def main() -> None:
         found = found_by(client, questions, args.top_k)
         client.post("/v1/cache/warm", json={"documents": found}).raise_for_status()
         if log.found is None:
-            log.begin({"passages": len(passages), "warmed": len(found)})
+            log.begin({})
         measure(client, questions, args.ways, args.top_k, log)
     asked = log.of("by_way")[: len(questions)]
     rows = [row_of(way, asked) for way in (FULL, *args.ways)]
     show(HEADS, [cells(row) for row in rows])
-    more = {**(log.found or {}), "tokens": mean(one[FULL]["tokens"] for one in asked), "asked": asked}
+    tokens = mean(one[FULL]["tokens"] for one in asked)
+    more = {"passages": len(passages), "warmed": len(found), "tokens": tokens, "asked": asked}
     write("served-quality", args, config, rows, more)
 
 
