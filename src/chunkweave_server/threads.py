@@ -5,8 +5,9 @@ import os
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any, TypeVar
 
@@ -87,6 +88,28 @@ def go_behind_answers() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
+_SHORT_TURN_S = 0.00002
+_usual_turns_s: list[float] = []
+"""The interpreter's usual switch interval, once for each piece of work that `_short_turns` shortens it for."""
+
+
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    """Shorten the interpreter's switch interval until the last one of these has ended. In the event loop's thread only.
+
+    Work in Python delays an answer by up to this interval at each of its calls into PyTorch, several hundred for a few
+    tokens. Nothing waits for work behind answers, so it pays for the additional switches.
+    """
+    _usual_turns_s.append(_usual_turns_s[0] if _usual_turns_s else sys.getswitchinterval())
+    sys.setswitchinterval(min(_SHORT_TURN_S, _usual_turns_s[0]))
+    try:
+        yield
+    finally:
+        usual_s = _usual_turns_s.pop()
+        if not _usual_turns_s:
+            sys.setswitchinterval(usual_s)
+
+
 class TenantThreads:
     """Threads for work on requests before they are queued, mostly tokenization.
 
@@ -99,11 +122,13 @@ class TenantThreads:
     ) -> None:
         """`threads` is at least 2; None: the number of cores, up to 8.
 
-        Threads `behind` answers have low priority: for work that no answer waits for.
+        Threads `behind` answers have low priority, and let others interrupt them sooner: for work that no answer waits
+        for.
         """
         self._weights = weights or TenantWeights()
         self._pieces: dict[str, float] = {}  # pieces that a waiting tenant may still run in its turn
         self._threads = max(2, threads or min(_MOST_THREADS, os.cpu_count() or 1))
+        self._turns: Callable[[], AbstractContextManager[None]] = _short_turns if behind else nullcontext
         first = go_behind_answers if behind else None
         self._pool = ThreadPoolExecutor(self._threads, "chunkweave-prepare", initializer=first)
         self._working: Counter[str] = Counter()
@@ -130,16 +155,17 @@ class TenantThreads:
         await self._take_thread(tenant)
         try:
             context, loop = copy_context(), asyncio.get_running_loop()
-            working = loop.run_in_executor(self._pool, lambda: context.run(work))
-            try:
-                return await asyncio.shield(working)
-            except asyncio.CancelledError:
-                if stop is not None:
-                    stop()
-                await asyncio.wait([working])
-                if working.exception() is None and undo is not None:
-                    await undo(working.result())
-                raise
+            with self._turns():
+                working = loop.run_in_executor(self._pool, lambda: context.run(work))
+                try:
+                    return await asyncio.shield(working)
+                except asyncio.CancelledError:
+                    if stop is not None:
+                        stop()
+                    await asyncio.wait([working])
+                    if working.exception() is None and undo is not None:
+                        await undo(working.result())
+                    raise
         finally:
             self._give_thread(tenant)
 

@@ -32,6 +32,34 @@ def test_threads_behind_answers_have_less_priority_than_the_others() -> None:
     assert behind > usual
 
 
+def test_work_behind_answers_is_interrupted_sooner_until_the_last_of_it_has_ended() -> None:
+    usual_s, held, seen = sys.getswitchinterval(), threading.Event(), []
+
+    def short() -> None:
+        seen.append(sys.getswitchinterval())
+
+    def long() -> None:
+        assert held.wait(60)
+        short()
+
+    async def both() -> None:
+        threads = TenantThreads(2, behind=True)
+        begun = asyncio.create_task(threads.run("acme", long))
+        await threads.run("bolt", short)
+        seen.append(sys.getswitchinterval())  # `long` has not ended
+        held.set()
+        await begun
+        seen.append(sys.getswitchinterval())
+        await TenantThreads(2).run("acme", short)
+        threads.close()
+
+    asyncio.run(both())
+    *behind, after, beside = seen
+    assert len(behind) == 3
+    assert all(one < usual_s / 10 for one in behind)
+    assert after == beside == usual_s
+
+
 def test_documents_are_taken_in_behind_answers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     from chunkweave.retrieval.corpus import Corpus
 
