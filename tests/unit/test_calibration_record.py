@@ -327,7 +327,10 @@ def test_a_record_may_be_shipped_for_weights_that_come_from_elsewhere(tmp_path, 
 def test_what_comes_with_the_package_is_of_this_format_and_keeps_what_it_promises():
     bundled = read_records(Path(str(files("chunkweave") / "assets" / "reader" / CALIBRATION_FILE)))
     assert {one.dtype for one in bundled} == {"bfloat16", "float32"}
-    for record in (*bundled, *calibration.shipped_records()):
+    shipped = calibration.shipped_records()
+    assert {one.model.partition("-270m")[0] for one in shipped} == {"gemma-3", "reader", "smollm2"}
+    assert all(one in shipped for one in bundled)
+    for record in shipped:
         assert record.targets == {quality: choose_target(record.points, bounds) for quality, bounds in BOUNDS.items()}
         for quality, target in record.targets.items():
             assert all(target.bounds.excess(one) <= 1.0 for one in record.chosen(quality))

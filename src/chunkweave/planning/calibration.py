@@ -357,9 +357,9 @@ def stored_calibration(cache_dir: Path | None, folder: Path | None, fingerprint:
 
 @cache
 def shipped_records() -> tuple[CalibrationRecord, ...]:
-    """Records of models whose weights are not in this package (SmolLM2), found by fingerprint."""
-    path = Path(str(files("chunkweave") / "assets" / "smollm2" / CALIBRATION_FILE))
-    return read_records(path) if path.exists() else ()
+    """The package's records, most of them of models whose weights are not in it, to be found by fingerprint."""
+    paths = Path(str(files("chunkweave") / "assets")).glob(f"*/{CALIBRATION_FILE}")
+    return tuple(record for path in sorted(paths) for record in read_records(path))
 
 
 def read_records(path: Path) -> tuple[CalibrationRecord, ...]:
