@@ -8,7 +8,7 @@ from tests.vllm.checkpoints import QUANTIZATIONS, make_checkpoint, quantize_chec
 from tests.vllm.conftest import SLICED
 from tests.vllm.prompts import computed_alone, computed_in_context, one_missing
 from tests.vllm.reference import Reference
-from tests.vllm.serving import IN_PROCESS, serving
+from tests.vllm.serving import IN_PROCESS, WIDE, serving
 
 TOLERANCE, OWN_TOLERANCE = 0.3, 0.1
 """In bfloat16, some with activations rounded to 8 bits; held to unrounded activations, and to vLLM's own answers."""
@@ -27,6 +27,8 @@ def folders(request, whole, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(folders):
+    if not WIDE:
+        pytest.skip("without AVX-512 vLLM has no weights of 4 bits, and its answers with 8 bits are far off")
     with serving(folders[0], **SLICED, **IN_PROCESS, dtype="bfloat16") as running:
         assert running.worker("chunkweave_state")[0]["weaves"]
         yield running
