@@ -27,6 +27,7 @@ from chunkweave_server.threads import TenantThreads
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
+RawT = TypeVar("RawT", bytes, bytearray)
 
 NOTHING_NAMED = ("x-chunkweave", "no documents named: nothing woven")
 """Header of an answer to a request without documents."""
@@ -41,11 +42,12 @@ def say_that_nothing_was_named() -> None:
 _LARGE_BYTES = 1 << 16
 """Smaller bodies are parsed in the event loop: a thread would cost more."""
 
+_INDENT_BYTES = 64
 _WINDOW_BYTES = 1 << 20
 _BLOCK_BYTES = 2048
 
 
-def refuse_costly(raw: bytes, most_values: int) -> None:
+def refuse_costly(raw: bytes | bytearray, most_values: int) -> None:
     """Refuse a body that is expensive to parse, independent of its size. Parses nothing.
 
     Counts lists, objects, and values after commas.
@@ -72,7 +74,7 @@ def refuse_costly(raw: bytes, most_values: int) -> None:
         quoted = not outside[-1]
 
 
-def _windows(raw: bytes) -> Iterator[Any]:
+def _windows(raw: bytes | bytearray) -> Iterator[Any]:
     """The bytes in arrays of at most 1 MiB. NumPy releases the interpreter's lock while it works on an array."""
     for start in range(0, len(raw), _WINDOW_BYTES):
         yield np.frombuffer(raw, np.uint8, min(_WINDOW_BYTES, len(raw) - start), start)
@@ -112,7 +114,7 @@ def _drop_escaped(window: Any, quotes: Any, escaped: bool) -> bool:
     return escapes_next
 
 
-def parsed_json(raw: bytes) -> Any:
+def parsed_json(raw: bytes | bytearray) -> Any:
     """The value of a JSON body.
 
     Raises:
@@ -176,12 +178,16 @@ def place_if_large(request: Request) -> AbstractContextManager[Any]:
     Raises:
         HttpError: 429, all slots are taken.
     """
+    return nullcontext() if 0 < _length(request) <= _LARGE_BYTES else place_of_tenant(request)
+
+
+def _length(request: Request) -> int:
+    """The declared length of a body; 0 if it is sent in chunks."""
     length = request.headers.get("content-length", "")
-    large = not length.isdecimal() or int(length) > _LARGE_BYTES
-    return place_of_tenant(request) if large else nullcontext()
+    return int(length) if length.isdecimal() else 0
 
 
-async def beside(request: Request, raw: bytes, work: Callable[[bytes], ResultT]) -> ResultT:
+async def beside(request: Request, raw: RawT, work: Callable[[RawT], ResultT]) -> ResultT:
     """Run `work` on a body: at once if it is small, else in a thread, in the tenant's turn."""
     threads: TenantThreads = request.app.state.threads
     return work(raw) if len(raw) <= _LARGE_BYTES else await threads.run(request.state.tenant.name, partial(work, raw))
@@ -221,34 +227,39 @@ class BodyRoute(APIRoute):
             HttpError: 400, the body is not JSON, or has too many values.
             RequestValidationError: a field is invalid.
         """
-        raw = await request.body()
-        return ReadRequest(request, raw, await beside(request, raw, partial(_read, kind)))
+        raw, end = bytearray(_length(request)), 0
+        async for piece in request.stream():  # `request.body()` holds all pieces beside the whole
+            raw[end : end + len(piece)] = piece
+            end += len(piece)
+        return ReadRequest(request, await beside(request, raw, partial(_read, kind)))
 
 
 class ReadRequest(Request):
-    """A request with its body read and validated."""
+    """A request with its body validated, and no longer held as bytes."""
 
-    def __init__(self, request: Request, raw: bytes, body: Body) -> None:
+    def __init__(self, request: Request, body: Body) -> None:
         super().__init__(request.scope, request.receive)
-        self._raw = raw
         self._read = body
 
     async def body(self) -> bytes:
-        """The raw bytes."""
-        return self._raw
+        """Not empty: FastAPI asks for it before `json`, and ignores what it is."""
+        return b"{}"
 
     async def json(self) -> Body:
         """The validated body; Pydantic accepts it without another validation."""
         return self._read
 
 
-def _read(kind: type[Body], raw: bytes) -> Body:
+def _read(kind: type[Body], raw: bytearray) -> Body:
     """Parse and validate a body.
 
     Raises:
-        HttpError: 400, the body is not JSON, or has too many values.
+        HttpError: 400, the body is not JSON, or has too many values, or is large and no object.
         RequestValidationError: a field is invalid; the errors have the form that FastAPI's handlers expect.
     """
+    begins = raw[:_INDENT_BYTES].lstrip()[:1]
+    if len(raw) > _LARGE_BYTES and begins and begins != b"{":
+        raise HttpError(400, "the body must be an object")  # before the costly parsing
     refuse_costly(raw, kind.most_values)
     fields = parsed_json(raw)
     try:

@@ -85,7 +85,8 @@ def test_a_misspelt_field_of_ours_is_refused_with_the_one_that_is_close(client: 
 
 
 def test_a_body_that_is_no_object_is_refused(client: Client):
-    assert error_of(post(client, "/v1/corpora", [1]))["message"] == "the body must be an object"
+    for body in ([1], ["a" * 100_000]):
+        assert error_of(post(client, "/v1/corpora", body))["message"] == "the body must be an object"
     refused = client.get("/v1/corpora/notes/documents", params={"limit": "many"})
     assert error_of(refused)["message"] == "limit must be a whole number"
 
