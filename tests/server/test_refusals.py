@@ -91,6 +91,16 @@ def test_a_body_that_is_no_object_is_refused(client: Client):
     assert error_of(refused)["message"] == "limit must be a whole number"
 
 
+@pytest.mark.parametrize("says_its_length", [True, False])
+def test_a_body_may_come_in_pieces(client: Client, says_its_length: bool):
+    body = json.dumps({"documents": ["a" * 100_000, "b" * 50_000]}).encode()
+    headers = {"content-type": "application/json"} | ({"content-length": str(len(body))} if says_its_length else {})
+    client.post("/v1/corpora", json={"name": "notes"})
+    pieces = iter([body[:1], body[1:70_000], body[70_000:]])
+    added = client.post("/v1/corpora/notes/documents", content=pieces, headers=headers)
+    assert len(added.json()["added"]) == 2
+
+
 @pytest.mark.parametrize("levels", [400, 950, 990, 100_000])
 def test_deep_nesting_is_refused(client: Client, levels: int):
     headers = {"content-type": "application/json"}
