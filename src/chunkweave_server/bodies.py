@@ -178,13 +178,9 @@ def place_if_large(request: Request) -> AbstractContextManager[Any]:
     Raises:
         HttpError: 429, all slots are taken.
     """
-    return nullcontext() if 0 < _length(request) <= _LARGE_BYTES else place_of_tenant(request)
-
-
-def _length(request: Request) -> int:
-    """The declared length of a body; 0 if it is sent in chunks."""
     length = request.headers.get("content-length", "")
-    return int(length) if length.isdecimal() else 0
+    large = not length.isdecimal() or int(length) > _LARGE_BYTES
+    return place_of_tenant(request) if large else nullcontext()
 
 
 async def beside(request: Request, raw: RawT, work: Callable[[RawT], ResultT]) -> ResultT:
@@ -227,10 +223,9 @@ class BodyRoute(APIRoute):
             HttpError: 400, the body is not JSON, or has too many values.
             RequestValidationError: a field is invalid.
         """
-        raw, end = bytearray(_length(request)), 0
+        raw = bytearray()  # of the declared length it would let a client that sends nothing take memory
         async for piece in request.stream():  # `request.body()` holds all pieces beside the whole
-            raw[end : end + len(piece)] = piece
-            end += len(piece)
+            raw += piece
         return ReadRequest(request, await beside(request, raw, partial(_read, kind)))
 
 
