@@ -6,7 +6,8 @@ It prints, and compares with `[tool.chunkweave.structure]`:
 
 - `code_lines` of each package and of `all`: lines without blank ones, comments and docstrings.
 - `files_entered` by one warm `Engine.generate`, and by one answer of `chunkweave serve`: files of the packages in which
-  a function runs (--no-rooms skips them: they take half a minute; --list names them).
+  a function runs, without kernels, of which each machine takes others (--no-rooms skips them: they take half a minute;
+  --list names them).
 - `files_in_cycles`: files whose imports lead back to them. Type-checking and function-level imports count, and so do
   imports of packages (`__init__.py`).
 """
@@ -33,6 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 QUESTION = "How many steps has the Sel Tower?"
 PASSAGES = [f"The {name} Tower has {steps} steps." for name, steps in (("Ger", 200), ("Sel", 201), ("Mor", 202))]
+KERNELS = ("chunkweave/models/kernels/", "chunkweave/models/onednn_", "chunkweave/models/triton_")
 _LAYOUT = {
     tokenize.COMMENT,
     tokenize.DEDENT,
@@ -121,10 +123,11 @@ def _reachable(name: str, graph: Mapping[str, Iterable[str]]) -> set[str]:
 
 
 class FileWatch:
-    """Files below `source` in which functions run, in this thread and in those that start later."""
+    """Files below `source` in which functions run, in this thread and in those that start later; kernels left out."""
 
     def __init__(self, source: Path) -> None:
         self.files: set[str] = set()
+        self._kernels = tuple(str(source / kernel) for kernel in KERNELS)
         self._source = f"{source}{os.sep}"
 
     def __enter__(self) -> "FileWatch":
@@ -138,7 +141,9 @@ class FileWatch:
 
     def _enter(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_name != "<module>" and code.co_filename.startswith(self._source):
+        if event != "call" or code.co_name == "<module>" or not code.co_filename.startswith(self._source):
+            return
+        if not code.co_filename.startswith(self._kernels):
             self.files.add(code.co_filename.removeprefix(self._source))
 
 

@@ -194,7 +194,7 @@ def test_a_client_that_takes_in_no_answer_keeps_no_connection(impatient: ServerT
 
 
 def test_requests_that_are_sent_at_once_are_answered_in_turn(impatient: ServerThread):
-    bodies = [{"prompt": "When?", "max_tokens": count, "stream": count == 3} for count in (2, 3, 4)]
+    bodies = [{"prompt": "When?", "max_tokens": count, "stream": count == 3, "temperature": 0} for count in (2, 3, 4)]
     requests = b"".join(post("/v1/completions", body) for body in bodies)
     last = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     with connected(impatient, requests + last) as connection:

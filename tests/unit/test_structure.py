@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from structure import above, code_lines, cycles, imports  # noqa: E402
+from structure import FileWatch, above, code_lines, cycles, imports  # noqa: E402
 
 LIMITS = """[tool.chunkweave.structure]
 code_lines = {{ one = {one}, all = 12 }}
@@ -84,3 +85,16 @@ def test_the_limits_of_this_tree_name_every_figure():
     )
     assert "no limit" not in done.stdout
     assert "code lines chunkweave_server" in done.stdout
+
+
+def test_kernels_are_not_counted_since_each_machine_takes_others(tmp_path):
+    package = tmp_path / "src" / "chunkweave" / "models"
+    (package / "kernels").mkdir(parents=True)
+    for name in ("attention.py", "kernels/device_code.py", "onednn_attention.py", "triton_attention.py"):
+        (package / name).write_text("def run():\n    return 1\n", encoding="utf-8")
+    with FileWatch(tmp_path / "src") as watch:
+        for path in sorted(package.rglob("*.py")):
+            names: dict[str, Callable[[], int]] = {}
+            exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), names)
+            names["run"]()
+    assert watch.files == {"chunkweave/models/attention.py"}
