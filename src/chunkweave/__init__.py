@@ -12,10 +12,10 @@ except ImportError as error:
     raise ImportError(f"chunkweave needs Linux, macOS or WSL: this Python has no module {error.name}") from error
 
 if TYPE_CHECKING:
-    from chunkweave.config import ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
+    from chunkweave.config import ReuseConfig, SamplingParams, StoreConfig
     from chunkweave.conversation.answer import Answer, StreamEvent
     from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
-    from chunkweave.engine.engine import Conversation, Engine
+    from chunkweave.engine.engine import Engine
     from chunkweave.errors import ChunkweaveError
     from chunkweave.metrics import ReuseReport
     from chunkweave.ordering.ordering import OrderingConfig
@@ -34,8 +34,6 @@ __all__ = [
     "BatchingConfig",
     "Chunk",
     "ChunkweaveError",
-    "Conversation",
-    "ConversationConfig",
     "Corpus",
     "CorpusDocument",
     "Engine",
@@ -61,8 +59,6 @@ _HOMES = {
     "BatchingConfig": "chunkweave.scheduling.budget",
     "Chunk": "chunkweave.types",
     "ChunkweaveError": "chunkweave.errors",
-    "Conversation": "chunkweave.engine.engine",
-    "ConversationConfig": "chunkweave.config",
     "Corpus": "chunkweave.retrieval.corpus",
     "CorpusDocument": "chunkweave.retrieval.documents",
     "Engine": "chunkweave.engine.engine",

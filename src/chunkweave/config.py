@@ -508,55 +508,6 @@ class ReuseConfig:
 _WEAVES = frozenset({Place.VLLM, Place.CONNECTOR})
 
 
-@configuration(PROGRAMS)
-@dataclass(frozen=True, slots=True)
-class ConversationConfig:
-    """Limits of conversations.
-
-    If a turn's prompt would exceed `max_tokens`, the oldest turns are cut off. The latest turns that fit into the share
-    `keep` of `max_tokens` stay. Exact mode recomputes them after a cut, so a small `keep` makes cuts rarer; with a
-    half, all cuts together about double the compute of a long conversation. `deduplicate` is CRAFT §4.3. It changes
-    what the model reads, so it is off by default.
-
-    >>> from chunkweave import ConversationConfig, Engine
-    >>> with Engine.load("reader", conversations=ConversationConfig(max_tokens=512, deduplicate=True)) as engine:
-    ...     engine.conversation().turns
-    0
-    """
-
-    max_tokens: int | None = setting(
-        None,
-        "Maximum tokens of a turn's prompt; older turns are cut off. none: the model's context, less the answer.",
-        name="conversation_tokens",
-        least=1,
-    )
-    keep: float = setting(
-        0.5, "Maximum share of conversation_tokens that a cut keeps.", name="conversation_keep", least=0, most=1
-    )
-    deduplicate: bool = setting(False, "Leave out chunks that an earlier turn of the conversation or messages has.")
-    max_conversations: int = setting(
-        1024,
-        "Maximum conversations; above it, the longest idle one of a tenant above its share is forgotten.",
-        places=SERVERS,
-        least=1,
-    )
-    share: int | None = setting(
-        None,
-        "Conversations per tenant that others cannot displace, up to an equal part of max_conversations among tenants "
-        "that have any; none: that part.",
-        name="conversation_share",
-        places=SERVERS,
-        least=1,
-    )
-    idle_s: float | None = setting(
-        3600.0,
-        "Idle time after which a conversation is forgotten; none: never.",
-        name="conversation_idle",
-        places=SERVERS,
-        above=0,
-    )
-
-
 @configuration(_WEAVES)
 @dataclass(frozen=True, slots=True)
 class WeaveConfig:

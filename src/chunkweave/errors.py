@@ -7,9 +7,6 @@ ChunkweaveError
 │   ├── TopKError              more chunks requested than exist: ask for fewer
 │   ├── UnknownDocumentError   no document of that id in the corpus
 │   ├── UnknownRequestError    no pending or running request has that id: unknown id, or the request has ended
-│   ├── ConversationBusyError  the conversation's last question is still being answered: wait for it
-│   ├── ConversationTurnError  the turn number is not the next one: read the number of the last turn
-│   └── ConversationEndedError the conversation was forgotten or closed: start it anew, or another one
 ├── ModelError             the model cannot be used
 │   ├── ModelNotFoundError     no such folder or file, or files in it are missing or unreadable
 │   └── UnsupportedModelError  the architecture cannot be woven; the message says which feature
@@ -104,18 +101,6 @@ class UnknownDocumentError(UsageError):
 
 class UnknownRequestError(UsageError):
     """No pending or running request has this id."""
-
-
-class ConversationBusyError(UsageError):
-    """The conversation's last question is still being answered."""
-
-
-class ConversationTurnError(UsageError):
-    """The turn number is not the conversation's next one."""
-
-
-class ConversationEndedError(UsageError):
-    """The conversation was idle for too long, was displaced by others, or was closed."""
 
 
 class ModelError(ChunkweaveError):

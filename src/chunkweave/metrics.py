@@ -92,9 +92,8 @@ class ReuseReport:
     `check_layers` are the layers that chose which tokens are computed further. From `stopped_at_layer` on, chunks that
     the question does not attend to were not recomputed (None: no token was left out).
 
-    In a conversation, `history_tokens` are tokens of earlier turns: exact, or `reused` and never recomputed.
-    `chunks_not_sent` (`tokens_not_sent`) were already in the context; `turns_cut` is the number of turns that were cut
-    off to fit.
+    In a conversation, `history_tokens` are tokens of earlier turns. `chunks_not_sent` (`tokens_not_sent`) were already
+    in the context.
 
     Of `draft_tokens` (prompt lookup decoding, our engine only) `accepted_tokens` are in the answer; each saved a step.
 
@@ -131,7 +130,6 @@ class ReuseReport:
     history_tokens: int = 0
     chunks_not_sent: int = 0
     tokens_not_sent: int = 0
-    turns_cut: int = 0
     lost_segments: int = 0
     loaded_fraction: float = 1.0
     looked_up_tokens: int = 0

@@ -20,6 +20,7 @@ from chunkweave.planning.method import (
     RATIO_BUDGET,
     ReuseMethod,
     changed,
+    exact_part,
     make_method,
     one_pass,
     prefer_mean,
@@ -27,8 +28,6 @@ from chunkweave.planning.method import (
     reuse_every_hit,
     reused_spans,
     settings_changes,
-    settled_part,
-    stale_offsets,
 )
 from chunkweave.planning.methods.cachecraft import CacheCraft, ChunkPrefix
 from chunkweave.planning.methods.query import QueryAware
@@ -92,7 +91,7 @@ class HeavyHitters:
         hitters = [
             position
             for part in parts
-            if part.kv_source is KVSource.REUSED and part.segment is not None and len(part.fresh) < len(part.span)
+            if part.kv_source is KVSource.REUSED and part.segment is not None
             for position in Scattered(part.span.start, self._heaviest(records[part.segment])).positions()
         ]
         return one_pass(self.name, parts, hitters)
@@ -129,7 +128,7 @@ class SetCache:
             reused = record and PartPlan(
                 entry.part, entry.span, KVSource.REUSED, record.id, contexts=len(record.contexts)
             )
-            parts.append(settled_part(entry) or reused or PartPlan(entry.part, entry.span, KVSource.COMPUTED))
+            parts.append(exact_part(entry) or reused or PartPlan(entry.part, entry.span, KVSource.COMPUTED))
         return one_pass(self.name, parts)
 
 
@@ -268,7 +267,7 @@ class QueryVariant(QueryAware):
     def _with_first_tokens(self, parts: Sequence[PartPlan], weaving: Pass) -> Pass:
         """The pass with chunks' first tokens within its budget: first tokens of all chunks before any second tokens."""
         budget = 0 if weaving.start is None else weaving.start.count
-        stale = [(offset, part.span.start + offset) for part in parts for offset in stale_offsets(part)]
+        stale = [(offset, span.start + offset) for span in reused_spans(parts) for offset in range(len(span))]
         first = sorted(one for one in stale if one[0] < self.ablation.first_tokens)[:budget]
         required = required_spans(parts, sorted(position for _, position in first))
         if len(first) == budget:

@@ -19,14 +19,14 @@ from chunkweave.prompt.request import Request
 from chunkweave.prompt.tokenizer import tokens_a_word
 from chunkweave.retrieval.indexes import usual_top_k
 from chunkweave.retrieval.retrievers import RetrievedChunk
-from chunkweave.retrieval.speculation import Found, NotStarted, Retriever, SpeculativeAnswer
+from chunkweave.retrieval.speculation import Found, Retriever, SpeculativeAnswer
 from chunkweave.types import CacheUse, Chunk
 from chunkweave_server.backend import Backend, BackendParts, Event, Forgotten, Submission
 from chunkweave_server.corpora import Corpora
 from chunkweave_server.errors import HttpError
 from chunkweave_server.improving import Improver
 from chunkweave_server.observability import Observer, RequestMeta
-from chunkweave_server.requests import CompletionBody, check_limits, chunks_of, turn_of
+from chunkweave_server.requests import CompletionBody, check_limits, chunks_of
 from chunkweave_server.tenants import Tenant, TenantCounts, TenantLimits
 from chunkweave_server.threads import TenantThreads
 
@@ -39,7 +39,6 @@ class _Retrieval:
 
     found: Found
     speculation: SpeculativeAnswer[Event]
-    conversation: bool = False
 
     def shown(self, prefilled_s: float | None) -> dict[str, Any]:
         """The fields of the report about retrieval: chunks without their texts, and durations."""
@@ -56,8 +55,7 @@ class _Retrieval:
             summary = replace(summary, matched=False, overlap_s=0.0)
         if summary.started:
             return {**shown, "pipelining": asdict(summary)}
-        why = NotStarted.CONVERSATION if self.conversation else speculation.not_started(found)
-        return {**shown, "not_speculated": why}
+        return {**shown, "not_speculated": speculation.not_started(found)}
 
     def ranked(self, end: AnswerEnd) -> AnswerEnd:
         """The answer's end with chunks ranked as in the search result, if the speculation had another sequence."""
@@ -191,7 +189,7 @@ class Answering:
         """Search the corpus if the request names one, and submit the request to the backend.
 
         Raises:
-            HttpError: too many requests or documents, or an unknown corpus or conversation.
+            HttpError: too many requests or documents, or an unknown corpus.
             ChunkweaveError: the backend's `submit` raised it.
         """
         try:
@@ -273,7 +271,6 @@ class Answering:
         reuse, salt, question = body.chunkweave, tenant.salt(body.cache_salt), body.question
         self._backend.check(body)
         most_tokens = check_limits(body, self._limits.settings, calibrated=self._parts.calibrated)
-        turn = turn_of(body, question)
         sampling = SamplingParams(most_tokens, body.temperature, body.top_p, body.seed, body.stops, body.alternatives)
 
         async def submit(chunks: Sequence[Chunk], *, speculative: bool) -> PendingAnswer[Event]:
@@ -285,8 +282,6 @@ class Answering:
                 sampling,
                 salt,
                 reuse.order,
-                reuse.conversation_id,
-                turn,
                 tenant.name,
                 question.history,
                 continued=question.continued,
@@ -314,7 +309,7 @@ class Answering:
                 found = await self._retrieve(tenant, reuse.corpus, question.text, body, speculation)
                 texts = (one.chunk for one in found.chunks)
                 running = RunningAnswer(self, meta, slot, salt, texts, CacheUse(reuse.cache))
-                running.retrieval = _Retrieval(found, speculation, reuse.conversation_id is not None)
+                running.retrieval = _Retrieval(found, speculation)
                 with self._starts(running):
                     if (started := await speculation.final(found.chunks)) is None:
                         running.answer = await speculation.start(found.chunks, speculative=False)
@@ -356,8 +351,7 @@ class Answering:
             k = min(self._limits.settings.max_documents, wanted)
             if not k:
                 return Found()
-            staged = None if reuse.conversation_id is not None else on_stage
-            return await self.retriever.search(served.corpus, question, k, on_stage=staged, wait_for_thread=True)
+            return await self.retriever.search(served.corpus, question, k, on_stage=on_stage, wait_for_thread=True)
 
     def _warn_of_unreadable(self, chunks: Sequence[Chunk]) -> None:
         """Log once that the model is the bundled reader and cannot read these chunks."""

@@ -441,7 +441,6 @@ def engine_options(settings: Settings) -> EngineOptions:
         "reuse": replace(settings.reuse, capture=settings.capture),
         "order": settings.requests.order or "",
         "ordering": settings.ordering,
-        "conversations": settings.conversations,
         "shadow": settings.shadow,
         "compute": settings.compute,
     }

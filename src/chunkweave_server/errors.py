@@ -16,9 +16,6 @@ from starlette.requests import ClientDisconnect
 
 from chunkweave.errors import (
     ChunkweaveError,
-    ConversationBusyError,
-    ConversationEndedError,
-    ConversationTurnError,
     CorpusError,
     DeadlineError,
     DocumentError,
@@ -41,15 +38,11 @@ _CLIENTS: Mapping[type[ChunkweaveError], tuple[int, str | None]] = {
     PromptTooLongError: (400, "context_length_exceeded"),
     UnknownDocumentError: (404, "document_not_found"),
     DuplicateDocumentError: (409, "document_exists"),
-    ConversationBusyError: (409, "conversation_busy"),
-    ConversationTurnError: (409, "conversation_mismatch"),
-    ConversationEndedError: (404, "conversation_not_found"),
     UsageError: (400, None),
     DocumentError: (400, None),
 }
 """Status and code of errors that the client can fix, subclasses first. The client gets their message."""
 
-_CONVERSATIONS = (ConversationBusyError, ConversationTurnError, ConversationEndedError)
 
 _SERVERS: Mapping[type[ChunkweaveError], tuple[int, str, str, float | None]] = {
     QueueFullError: (503, "the server is overloaded; try again", "overloaded", 1),
@@ -130,8 +123,7 @@ def http_error_of(error: Exception) -> HttpError:
         return error
     for kind, (status, code) in _CLIENTS.items():
         if isinstance(error, kind):
-            param = "chunkweave.conversation_id" if kind in _CONVERSATIONS else None
-            return HttpError(status, str(error), code=code, param=param)
+            return HttpError(status, str(error), code=code)
     if isinstance(error, NotRemovedError):
         more = {"segments_removed": error.removed, "segments_left": error.left}
         return HttpError(503, str(error), code="not_removed", retry_after_s=_REMOVED_AGAIN_S, more=more)
@@ -287,7 +279,7 @@ _MEANINGS = {
     403: "not allowed",
     404: "not found",
     408: "the body was not received in time",
-    409: "it exists already; or the conversation is busy, or expects another turn",
+    409: "it exists already",
     413: "too large",
     415: "unsupported kind of file; `files` has the reason for each file",
     421: "the server does not accept this Host",

@@ -225,7 +225,7 @@ def _focus(value: Any) -> bool:
 
 
 class ReuseField(Body):
-    """`chunkweave` in a request: reuse, conversation and corpus."""
+    """`chunkweave` in a request: reuse and corpus."""
 
     method: Annotated[str, BeforeValidator(checked_method), Field(json_schema_extra=_with_methods)] | None = None
     recompute_ratio: Annotated[float, BeforeValidator(checked_ratio), Field(ge=0, le=1)] | None = None
@@ -234,8 +234,6 @@ class ReuseField(Body):
     focus: Annotated[bool, BeforeValidator(_focus)] | None = None
     quality: Annotated[str, BeforeValidator(_quality), Field(json_schema_extra={"enum": list(Quality)})] | None = None
     order: Literal["free", "fixed"] | None = None
-    conversation_id: Name | None = None
-    turn: Annotated[int, Field(ge=1)] | None = None
     corpus: Name | None = None
     top_k: Annotated[int, Field(ge=1, le=1000)] | None = None
     find_chunks: bool | None = None
@@ -249,17 +247,13 @@ class ReuseField(Body):
         return data
 
     @model_validator(mode="after")
-    def _turn_of_one(self) -> "ReuseField":
-        if self.turn is not None and self.conversation_id is None:
-            raise ValueError("turn can only be given with conversation_id")
-        if self.find_chunks and (self.corpus is not None or self.conversation_id is not None or self.order == "free"):
-            raise ValueError("find_chunks cannot be given with corpus, conversation_id or order free")
+    def _one_source_of_chunks(self) -> "ReuseField":
+        if self.find_chunks and (self.corpus is not None or self.order == "free"):
+            raise ValueError("find_chunks cannot be given with corpus or order free")
         return self
 
     @model_validator(mode="after")
     def _one_use_of_the_cache(self) -> "ReuseField":
-        if self.cache != "use" and self.conversation_id is not None:
-            raise ValueError(f"a conversation keeps its turns: cache cannot be {self.cache} with conversation_id")
         given = (self.recompute_ratio, self.check_layers, self.alpha, self.focus)
         if self.cache == "off" and (self.method not in (None, "full") or any(one is not None for one in given)):
             raise ValueError("cache off reuses nothing: leave out the method (or give full) and its parameters")
@@ -279,14 +273,12 @@ assert set(ChunkOrder) == {"free", "fixed"}, "the schema must list all orders"
 class Question:
     """The question: the user's last message, and the instruction if one is given.
 
-    `earlier` counts the questions sent before it in a conversation that the server keeps. In other requests they are in
-    `history`, with their answers. If tools were called, `exchanges` has all messages after each of these questions and
-    after this one. The answer continues the text `continued`.
+    `history` are the questions sent before it with their answers. If tools were called, `exchanges` has all messages
+    after each of these questions and after this one. The answer continues the text `continued`.
     """
 
     text: str
     system: str | None = None
-    earlier: int = 0
     history: tuple[tuple[str, str], ...] = ()
     exchanges: tuple[tuple[Message, ...], ...] = ()
     continued: str = ""
@@ -329,8 +321,6 @@ class _CompletionBody(Body):
             raise ValueError("give either documents or chunkweave.find_chunks, not both")
         if self.chunkweave.corpus is None and self.chunkweave.top_k is not None:
             raise ValueError("chunkweave.top_k can only be given with chunkweave.corpus")
-        if self.chunkweave.conversation_id is not None and self.n > 1:
-            raise ValueError("a conversation continues from one answer: n must be 1")
         if nested_too_deeply(self.response_format):
             raise ValueError(f"response_format may be nested at most {MOST_LEVELS} levels deep")
         return self
@@ -348,7 +338,7 @@ class _CompletionBody(Body):
     def finds_chunks(self, usual: bool) -> bool:
         """Whether chunks are found in its prompt: it names none, and it or the `usual` setting says so."""
         reuse = self.chunkweave
-        named = self.documents or reuse.corpus is not None or reuse.conversation_id is not None
+        named = self.documents or reuse.corpus is not None
         return not named and (usual if reuse.find_chunks is None else reuse.find_chunks)
 
     @property
@@ -400,7 +390,7 @@ class ChatBody(_CompletionBody):
 
     @model_validator(mode="after")
     def _one_of_each(self) -> "ChatBody":
-        self.messages = joined_messages(self.messages, as_turns=self.chunkweave.conversation_id is None)
+        self.messages = joined_messages(self.messages)
         return self
 
     @model_validator(mode="after")
@@ -410,8 +400,6 @@ class ChatBody(_CompletionBody):
                 raise ValueError(f"{name} may be nested at most {MOST_LEVELS} levels deep")
         if "tools" in self.chat_template_kwargs:
             raise ValueError("chat_template_kwargs cannot contain tools: use the field tools")
-        if self.chunkweave.conversation_id is not None and (self.tools or self.chat_template_kwargs):
-            raise ValueError("with chunkweave.conversation_id, tools and chat_template_kwargs are not supported")
         return self
 
     @model_validator(mode="after")
@@ -473,18 +461,17 @@ class ChatBody(_CompletionBody):
     def question(self) -> Question:
         """The question in the messages: the user's last message. A system message at the start is the instruction.
 
-        Earlier turns may come between them. In a conversation that this server keeps they only give the turn's number.
-        In other requests they become turns of the prompt: questions with their answers. After each question there may
-        be tool calls of the assistant with their results. A last message of the assistant is the beginning of the
-        answer.
+        Earlier turns may come between them: they become turns of the prompt, questions with their answers. After each
+        question there may be tool calls of the assistant with their results. A last message of the assistant is the
+        beginning of the answer.
 
         Raises:
             HttpError: 400, the question is missing or empty, or the messages have an unsupported sequence.
         """
         messages = list(self.messages)
         system = messages.pop(0).text if messages[0].role in _SYSTEM else None
-        continued, named = "", self.chunkweave.conversation_id
-        if named is None and any(one.role == "user" for one in messages) and _is_text(messages[-1]):
+        continued = ""
+        if any(one.role == "user" for one in messages) and _is_text(messages[-1]):
             continued = messages.pop().text
         with_tools = any(message.role == "tool" for message in messages)
         if not messages or (messages[-1].role != "user" and not with_tools):
@@ -493,11 +480,6 @@ class ChatBody(_CompletionBody):
         if not asked.strip():
             raise HttpError(400, "the question is empty", param=f"messages[{self._asked_at}].content")
         turns = _turns(messages)
-        if named is not None:
-            if with_tools or any(message.role in _SYSTEM for message in messages):
-                message = "with chunkweave.conversation_id, messages of tools and later system ones are not supported"
-                raise HttpError(400, message, param="messages")
-            return Question(asked, system, sum(message.role == "user" for message in messages[:-1]))
         if turns is None:
             message = "earlier turns must begin with the user's message, and tools' results must follow their calls"
             raise HttpError(400, message, param="messages", code="unsupported_conversation")
@@ -515,29 +497,29 @@ def _is_text(message: Message) -> bool:
     return message.role == "assistant" and not message.tool_calls
 
 
-def joined_messages(messages: Sequence[Message], *, as_turns: bool) -> list[Message]:
-    """The messages with one instruction at most and, `as_turns`, one message of the user before each answer.
+def joined_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages with one instruction at most and one message of the user before each answer.
 
-    System messages at the start become one. As turns, a later system message counts as the user's, and messages of the
-    user, or texts of the assistant, that follow each other become one. An empty line separates joined texts.
+    System messages at the start become one. A later system message counts as the user's, and messages of the user, or
+    texts of the assistant, that follow each other become one. An empty line separates joined texts.
     """
     groups: list[list[Message]] = []
     for message in messages:
         before = groups[-1][-1] if groups else None
-        if as_turns and message.role in _SYSTEM and before is not None and before.role not in _SYSTEM:
+        if message.role in _SYSTEM and before is not None and before.role not in _SYSTEM:
             message = message.model_copy(update={"role": "user"})
-        if before is not None and _joins(before, message, as_turns=as_turns):
+        if before is not None and _joins(before, message):
             groups[-1].append(message)
         else:
             groups.append([message])
     return [group[0] if len(group) == 1 else _joined(group) for group in groups]
 
 
-def _joins(before: Message, message: Message, *, as_turns: bool) -> bool:
+def _joins(before: Message, message: Message) -> bool:
     """Whether a message becomes one with the message before it."""
     if before.role in _SYSTEM:
         return message.role in _SYSTEM
-    return as_turns and (before.role == message.role == "user" or (_is_text(before) and message.role == "assistant"))
+    return before.role == message.role == "user" or (_is_text(before) and message.role == "assistant")
 
 
 def _joined(group: Sequence[Message]) -> Message:
@@ -762,19 +744,6 @@ def check_documents(count: int, limits: LimitSettings) -> None:
     if count > limits.max_documents:
         message = f"a request may have at most {limits.max_documents} documents, not {count}"
         raise HttpError(400, message, param="documents", code="too_many_documents")
-
-
-def turn_of(body: CompletionBody, question: Question) -> int | None:
-    """The number of the conversation's turn, from 1, if the request gives it or sends the earlier questions.
-
-    Raises:
-        HttpError: 400, `turn` differs from the number of questions sent.
-    """
-    said, sent = body.chunkweave.turn, question.earlier + 1 if question.earlier else None
-    if None not in (said, sent) and said != sent:
-        message = f"chunkweave.turn is {said}, but the messages contain {question.earlier} earlier questions"
-        raise HttpError(400, message, param="chunkweave.turn")
-    return sent if said is None else said
 
 
 def chunks_of(documents: Sequence[str | Document]) -> tuple[Chunk, ...]:

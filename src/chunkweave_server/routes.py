@@ -115,7 +115,7 @@ async def _answered(body: CompletionBody, request: Request, service: Service, pa
         response = Response(whole, media_type="application/json")
     reuse = body.chunkweave
     found = body.finds_chunks(service.settings.finding.find_chunks)
-    if not (found or body.documents or reuse.corpus or reuse.conversation_id or body.question.history):
+    if not (found or body.documents or reuse.corpus or body.question.history):
         say_that_nothing_was_named()
         response.headers.append(*NOTHING_NAMED)
     if unknown := body.unknown:

@@ -17,7 +17,6 @@ from chunkweave.config import (
     CaptureConfig,
     ComputeConfig,
     ContextSource,
-    ConversationConfig,
     FindConfig,
     ModelConfig,
     PluginConfig,
@@ -307,7 +306,6 @@ class Settings:
     store: StoreConfig
     ordering: OrderingConfig
     finding: FindConfig
-    conversations: ConversationConfig
     batching: BatchingConfig
     shadow: ShadowConfig | None
     weave: WeaveConfig

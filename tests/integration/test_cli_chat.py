@@ -58,10 +58,19 @@ def test_a_corpus_is_asked_for_every_question(documents, tmp_path):
 
 def test_without_questions_or_with_a_bad_one(documents):
     assert invoke(*CHAT, stdin="").exit_code == 0
-    refused = invoke(*CHAT, "--conversation-tokens", 40, "--docs", documents, stdin="When?\n")
-    assert refused.exit_code == 2
-    assert "not even one chunk fits into a prompt of" in refused.stderr
     assert invoke(*CHAT, "--top-k", 2, stdin="").exit_code == 2
+
+
+def test_the_oldest_turns_are_left_out_where_they_do_not_fit(tmp_path):
+    (tmp_path / "long.md").write_text("The lighthouse keeper writes. " * 260, encoding="utf-8")
+    questions = "".join(f"Who writes in the year {number} of the lighthouse, and why?\n" for number in range(40))
+    result = invoke(*CHAT, "--docs", tmp_path, "--json", stdin=questions)
+    assert result.exit_code == 0, result.output
+    history = [json.loads(line)["report"]["history_tokens"] for line in result.stdout.splitlines()]
+    assert len(history) == 40
+    assert history[0] == 0 < history[1]
+    assert max(history) <= history[-1] + 60, "what fits is sent, and no more"
+    assert len(set(history[-3:])) < 3, "the window moves"
 
 
 def test_an_answer_begins_with_its_first_word(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from chunkweave import Chunk, Engine, ReuseConfig, SamplingParams, StoreConfig
+from chunkweave import Chunk, Engine, ReuseConfig, StoreConfig
 from chunkweave.config import CaptureConfig, ContextSource
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import UsageError
@@ -546,36 +546,6 @@ def test_what_is_woven_anew_from_a_mean_has_read_what_the_mean_has():
     assert any(one.generation > 0 for one in variants), "a part of its tokens was recomputed"
     for one in variants:
         assert one.sources >= means[last.id].sources | means[parts_of(engine)[0].id].sources
-
-
-def talked(engine: Engine, meanwhile: Callable[[], object] = lambda: None) -> list[SegmentRecord]:
-    """A conversation's turn over a chunk with a mean; returns what is stored of the turn."""
-    before = set(engine.store.records())
-    stream = engine.conversation().stream(QUESTION, CHUNKS[:1], method="full-reuse", sampling=SamplingParams(4))
-    next(stream)
-    meanwhile()
-    list(stream)
-    return [one for one in set(engine.store.records()) - before if not one.source and one.context]
-
-
-def test_a_turn_behind_a_mean_has_read_what_the_mean_has():
-    engine = engine_of()
-    engine.precompute(CHUNKS[:5])
-    mean = means_of(engine)[parts_of(engine)[0].id]
-    (turn,) = talked(engine)
-    assert mean.chunk_id in turn.context
-    assert turn.sources >= mean.sources
-    read = next(one for one in mean.sources if one in {part.id for part in parts_of(engine)})
-    engine.store.forget_chunks([read])
-    assert engine.store.record(turn.id) is None
-
-
-def test_a_turn_behind_a_mean_that_is_removed_meanwhile_is_not_stored():
-    engine = engine_of()
-    engine.precompute(CHUNKS[:5])
-    mean = means_of(engine)[parts_of(engine)[0].id]
-    read = next(one for one in mean.sources if one in {part.id for part in parts_of(engine)})
-    assert talked(engine, lambda: engine.store.forget_chunks([read])) == []
 
 
 def test_what_was_woven_from_what_is_removed_meanwhile_is_not_stored():

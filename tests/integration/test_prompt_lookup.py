@@ -1,4 +1,4 @@
-"""Answers with prompt lookup decoding are those without it: batches, streams, conversations, stops, small memory."""
+"""Answers with prompt lookup decoding are those without it: batches, streams, stops, small memory."""
 
 from collections import Counter
 
@@ -71,17 +71,6 @@ def test_streams_have_the_same_text_in_fewer_pieces(engine: Engine):
         assert same(drafted[-1].answer, plain[-1].answer)
         fewer += len(plain) - len(drafted)
     assert fewer > 0
-
-
-def test_conversations_continue_alike(engine: Engine):
-    answers: list[list[Answer]] = []
-    for most in (0, 8):
-        talk = with_drafts(engine, most).conversation(cache_salt=f"drafts-{most}")
-        answers.append([talk.ask(question, [chunk]) for question in QUESTIONS[:3] for chunk in (CHOIR, BAKERY)])
-        engine.store.check()
-    assert all(same(*pair) for pair in zip(*answers, strict=True))
-    assert answers[1][-1].report.reused_tokens + answers[1][-1].report.prefix_exact_tokens > 0, "the turns' KV is read"
-    assert sum(one.report.accepted_tokens for one in answers[1]) > 0
 
 
 def test_answers_are_equal_if_memory_is_short_and_requests_are_preempted(engine: Engine):

@@ -40,14 +40,6 @@ def streamed(engine: Engine) -> list[tuple[int, ...]]:
     return [event.answer.token_ids for event in last]
 
 
-def talked(engine: Engine) -> list[tuple[int, ...]]:
-    conversation = engine.conversation()
-    sampling = SamplingParams(max_new_tokens=8)
-    turns = [conversation.ask(question, CHUNKS, sampling=sampling).token_ids for question in QUESTIONS]
-    assert conversation.turns == 2
-    return turns
-
-
 def submitted(engine: Engine) -> list[tuple[int, ...]]:
     async def main() -> list[tuple[int, ...]]:
         async with AsyncEngine(engine) as batching:
@@ -61,7 +53,7 @@ def model():
     return toy_model("llama")
 
 
-@pytest.mark.parametrize("answer", [generated, batched, streamed, talked, submitted])
+@pytest.mark.parametrize("answer", [generated, batched, streamed, submitted])
 def test_a_store_that_fails_costs_no_answer(model, answer, monkeypatch, caplog):
     expected = answer(Engine(model))
     engine = Engine(model)
@@ -82,7 +74,7 @@ def captures(monkeypatch) -> list[weakref.ref]:
     seen, real = [], Runner.store_new
 
     def store_new(self, prefilled):
-        seen.extend(weakref.ref(one) for one in (*prefilled.captures, *prefilled.woven))
+        seen.extend(weakref.ref(one) for one in prefilled.captures)
         return real(self, prefilled)
 
     monkeypatch.setattr(Runner, "store_new", store_new)
@@ -93,19 +85,6 @@ def captures(monkeypatch) -> list[weakref.ref]:
 def test_what_was_captured_is_let_go_after_the_first_token(model, method, captures):
     engine = Engine(model)
     stream = engine.stream(Request("When?", CHUNKS, sampling=SamplingParams(max_new_tokens=20)), method=method)
-    next(stream)
-    gc.collect()
-    assert captures
-    assert not [one for one in captures if one() is not None]
-    assert list(stream)[-1].answer is not None
-
-
-def test_what_was_woven_for_a_conversation_is_let_go_after_the_first_token(model, captures):
-    engine = Engine(model)
-    engine.precompute(CHUNKS)
-    captures.clear()
-    sampling = SamplingParams(max_new_tokens=20)
-    stream = engine.conversation().stream("When?", CHUNKS, sampling=sampling, method="cacheblend", recompute_ratio=0.5)
     next(stream)
     gc.collect()
     assert captures
@@ -185,7 +164,7 @@ def test_full_alone_keeps_nothing(model, answer, work):
     assert (work, list(engine.store.records())) == (Work(), [])
 
 
-@pytest.mark.parametrize("answer", [generated, batched, streamed, talked, submitted])
+@pytest.mark.parametrize("answer", [generated, batched, streamed, submitted])
 @pytest.mark.parametrize("method", ["prefix", "cacheblend", "query", "epic"])
 def test_no_attention_is_read_for_methods_that_score_nothing_by_it(model, method, answer, work):
     engine = Engine(model, method=method)

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from chunkweave import Chunk, Engine, Request, SamplingParams
 from chunkweave.conversation.answer import Durations
 from chunkweave.engine.decode import make_report
 from chunkweave.engine.runner import Runner
 from chunkweave.planning.method import make_method
-from chunkweave.planning.plan import Plan
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
@@ -91,23 +89,3 @@ def test_what_was_read_ahead_for_a_plan_that_looks_at_less_is_read_again(benches
     expected = near.runner.prefill(PROMPT, make_method("cacheblend"))
     torch.testing.assert_close(prefilled.logits, expected.logits, atol=1e-5, rtol=0)
     assert link.moved >= whole_bytes(far)
-
-
-@pytest.mark.parametrize("method", ["prefix", "full-reuse", "cacheblend"])
-def test_a_conversation_goes_on_from_history_that_windows_have_left_behind(method, monkeypatch):
-    model = toy_model("gemma3_text", sliding_window=WINDOW, max_position_embeddings=2048, vocab_size=4200)
-    ferry, mill, school = (
-        Chunk(f"The {what} opens at seven, at noon and at six.") for what in ("ferry", "mill", "school")
-    )
-
-    def talk():
-        asked = (("When?", [ferry, mill]), ("And then?", [school]), ("Why?", [ferry]))
-        sampling = SamplingParams(max_new_tokens=8)
-        requests = [Request(question, chunks, sampling=sampling, conversation_id="c") for question, chunks in asked]
-        with Engine(model, method=method) as engine:
-            return [engine.generate_batch([request])[0] for request in requests]
-
-    answers = talk()
-    assert answers[-1].report.loaded_fraction < 0.8
-    monkeypatch.setattr(Plan, "unseen_layers", lambda *_: frozenset())
-    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in talk()]

@@ -75,12 +75,6 @@ def test_neither_is_computed_in_idle_time(serve: Serve):
     assert client.service.backend.cache.improving.stats()["improving"]["queued"] == 0
 
 
-def test_a_conversation_uses_the_cache(client: Client):
-    for cache in ("read", "off"):
-        refused = client.ask(documents=DOCUMENTS, chunkweave={"cache": cache, "conversation_id": "c"})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chunkweave")
-
-
 @pytest.mark.parametrize("reuse", [{"method": "cacheblend"}, {"recompute_ratio": 0.2}, {"focus": False}])
 def test_off_takes_no_method_that_reuses(client: Client, reuse: dict[str, Any]):
     refused = client.ask(documents=DOCUMENTS, chunkweave={"cache": "off", **reuse})

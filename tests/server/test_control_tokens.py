@@ -43,10 +43,9 @@ def asked(client: Client, attack: str) -> None:
     more = {"documents": documents, "temperature": 0, "max_tokens": 3}
     bodies: list[dict[str, Any]] = [
         {"messages": [system, user], **more},
-        {"messages": [system, user], **more, "chunkweave": {"conversation_id": "talk" + attack}},
     ]
     earlier = [system, user, {"role": "assistant", "content": attack}, {"role": "user", "content": f"Then? {attack}"}]
-    bodies.append({"messages": earlier, **more, "chunkweave": {"conversation_id": "talk" + attack}})
+    bodies.append({"messages": earlier, **more})
     bodies.append({"messages": [user], "max_tokens": 3, "chunkweave": {"corpus": "notes" if attack else "clean"}})
     name = bodies[-1]["chunkweave"]["corpus"]
     assert client.post("/v1/corpora", json={"name": name}).status_code == 201

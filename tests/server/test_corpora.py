@@ -354,7 +354,6 @@ def test_so_many_prefills_may_be_pending_as_the_server_is_told(serve: Serve, roo
     [
         ({}, {}, "the search has one stage"),
         ({"speculate": False}, {}, "speculate is off"),
-        ({}, {"conversation_id": "c"}, "a turn of a conversation begins once"),
     ],
 )
 def test_a_report_says_why_nothing_was_computed_ahead(serve: Serve, values, reuse, why):

@@ -78,10 +78,7 @@ class Asker:
         return plan.method, plan.passes, parts
 
     def told(self, method: str, *, without: dict[str, Any], given: dict[str, Any]) -> tuple[Seen, Seen]:
-        """A request over stored chunks in another order, without and with what is given; each from a state of its own.
-
-        In a conversation that is given it is the second turn.
-        """
+        """A request over stored chunks in another order, without and with what is given; states of their own."""
         whole = {**without, **given}
         documents = [] if "corpus" in whole else DOCUMENTS
         refused = self.ask(documents, {"method": method, **whole}, "" if "corpus" in whole else f"salt-{next(NUMBERS)}")
@@ -90,16 +87,12 @@ class Asker:
         found = []
         for reuse in (without, whole):
             salt = f"salt-{next(NUMBERS)}" if documents else ""
-            again = {name: reuse[name] for name in ("conversation_id", "corpus") if name in reuse}
+            again = {name: reuse[name] for name in ("corpus",) if name in reuse}
             for before in (documents, documents[::-1]):
                 warmed = self.ask(before, {"method": method, **again}, salt)
                 assert warmed.status == 200, warmed.message
             found.append(self.ask([*documents[2:], *documents[:2]], {"method": method, **reuse}, salt))
         return found[0], found[1]
-
-
-def conversation() -> str:
-    return f"conversation-{next(NUMBERS)}"
 
 
 Case = tuple[dict[str, Any], dict[str, Any]]
@@ -111,8 +104,6 @@ CASES: dict[str, Callable[[str], list[Case]]] = {
     "focus": lambda _: [({}, {"focus": False})],
     "quality": lambda _: [({}, {"quality": quality}) for quality in ("exact", "balanced", "fast")],
     "order": lambda _: [({"order": "fixed"}, {"order": "free"})],
-    "conversation_id": lambda _: [({}, {"conversation_id": conversation()})],
-    "turn": lambda _: [({"conversation_id": conversation()}, {"turn": 7})],
     "corpus": lambda _: [({}, {"corpus": "notes"})],
     "find_chunks": lambda _: [({}, {"find_chunks": True})],
     "cache": lambda _: [({}, {"cache": cache}) for cache in ("read", "off")],

@@ -147,7 +147,6 @@ def test_a_request_may_switch_it_off(finding: Client):
     [
         {"documents": ["A text."], "chunkweave": {"find_chunks": True}},
         {"chunkweave": {"find_chunks": True, "corpus": "c"}},
-        {"chunkweave": {"find_chunks": True, "conversation_id": "c"}},
         {"chunkweave": {"find_chunks": True, "order": "free"}},
         {"chunkweave": {"find_chunks": 1}},
     ],

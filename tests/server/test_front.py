@@ -420,19 +420,6 @@ def test_a_full_prefill_does_not_make_the_front_forget_what_a_server_holds(front
     assert replica.contents.tokens == held > 0
 
 
-@pytest.mark.parametrize("front", [{"deduplicate": True}], indirect=True)
-def test_a_conversation_goes_on_and_documents_are_not_sent_twice(front, vllm):
-    reuse = {"conversation_id": "c", "order": "fixed"}
-    first = front.ask(documents=DOCUMENTS, chunkweave=reuse).json()["chunkweave"]
-    told = front.ask("And who boards ships?", documents=[DOCUMENTS[1], MORE], chunkweave=reuse).json()["chunkweave"]
-    assert (first["history_tokens"], told["chunks_not_sent"]) == (0, 1)
-    before, sent = (one["prompt"] for one in vllm.seen)
-    assert sent[: len(before)] == before, "the first turn stands as it was computed"
-    assert sent[len(before) : len(before) + 4] == [600, 601, 602, 603], "with its answer behind it"
-    again = front.ask(messages=[{"role": "user", "content": "1"}, {"role": "user", "content": "2"}], chunkweave=reuse)
-    assert again.status_code == 409
-
-
 def test_documents_may_be_reordered_unless_the_request_says_no(front):
     def ranks(order, documents):
         told = front.ask(documents=documents, chunkweave={"order": order}).json()["chunkweave"]
@@ -462,8 +449,6 @@ def test_what_comes_back_is_promoted_and_what_does_not_is_not_expected_to_be_sto
         assert replica.contents.segments == 3
         assert sent(ferry, pilots, method="cacheblend", order="free") == ([0, 1], [0])
         assert sent(ferry, pilots, method="cacheblend", order="fixed") == (None, None)
-        conversation = {**exact, "conversation_id": "c"}
-        assert sent(ferry, **conversation) == (None, None), "its next turn goes on from all of it"
     with running_front(vllm, promotion_threshold=2) as front:
         (replica,) = front.service.backend.fleet.replicas
         assert sent("The lighthouse has a fog horn.", **exact) == ([], None)

@@ -37,7 +37,7 @@ def deep(levels: int) -> bytes:
     [
         {"chunkweave": {HALF: 1}},
         {"chunkweave": {"method": HALF}},
-        {"chunkweave": {"conversation_id": HALF}},
+        {"chunkweave": {"corpus": HALF}},
         {"documents": [{"text": "a", HALF: 1}]},
         {"messages": [{"role": "user", "content": [{"type": HALF, "text": "a"}]}]},
         {"stream": True, "stream_options": {HALF: 1}},

@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from chunkweave import BatchingConfig
 from chunkweave.config import SamplingParams
-from chunkweave.engine.async_engine import AsyncEngine
 from chunkweave.errors import UsageError
-from chunkweave.prompt.request import Request
 from chunkweave_server.replies import ReplyForm
-from tests.server.conftest import Client, Serve, engine_of, toy_engine, wait_until
+from tests.server.conftest import Client, Serve, engine_of, wait_until
 
 FERRY = "The ferry leaves the northern pier at nine and again at noon. "
 
@@ -121,20 +118,6 @@ def test_one_error_ends_all_answers(client: Client, monkeypatch: pytest.MonkeyPa
     reply = client.ask(temperature=1, seed=3, n=3, max_tokens=8)
     assert reply.status_code == 500
     assert texts(client.ask(temperature=1, seed=7, n=3, max_tokens=8))
-
-
-def test_a_conversation_has_one_answer(client: Client):
-    refused = client.ask(n=2, chunkweave={"conversation_id": "c"})
-    assert (refused.status_code, refused.json()["error"]["message"][:14]) == (400, "a conversation")
-
-    async def main() -> None:
-        async with AsyncEngine(toy_engine(), BatchingConfig()) as batching:
-            batching.submit(Request("When?", conversation_id="c"), answers=2)
-
-    import asyncio
-
-    with pytest.raises(UsageError, match="one answer"):
-        asyncio.run(main())
 
 
 def expected_logprobs(client: Client, ids: list[int], new: int) -> torch.Tensor:

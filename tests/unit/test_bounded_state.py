@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from chunkweave.config import ConversationConfig
 from chunkweave.conversation.turns import SentChunks
 from chunkweave.metrics import ChunkReport
 from chunkweave.ordering.arrangement import COUNTS_FILE, Arranger
@@ -41,7 +40,7 @@ def test_short_texts_do_not_fill_a_cache_of_tokens_with_entries():
 
 def test_chunks_that_were_sent_are_remembered_for_a_while_of_each_tenant():
     now = 0.0
-    sent = SentChunks(ConversationConfig(max_conversations=3, idle_s=10.0), clock=lambda: now)
+    sent = SentChunks(most_turns=3, clock=lambda: now)
 
     def asked(number: int, salt: str) -> Request:
         return Request("And?", history=[(f"Question {number}?", "Yes.")], cache_salt=salt)
@@ -55,7 +54,7 @@ def test_chunks_that_were_sent_are_remembered_for_a_while_of_each_tenant():
     assert len(sent) == 3
     assert sent.before(asked(0, "small")) == ((Chunk("a"),),)
     assert [bool(sent.before(asked(number, "large"))[0]) for number in range(5)] == [False, False, False, True, True]
-    now = 11.0
+    now = 3601.0
     assert sent.before(asked(4, "large")) == ((),)
     assert len(sent) == 2
     note(9, "large", "x" * (33 << 20))

@@ -55,8 +55,6 @@ def test_the_exported_names():
         "BatchingConfig",
         "Chunk",
         "ChunkweaveError",
-        "Conversation",
-        "ConversationConfig",
         "Corpus",
         "CorpusDocument",
         "Engine",

@@ -1,4 +1,4 @@
-"""The plans of `query`: passes, budgets, factors, what is always chosen, and what an earlier turn has settled."""
+"""The plans of `query`: passes, budgets, factors, and what is always chosen."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import CalibrationRecord
-from chunkweave.planning.method import make_method, stale_offsets, stale_spans
+from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import Evidence, KeepTop, KVSource, Pass, Plan, TopBy
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Span
@@ -229,24 +229,6 @@ def test_a_budget_of_one_token_is_one_round():
 def test_what_makes_no_sense_is_refused(query):
     with pytest.raises(UsageError):
         QueryConfig(**query)
-
-
-def test_what_an_earlier_turn_recomputed_is_neither_chosen_nor_counted():
-    lookup = lookup_of("ABC", record_of("A"), record_of("B"), record_of("C"), broken=True)
-    system, *chunks, question = lookup.parts
-    taken = [("A", (0, 1, 2, 3)), ("AB", (1, 3))]
-    own = [
-        replace(entry, variants=(record_of(path, exact=False),), fresh=frozenset(fresh))
-        for entry, (path, fresh) in zip(chunks, taken, strict=False)
-    ]
-    lookup = PromptLookup((system, *own, chunks[-1], question))
-    made = plan(lookup, ratio=0.5)
-    assert [part.segment for part in made.parts[1:4]] == [record_of("A").id, record_of("AB").id, record_of("C").id]
-    assert stale_spans(made.parts) == (Span(5, 6), Span(7, 8), Span(9, 13))
-    assert [stale_offsets(part) for part in made.parts] == [(), (), (0, 2), (0, 1, 2, 3), ()]
-    weaving = made.passes[1]
-    assert weaving.candidates == stale_spans(made.parts)
-    assert weaving.start.count == 3
 
 
 @pytest.mark.parametrize(

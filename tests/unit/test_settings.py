@@ -238,8 +238,6 @@ def test_the_connector_gets_what_is_not_as_it_is_there():
 
 def test_requests_say_what_may_be_said_by_requests():
     others = {
-        "conversation_id": "whose turn it is",
-        "turn": "which",
         "corpus": "what is asked about",
         "top_k": "how much of it",
         "cache": "whether anything is kept",

@@ -160,18 +160,6 @@ def test_what_vllm_alone_can_do_it_does_over_documents(client):
     assert not events[-1].choices
 
 
-def test_a_conversation_goes_on(client):
-    reuse = {"conversation_id": "c", "order": "fixed", "method": "prefix"}
-    first = ask(client, PASSAGES[:2], reuse=reuse)
-    told = ask(client, PASSAGES[1:], "And who built the mill?", reuse=reuse)
-    report = told.model_extra["chunkweave"]
-    assert (report["chunks_not_sent"], report["turns_cut"]) == (0, 0)
-    assert report["history_tokens"] > 0
-    assert report["prefix_exact_tokens"] >= first.usage.prompt_tokens // 2, (
-        "the first turn's documents are not read anew"
-    )
-
-
 def test_what_says_nothing_of_documents_is_vllms(client, front):
     plain = client.completions.create(model="reader", prompt="Question:", max_tokens=3, temperature=0)
     assert plain.choices[0].text

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,15 +14,16 @@ from chunkweave.cli.ask import AskedOptions, answer_dict, spoken, warn_if_unread
 from chunkweave.cli.console import Out, Output, conversation_line, status, stderr, times, token_line
 from chunkweave.cli.corpus import how_many, open_corpus
 from chunkweave.cli.fitting import Room, temporary_corpus
-from chunkweave.cli.options import MethodOptions, ModelOptions, with_blocks
-from chunkweave.config import ConversationConfig, SamplingParams, StoreConfig
+from chunkweave.cli.options import MethodOptions, ModelOptions, Only, with_blocks
+from chunkweave.config import StoreConfig
 from chunkweave.errors import ChunkweaveError
 from chunkweave.models.gguf import usual_model
+from chunkweave.ordering.ordering import OrderingConfig
 from chunkweave.prompt.documents import Document
 from chunkweave.types import Chunk
 
 if TYPE_CHECKING:
-    from chunkweave.engine.engine import Conversation
+    from chunkweave.prompt.request import Request
 
 _PROMPT = "> "
 
@@ -34,22 +36,22 @@ def chat(
     about: AskedOptions,
     model: ModelOptions,
     how: MethodOptions,
-    limits: ConversationConfig,
+    ordering: Annotated[OrderingConfig, Only("deduplicate")],
     store: StoreConfig,
     as_json: Annotated[bool, typer.Option("--json", help="Print each answer as a line of JSON on stdout.")] = False,
     out: Out = None,
 ) -> None:
     """Hold a conversation: every line of standard input is a question, which may refer to earlier ones.
 
-    Earlier turns stay in the context with their KV cache. With --docs, each question sends all documents if they fit
-    into the context. If they do not, or with --corpus, it sends the nearest chunks. With --deduplicate it leaves out
-    chunks that the context already has. The default model is `smollm2` if it is installed, else the bundled `reader`.
-    Empty lines are skipped. Ctrl-D ends the conversation.
+    Earlier turns are sent again, without the oldest where they no longer fit; their KV cache is reused. With --docs,
+    each question sends all documents if they fit into the context. If they do not, or with --corpus, it sends the
+    nearest chunks. With --deduplicate it leaves out chunks that the context already has. The default model is `smollm2`
+    if it is installed, else the bundled `reader`. Empty lines are skipped. Ctrl-D ends the conversation.
     """
     output = Output(as_json, out)
     if model.model.model is None and model.model.shape is None:
         model = replace(model, model=replace(model.model, model=usual_model()))
-    engine_options = how.options(store=store, conversations=limits)
+    engine_options = how.options(store=store, ordering=ordering)
     documents = about.documents.docs or []
     about.check(documents)
     model.named()
@@ -59,21 +61,41 @@ def chat(
     with model.open(**engine_options) as engine:
         if model.random_weights:
             stderr().print(f"[yellow]{model.name} has random weights: its text means nothing.[/yellow]")
-        room = Room.of(engine, Request("", (), about.system, about.sampling), limits.max_tokens)
+        room = Room.of(engine, Request("", (), about.system, about.sampling))
         chunks_for = _chunks_for(room, about, read, model)
-        conversation = engine.conversation(system=about.system)
-        turns = list(_hold(conversation, chunks_for, about.sampling, output))
+        turns = list(_hold(Conversation(room), chunks_for, output))
     output.save({"model": model.name, "turns": turns})
 
 
-def _hold(
-    conversation: "Conversation", chunks_for: ChunksFor, sampling: SamplingParams, output: Output
-) -> Iterator[dict[str, Any]]:
+class Conversation:
+    """The turns of a conversation that fit into the context, which every request sends again."""
+
+    def __init__(self, room: Room) -> None:
+        self.room = room
+        self._turns: deque[tuple[str, str]] = deque()
+
+    def request(self, question: str, chunks: Sequence[Chunk]) -> "Request":
+        """The next turn; without the oldest turns where they no longer fit."""
+        request = replace(self.room.base, question=question, chunks=tuple(chunks))
+        while self._turns and self._tokens(request) > self.room.most_tokens:
+            self._turns.popleft()
+        return replace(request, history=tuple(self._turns))
+
+    def add(self, question: str, answer: str) -> None:
+        """Add an answered turn."""
+        self._turns.append((question, answer))
+
+    def _tokens(self, request: "Request") -> int:
+        builder = self.room.engine.builder
+        return len(builder.build(request.question, request.chunks, system=request.system, history=self._turns))
+
+
+def _hold(conversation: Conversation, chunks_for: ChunksFor, output: Output) -> Iterator[dict[str, Any]]:
     """Answer line after line. At a terminal, a question that fails does not end the conversation."""
     interactive = sys.stdin.isatty()
     for question in _questions(interactive and not output.json):
         try:
-            yield _answer(conversation, question, chunks_for(question), sampling, output)
+            yield _answer(conversation, question, chunks_for(question), output)
         except ChunkweaveError as error:
             if not interactive:
                 raise
@@ -92,14 +114,9 @@ def _prompted_line() -> str | None:
         return None
 
 
-def _answer(
-    conversation: "Conversation",
-    question: str,
-    chunks: Sequence[Chunk],
-    sampling: SamplingParams,
-    output: Output,
-) -> dict[str, Any]:
-    answer = spoken(conversation.stream(question, chunks, sampling=sampling), output)
+def _answer(conversation: Conversation, question: str, chunks: Sequence[Chunk], output: Output) -> dict[str, Any]:
+    answer = spoken(conversation.room.engine.stream(conversation.request(question, chunks)), output)
+    conversation.add(question, answer.text)
     output.show_text("\n")
     output.show(token_line(answer.report), conversation_line(answer.report), times(answer.report), "")
     summary = answer_dict(question, answer)

@@ -205,11 +205,10 @@ def counted(count: int, noun: str) -> str:
 
 
 def conversation_line(report: ReuseReport) -> str:
-    """One line: history of a conversation, chunks that were not sent again, and turns that were cut off."""
-    cut = f"; {counted(report.turns_cut, 'turn')} cut off" if report.turns_cut else ""
+    """One line: history of a conversation, and chunks that were not sent again."""
     return (
         f"history {counted(report.history_tokens, 'token')}; {counted(report.chunks_not_sent, 'chunk')} "
-        f"({counted(report.tokens_not_sent, 'token')}) not sent again{cut}"
+        f"({counted(report.tokens_not_sent, 'token')}) not sent again"
     )
 
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol, Self, TypeVar
 
-from chunkweave.conversation.turns import NextTurn
 from chunkweave.metrics import ChunkReport, ReuseReport
 from chunkweave.ordering.arrangement import Arranged
 from chunkweave.planning.method_choice import MethodChoice
 from chunkweave.planning.outcome import PlanExplanation
 from chunkweave.planning.plan import KVSource, Plan
-from chunkweave.prompt.parts import Prompt
+from chunkweave.prompt.parts import Prompt, PromptPart
 from chunkweave.types import SegmentId, spans_of
 
 
@@ -240,14 +239,14 @@ class Outcome:
 def build_report(
     arranged: Arranged,
     choice: MethodChoice | None,
-    content: NextTurn | None,
+    not_sent: Sequence[PromptPart],
     outcome: Outcome,
     durations: Durations,
     new_tokens: int,
 ) -> ReuseReport:
     """The report of one answer of `new_tokens`: tokens by KV source and time by phase.
 
-    `choice` is the chosen method, `content` the conversation's part of the prompt. Fields that only some backends fill
+    `choice` is the chosen method, `not_sent` are chunks that earlier turns brought. Fields that only some backends fill
     (phases before the first token, FLOPs, losses) have their default or 0.
     """
     prompt, counts = arranged.prompt, outcome.counts
@@ -278,9 +277,8 @@ def build_report(
         parameters={} if choice is None else choice.parameters,
         order=arranged.ordering,
         history_tokens=prompt.history_tokens,
-        chunks_not_sent=0 if content is None else len(content.not_sent),
-        tokens_not_sent=0 if content is None else sum(map(len, content.not_sent)),
-        turns_cut=0 if content is None else content.cut,
+        chunks_not_sent=len(not_sent),
+        tokens_not_sent=sum(map(len, not_sent)),
         looked_up_tokens=sum(chunk.tokens for chunk in chunks),
         hits=dict(hits),
         check_layers=outcome.check_layers,

@@ -1,16 +1,16 @@
 """Prepares requests for every backend: prompt, chunk order and method. Needs only a tokenizer."""
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from chunkweave.config import SamplingParams
-from chunkweave.conversation.turns import Build, NextTurn, RunningTurn, TurnBuilder
+from chunkweave.conversation.turns import Build, TurnBuilder
 from chunkweave.errors import PromptTooLongError
-from chunkweave.ordering.arrangement import Arranged, Arranger, Promotion
+from chunkweave.ordering.arrangement import Arranged, Arranger
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.adaptive_methods import ContextMethod, FirstPassMethod, method_for
 from chunkweave.planning.cost import Loading
@@ -23,7 +23,7 @@ from chunkweave.prompt.request import Request
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore
-from chunkweave.types import CacheUse, Chunk, ChunkId, SegmentId
+from chunkweave.types import CacheUse, Chunk, ChunkId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,9 +31,9 @@ class PreparedRequest:
     """A request with its prompt, chosen method, kept data, and maximum number of generated tokens.
 
     `order` is whether chunks may be reordered; without an arranger the caller reorders them. A `raisable` request does
-    not set how much is recomputed, so the ratio may be raised where that hides loading. `again` lists chunks that are
-    not sent again because the messages of a request without conversation id contain them. `mean` is set if the last
-    part is computed ahead of requests for a mean.
+    not set how much is recomputed, so the ratio may be raised where that hides loading. `not_sent` are chunks that are
+    not sent again because earlier messages brought them. `mean` is set if the last part is computed ahead of requests
+    for a mean.
     """
 
     request: Request
@@ -43,9 +43,8 @@ class PreparedRequest:
     method: ReuseMethod
     kept: Kept
     room: int
-    turn: RunningTurn | None = None
     raisable: bool = False
-    again: NextTurn | None = None
+    not_sent: tuple[PromptPart, ...] = ()
     mean: MeanShare | None = None
 
     def sampled_as(self, index: int) -> "PreparedRequest":
@@ -54,26 +53,11 @@ class PreparedRequest:
         seed = None if sampling.seed is None else sampling.seed + index
         return replace(self, request=replace(self.request, sampling=replace(sampling, seed=seed)))
 
-    @property
-    def content(self) -> NextTurn | None:
-        """The conversation's part of the prompt, and chunks that are not sent again; None outside conversations."""
-        return self.again if self.turn is None else self.turn.content
-
     def raised(self, loading: Loading | None) -> ReuseMethod:
         """The method for a plan while nothing else is computed: its ratio may be raised to hide `loading`."""
         if loading is None or not self.raisable:
             return self.method
-        return method_for(self.choice, _promotion(self.arranged, self.turn), loading)
-
-    @property
-    def closing(self) -> tuple[int, ...]:
-        """Tokens that are computed after the answer to end a conversation's turn."""
-        return () if self.turn is None else self.turn.closing
-
-    @property
-    def history(self) -> Mapping[int, SegmentId] | None:
-        """The segments of a conversation's earlier turns by index of their part; None outside conversations."""
-        return None if self.turn is None else self.turn.places(self.prompt)
+        return method_for(self.choice, self.arranged.promotion, loading)
 
     @property
     def prompt(self) -> Prompt:
@@ -90,10 +74,10 @@ class PreparedRequest:
 class RequestPreparer:
     """Builds prompts, orders their chunks, and chooses methods, for one model.
 
-    Its only state is the arranger's counts and the conversations. Thread-safe; threads tokenize concurrently. Prompt
-    and answer have at most `context_tokens`; layers named by a request are checked against `num_layers`, if known.
-    Ahead of requests, chunks are computed behind `neutral_tokens` of the neutral `passages` or, with a `rule`, in
-    contexts of their own corpus. `order` is the default for requests.
+    Its only state is the arranger's counts and the chunks sent in earlier turns. Thread-safe; threads tokenize
+    concurrently. Prompt and answer have at most `context_tokens`; layers named by a request are checked against
+    `num_layers`, if known. Ahead of requests, chunks are computed behind `neutral_tokens` of the neutral `passages` or,
+    with a `rule`, in contexts of their own corpus. `order` is the default for requests.
 
     A backend that computes KV itself has an `arranger` and a `store`. `shadow`, if given, may replace the chosen method
     by the exact one.
@@ -125,14 +109,12 @@ class RequestPreparer:
     ) -> PreparedRequest:
         """Prepare a request before anything is computed, and count it as requested.
 
-        Call `abandon` if it ends without an answer. A `speculative` request is counted once it is confirmed. A
-        conversation is cut to `most_tokens`, including its answer; a prompt with far more is refused before it is
-        wholly tokenized. `build` replaces the builder's usual prompt. If its chunks were `found`, they are neither
-        reordered nor counted.
+        A `speculative` request is counted once it is confirmed. A prompt with far more than `most_tokens` is refused
+        before it is wholly tokenized. `build` replaces the builder's usual prompt. If its chunks were `found`, they are
+        neither reordered nor counted.
 
         Raises:
-            UsageError: an empty question or chunk, an unknown order, a conversation that is still being answered, or a
-                method_request that cannot be met.
+            UsageError: an empty question or chunk, an unknown order, or a method_request that cannot be met.
             PromptTooLongError: chunks and question do not fit the model's context.
         """
         order = self.order if request.order is None else ChunkOrder.parse(request.order)
@@ -144,23 +126,15 @@ class RequestPreparer:
         make_method(choice.method, choice.reuse)  # refused before anything is tokenized, even if reuse is switched off
         if self.shadow is not None:
             choice = self.shadow.allowed(choice)
-        turn: RunningTurn | None = None
-        again: NextTurn | None = None
-        if request.conversation_id is None:
-            most = min(self.context_tokens, most_tokens or self.context_tokens)
-            request, prompt, again = self.turn_builder.without_id(request, build or self._built, most)
-        else:
-            turn, prompt = self.turn_builder.begin(request, most_tokens=most_tokens)
-        room = prompt.room_in(self.context_tokens) - (0 if turn is None else len(turn.closing))
+        most = min(self.context_tokens, most_tokens or self.context_tokens)
+        request, prompt, not_sent = self.turn_builder.build(request, build or self._built, most)
         stores = request.cache is CacheUse.USE
         counted = stores and not speculative
         arranged = Arranged(prompt) if found else self._arrange(prompt, order, request.tenant, counted=counted)
         kept = self.chooser.kept(choice) if stores else Kept(kv=False)
-        if turn is not None:  # later turns may use another method
-            kept = replace(kept, kv=True)
-        room = min(request.sampling.max_new_tokens, room)
-        method = method_for(choice, _promotion(arranged, turn), None)
-        return PreparedRequest(request, order, arranged, choice, method, kept, room, turn, raisable, again)
+        room = min(request.sampling.max_new_tokens, prompt.room_in(self.context_tokens))
+        method = method_for(choice, arranged.promotion, None)
+        return PreparedRequest(request, order, arranged, choice, method, kept, room, raisable, not_sent)
 
     def prepare_beforehand(
         self,
@@ -302,14 +276,9 @@ class RequestPreparer:
 
     def answered(self, prepared: PreparedRequest, arranged: Arranged) -> None:
         """Note that a request was answered with its chunks `arranged` so; a later one may send its messages again."""
-        if prepared.turn is None and prepared.request.cache is CacheUse.USE:
+        if prepared.request.cache is CacheUse.USE:
             ranks = sorted(arranged.ranks.items())
             self.turn_builder.answered(prepared.request, [prepared.request.chunks[rank] for _, rank in ranks])
-
-    def abandon(self, prepared: PreparedRequest) -> None:
-        """End a request without an answer. Idempotent, and does nothing after its end."""
-        if prepared.turn is not None:
-            self.turn_builder.abandon(prepared.turn)
 
     def _built(self, request: Request, limit: PromptLimit) -> Prompt:
         return self.builder.build(
@@ -328,8 +297,3 @@ class RequestPreparer:
             return Arranged(prompt)
         with self._arranging:
             return self.arranger.arrange(prompt, order, counted=counted, tenant=tenant)
-
-
-def _promotion(arranged: Arranged, turn: RunningTurn | None) -> Promotion | None:
-    """The promotion that may extend an exact prefix; None in a conversation, whose next turn continues this one."""
-    return arranged.promotion if turn is None else None

@@ -246,7 +246,7 @@ class AsyncEngine:
         `speculative` request runs only when nothing else does, and delays others by at most one layer until it is
         confirmed. Tenants share queue, steps, running slots and memory by weight (`BatchingConfig.tenant_weight`).
 
-        Several `answers` share one prefill; the events say which of them they belong to. A conversation has one.
+        Several `answers` share one prefill; the events say which of them they belong to.
         `build` replaces the builder's usual prompt.
 
         Raises:
@@ -263,29 +263,21 @@ class AsyncEngine:
         if limit_s is not None and not (isfinite(limit_s) and limit_s > 0):
             raise UsageError(f"deadline_s must be a positive number of seconds, not {limit_s}")
         self._refuse_if_full(tenant, speculative=speculative)
-        if answers > 1 and request.conversation_id is not None:
-            raise UsageError("a conversation continues from one answer")
         method_request = method_request or MethodRequest.of(**options)
         most = self._core.most_tokens
         prepared = self._preparer.prepare(
             request, method_request, most_tokens=most, speculative=speculative, build=build, found=found
         )
-        try:
-            fitting = self._core.fitting(prepared)
-            ends_s = None if limit_s is None else arrived_s + limit_s
+        fitting = self._core.fitting(prepared)
+        ends_s = None if limit_s is None else arrived_s + limit_s
 
-            def made(number: int, deliver: Deliver) -> RequestState:
-                state = RequestState(
-                    number, fitting, deliver, arrived_s, ends_s, speculative=speculative, tenant=tenant
-                )
-                if answers > 1:
-                    state.siblings = Siblings(state, [next(self._numbers) for _ in range(answers - 1)])
-                return state
+        def made(number: int, deliver: Deliver) -> RequestState:
+            state = RequestState(number, fitting, deliver, arrived_s, ends_s, speculative=speculative, tenant=tenant)
+            if answers > 1:
+                state.siblings = Siblings(state, [next(self._numbers) for _ in range(answers - 1)])
+            return state
 
-            return self._enter(made, loop)
-        except BaseException:
-            self._preparer.abandon(prepared)
-            raise
+        return self._enter(made, loop)
 
     def beforehand(
         self,
@@ -478,7 +470,6 @@ class AsyncEngine:
         for errand in self._errands:
             errand.cancel()
         for number, one in list(self._open.items()):
-            self._preparer.abandon(one.request.prepared)
             self._deliver(one.stream, RequestAbortedError(f"request {number} ended with the engine"))
         if self._checks is not None:
             self._checks.close()

@@ -10,7 +10,6 @@ import torch
 
 from chunkweave.conversation.answer import Durations, StreamEvent
 from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
-from chunkweave.conversation.turns import RunningTurn
 from chunkweave.engine.decode import DecodeState
 from chunkweave.engine.prefill import PrefillJob, PrefillOptions
 from chunkweave.engine.request_state import RequestState, RequestStatus
@@ -143,7 +142,7 @@ class BatchingCore:
                 f"the prompt has {len(prepared.prompt)} tokens, but at most {most} are allowed; "
                 f"send fewer or smaller chunks"
             )
-        room = self.pool.tokens - len(prepared.prompt) - len(prepared.closing)
+        room = self.pool.tokens - len(prepared.prompt)
         if room < 1:
             raise PromptTooLongError(
                 f"the prompt has {len(prepared.prompt)} tokens, but the engine's KV memory holds {self.pool.tokens}; "
@@ -276,7 +275,6 @@ class BatchingCore:
             generated=request.generated,
             plan=request.plan,
             prefetched=request.prefetch,
-            history=request.prepared.history,
             owner=request.tenant,
             mean=request.prepared.mean,
             looks_up=request.prepared.request.cache is not CacheUse.OFF,
@@ -449,11 +447,6 @@ class BatchingCore:
         if decode is None or not decode.done or request.status is RequestStatus.FINISHED:
             return
         rest = decode.finish()
-        try:
-            if request.prepared.turn is not None:
-                self._end_turn(request.prepared.turn, decode)
-        except Exception:  # a failed store costs the conversation's next turn time
-            logger.exception("the turn of request %d could not be stored", request.id)
         assert request.admitted_s is not None, "a running request was admitted"
         durations = Durations(
             ttft_s=request.first_token_s - request.arrived_s,
@@ -467,15 +460,6 @@ class BatchingCore:
         alone = request.siblings is None or request.siblings.first is request
         if self._checks is not None and request.prepared.mean is None and alone:
             self._checks.offer(decode, greedy=request.prepared.request.sampling.greedy)
-
-    def _end_turn(self, turn: RunningTurn, decode: DecodeState) -> None:
-        """Record a complete answer for later turns of its conversation: its tokens, and their KV in the store."""
-        turns, prefilled = self._preparer.turn_builder, decode.prefilled
-        said = turns.said(turn, prefilled.prompt, decode.token_ids)
-        try:
-            self._runner.store_answer(prefilled, said)
-        finally:  # the turn counts even if its KV is not stored: it is computed again then
-            turns.end(turn, prefilled.prompt, said, decode.history)
 
     def _guarded(self, requests: Sequence[RequestState], work: Callable[[], None]) -> None:
         """Run `work` for these requests. If it fails, retry each of them once, apart from all others.
@@ -519,7 +503,6 @@ class BatchingCore:
             self._scheduler.end(one)
             if one.siblings is not None:
                 one.siblings.running.remove(one)
-        self._preparer.abandon(request.prepared)
         request.deliver(last)
 
     def _active(self, number: int) -> RequestState:

@@ -9,7 +9,6 @@ import torch
 from chunkweave.config import SamplingParams
 from chunkweave.conversation.answer import Answer, Durations, Outcome, PartSource, TokenCounts, build_report
 from chunkweave.conversation.prepare import PreparedRequest
-from chunkweave.conversation.turns import NextTurn, history_after
 from chunkweave.engine.prefill import Prefilled
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.metrics import ReuseReport
@@ -23,6 +22,7 @@ from chunkweave.planning.outcome import (
     reasons_of,
     recompute_fraction,
 )
+from chunkweave.prompt.parts import PromptPart
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.scheduling.drafts import Drafts
 from chunkweave.store.store import TieredStore
@@ -168,10 +168,6 @@ class DecodeState:
         self.prefilled = prefilled
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
-        woven = {capture.part.span for capture in prefilled.woven}
-        prompt, plan, turn = prefilled.prompt, prefilled.plan, prepared.turn
-        self.history = () if turn is None else history_after(prompt, plan, turn, woven)
-        """In a conversation, the next turn's history, without this question and answer."""
         self._prepared = prepared
         self._sampler = Sampler(prepared.request.sampling)
         self._detokenizer = Detokenizer(_decoder(prepared, tokenizer), prepared.request.sampling.stop)
@@ -194,18 +190,13 @@ class DecodeState:
 
     @property
     def generated(self) -> tuple[int, ...]:
-        """The tokens after the prompt so far, including those that close a conversation's turn."""
-        return (*self.token_ids, *self._behind)
-
-    @property
-    def _behind(self) -> tuple[int, ...]:
-        return self._prepared.closing if self.finish_reason is not None else ()
+        """The tokens after the prompt so far."""
+        return tuple(self.token_ids)
 
     @property
     def pending(self) -> tuple[int, ...]:
         """The tokens without KV in the cache; the next step computes them."""
-        behind = max(0, self._computed - len(self.token_ids))
-        return (*self.token_ids[self._computed :], *self._behind[behind:])
+        return tuple(self.token_ids[self._computed :])
 
     @property
     def position(self) -> int:
@@ -214,15 +205,15 @@ class DecodeState:
 
     @property
     def done(self) -> bool:
-        """Whether the answer is complete; in a conversation, also the KV of its turn."""
-        return self.finish_reason is not None and (self._prepared.turn is None or not self.pending)
+        """Whether the answer is complete."""
+        return self.finish_reason is not None
 
     def advance(self, logits: torch.Tensor) -> str:
         """Choose the next token from its logits `[vocab]`; returns the new text that may be shown.
 
         `logits` belong to the last known token. If the answer is complete, no token is chosen.
         """
-        self._computed = len(self.token_ids) + len(self._behind)
+        self._computed = len(self.token_ids)
         if self.finish_reason is not None:
             return ""
         token = self._sampler.choose(logits)
@@ -268,7 +259,7 @@ class DecodeState:
     def sibling(self, prepared: PreparedRequest, store: TieredStore[SegmentSource]) -> "DecodeState":
         """Another answer to the same prompt, without tokens and with an empty cache of its own."""
         empty = self.prefilled.cache.copy(0, 0)
-        prefilled = replace(self.prefilled, cache=empty, captures=(), attention=None, loaded=(), woven=(), lease=None)
+        prefilled = replace(self.prefilled, cache=empty, captures=(), attention=None, loaded=(), lease=None)
         return DecodeState(prepared, prefilled, self._tokenizer, store)
 
     def find_drafts(self, most: int) -> tuple[tuple[int, ...], float]:
@@ -308,7 +299,7 @@ class DecodeState:
         """Drop what the prefill captured, once it is stored, and unpin; it is as large as the prompt's KV."""
         if self.prefilled.lease is not None:
             self.prefilled.lease.release()
-        self.prefilled = replace(self.prefilled, captures=(), attention=None, loaded=(), woven=(), lease=None)
+        self.prefilled = replace(self.prefilled, captures=(), attention=None, loaded=(), lease=None)
 
     def continue_with(self, prefilled: Prefilled) -> None:
         """Continue with the cache of a second prefill, after preemption; the report stays that of the first."""
@@ -329,7 +320,7 @@ class DecodeState:
             self._tiers,
             prepared.choice,
             prepared.arranged,
-            content=prepared.content,
+            not_sent=prepared.not_sent,
         )
         explanation = explain_plan(
             self.prefilled.plan,
@@ -351,12 +342,12 @@ def make_report(
     choice: MethodChoice | None = None,
     arranged: Arranged | None = None,
     *,
-    content: NextTurn | None = None,
+    not_sent: Sequence[PromptPart] = (),
 ) -> ReuseReport:
     """The report of a prefill and its answer.
 
     `tiers` maps segments to tiers (default `host`), `choice` says why the method was chosen, `arranged` how the chunks
-    were ordered, `content` describes the conversation's turn.
+    were ordered, `not_sent` are chunks that earlier turns brought.
     """
     plan, tiers = prefilled.plan, tiers or {}
     recomputed = [position for span in prefilled.recomputed for position in range(span.start, span.stop)]
@@ -378,7 +369,7 @@ def make_report(
         check_layers_of(plan),
         None if prefilled.stop is None else prefilled.stop.layer_if_dropped,
     )
-    report = build_report(arranged or Arranged(prefilled.prompt), choice, content, outcome, durations, new_tokens)
+    report = build_report(arranged or Arranged(prefilled.prompt), choice, not_sent, outcome, durations, new_tokens)
     return replace(
         report,
         recompute_fraction=recompute_fraction(plan, prefilled.recompute_work, geometry.num_layers),

@@ -9,12 +9,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Self, TypedDict, Unpack
-from uuid import uuid4
 
-from chunkweave.config import ComputeConfig, ConversationConfig, ReuseConfig, SamplingParams, StoreConfig
+from chunkweave.config import ComputeConfig, ReuseConfig, SamplingParams, StoreConfig
 from chunkweave.conversation.answer import Answer, StreamEvent
 from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
-from chunkweave.conversation.registry import Conversations, ConversationState
 from chunkweave.conversation.turns import TurnBuilder
 from chunkweave.engine.core import BatchingCore, CoreParts
 from chunkweave.engine.prefill import PrefillOptions
@@ -22,7 +20,7 @@ from chunkweave.engine.profiling import quick_profile
 from chunkweave.engine.request_state import RequestState
 from chunkweave.engine.runner import Runner
 from chunkweave.engine.shadow import ShadowChecks
-from chunkweave.errors import ConversationEndedError, UsageError
+from chunkweave.errors import UsageError
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel, faster_dtype, load_folder, load_shape
 from chunkweave.ordering.arrangement import Arranger
@@ -56,97 +54,10 @@ class EngineOptions(TypedDict, total=False):
     reuse: ReuseConfig | None
     order: str
     ordering: OrderingConfig | None
-    conversations: ConversationConfig | None
     calibration: CalibrationRecord | None
     template: PromptTemplate | None
     shadow: ShadowConfig | None
     compute: ComputeConfig | None
-
-
-class Conversation:
-    """A conversation: questions that build on each other (CRAFT §4.3). Made by `Engine.conversation`.
-
-    Earlier questions and answers stay in the context, as tokens and as KV; chunks already in it are not sent again. The
-    engine keeps the turns, and also accepts requests with this `id`. After the conversation was closed, or idle for too
-    long, every method but `close` raises `ConversationEndedError`.
-
-    >>> from chunkweave import Chunk, Engine
-    >>> choir = Chunk("The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.", source="choir")
-    >>> with Engine.load("reader") as engine:
-    ...     talk = engine.conversation()
-    ...     print(talk.ask("Who leads the Selmond Choir?", [choir]).text.strip(), talk.turns)
-    Otto Gunmark 1
-    """
-
-    def __init__(self, engine: "Engine", cache_salt: str, conversation_id: str) -> None:
-        self.id = conversation_id
-        self.cache_salt = cache_salt
-        self._engine = engine
-
-    @property
-    def turns(self) -> int:
-        """Number of answered questions, including turns that were cut off."""
-        return self._state().turn_count
-
-    @property
-    def history_tokens(self) -> int:
-        """Tokens of its turns that are still in the context."""
-        return sum(turn.tokens for turn in self._state().turns)
-
-    def ask(
-        self,
-        question: str,
-        chunks: Sequence[Chunk | str] = (),
-        *,
-        sampling: SamplingParams | None = None,
-        **options: Unpack[MethodOptions],
-    ) -> Answer:
-        """Ask the next question; `options` say how chunks are reused, as in `Engine.generate`.
-
-        Raises:
-            ConversationBusyError: the last question is still being answered.
-            UsageError: as `Engine.generate`, or the chat template accepts no second turn.
-            PromptTooLongError: the new turn alone exceeds the model's context.
-        """
-        request = self.request(question, chunks, sampling=sampling)
-        return self._engine.generate_batch([request], **options)[0]
-
-    def stream(
-        self,
-        question: str,
-        chunks: Sequence[Chunk | str] = (),
-        *,
-        sampling: SamplingParams | None = None,
-        **options: Unpack[MethodOptions],
-    ) -> Iterator[StreamEvent]:
-        """Ask the next question and stream the answer, as `Engine.stream`. If the stream is closed early, the turn is
-        discarded.
-        """
-        request = self.request(question, chunks, sampling=sampling)
-        return self._engine.stream(request, **options)
-
-    def request(
-        self, question: str, chunks: Sequence[Chunk | str] = (), *, sampling: SamplingParams | None = None
-    ) -> Request:
-        """The next turn as a request, for `generate_batch` or `AsyncEngine.submit`."""
-        self._state()
-        return Request(
-            question,
-            tuple(chunks),
-            sampling=sampling or SamplingParams(),
-            cache_salt=self.cache_salt,
-            conversation_id=self.id,
-        )
-
-    def close(self) -> None:
-        """Forget the conversation and release what is stored for it alone. Idempotent."""
-        self._engine.conversations.close((self.cache_salt, self.id))
-
-    def _state(self) -> ConversationState:
-        state = self._engine.conversations.state((self.cache_salt, self.id))
-        if state is None:
-            raise ConversationEndedError(f"the conversation {self.id!r} was idle for too long, or was closed")
-        return state
 
 
 _NO_LIMITS = BatchingConfig(
@@ -194,7 +105,6 @@ class Engine:
         reuse: ReuseConfig | None = None,
         order: str = "fixed",
         ordering: OrderingConfig | None = None,
-        conversations: ConversationConfig | None = None,
         calibration: CalibrationRecord | None = None,
         template: PromptTemplate | None = None,
         shadow: ShadowConfig | None = None,
@@ -213,7 +123,6 @@ class Engine:
             reuse: settings of a named method; a quality target brings its own.
             order: `free` or `fixed`, for requests that do not say: whether their chunks may be reordered.
             ordering: the ordering used, and what is promoted; None = by access frequency, and every exact path is kept.
-            conversations: limits on their length and number; None = `ConversationConfig()`.
             calibration: the record that resolves quality targets; None = from the cache folder, the model's, or
                 shipped.
             template: prompt layout; None = the tokenizer's chat template, or a plain one.
@@ -251,14 +160,13 @@ class Engine:
         self.runner = Runner(
             loaded.model, store, cost=cost, capture=self._reuse.capture, compute=compute, staging=staging
         )
-        self.conversations = Conversations(conversations, kept=store.hold, released=store.let_go)
         self.shadow = None if shadow is None else ShadowMonitor(shadow)
         self.shadow_checks = None if self.shadow is None else ShadowChecks(self.runner, self.shadow)
         context_tokens = loaded.model.geometry.max_positions
         self.preparer = RequestPreparer(
             self.builder,
             self._chooser,
-            TurnBuilder(self.builder, self.conversations, context_tokens),
+            TurnBuilder(self.builder, deduplicate=ordering.deduplicate),
             context_tokens,
             loaded.model.geometry.num_layers,
             passages,
@@ -387,7 +295,7 @@ class Engine:
         If the iteration ends early, the prompt's chunks are already stored. Raises what `generate` raises.
         """
         prepared = self.preparer.prepare(request, MethodRequest.of(**options))
-        with self._core([prepared]) as core:
+        with self._core() as core:
             events = _submit(core, 0, prepared, time.perf_counter())
             while core.busy:
                 core.step()
@@ -405,7 +313,7 @@ class Engine:
         method_request = MethodRequest.of(**options)
         prepared: list[PreparedRequest] = []
         answers: list[Answer] = []
-        with self._core(prepared) as core:
+        with self._core() as core:
             for request in requests:
                 one = self.preparer.prepare(request, method_request)
                 # A higher recompute ratio would hide this one's loading, but the rest of the batch would wait for it.
@@ -421,22 +329,6 @@ class Engine:
             for events in inboxes:
                 answers += [event.answer for event in _taken(events) if event.answer is not None]
         return answers
-
-    def conversation(
-        self, conversation_id: str | None = None, *, system: str | None = None, cache_salt: str = ""
-    ) -> Conversation:
-        """Start a conversation, or resume the one with this `conversation_id`.
-
-        `system` is the instruction of a new one; None: the template's own. Ids belong to one salt; another salt has
-        separate conversations. Requests with `conversation_id` use the same conversations.
-
-        Raises:
-            QueueFullError: the maximum number of conversations exists, and all are being answered.
-        """
-        key = (cache_salt, conversation_id or uuid4().hex)
-        if self.conversations.state(key) is None:
-            self.conversations.open(key, system)
-        return Conversation(self, *key)
 
     def precompute(
         self,
@@ -513,15 +405,13 @@ class Engine:
             self.shadow_checks.run()
 
     @contextmanager
-    def _core(self, prepared: Sequence[PreparedRequest]) -> Iterator[BatchingCore]:
-        """The step loop of one call; on exit, unfinished requests of `prepared` are abandoned."""
+    def _core(self) -> Iterator[BatchingCore]:
+        """The step loop of one call."""
         core = BatchingCore(self.parts, _NO_LIMITS)
         try:
             yield core
         finally:
             core.close()
-            for one in prepared:
-                self.preparer.abandon(one)
 
 
 def _open_chooser(

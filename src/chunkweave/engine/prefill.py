@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Self
@@ -11,7 +11,7 @@ from typing import Self
 import torch
 
 from chunkweave.config import CaptureConfig
-from chunkweave.fusion.capture import AttentionCapture, PartCapture, WovenFrom
+from chunkweave.fusion.capture import AttentionCapture, PartCapture
 from chunkweave.fusion.loop import LoopTimes, PassRun
 from chunkweave.fusion.rows import ActiveRows, CountedWork, counted
 from chunkweave.kv.request_cache import RequestCache, before_rope
@@ -41,10 +41,9 @@ class Prefilled:
     active. `stop` says where unfocused chunks were dropped, if any were.
 
     `captures` are the parts whose KV can be stored, `attention` what their tokens attended to, if requested. `loaded`
-    are segments read from a slower tier, `woven` the reused parts that a conversation keeps as recomputed.
-    `lost_segments` were planned but could not be read. `owner` is the tenant. `lease` keeps the segments that were
-    found from being evicted (RAGCache §5.1); None once new segments are stored. `mean` names the mean that the last
-    part contributes to.
+    are segments read from a slower tier. `lost_segments` were planned but could not be read. `owner` is the tenant.
+    `lease` keeps the segments that were found from being evicted (RAGCache §5.1); None once new segments are stored.
+    `mean` names the mean that the last part contributes to.
     """
 
     prompt: Prompt
@@ -61,7 +60,6 @@ class Prefilled:
     load_s: float
     weave_s: float
     loaded: tuple[tuple[SegmentId, SegmentKV], ...] = ()
-    woven: tuple[PartCapture, ...] = ()
     lost_segments: int = 0
     owner: str = ""
     lease: TieredLease | None = None
@@ -79,9 +77,6 @@ class PrefillOptions:
     the prompt as in decoding, and nothing is captured. `plan` is the plan of the first run. It is used again unless one
     of its segments is gone, because another plan of an approximate method gives other tokens.
 
-    `history` makes the prompt a conversation's: it maps part indices of earlier turns to segments. Then woven parts are
-    kept for later turns, and so is the KV from the last part (the question) on.
-
     `owner` is the tenant that stored segments are charged to. With `unseen` the cache also gets KV outside all layers'
     windows, for comparing caches. With `mean` only the last part is kept, as one context's share of its mean. Without
     `looks_up` the store is not asked, and the prompt does not count as a request.
@@ -93,7 +88,6 @@ class PrefillOptions:
     prefetched: Prefetch | None = None
     generated: tuple[int, ...] = ()
     plan: Plan | None = None
-    history: Mapping[int, SegmentId] | None = None
     owner: str = ""
     unseen: bool = False
     mean: MeanShare | None = None
@@ -102,14 +96,10 @@ class PrefillOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A pass or a slice of one.
-
-    Parts are captured for the store in the prompt's last pass, for a conversation in all whole passes.
-    """
+    """A pass or a slice of one. Parts are captured for the store in the prompt's last pass."""
 
     a_pass: Pass
     captures: bool
-    whole: bool
     in_slices: bool = False
 
 
@@ -247,9 +237,8 @@ class PrefillJob:
             recomputed=self._progress.recomputed,
             answers=len(self._steps) == 1,
         )
-        captures = (*(self._captures if step.captures else ()), *(self._woven if step.whole else ()))
-        if captures:
-            rows.keep(captures, self._attention if step.captures else None, in_slices=step.in_slices)
+        if step.captures and self._captures:
+            rows.keep(self._captures, self._attention, in_slices=step.in_slices)
         self._progress.weave_s += time.perf_counter() - started
         return rows
 
@@ -348,7 +337,6 @@ class PrefillJob:
                 found,
                 self._method,
                 given_up=self._given_up,
-                history=options.history,
                 loading=store.loading(options.prefetched),
             )
             if looks_up:
@@ -368,10 +356,8 @@ class PrefillJob:
             self._placements,
             dtype=model.dtype,
             device=model.device,
-            kept_from=None if options.history is None else self._prompt.spans()[-1].start,
         )
         self._captures, self._attention = self._new_captures()
-        self._woven = self._woven_captures() if options.history is not None else ()
         self._steps = deque(_steps_of(self.plan, behind=len(options.generated)))
         self._progress = _Progress(weave_s=time.perf_counter() - started)
 
@@ -379,25 +365,14 @@ class PrefillJob:
         if not self._options.capture or self._options.generated:
             return (), None
         model, config = self._context.model, self._context.capture
-        fraction = config.variant_fraction if self._options.history is None else None
         store = self._context.store.store
-        parts = parts_to_keep(self._prompt, self.plan, self._placements, store, variant_fraction=fraction)
+        parts = parts_to_keep(
+            self._prompt, self.plan, self._placements, store, variant_fraction=config.variant_fraction
+        )
         captures = new_captures(parts, model.geometry, model.dtype, model.device)
         if not captures or not self._options.profiles:
             return captures, None
         return captures, AttentionCapture(self.plan.parts, model.geometry, config, device=model.device)
-
-    def _woven_captures(self) -> Sequence[PartCapture]:
-        """Captures of reused parts with tokens to recompute: later turns of the conversation reuse them as woven."""
-        if self._options.generated:
-            return ()
-        model, sources = self._context.model, {placement.span: placement.segment for placement in self._placements}
-        parts = (
-            (part, WovenFrom(sources[part.span], None, 0))
-            for part in self.plan.parts
-            if part.kv_source is KVSource.REUSED and len(part.fresh) < len(part.span)
-        )
-        return new_captures(parts, model.geometry, model.dtype, model.device)
 
     def _finish(self, logits: torch.Tensor) -> None:
         started = time.perf_counter()
@@ -417,7 +392,6 @@ class PrefillJob:
             load_s=self._progress.load_s,
             weave_s=self._progress.weave_s + time.perf_counter() - started,
             loaded=tuple(self._sources.loaded()),
-            woven=tuple(capture for capture in self._woven if capture.complete and capture.changed),
             lost_segments=len(self._given_up),
             owner=self._options.owner,
             lease=self._sources.keep_lease(),
@@ -428,11 +402,8 @@ class PrefillJob:
 def _steps_of(plan: Plan, *, behind: int) -> list[_Step]:
     """The plan's passes, and one over the `behind` tokens after the prompt."""
     last = len(plan.passes) - 1
-    steps = [
-        _Step(a_pass, captures=number == last, whole=number == last or a_pass.depth is None)
-        for number, a_pass in enumerate(plan.passes)
-    ]
+    steps = [_Step(a_pass, captures=number == last) for number, a_pass in enumerate(plan.passes)]
     if behind:
         rest = Span(plan.prompt_tokens, plan.prompt_tokens + behind)
-        steps.append(_Step(Pass(required=(rest,)), captures=False, whole=False))
+        steps.append(_Step(Pass(required=(rest,)), captures=False))
     return steps

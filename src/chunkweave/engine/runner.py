@@ -19,16 +19,14 @@ from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.kernels.choice import make_attention
 from chunkweave.planning.cost import CostModel, Loading
 from chunkweave.planning.method import ReuseMethod
-from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.contexts import MeanShare
-from chunkweave.prompt.parts import Prompt, PromptPart
-from chunkweave.store.records import SegmentRecord, all_read
+from chunkweave.prompt.parts import Prompt
 from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import Staging, host_memory_for, streams_of
 from chunkweave.tiers.preload import LoadOrder
 from chunkweave.types import SegmentId
 from chunkweave.weaving.means import Means
-from chunkweave.weaving.segments import Prefetch, WeavingStore, reads_of, segments_of
+from chunkweave.weaving.segments import Prefetch, WeavingStore, segments_of
 
 if TYPE_CHECKING:  # it imports Triton, which need not be there
     from chunkweave.fusion.graphed_decode import GraphedDecode
@@ -40,8 +38,8 @@ __all__ = ["Decoding", "Prefilled", "Runner"]
 class Decoding:
     """A decoding request: its cache, the tokens without KV, and the position of the first of these.
 
-    That is its last token; at the end of a conversation's answer, also the tokens that close the turn. Behind it may be
-    draft tokens; then the last `answering` tokens get logits. KV of rejected drafts is overwritten later.
+    That is its last token. Behind it may be draft tokens; then the last `answering` tokens get logits. KV of rejected
+    drafts is overwritten later.
     """
 
     cache: RequestCache
@@ -160,8 +158,7 @@ class Runner:
             PassInterrupted: `interrupt` stopped the step. Nothing has changed; the same step may run again.
             SegmentLost: a segment of a job that was still loading is lost; a step with such a job has no other job.
         """
-        # Graphs do not keep a conversation's keys, and have one row per request.
-        plain = all(one.cache.kept_from is None and len(one.token_ids) == 1 for one in decoding)
+        plain = all(len(one.token_ids) == 1 for one in decoding)  # a graph has one row per request
         if self.graphed is not None and not prefilling and plain:
             decodes_one = ((one.cache, one.token_ids[0], one.position) for one in decoding)
             logits = self.graphed.decode(*zip(*decodes_one, strict=True))
@@ -280,33 +277,10 @@ class Runner:
             for segment, kv in prefilled.loaded:
                 self.store.promote(segment, kv)
             new = segments_of(prompt, plan, prefilled.captures, prefilled.attention, store=self.store, owner=owner)
-            woven = segments_of(prompt, plan, prefilled.woven, None, store=self.store, owner=owner)
             if prefilled.mean is not None:
                 last = [one for one in new if one[0].path == (*prompt.contexts()[-1], prompt.parts[-1].id)]
                 return self.means.store_shares(self.store, prefilled.mean, last)
-            return frozenset(record.id for record, kv in (*new, *woven) if self.store.insert(record, kv))
-
-    def store_answer(self, prefilled: Prefilled, said: PromptPart) -> None:
-        """Store the KV of a conversation's turn (question and answer), which the cache has kept.
-
-        Nothing is stored if a reused segment is gone: it may have been removed by command.
-        """
-        assert said.id is not None, "a turn has an id"
-        *_, read = reads_of(prefilled.plan, self.store)
-        if read is None:
-            return
-        exact = all(part.kv_source is not KVSource.REUSED for part in prefilled.plan.parts)
-        kv, context = prefilled.cache.segment(len(said)), prefilled.prompt.contexts()[-1]
-        record = SegmentRecord.of(
-            said.id,
-            context,
-            said.token_ids,
-            exact=exact,
-            nbytes=kv.nbytes,
-            owner=prefilled.owner,
-            read=all_read(read.difference(context)),
-        )
-        self.store.insert(record, kv)
+            return frozenset(record.id for record, kv in new if self.store.insert(record, kv))
 
     def store_computed(self, job: PrefillJob) -> int:
         """Store the parts that a job completed since the last call; returns how many the store accepted."""

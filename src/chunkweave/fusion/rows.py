@@ -35,13 +35,10 @@ class PassCache(Protocol):
     @property
     def capacity(self) -> int: ...
     @property
-    def kept_from(self) -> int | None: ...
-    @property
     def geometry(self) -> Geometry: ...
     def load_layer(self, layer: int, rotate: Rotate) -> None: ...
     def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor: ...
     def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None: ...
-    def keep(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> None: ...
     def clear(self, layer: int, hidden: torch.Tensor) -> None: ...
     def view(self, layer: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -310,8 +307,6 @@ class ActiveRows:
         if self._hidden_positions is not None:
             self.cache.clear(layer, self._hidden_positions)
         self.cache.write(layer, self.positions, rotated, values)
-        if self._first_kept < len(self):
-            self.cache.keep(layer, self.positions[self._first_kept :], keys[self._first_kept :])
         for capture, rows in self._captured:
             capture.take(keys[rows], values[rows])
 
@@ -407,7 +402,6 @@ class ActiveRows:
         self.positions = positions
         self._where = where
         self._finish_only(positions)
-        self._first_kept = len(self) if self.cache.kept_from is None else self._row_of(self.cache.kept_from)
         if self._watch is not None:
             self._question_row = self._row_of(self._watch.rule.question.start)
         self._follow()

@@ -17,7 +17,7 @@ from weakref import finalize
 import numpy as np
 import torch
 
-from chunkweave.kv.segment import SegmentKV, SegmentSource
+from chunkweave.kv.segment import SegmentSource
 from chunkweave.types import Geometry, Span
 
 _OWN_PAGES = 256 << 10
@@ -190,9 +190,7 @@ class RequestCache:
     Owned and written by one request; segments are only read. The layout is token-major, so that scattered rows are
     written with one index copy; attention reads a transposed view.
 
-    Keys from position `kept_from` on are also kept before RoPE, `[layers][capacity - kept_from, kv_heads, head_dim]`,
-    so that question and answer can be extracted as a segment. Placed segments must have keys before RoPE
-    (`before_rope`).
+    Placed segments must have keys before RoPE (`before_rope`).
     """
 
     def __init__(
@@ -203,16 +201,12 @@ class RequestCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        kept_from: int | None = None,
     ) -> None:
         self.capacity = capacity
         self.geometry = geometry
         self.version = next(_versions)
         """Unique per cache, and changed when it grows; while it is equal, memory addresses are unchanged."""
         self._layers: list[torch.Tensor | None] = [None] * geometry.num_layers
-        self.kept_from = kept_from
-        """First position whose keys are also kept before RoPE; None: none are."""
-        self._kept: list[torch.Tensor | None] = [None] * geometry.num_layers
         self._shape: tuple[int, ...] = (2, capacity, geometry.num_kv_heads, geometry.head_dim)
         self._dtype, self._device = dtype, device
         self._placements = tuple(placements)
@@ -253,22 +247,6 @@ class RequestCache:
         cache[0].index_copy_(0, positions, keys)
         cache[1].index_copy_(0, positions, values)
 
-    def keep(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> None:
-        """Keep `keys` before RoPE `[tokens, kv_heads, head_dim]` at `positions` `[tokens]`, all from `kept_from` on."""
-        assert self.kept_from is not None, "nothing is kept of this request"
-        self._kept_layer(layer).index_copy_(0, positions - self.kept_from, keys)
-
-    @torch.inference_mode()
-    def segment(self, tokens: int) -> SegmentKV:
-        """KV of the `tokens` positions from `kept_from` on, all of them written: a copy in host memory."""
-        assert self.kept_from is not None, "nothing is kept of this request"
-        start, layers = self.kept_from, len(self._layers)
-        kv = segment_memory((layers, 2, tokens, *self._shape[2:]), self._dtype)
-        for layer in range(layers):
-            kv[layer, 0] = self._kept_layer(layer)[:tokens]
-            kv[layer, 1] = self._layer(layer)[1, start : start + tokens]
-        return SegmentKV(kv)
-
     def clear(self, layer: int, hidden: torch.Tensor) -> None:
         """Set the rows at positions `hidden` to 0: attention multiplies their values by 0, so they must be finite."""
         self._layer(layer).index_fill_(1, hidden, 0)
@@ -294,10 +272,6 @@ class RequestCache:
             if old is not None:
                 self._layers[layer] = None
                 self._layer(layer)[:, :before] = old
-        for layer, kept in enumerate(self._kept):
-            if kept is not None:
-                self._kept[layer] = None
-                self._kept_layer(layer)[: len(kept)] = kept
 
     def copy(self, tokens: int, capacity: int) -> "RequestCache":
         """A cache of its own with the KV of the first `tokens` positions, which all layers have, and this capacity."""
@@ -310,7 +284,6 @@ class RequestCache:
         """Free the memory; the cache cannot be used afterwards."""
         self.capacity = 0
         self._layers = [None] * len(self._layers)
-        self._kept = [None] * len(self._kept)
         self._spare = []
         self.release_segments()
 
@@ -332,13 +305,6 @@ class RequestCache:
         left, nbytes = sum(cache is None for cache in self._layers), prod(self._shape) * self._dtype.itemsize
         together = max(1, min(left, _TOGETHER // max(1, nbytes)))
         return list(_memory.tensor((together, *self._shape), self._dtype).unbind())
-
-    def _kept_layer(self, layer: int) -> torch.Tensor:
-        kept = self._kept[layer]
-        if kept is None:
-            shape = (self.capacity - (self.kept_from or 0), *self._shape[2:])
-            kept = self._kept[layer] = torch.empty(shape, dtype=self._dtype, device=self._device)
-        return kept
 
     def _placed_on(self, layer: int) -> _Placed:
         """What is loaded on a layer; computed once for all layers with the same placements."""

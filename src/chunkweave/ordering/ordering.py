@@ -86,6 +86,9 @@ class OrderingConfig:
         "With full and prefix, number of a prompt's first chunks that are stored (RAGCache §8); none: all.",
         least=1,
     )
+    deduplicate: bool = setting(
+        False, "Leave out chunks that an earlier turn of the conversation has (CRAFT §4.3); it changes what is read."
+    )
 
     def __post_init__(self) -> None:
         make_ordering(self.ordering)

@@ -181,6 +181,6 @@ def continuing(lookup: PromptLookup, chunks: Set[ChunkId]) -> PromptLookup:
         if entry.part.kind is PartKind.CHUNK and entry.exact is None:
             if entry.part.id not in chunks:
                 return lookup
-            computed = replace(entry, variants=(), fresh=frozenset())
+            computed = replace(entry, variants=())
             return PromptLookup((*lookup.parts[:number], computed, *lookup.parts[number + 1 :]))
     return lookup

@@ -225,13 +225,6 @@ def exact_part(entry: PartLookup) -> PartPlan | None:
     return PartPlan(entry.part, entry.span, KVSource.EXACT, entry.exact.id) if entry.exact else None
 
 
-def settled_part(entry: PartLookup) -> PartPlan | None:
-    """The plan of a part without a choice (exact prefix or history); None for other parts."""
-    if entry.settled:
-        return PartPlan(entry.part, entry.span, KVSource.REUSED, entry.variants[0].id, fresh=entry.fresh)
-    return exact_part(entry)
-
-
 def reuse_nothing(lookup: PromptLookup) -> tuple[PartPlan, ...]:
     """Compute every part."""
     return tuple(PartPlan(entry.part, entry.span, KVSource.COMPUTED) for entry in lookup.parts)
@@ -245,20 +238,19 @@ def reuse_exact_prefix(lookup: PromptLookup) -> tuple[PartPlan, ...]:
 def reuse_every_hit(
     lookup: PromptLookup, choose: Callable[[Sequence[SegmentRecord]], SegmentRecord | None]
 ) -> tuple[PartPlan, ...]:
-    """Reuse the exact prefix, history unchanged, and for each other part the variant that `choose` picks.
+    """Reuse the exact prefix, and for each other part the variant that `choose` picks.
 
     Parts without a variant are computed.
     """
     parts: list[PartPlan] = []
     for entry in lookup.parts:
-        settled = settled_part(entry)
-        variant = None if settled or entry.part.id is None else choose(entry.variants)
-        if settled is not None:
-            parts.append(settled)
+        exact = exact_part(entry)
+        variant = None if exact or entry.part.id is None else choose(entry.variants)
+        if exact is not None:
+            parts.append(exact)
         elif variant is not None:
             contexts = len(variant.contexts)
-            reused = PartPlan(entry.part, entry.span, KVSource.REUSED, variant.id, fresh=entry.fresh, contexts=contexts)
-            parts.append(reused)
+            parts.append(PartPlan(entry.part, entry.span, KVSource.REUSED, variant.id, contexts=contexts))
         else:
             parts.append(PartPlan(entry.part, entry.span, KVSource.COMPUTED))
     return tuple(parts)
@@ -298,27 +290,8 @@ def one_pass(name: str, parts: Sequence[PartPlan], also: Sequence[int] = ()) -> 
 
 
 def reused_spans(parts: Sequence[PartPlan]) -> tuple[Span, ...]:
-    """Spans of reused (not exact) parts with tokens that are not fresh: there recomputation can help."""
-    return tuple(part.span for part in parts if part.kv_source is KVSource.REUSED and len(part.fresh) < len(part.span))
-
-
-def stale_offsets(part: PartPlan) -> tuple[int, ...]:
-    """Offsets of a reused part's tokens whose KV may differ from this prompt's, ascending; empty for other parts."""
-    if part.kv_source is not KVSource.REUSED:
-        return ()
-    return tuple(offset for offset in range(len(part.span)) if offset not in part.fresh)
-
-
-def stale_spans(parts: Sequence[PartPlan]) -> tuple[Span, ...]:
-    """The spans of `reused_spans`, less tokens that an earlier turn recomputed; never joined across parts."""
-    reused = [part for part in parts if part.kv_source is KVSource.REUSED]
-    return tuple(
-        span
-        for part in reused
-        for span in (
-            spans_of(part.span.start + offset for offset in stale_offsets(part)) if part.fresh else (part.span,)
-        )
-    )
+    """Spans of reused (not exact) parts: there recomputation can help. Never joined across parts."""
+    return tuple(part.span for part in parts if part.kv_source is KVSource.REUSED)
 
 
 def reads_question(method: str, reuse: ReuseConfig) -> bool:
@@ -377,20 +350,4 @@ def without(lookup: PromptLookup, segments: Collection[SegmentId]) -> PromptLook
             variants = ()
         unbroken = unbroken and (entry.part.id is None or exact is not None)
         parts.append(replace(entry, exact=exact, variants=variants))
-    return PromptLookup(tuple(parts))
-
-
-def with_history(lookup: PromptLookup, history: Mapping[int, SegmentRecord]) -> PromptLookup:
-    """The lookup in which parts of a conversation's `history` (segments by part index) have only that segment.
-
-    Parts in the longest exact prefix stay exact. The other segments are what this conversation's answers were decoded
-    over: all their tokens count as fresh, so no method recomputes them.
-    """
-    parts = []
-    for place, entry in enumerate(lookup.parts):
-        record = history.get(place)
-        if record is None or entry.exact is not None or record.token_ids != entry.part.token_ids:
-            parts.append(entry)
-        else:
-            parts.append(replace(entry, variants=(record,), fresh=frozenset(range(len(record)))))
     return PromptLookup(tuple(parts))

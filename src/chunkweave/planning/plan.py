@@ -122,8 +122,7 @@ class RecomputeScore:
 class PartPlan:
     """One part of the prompt with the source of its KV and, if it is read from the store, the segment.
 
-    `score` says how the tokens to recompute were chosen, if the method scores segments. `fresh` are offsets of tokens
-    of a reused part whose KV already fits this context: recomputing them gains nothing. A computed part is stored
+    `score` says how the tokens to recompute were chosen, if the method scores segments. A computed part is stored
     afterwards if `kept`. `contexts` is the number of contexts that the segment is a mean over; 0 if it is no mean.
     """
 
@@ -132,7 +131,6 @@ class PartPlan:
     kv_source: KVSource
     segment: SegmentId | None = None
     score: RecomputeScore | None = None
-    fresh: frozenset[int] = frozenset()
     kept: bool = True
     contexts: int = 0
 

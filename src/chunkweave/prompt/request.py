@@ -15,12 +15,8 @@ class Request:
     never found under another. `order` is `free` if the chunks (given best first) may be reordered, `fixed` if not; None
     means the engine's setting.
 
-    With a `conversation_id`, which is unique per salt, the question is the next turn of that conversation, or the first
-    turn of a new one; `system=None` then means the conversation's instruction. `turn` (from 1), if given, must be the
-    next turn; otherwise the request is refused. The number of conversations is shared among tenants by `tenant`.
-
-    Without an id, `history` are earlier questions with their answers, placed after the instruction. Only their KV is
-    kept, and found again by their text. `history_chunks` has for each of them the chunks before its question. The
+    `history` are earlier questions of a conversation with their answers, placed after the instruction. Only their KV
+    is kept, and found again by their text. `history_chunks` has for each of them the chunks before its question. The
     answer continues the text `continued`, which is not part of it. `cache` says whether stored KV is used and kept.
 
     >>> from chunkweave import Engine, Request, SamplingParams
@@ -36,8 +32,6 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""
     order: str | None = None
-    conversation_id: str | None = None
-    turn: int | None = None
     tenant: str = ""
     history: Sequence[tuple[str, str]] = ()
     history_chunks: Sequence[Sequence[Chunk | str]] = ()

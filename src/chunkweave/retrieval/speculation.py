@@ -212,7 +212,6 @@ class NotStarted(StrEnum):
     """Why no speculation started during a search."""
 
     OFF = "speculate is off"
-    CONVERSATION = "a turn of a conversation begins once"
     BUSY = "other requests were pending"
     ONE_STAGE = "the search has one stage"
     SHORT = "the search ended before an earlier stage was of use"

@@ -26,20 +26,13 @@ class PartLookup:
     """One part of a prompt and the segments stored for it.
 
     `exact` is set for the parts of the longest exact prefix (and for none after the first gap); `variants` are all
-    stored segments of the chunk, whatever their context, most recently used first. `fresh` are the offsets of its
-    tokens whose KV was computed behind exactly these parts, in an earlier turn of a conversation.
+    stored segments of the chunk, whatever their context, most recently used first.
     """
 
     part: PromptPart
     span: Span
     exact: SegmentRecord | None = None
     variants: tuple[SegmentRecord, ...] = ()
-    fresh: frozenset[int] = frozenset()
-
-    @property
-    def settled(self) -> bool:
-        """Whether it is conversation history that is reused unchanged: none of its tokens is recomputed."""
-        return self.exact is None and len(self.fresh) == len(self.part) and bool(self.variants)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Condition, Lock, Thread
@@ -319,9 +319,9 @@ def _same(write: Write[PayloadT], other: Write[PayloadT]) -> bool:
 class VariantLimits:
     """Maximum variants of one chunk (M of the paper) and segments in all (its N x M); None: as many as fit.
 
-    Nodes of the path index are not variants: they serve exact prefixes and count only towards `in_all`. Neither are
-    segments that a conversation continues from. An exact segment whose ancestors are gone has left the path index and
-    is a variant. A segment counts once, however many levels hold it. The instruction counts as a chunk of its own.
+    Nodes of the path index are not variants: they serve exact prefixes and count only towards `in_all`. An exact
+    segment whose ancestors are gone has left the path index and is a variant. A segment counts once, however many
+    levels hold it. The instruction counts as a chunk of its own.
 
     Raises:
         UsageError: a limit below 1.
@@ -355,7 +355,6 @@ class VariantKeeper(Generic[PayloadT]):
         self._placing = Lock()
         self._lock = Lock()
         self._frequencies = ReuseFrequencies()
-        self._held: set[SegmentId] = set()
         self.dropped = 0
         """Variants dropped because there were too many."""
 
@@ -364,16 +363,6 @@ class VariantKeeper(Generic[PayloadT]):
         with self._lock:
             for segment, more in saved.items():
                 self._frequencies.add(segment, more)
-
-    def hold(self, segments: Iterable[SegmentId]) -> None:
-        """Do not count these as variants of their chunks: a conversation continues from them."""
-        with self._lock:
-            self._held.update(segments)
-
-    def let_go(self, segments: Iterable[SegmentId]) -> None:
-        """Count these as variants again."""
-        with self._lock:
-            self._held.difference_update(segments)
 
     @contextmanager
     def place_for(self, record: SegmentRecord) -> Iterator[bool]:
@@ -391,7 +380,7 @@ class VariantKeeper(Generic[PayloadT]):
         if self._limits.per_chunk is not None and not self._on_path(new):
             waiting = [record for record in self._writer.records() if record.chunk_id == new.chunk_id]
             siblings = union(*(store.records_of(new.chunk_id) for store in in_use), waiting)
-            variants = [record for record in siblings if record.id not in self._held and not self._on_path(record)]
+            variants = [record for record in siblings if not self._on_path(record)]
             if not self._drop_beyond(self._limits.per_chunk - 1, new, variants):
                 return False
         if self._limits.in_all is not None:

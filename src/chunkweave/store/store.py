@@ -333,18 +333,6 @@ class TieredStore(Generic[PayloadT]):
                     queued += self._offer(Write(target, record, payload, record.nbytes), unchanged)
         return queued
 
-    def hold(self, segments: Iterable[SegmentId]) -> None:
-        """Do not count these as variants: a conversation continues from them. They can still be evicted."""
-        if self._keeper is not None:
-            self._keeper.hold(segments)
-
-    def let_go(self, segments: Iterable[SegmentId]) -> None:
-        """Drop segments that were held (`hold`) for a conversation that has ended, on every level."""
-        gone = tuple(segments)
-        if self._keeper is not None:
-            self._keeper.let_go(gone)
-        self.remove_where(lambda record: record.id in gone, among=gone)
-
     def was_late(self, segment: SegmentId) -> None:
         """Count a layer of a segment that arrived late. A level with repeated late layers is paused."""
         for level, _ in self._holders(segment)[:1]:

@@ -14,7 +14,7 @@ from chunkweave.fusion.rows import flags_of
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentKV, SegmentLate, SegmentLost, SegmentSource
 from chunkweave.planning.cost import CostModel, Loading, preload_depth, too_slow
-from chunkweave.planning.method import ReuseMethod, with_history, without
+from chunkweave.planning.method import ReuseMethod, without
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan
 from chunkweave.prompt.parts import Prompt
 from chunkweave.store.index import PromptLookup, TieredLease
@@ -106,20 +106,14 @@ class WeavingStore:
         method: ReuseMethod,
         *,
         given_up: Collection[SegmentId] = (),
-        history: Mapping[int, SegmentId] | None = None,
         loading: Loading | None = None,
     ) -> Plan:
         """Plan with the lookup `found`, without segments in `given_up` and those that, by `loading`, compute faster
         than they load.
 
-        Without `loading` the plan is for prefetching: segments of any tier are used, even slow ones. `history` maps
-        part indices of a conversation's earlier turns to segments.
+        Without `loading` the plan is for prefetching: segments of any tier are used, even slow ones.
         """
         lookup = without(found, given_up)
-        if history:
-            records = ((place, self.store.record(segment)) for place, segment in history.items())
-            kept = {place: one for place, one in records if one is not None and one.id not in given_up}
-            lookup = with_history(lookup, kept)
         if loading is not None:
             lookup = without(lookup, too_slow(lookup, loading))
         plan = method.plan(lookup, self.geometry)

@@ -153,7 +153,6 @@ class VllmAnswer:
             await asyncio.wait([self._ahead])
         if self._placed is not None:
             self._context.fleet.leave(self._placed)
-        self._context.preparer.abandon(self._prepared)
 
     async def _all(self) -> AsyncGenerator[VllmEvent, None]:
         """The events, from a second attempt if the first was lost or late before its first token (RAGCache §6).
@@ -261,7 +260,6 @@ class VllmAnswer:
         report = reuse_report(placed, reported, self._usage, durations, new_tokens)
         cached = cached_tokens(report, reported)
         context.fleet.served(placed, what_was_found(placed, report, reported))
-        self._end_turn(placed, choice)
         context.preparer.answered(self._prepared, placed.arranged)
         shown = shown_report(placed, report, reported)
         finish_reason = str(choice.get("finish_reason") or "stop")
@@ -269,18 +267,6 @@ class VllmAnswer:
         if context.shadow is not None and report.reused_tokens:
             context.shadow.offer(placed, self._body, choice)
         return AnswerEnd(report, shown, cached, finish_reason, self._prefilled_s, placed.prompt)
-
-    def _end_turn(self, placed: Placed, choice: Choice) -> None:
-        """Add a complete answer to its conversation, if it has one, without text cut by a stop."""
-        preparer, turn = self._context.preparer, self._prepared.turn
-        if turn is None:
-            return
-        cut, tokenizer = isinstance(choice.get("stop_reason"), str), preparer.builder.tokenizer
-        said = tokenizer.encode(choice["text"]) if cut else choice["token_ids"]
-        while said and said[-1] in tokenizer.stop_ids:  # the template adds the end of a turn
-            said = said[:-1]
-        turns = preparer.turn_builder
-        turns.end(turn, placed.prompt, turns.said(turn, placed.prompt, said))
 
     def _left_s(self) -> float | None:
         if self._aborted:
@@ -335,7 +321,8 @@ def _prompt(placed: Placed, max_tokens: int, *, asked: bool = True) -> dict[str,
     prompt: dict[str, Any] = {"prompt": list(placed.prompt.token_ids), "max_tokens": max_tokens}
     prepared = placed.prepared
     choice, cache = prepared.choice, prepared.request.cache
-    params = weave_params(placed.prompt, choice, placed.promotion, raisable=prepared.raisable, mean=prepared.mean)
+    promotion = placed.arranged.promotion
+    params = weave_params(placed.prompt, choice, promotion, raisable=prepared.raisable, mean=prepared.mean)
     if params is not None and cache is CacheUse.READ:
         params[CACHE] = str(cache)
     if params is None or cache is CacheUse.OFF:

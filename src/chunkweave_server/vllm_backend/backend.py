@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
-from chunkweave.conversation.registry import Conversations
 from chunkweave.conversation.turns import TurnBuilder
 from chunkweave.models.gguf import is_bundled_reader
 from chunkweave.ordering.ordering import ChunkOrder
@@ -172,7 +171,6 @@ class VllmBackend:
         prepared = await self._threads.run(
             submission.tenant,
             lambda: preparer.prepare(submission.request, submission.method_request, build=build),
-            undo=lambda prepared: in_thread(lambda: preparer.abandon(prepared)),
         )
         body = self._upstream_body(submission.body, prepared)
         parsing = self._parsing(submission.body)
@@ -327,7 +325,7 @@ class VllmBackend:
         return RequestPreparer(
             builder,
             chooser,
-            TurnBuilder(builder, Conversations(settings.conversations), most_tokens),
+            TurnBuilder(builder, deduplicate=settings.ordering.deduplicate),
             most_tokens,
             passages=passages,
             neutral_tokens=settings.capture.neutral_tokens,

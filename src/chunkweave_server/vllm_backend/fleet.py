@@ -13,7 +13,7 @@ from pathlib import Path
 
 from chunkweave.config import StoreConfig
 from chunkweave.conversation.prepare import PreparedRequest
-from chunkweave.ordering.arrangement import COUNTS_FILE, Arranged, Arranger, Promotion
+from chunkweave.ordering.arrangement import COUNTS_FILE, Arranged, Arranger
 from chunkweave.planning.adaptive_methods import promoted_length
 from chunkweave.planning.method import reuses_nothing
 from chunkweave.planning.method_choice import MethodChoice
@@ -67,11 +67,6 @@ class Placed:
     def prompt(self) -> Prompt:
         """The prompt in the replica's order."""
         return self.arranged.prompt
-
-    @property
-    def promotion(self) -> Promotion | None:
-        """How far its exact prefix may grow; None in a conversation, which stores everything for its next turn."""
-        return self.arranged.promotion if self.prepared.turn is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,11 +300,16 @@ class Fleet:
             replica.found_tokens += found.cached_tokens
             if found.store_tokens is not None:
                 contents.resize(min(found.store_tokens, self._fleet.mirror_tokens))
-            continued = frozenset[ChunkId]() if placed.promotion is None else placed.promotion.continued
+            promotion = placed.arranged.promotion
+            continued = frozenset[ChunkId]() if promotion is None else promotion.continued
             sources = zip(placed.prompt.parts, found.sources, strict=True)
             stored = [None if part.id in continued else source for part, source in sources if part.id is not None]
             contents.correct(path, sizes, stored, weaves=weaves)
-        if not weaves and placed.promotion is not None and (kept := placed.promotion.kept) is not None:
+        if (
+            not weaves
+            and placed.arranged.promotion is not None
+            and (kept := placed.arranged.promotion.kept) is not None
+        ):
             head = sum(part.kind is PartKind.SYSTEM for part in placed.prompt.parts)
             known = contents.tree.match(path).nodes - head
             length = head + promoted_length([chunk in kept for chunk in path[head:]], max(0, known))

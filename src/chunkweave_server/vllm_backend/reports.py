@@ -246,7 +246,7 @@ def reuse_report(
     recomputed = sorted(said.get("recomputed") or ())
     checked, stopped = tuple(said.get("check_layers") or ()), said.get("stopped_at_layer")
     outcome = Outcome(choice.method, counts, sources, recomputed, checked, stopped)
-    report = build_report(placed.arranged, choice, placed.prepared.content, outcome, durations, new_tokens)
+    report = build_report(placed.arranged, choice, placed.prepared.not_sent, outcome, durations, new_tokens)
     return replace(
         report,
         recompute_fraction=float(said.get("recompute_fraction") or 0.0),

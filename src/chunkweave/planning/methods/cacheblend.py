@@ -10,7 +10,7 @@ from chunkweave.planning.method import (
     prefer_mean,
     required_spans,
     reuse_every_hit,
-    stale_spans,
+    reused_spans,
 )
 from chunkweave.planning.plan import Evidence, KeepTop, Pass, Plan
 from chunkweave.store.index import PromptLookup
@@ -41,7 +41,7 @@ class CacheBlend:
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
         """One pass that starts with every token of every reused chunk and narrows at the check layers."""
         parts = reuse_every_hit(lookup, prefer_mean)
-        candidates = stale_spans(parts)
+        candidates = reused_spans(parts)
         total = sum(len(span) for span in candidates)
         required = required_spans(parts)
         if not total or not self._ratio:

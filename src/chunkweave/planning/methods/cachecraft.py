@@ -6,7 +6,7 @@ from math import ceil, inf
 from typing import ClassVar
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import ALPHA_BUDGET, MethodSettings, required_spans, settled_part
+from chunkweave.planning.method import ALPHA_BUDGET, MethodSettings, exact_part, required_spans
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, RecomputeScore, StopUnfocused
 from chunkweave.planning.scores import LEAST_CHUNKS, coverage, order_penalty, prefix_overlap, recompute_share
 from chunkweave.prompt.parts import PartKind
@@ -70,7 +70,7 @@ class CacheCraft:
         parts: list[PartPlan] = []
         candidates: list[Scattered] = []
         for entry in lookup.parts:
-            part = settled_part(entry)
+            part = exact_part(entry)
             if part is None and entry.variants and entry.part.id is not None:
                 record, score = self._choose(entry.variants, prefix)
                 contexts = len(record.contexts)

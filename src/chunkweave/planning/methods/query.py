@@ -14,8 +14,7 @@ from chunkweave.planning.method import (
     prefer_mean,
     required_spans,
     reuse_every_hit,
-    stale_offsets,
-    stale_spans,
+    reused_spans,
 )
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, TopBy, Watch
 from chunkweave.prompt.parts import PartKind
@@ -70,7 +69,7 @@ class QueryAware:
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
         """A pass that watches the question, and one or two over what it read; a single pass if there is no choice."""
         parts = reuse_every_hit(lookup, prefer_mean)
-        candidates = stale_spans(parts)
+        candidates = reused_spans(parts)
         total = sum(len(span) for span in candidates)
         budget = ceil(self._ratio * total)
         question = parts[-1]
@@ -129,5 +128,6 @@ def _weights(parts: Sequence[PartPlan], profiles: dict[Span, AttentionProfile]) 
     return tuple(
         profiles[part.span].outward[offset] if part.span in profiles else unknown
         for part in parts
-        for offset in stale_offsets(part)
+        if part.kv_source is KVSource.REUSED
+        for offset in range(len(part.span))
     )
