@@ -29,7 +29,6 @@ from rich.console import Console
 from rich.table import Table
 
 from chunkweave.config import ReuseConfig
-from chunkweave.engine.profiling import drop_page_cache
 from chunkweave.engine.runner import Runner
 from chunkweave.kv.segment import CODECS, Codec, SegmentKV, SegmentSource
 from chunkweave.models.loading import load_shape
@@ -42,6 +41,7 @@ from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId, SegmentId
+from chunkweave.weaving.stores import drop_page_cache
 
 FINGERPRINT = "b" * 32
 PIECE_BYTES = 1 << 20

@@ -35,7 +35,7 @@ from docs_tables import markdown_table
 
 from chunkweave.calibration.contenders import make_contenders
 from chunkweave.config import AttentionKernel, ComputeConfig
-from chunkweave.engine.profiling import drop_page_cache, kv_bytes_per_token
+from chunkweave.engine.profiling import kv_bytes_per_token
 from chunkweave.engine.runner import Runner
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import ReuseMethod
@@ -44,6 +44,7 @@ from chunkweave.prompt.parts import Prompt
 from chunkweave.tiers.device import DeviceTier, host_memory_for, moved_into
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
+from chunkweave.weaving.stores import drop_page_cache
 
 CHUNK_TOKENS = 512
 METHODS = ["full", "cacheblend@0.15", "query@0.05", "epic@0.05", "full-reuse", "cacheblend@1"]

@@ -13,7 +13,6 @@ from typing import Any
 
 from chunkweave.calibration.prompts import alone_prompts
 from chunkweave.config import ReuseConfig
-from chunkweave.engine.profiling import drop_page_cache, measure_throughput
 from chunkweave.engine.runner import Prefilled, Runner
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
@@ -29,7 +28,7 @@ from chunkweave.testing import Link, ThrottledTier
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
-from chunkweave.types import SegmentId
+from chunkweave.weaving.stores import drop_page_cache, measure_throughput
 
 QUOTIENTS = (0.25, 0.5, 1.0, 2.0, 4.0)
 MEMORY, PREFETCH = "memory", "layer-wise + prefetch"
@@ -202,12 +201,7 @@ class _Bench:
         """`cost` with a tier's throughput, measured with two other segments of the maximum length here."""
         model = self._slow.model
 
-        def forget(_segment: SegmentId) -> None:
-            self._before()
-
-        speed = measure_throughput(
-            tier, model.geometry, model.dtype, tokens=max(self._tokens), segments=2, drop_cache=forget
-        )
+        speed = measure_throughput(tier, model.geometry, model.dtype, tokens=max(self._tokens), segments=2)
         return replace(cost, tier_bytes_per_s={**cost.tier_bytes_per_s, name: speed})
 
     def rows(self, tier: str, quotient: float, times: dict[str, list[float]], cost: CostModel) -> Iterator[LoadingRow]:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 COMMANDS = (
     "",
     *("ask", "chat", "demo", "serve", "vllm-serve", "status", "server", "server warm", "config", "config show", "keys"),
-    *("ingest", "corpus", "corpus list", "cache", "cache warm", "cache clear", "profile", "advise", "models"),
+    *("ingest", "corpus", "corpus list", "cache", "cache warm", "cache clear", "models"),
     *("calibrate", "adapt", "bench", "bench quality", "bench fidelity", "simulate", "analyze"),
 )
 
@@ -36,7 +36,7 @@ def test_the_package_runs_as_a_module():
     assert (done.returncode, done.stdout) == (0, f"chunkweave {chunkweave.__version__}\n"), done.stderr
 
 
-@pytest.mark.parametrize("command", ["demo", "serve", "calibrate", "adapt", "profile", "bench fidelity", "bench ttft"])
+@pytest.mark.parametrize("command", ["demo", "serve", "calibrate", "adapt", "bench fidelity", "bench ttft"])
 def test_threads_are_an_option_of_what_computes(command):
     assert "--threads" in invoke(*command.split(), "--help").output
 

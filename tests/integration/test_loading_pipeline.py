@@ -11,7 +11,7 @@ import torch
 
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.prefill import PrefillJob
-from chunkweave.engine.profiling import kv_bytes_per_token, measure_throughput, profile_prefill
+from chunkweave.engine.profiling import kv_bytes_per_token, profile_prefill
 from chunkweave.engine.runner import Runner
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import SegmentHeldUp, SegmentKV, SegmentLate, SegmentLost
@@ -26,6 +26,7 @@ from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
 from chunkweave.types import Span
 from chunkweave.weaving.segments import PlanSources
+from chunkweave.weaving.stores import measure_throughput
 from chunkweave_lab.loading import (
     MEMORY,
     MODES,

@@ -289,6 +289,19 @@ def test_what_prefill_costs_is_measured_where_a_policy_asks_for_it_and_nothing_i
 
 def test_a_cost_model_that_is_none_is_refused(tmp_path):
     (tmp_path / "none.json").write_text("{}")
-    for name in ("none.json", "missing.json"):
-        with pytest.raises(UsageError, match="cost_model"):
-            settings_of(cost_model=tmp_path / name)
+    with pytest.raises(UsageError, match="cost_model"):
+        settings_of(cost_model=tmp_path / "none.json")
+
+
+@pytest.mark.backend("engine")
+def test_a_cost_model_that_does_not_exist_is_measured_at_the_start(serve, tmp_path):
+    path = tmp_path / "costs.json"
+    first = serve(cost_model=path, cache_dir=tmp_path / "kv", remote_url=f"file://{tmp_path / 'remote'}")
+    cost = CostModel.read(path)
+    assert first.engine.runner.cost == cost
+    assert cost.prefill(100) > 0
+    assert set(cost.tier_bytes_per_s) == {"disk", "remote"}
+    assert all(rate > 0 for rate in cost.tier_bytes_per_s.values())
+    assert not list(tmp_path.rglob("*.safetensors")), "what was written to measure is gone"
+    again = serve(cost_model=path, cache_dir=tmp_path / "kv")
+    assert again.engine.runner.cost == cost, "measured once"

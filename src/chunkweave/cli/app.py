@@ -20,7 +20,6 @@ from chunkweave.cli.console import stderr
 from chunkweave.cli.corpus import ingest
 from chunkweave.cli.demo import demo
 from chunkweave.cli.models import models
-from chunkweave.cli.profile import advise, profile
 from chunkweave.cli.vllm_check import vllm_check
 from chunkweave.errors import ChunkweaveError, UsageError, install_extra
 
@@ -87,8 +86,6 @@ for asking in (ask, chat, demo):
 app.command(rich_help_panel=_SERVE)(running_server.status)
 app.command("vllm-check", rich_help_panel=_SERVE, context_settings=_FLAGS_OF_OTHERS)(vllm_check)
 app.command(rich_help_panel=_KEEP)(ingest)
-for measuring in (profile, advise):
-    app.command(rich_help_panel=_MEASURE)(measuring)
 for about_models in (models, calibrate):
     app.command(rich_help_panel=_MODELS)(about_models)
 for change in (clear, warm, pin, unpin, export):

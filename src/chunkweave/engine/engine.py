@@ -40,7 +40,7 @@ from chunkweave.store.shared_folder import require_writable
 from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import Staging
 from chunkweave.types import Chunk, SegmentId
-from chunkweave.weaving.stores import agreed_dtype, eviction_cost, open_store
+from chunkweave.weaving.stores import agreed_dtype, eviction_cost, loading_costs, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +154,7 @@ class Engine:
             measure = partial(quick_profile, loaded.model, loaded.fingerprint)
             weighed = eviction_cost(config, loaded.fingerprint, cost, measure, MEASURED_BY_ENGINE)
             store = open_store(config, loaded.fingerprint, loaded.model.device, cost=weighed)
+            cost = loading_costs(config.cost_model, cost, measure, store, loaded.model.geometry, loaded.model.dtype)
             staging = Staging(config.device_staging_bytes)
         self.store: TieredStore[SegmentSource] = store
         self.builder = PromptBuilder(loaded.tokenizer, template or template_for(loaded.tokenizer), loaded.fingerprint)

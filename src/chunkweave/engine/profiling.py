@@ -1,10 +1,8 @@
 """Measures a cost model: prefill time over a grid of (cached, new) tokens, and read throughput of tiers."""
 
-import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
-from pathlib import Path
 from random import Random
 from statistics import median
 
@@ -12,18 +10,16 @@ import torch
 
 from chunkweave.config import ReuseConfig
 from chunkweave.engine.runner import Runner
-from chunkweave.kv.segment import SegmentKV, SegmentSource
+from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.cost import CostModel, measured_quickly
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave.store.level import Level
-from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore
-from chunkweave.store.tier import Tier
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier
-from chunkweave.types import Geometry, SegmentId
+from chunkweave.types import Geometry
 
 CACHED_TOKENS = (0, 512, 2048)
 NEW_TOKENS = (32, 128, 512, 2048)
@@ -85,41 +81,6 @@ def kv_bytes_per_token(geometry: Geometry, dtype: torch.dtype) -> int:
     return geometry.kv_elements_per_token() * torch.finfo(dtype).bits // 8
 
 
-def measure_throughput(
-    tier: Tier[SegmentSource],
-    geometry: Geometry,
-    dtype: torch.dtype,
-    *,
-    tokens: int = 512,
-    segments: int = 8,
-    drop_cache: Callable[[SegmentId], None] = lambda _segment: None,
-) -> float:
-    """Bytes of in-memory KV per second when a tier is read layer by layer. Deletes the segments that it writes for
-    that.
-
-    `drop_cache` evicts a segment's file from the page cache, so that the device is measured.
-    """
-    rng = Random("throughput")
-    records = []
-    shape = (geometry.num_layers, 2, tokens, geometry.num_kv_heads, geometry.head_dim)
-    for _ in range(segments):
-        ids = tuple(rng.randrange(1 << 20) for _ in range(tokens))
-        kv = SegmentKV(torch.randn(shape, dtype=dtype))
-        record = SegmentRecord.of(chunk_id("throughput", "", ids), (), ids, exact=True, nbytes=kv.nbytes)
-        tier.put(record, kv)
-        records.append(record)
-    try:
-        for record in records:
-            drop_cache(record.id)
-        started = time.perf_counter()
-        sources = [source for record in records if (source := tier.get(record.id)) is not None]
-        read = sum(source.layer(layer).nbytes for layer in range(geometry.num_layers) for source in sources)
-        return read / (time.perf_counter() - started)
-    finally:
-        for record in records:
-            tier.delete(record.id)
-
-
 def _time_prefill(runner: Runner, cached: int, new: int, repeats: int) -> float:
     rng = Random(f"{cached} {new}")
     vocabulary = runner.model.geometry.vocab_size
@@ -137,19 +98,3 @@ def _time_prefill(runner: Runner, cached: int, new: int, repeats: int) -> float:
         prefilled = runner.prefill(prompt, prefix, capture=False)
         times.append(time.perf_counter() - started - prefilled.load_s)
     return median(times)
-
-
-def drop_page_cache(paths: Iterable[Path]) -> None:
-    """Evict these files from the page cache, where the system supports it.
-
-    Dirty pages are written first; otherwise they would stay cached.
-    """
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for path in paths:
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)

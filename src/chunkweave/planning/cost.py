@@ -95,7 +95,9 @@ class CostModel:
                 fingerprint=data["fingerprint"],
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DocumentError(f"{path} is no cost model ({error}); make one with `chunkweave profile`") from error
+            raise DocumentError(
+                f"{path} is no cost model ({error}); remove it, and the next start measures anew"
+            ) from error
 
 
 def _bracket(axis: Sequence[int], value: float) -> tuple[int, int, float]:
@@ -114,18 +116,18 @@ MEASURED_BY_VLLM = "prefill-vllm.json"
 
 
 def cost_model_path(cache_dir: Path, fingerprint: str) -> Path:
-    """Path that `chunkweave profile` writes and that is read at a start."""
+    """Path of a model's costs in a cache folder; they are read at a start."""
     return cache_dir / fingerprint / COST_FILE
 
 
 def given_cost_model(path: Path | None, fingerprint: str | None) -> CostModel | None:
-    """The cost model in the file that a setting names; None without a file. Any model is accepted without
-    `fingerprint`.
+    """The cost model in the file that a setting names; None without a file, or if it does not exist yet. Any model is
+    accepted without `fingerprint`.
 
     Raises:
         UsageError: the file cannot be read, or was measured with another model.
     """
-    if path is None:
+    if path is None or not path.expanduser().exists():
         return None
     try:
         cost = CostModel.read(path.expanduser())
@@ -281,15 +283,6 @@ def known_shape(name: str) -> KnownShape:
 
 
 @dataclass(frozen=True, slots=True)
-class StorageDevice:
-    """A device that can store segments: its name in the cost model, its throughput, and its price."""
-
-    name: str
-    bytes_per_s: float
-    price_per_gib_hour: float
-
-
-@dataclass(frozen=True, slots=True)
 class LoadingChoice:
     """The loading controller's decision, with the expected delays in seconds.
 
@@ -320,21 +313,6 @@ def ratio_that_hides(prefill_s: float, load_s: float, *, least_ratio: float, hea
     equal = max(0.0, load_s - head_s) / prefill_s if prefill_s else 0.0
     ratio = min(1.0, max(least_ratio, equal))
     return LoadingChoice(ratio, load_s, ratio * prefill_s, head_s)
-
-
-def choose_device(cost: CostModel, tokens: int, devices: Sequence[StorageDevice], *, ratio: float) -> StorageDevice:
-    """The cheapest device whose loading hides behind recomputing `ratio` of the tokens, else the fastest.
-
-    Raises:
-        ValueError: there are no devices.
-    """
-    if not devices:
-        raise ValueError("no storage devices to choose from")
-    budget_s = ratio * cost.prefill(tokens)
-    hidden = [d for d in devices if tokens * cost.kv_bytes_per_token / d.bytes_per_s <= budget_s]
-    if hidden:
-        return min(hidden, key=lambda device: (device.price_per_gib_hour, -device.bytes_per_s))
-    return max(devices, key=lambda device: device.bytes_per_s)
 
 
 def preload_depth(num_layers: int, prefill_s: float, load_s: float) -> int:

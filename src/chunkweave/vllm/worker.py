@@ -47,7 +47,7 @@ from chunkweave.vllm.weave import CapturedParts, Choices, WeaveJob
 from chunkweave.vllm.weave_queue import Alone, PreparedWeave, QueuedWeave, RankFailedError, ReadAhead, WeaveQueue
 from chunkweave.weaving.means import Means
 from chunkweave.weaving.segments import Prefetch, WeavingStore, loading_now, reads_of
-from chunkweave.weaving.stores import eviction_cost, eviction_order, open_store, store_counts
+from chunkweave.weaving.stores import eviction_cost, eviction_order, loading_costs, open_store, store_counts
 
 logger = logging.getLogger("vllm.chunkweave")
 
@@ -105,8 +105,7 @@ class ConnectorWorker:
 
         `replica` is the number of the engine among those that vLLM runs in parallel (`--data-parallel-size`). Weaves
         take at most `room_bytes` of device memory at once; a prompt that needs more is computed by vLLM. `measure`
-        measures prefill here, for a policy that weighs it, if no `cost_model` is given; the file of `chunkweave
-        profile` in the cache folder has our own engine's times.
+        measures prefill here, for a policy that weighs it, and for a `cost_model` that does not exist yet.
         """
         ranks = Alone() if ranks is None else ranks
         self._room_bytes = room_bytes
@@ -121,7 +120,14 @@ class ConnectorWorker:
         weighed = eviction_cost(kept, named, given, measure, MEASURED_BY_VLLM)
         self._store = open_store(settings.store, named, layers.device, self._streams, weighed)
         self._memory = host_memory_for(layers.device, settings.store.most_pinned_bytes)
-        self._cost = given or stored_cost_model(settings.store.cache_dir, named)
+        self._cost = loading_costs(
+            settings.store.cost_model,
+            given or stored_cost_model(settings.store.cache_dir, named),
+            measure if ranks.size == 1 else None,
+            self._store,
+            layers.geometry,
+            layers.paged.stored_dtype,
+        )
         self._weaving_store = WeavingStore(
             self._store,
             layers.geometry,

@@ -1,9 +1,10 @@
 """Opens the tiered store of a configuration."""
 
 import logging
+import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from heapq import nsmallest
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 
 from chunkweave.config import DTYPES_ON_CPU, StoreConfig
 from chunkweave.errors import DocumentError
-from chunkweave.kv.segment import SegmentSource
+from chunkweave.kv.segment import SegmentKV, SegmentSource
 from chunkweave.planning.cost import CostModel, cost_model_path, stored_cost_model
+from chunkweave.prompt.parts import chunk_id
 from chunkweave.store.eviction import PrefillSeconds, make_policy, weighs_cost
 from chunkweave.store.level import BackgroundWriter, Level, VariantLimits
 from chunkweave.store.records import SegmentRecord
@@ -22,7 +24,8 @@ from chunkweave.store.shared_folder import Tombstones, locked_folder, pinned_seg
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import SharedTier, Tier
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.types import SegmentId
+from chunkweave.tiers.segment_file import DiskSegment
+from chunkweave.types import Geometry, SegmentId
 
 if TYPE_CHECKING:
     from chunkweave.tiers.device import Streams
@@ -40,8 +43,7 @@ def eviction_cost(
     """The compute costs for a policy that weighs them (RAGCache §5.1 eq. 2); None for other policies.
 
     The result is `known`, else the measurement of an earlier start with the same folder, else a new measurement. It is
-    stored in the folder under `name`, separate from the file of `chunkweave profile`: it knows nothing about tiers, so
-    loading decisions use only a profile.
+    stored in the folder under `name`. It knows nothing about tiers, so loading decisions do not use it.
     """
     if not weighs_cost(config.policy):
         return None
@@ -59,6 +61,77 @@ def eviction_cost(
         except OSError as error:
             logger.warning("the measured prefill times cannot be stored in %s: %s", path, error)
     return cost
+
+
+def loading_costs(
+    path: Path | None,
+    cost: CostModel | None,
+    measure: Callable[[], CostModel] | None,
+    store: TieredStore[SegmentSource],
+    geometry: Geometry,
+    dtype: torch.dtype,
+) -> CostModel | None:
+    """The costs by which segments are loaded or computed: `cost`, else, if a `path` is set, measured and written there.
+
+    Prefill is measured in about two seconds, each slow tier by reading a few segments.
+    """
+    if cost is not None or path is None or measure is None:
+        return cost
+    slow = [level for level in store.levels if level.background]
+    rates = {level.name: measure_throughput(level.store.tier, geometry, dtype) for level in slow}
+    cost = replace(measure(), tier_bytes_per_s=rates)
+    try:
+        cost.save(path.expanduser())
+    except OSError as error:
+        logger.warning("the measured costs cannot be written to %s: %s", path, error)
+    return cost
+
+
+def measure_throughput(
+    tier: Tier[SegmentSource],
+    geometry: Geometry,
+    dtype: torch.dtype,
+    *,
+    tokens: int = 512,
+    segments: int = 4,
+) -> float:
+    """Bytes of in-memory KV per second when a tier is read layer by layer. Deletes the segments that it writes.
+
+    Their files are evicted from the page cache first, so that the device is measured.
+    """
+    records = []
+    shape = (geometry.num_layers, 2, tokens, geometry.num_kv_heads, geometry.head_dim)
+    for number in range(segments):
+        ids = tuple(range(number, number + tokens))
+        kv = SegmentKV(torch.randn(shape, dtype=dtype))
+        record = SegmentRecord.of(chunk_id("throughput", "", ids), (), ids, exact=True, nbytes=kv.nbytes)
+        tier.put(record, kv)
+        records.append(record)
+    try:
+        sources = [source for record in records if (source := tier.get(record.id)) is not None]
+        drop_page_cache(source.path for source in sources if isinstance(source, DiskSegment))
+        started = time.perf_counter()
+        read = sum(source.layer(layer).nbytes for layer in range(geometry.num_layers) for source in sources)
+        return read / (time.perf_counter() - started)
+    finally:
+        for record in records:
+            tier.delete(record.id)
+
+
+def drop_page_cache(paths: Iterable[Path]) -> None:
+    """Evict these files from the page cache, where the system supports it.
+
+    Dirty pages are written first; otherwise they would stay cached.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in paths:
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
 
 
 def open_store(
