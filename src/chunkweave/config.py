@@ -188,8 +188,8 @@ class StoreConfig:
     policy: str = setting("lru", "Eviction policy.", plugins=POLICIES)
     cost_model: Path | None = setting(
         None,
-        "File of prefill times and tiers' speeds, by which segments are loaded or computed; measured and written at the "
-        "first start. none: all are loaded.",
+        "File of prefill times and tiers' speeds, by which segments are loaded or computed; measured and "
+        "written at the first start. none: all are loaded.",
     )
     device_budget_bytes: int = setting(
         0, "Maximum accelerator memory for segments, besides vLLM's own; 0: host only.", least=0

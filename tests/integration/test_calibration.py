@@ -349,7 +349,7 @@ def test_a_cache_folders_own_record_counts_there(checkpoint, tmp_path):
     with Engine.load(folder, dtype="float32", store=StoreConfig(cache_dir=cache)) as engine:
         assert engine.calibration == read_records(place)[0]
         assert engine.generate("Why?", TEXTS, max_new_tokens=1).report.why == "calibrated"
-    assert invoke("cache", "check", cache).exit_code == 0
+    assert invoke("cache", "verify", cache).exit_code == 0
     with Engine.load(folder, dtype="float32") as engine:
         assert engine.calibration is None
 

@@ -1,16 +1,15 @@
-"""`--cache-dir` and `chunkweave cache` on the small shape: restarts, listing, damage, removal, copies, pins."""
+"""`--cache-dir` and `chunkweave cache` on the small shape: restarts, sums, damage, removal."""
 
 import json
-import tarfile
-import time
+import shutil
 from pathlib import Path
 
 import pytest
 
-from chunkweave.cli import cache_changes
 from chunkweave.engine.engine import Engine
 from chunkweave.errors import DocumentError
 from chunkweave.planning.cost import CostModel, cost_model_path, stored_cost_model
+from chunkweave.store.records import SegmentRecord
 from chunkweave.store.shared_folder import PinFile, pinned_segments
 from chunkweave.tiers.segment_file import read_header
 from chunkweave.types import SegmentId
@@ -44,8 +43,7 @@ def made(tmp_path_factory) -> Path:
 def cache(made: Path, tmp_path: Path) -> Path:
     """A copy of it that a test may spoil."""
     target = tmp_path / "cache"
-    done = invoke("cache", "export", made, target, "--all")
-    assert done.exit_code == 0, done.output
+    shutil.copytree(made, target)
     return target
 
 
@@ -70,6 +68,10 @@ def ask(cache: Path, docs: Path, *more: object):
 
 def segment_files(cache: Path) -> list[Path]:
     return sorted(cache.glob("*/??/*.safetensors"))
+
+
+def records_in(cache: Path) -> list[SegmentRecord]:
+    return [read_header(path).record for path in segment_files(cache)]
 
 
 def flip(path: Path, place: int) -> None:
@@ -131,23 +133,6 @@ def test_store_options_that_mean_nothing_are_usage_errors(tmp_path, more, said):
     assert said in done.stderr
 
 
-def test_ls_shows_every_segment_and_filters(made):
-    listed = as_json("cache", "ls", made)
-    assert listed["found"] == len(segment_files(made)) == 3
-    one = next(row for row in listed["segments"] if row["document"] == "short.md")
-    path = next(path for path in segment_files(made) if path.stem == one["id"])
-    assert one["bytes"] == path.stat().st_size
-    assert (one["exact"], one["context_parts"], one["codec"], one["pinned"]) == (True, 0, "raw", False)
-    assert 0 <= one["age_s"] < 600
-    assert one["fingerprint"] == path.parents[1].name
-    assert as_json("cache", "ls", made, "--document", "long.md")["found"] == 2
-    assert as_json("cache", "ls", made, "--chunk", one["chunk"][:8])["found"] == 1
-    assert len(as_json("cache", "ls", made, "--limit", 1)["segments"]) == 1
-    table = invoke("cache", "ls", made, "--fingerprint", one["fingerprint"][:6]).stdout
-    assert "long.md#1" in table
-    assert "3 segments" in table
-
-
 def test_stats_add_up(cache):
     flip(segment_files(cache)[0], 100)
     (cache / "notes.txt").write_text("not ours", encoding="utf-8")
@@ -159,31 +144,31 @@ def test_stats_add_up(cache):
     assert "By document" in invoke("cache", "stats", cache).stdout
 
 
-def test_check_finds_damage_and_repairs_only_that(cache):
-    assert as_json("cache", "check", cache)["sound"] == 3
+def test_verify_finds_damage_and_repairs_only_that(cache):
+    assert as_json("cache", "verify", cache)["sound"] == 3
     header, data, whole = segment_files(cache)
     flip(header, 100)
     flip(data, -1)
     foreign = whole.with_name("notes.txt")
     foreign.write_text("not ours", encoding="utf-8")
-    found = as_json("cache", "check", cache, code=1)
+    found = as_json("cache", "verify", cache, code=1)
     assert (found["sound"], found["wrong"], found["repaired"]) == (1, 2, 0)
     assert {row["problem"] for row in found["problems"]} == {"corrupt", "foreign"}
     assert header.exists()
     assert data.exists()
-    repaired = as_json("cache", "check", cache, "--repair")
+    repaired = as_json("cache", "verify", cache, "--repair")
     assert (repaired["wrong"], repaired["repaired"]) == (0, 2)
     assert segment_files(cache) == [whole]
     assert foreign.exists()
-    assert "sound: 1 segment;" in invoke("cache", "check", cache).stdout
+    assert "sound: 1 segment;" in invoke("cache", "verify", cache).stdout
 
 
-def test_check_removes_nothing_that_the_system_would_not_read(cache, monkeypatch):
+def test_verify_removes_nothing_that_the_system_would_not_read(cache, monkeypatch):
     def unread(*_arguments):
         raise OSError("no descriptors left")
 
     monkeypatch.setattr("chunkweave.tiers.segment_file._read_into", unread)
-    found = as_json("cache", "check", cache, "--repair", code=1)
+    found = as_json("cache", "verify", cache, "--repair", code=1)
     assert {row["problem"] for row in found["problems"]} == {"unreadable"}
     assert len(segment_files(cache)) == 3
 
@@ -193,7 +178,7 @@ def test_clear_removes_a_document_from_disk_and_remote(documents, tmp_path):
     url = f"file://{remote}"
     done = warm(cache, documents, "--remote-url", url)
     assert done.exit_code == 0, done.output
-    doomed = {row["id"] for row in as_json("cache", "ls", cache, "--document", "d0.md")["segments"]}
+    doomed = {record.id for record in records_in(cache) if record.document == "d0.md"}
     other = {path.stem for path in segment_files(cache)} - doomed
     next(path for path in segment_files(cache) if path.stem in doomed).unlink()  # only the remote has it now
     cleared = as_json("cache", "clear", cache, "--document", "d0.md", "--remote-url", url)
@@ -209,7 +194,7 @@ def test_clear_says_when_the_remote_does_not_answer(cache, monkeypatch):
     done = invoke("cache", "clear", cache, "--document", "short.md", "--remote-url", "memory://nowhere")
     assert done.exit_code == 1
     assert "run this command again" in done.stdout
-    assert as_json("cache", "ls", cache, "--document", "short.md")["found"] == 0
+    assert "short.md" not in {record.document for record in records_in(cache)}
 
 
 def test_clear_asks_before_it_removes_everything(cache):
@@ -222,16 +207,13 @@ def test_clear_asks_before_it_removes_everything(cache):
     assert foreign.exists()
 
 
-def test_clear_by_chunk_fingerprint_and_age(cache, monkeypatch):
-    rows = as_json("cache", "ls", cache)["segments"]
-    assert as_json("cache", "clear", cache, "--chunk", rows[0]["chunk"])["removed"] == 1
-    assert as_json("cache", "clear", cache, "--older-than", "1h")["removed"] == 0
-    as_json("cache", "pin", cache, "--segment", rows[1]["id"])
-    later = time.time() + 7200
-    monkeypatch.setattr(cache_changes.time, "time", lambda: later)
-    assert as_json("cache", "clear", cache, "--older-than", "1h")["removed"] == 1
-    assert [path.stem for path in segment_files(cache)] == [rows[1]["id"]]
-    assert as_json("cache", "clear", cache, "--fingerprint", rows[1]["fingerprint"][:6])["removed"] == 1
+def test_clear_by_chunk_and_fingerprint(cache):
+    record, other, _ = records_in(cache)
+    PinFile(cache).add(segment_files(cache)[0].parents[1].name, [record.id, other.id])
+    assert as_json("cache", "stats", cache)["models"][0]["pinned"] == 2
+    assert as_json("cache", "clear", cache, "--chunk", record.chunk_id[:12])["removed"] == 1
+    (fingerprint,) = {path.parents[1].name for path in segment_files(cache)}
+    assert as_json("cache", "clear", cache, "--fingerprint", fingerprint[:6])["removed"] == 2
     assert PinFile(cache).read() == {}
 
 
@@ -290,10 +272,9 @@ FEW = ("--context-count", 2, "--context-tokens", 1)
 """Two contexts of one chunk each: a mean reads two of the other documents, and not all of them."""
 
 
-def means_in(cache: Path) -> dict[str, dict]:
+def means_in(cache: Path) -> dict[str, SegmentRecord]:
     """The mean of each document."""
-    rows = as_json("cache", "ls", cache)["segments"]
-    return {row["document"]: row for row in rows if row["contexts"]}
+    return {record.document: record for record in records_in(cache) if record.contexts}
 
 
 def test_warm_computes_means_and_says_how_many(notes, tmp_path):
@@ -310,7 +291,7 @@ def test_warm_computes_means_and_says_how_many(notes, tmp_path):
         "missing": 0,
         "means": 5,
     }
-    assert again["bytes"] == sum(row["bytes"] for row in means_in(cache).values())
+    assert again["bytes"] == sum(row.nbytes for row in means_in(cache).values())
     bundled = json.loads(warm(tmp_path / "other", notes, "--json").stdout)
     assert (bundled["computed"], bundled["means"]) == (5, 0)
 
@@ -334,23 +315,10 @@ def test_warm_in_contexts_goes_on_where_it_was(notes, tmp_path, monkeypatch):
     second = json.loads(warm_in_contexts(cache, notes, *FEW, "--json").stdout)
     assert (second["computed"], second["present"]) == (5 - len(done), len(done))
     assert means_in(cache).keys() == {path.name for path in notes.iterdir()}
-    assert {name: row["id"] for name, row in means_in(cache).items() if name in done} == {
-        name: row["id"] for name, row in done.items()
+    assert {name: row.id for name, row in means_in(cache).items() if name in done} == {
+        name: row.id for name, row in done.items()
     }
-    rows = as_json("cache", "ls", cache)["segments"]
-    assert [row for row in rows if row["document"] in done and not row["contexts"]] == []
-
-
-def test_ls_shows_what_a_segment_is_a_mean_of(notes, tmp_path, made):
-    cache = tmp_path / "cache"
-    assert warm_in_contexts(cache, notes, *FEW).exit_code == 0
-    row = means_in(cache)["bees.md"]
-    assert (row["contexts"], row["context_parts"], row["exact"]) == (2, 2, False)
-    assert row["read"] >= 3, "the instruction, a chunk in each context, and what these were computed behind"
-    assert "mean of 2" in invoke("cache", "ls", cache, "--document", "bees.md").stdout
-    rows = as_json("cache", "ls", made)["segments"]
-    assert {(one["contexts"], one["read"]) for one in rows} == {(0, 0)}
-    assert "mean of" not in invoke("cache", "ls", made).stdout
+    assert [one for one in records_in(cache) if one.document in done and not one.contexts] == []
 
 
 @pytest.mark.parametrize("named_by", ["document", "chunk"])
@@ -360,12 +328,12 @@ def test_clear_removes_all_that_has_read_a_document_and_nothing_else(notes, tmp_
     where = ("--remote-url", url) if remote else ()
     assert warm_in_contexts(cache, notes, *FEW, *where).exit_code == 0
     before, rows = {path.stem for path in segment_files(cache)}, means_in(cache)
-    of_each = {name: readers_of(cache, row["chunk"]) for name, row in rows.items()}
+    of_each = {name: readers_of(cache, row.chunk_id) for name, row in rows.items()}
     gone, readers = min(of_each.items(), key=lambda one: (not one[1], len(one[1])))
     row, others = rows[gone], rows.keys() - readers - {gone}
     assert readers
     assert others, "some documents were computed without it"
-    name = {"document": gone, "chunk": row["chunk"][:12]}[named_by]
+    name = {"document": gone, "chunk": row.chunk_id[:12]}[named_by]
     cleared = as_json("cache", "clear", cache, f"--{named_by}", name, *where)
     assert (cleared["readers"], cleared["removed"]) == (len(readers), 1 + len(readers))
     assert means_in(cache).keys() == others
@@ -376,21 +344,20 @@ def test_clear_removes_all_that_has_read_a_document_and_nothing_else(notes, tmp_
     (notes / gone).unlink()
     again = json.loads(warm_in_contexts(cache, notes, *FEW, "--json").stdout)
     assert again["computed"] == len(readers)
-    assert not readers_of(cache, row["chunk"])
+    assert not readers_of(cache, row.chunk_id)
 
 
 def readers_of(cache: Path, chunk: str) -> set[str]:
     """Documents of other chunks whose mean has read this one."""
-    records = [read_header(path).record for path in segment_files(cache)]
-    return {one.document for one in records if one.contexts and chunk in one.sources}
+    return {one.document for one in records_in(cache) if one.contexts and chunk in one.sources}
 
 
 def test_clear_finds_readers_that_only_the_remote_has(notes, tmp_path):
     cache, remote = tmp_path / "cache", tmp_path / "remote"
     where = ("--remote-url", f"file://{remote}")
     assert warm_in_contexts(cache, notes, *FEW, *where).exit_code == 0
-    chunk = means_in(cache)["lamp.md"]["chunk"]
-    doomed = {row["id"] for name, row in means_in(cache).items() if name in readers_of(cache, chunk) | {"lamp.md"}}
+    chunk = means_in(cache)["lamp.md"].chunk_id
+    doomed = {row.id for name, row in means_in(cache).items() if name in readers_of(cache, chunk) | {"lamp.md"}}
     for path in segment_files(cache):
         if path.stem in doomed:
             path.unlink()
@@ -402,34 +369,11 @@ def test_clear_finds_readers_that_only_the_remote_has(notes, tmp_path):
 def test_clear_finds_the_readers_of_a_chunk_that_is_evicted(notes, tmp_path):
     cache = tmp_path / "cache"
     assert warm_in_contexts(cache, notes, *FEW).exit_code == 0
-    chunk = means_in(cache)["lamp.md"]["chunk"]
-    assert as_json("cache", "clear", cache, "--segment", means_in(cache)["lamp.md"]["id"])["removed"] == 1
+    chunk = means_in(cache)["lamp.md"].chunk_id
+    next(path for path in segment_files(cache) if path.stem == means_in(cache)["lamp.md"].id).unlink()
     readers = readers_of(cache, chunk)
     assert readers, "one segment is no text to forget"
     assert as_json("cache", "clear", cache, "--chunk", chunk)["readers"] == len(readers)
-
-
-def test_clear_of_old_segments_or_one_leaves_what_has_read_them(notes, tmp_path):
-    cache = tmp_path / "cache"
-    assert warm_in_contexts(cache, notes, *FEW).exit_code == 0
-    row = means_in(cache)["lamp.md"]
-    for more in (("--older-than", "0s"), ("--segment", row["id"])):
-        cleared = as_json("cache", "clear", cache, "--document", "lamp.md", *more)
-        assert cleared["readers"] == 0
-    assert len(means_in(cache)) == 4
-
-
-def test_pins_come_and_go(cache):
-    assert as_json("cache", "pin", cache, "--document", "long.md") == {"matching": 2, "changed": 2}
-    assert as_json("cache", "pin", cache, "--document", "long.md")["changed"] == 0
-    rows = as_json("cache", "ls", cache)["segments"]
-    pinned = {row["id"] for row in rows if row["pinned"]}
-    assert {row["document"] for row in rows if row["pinned"]} == {"long.md"}
-    assert pinned_segments(cache, rows[0]["fingerprint"]) == pinned
-    assert (cache / "pins.json").stat().st_mode & 0o777 == 0o600
-    assert as_json("cache", "unpin", cache, "--segment", sorted(pinned)[0][:10])["changed"] == 1
-    assert as_json("cache", "stats", cache)["models"][0]["pinned"] == 1
-    assert invoke("cache", "pin", cache, "--document", "nowhere.md").exit_code == 2
 
 
 def test_a_damaged_pin_file_pins_nothing_and_is_not_overwritten(tmp_path, caplog):
@@ -441,41 +385,11 @@ def test_a_damaged_pin_file_pins_nothing_and_is_not_overwritten(tmp_path, caplog
     assert (tmp_path / "pins.json").read_text(encoding="utf-8") == "{"
 
 
-@pytest.mark.parametrize("kind", ["folder", "archive"])
-def test_an_export_is_a_cache_directory_elsewhere(made, tmp_path, kind):
-    elsewhere = tmp_path / "elsewhere"
-    if kind == "folder":
-        assert as_json("cache", "export", made, elsewhere, "--document", "long.md")["exported"] == 2
-    else:
-        assert as_json("cache", "export", made, tmp_path / "e.tar", "--document", "long.md")["exported"] == 2
-        with tarfile.open(tmp_path / "e.tar") as archive:
-            archive.extractall(elsewhere, filter="data")
-    copied = {path.relative_to(elsewhere): path.read_bytes() for path in segment_files(elsewhere)}
-    assert all(copied[name] == (made / name).read_bytes() for name in copied)
-    assert as_json("cache", "check", elsewhere)["sound"] == len(copied) == 2
-    assert {path.stat().st_mode & 0o777 for path in segment_files(elsewhere)} == {0o600}
-
-
-def test_an_export_leaves_out_what_is_damaged(cache, tmp_path):
-    flip(segment_files(cache)[0], -1)
-    exported = as_json("cache", "export", cache, tmp_path / "e.tar", "--all", code=1)
-    assert (exported["exported"], len(exported["left_out"])) == (2, 1)
-
-
-def test_an_export_overwrites_nothing_that_is_not_a_cache(made, tmp_path):
-    (tmp_path / "notes.txt").write_text("not ours", encoding="utf-8")
-    for target in (tmp_path, made, tmp_path / "no" / "folder", tmp_path / "no" / "e.tar"):
-        done = invoke("cache", "export", made, target, "--all")
-        assert done.exit_code == 2, done.output
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
-
-
-@pytest.mark.parametrize("command", ["ls", "stats", "check", "clear", "pin", "unpin", "export"])
+@pytest.mark.parametrize("command", ["stats", "verify", "clear"])
 def test_what_is_no_cache_directory_is_refused_untouched(command, tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "notes.txt").write_text("not ours", encoding="utf-8")
-    more = {"clear": ["--all", "--yes"], "export": [tmp_path / "e.tar", "--all"]}.get(command, [])
-    more += ["--document", "a"] if "pin" in command else []
+    more = {"clear": ["--all", "--yes"]}.get(command, [])
     for path, said in ((tmp_path, "no cache directory"), (tmp_path / "nowhere", "no such folder")):
         done = invoke("cache", command, path, *more)
         assert done.exit_code == 2, done.output
@@ -488,11 +402,7 @@ def test_what_is_no_cache_directory_is_refused_untouched(command, tmp_path):
     [
         ("clear",),
         ("clear", "--all", "--document", "a"),
-        ("export", "e.tar"),
-        ("pin",),
-        ("ls", "--fingerprint", "zz"),
-        ("clear", "--older-than", "soon"),
-        ("ls", "--limit", "0"),
+        ("stats", "--fingerprint", "zz"),
     ],
 )
 def test_a_command_that_does_not_say_enough_is_a_usage_error(made, arguments):
@@ -502,8 +412,8 @@ def test_a_command_that_does_not_say_enough_is_a_usage_error(made, arguments):
 
 
 def test_an_empty_folder_is_an_empty_cache(tmp_path):
-    assert as_json("cache", "ls", tmp_path) == {"found": 0, "segments": []}
-    assert as_json("cache", "check", tmp_path)["wrong"] == 0
+    assert as_json("cache", "stats", tmp_path)["segments"] == 0
+    assert as_json("cache", "verify", tmp_path)["wrong"] == 0
 
 
 def test_a_stored_cost_model_is_of_this_model_or_none(tmp_path, caplog):
@@ -518,14 +428,3 @@ def test_a_stored_cost_model_is_of_this_model_or_none(tmp_path, caplog):
     assert "another model" in caplog.text
     path.write_text("{", encoding="utf-8")
     assert stored_cost_model(tmp_path, "f") is None
-
-
-def test_clear_says_what_it_keeps_of_those_that_have_read_a_document(notes, tmp_path):
-    cache = tmp_path / "cache"
-    assert warm_in_contexts(cache, notes, *FEW).exit_code == 0
-    kept = invoke("cache", "clear", cache, "--document", "bees.md", "--older-than", "0s")
-    assert kept.exit_code == 0, kept.output
-    assert "kept: segments of other documents that attended" in " ".join(kept.stdout.split())
-    gone = invoke("cache", "clear", cache, "--document", "ferry.md")
-    assert "of other documents that attended to the chosen ones" in " ".join(gone.stdout.split())
-    assert "kept:" not in gone.stdout

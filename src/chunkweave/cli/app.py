@@ -13,7 +13,6 @@ from rich.markup import escape
 import chunkweave
 from chunkweave.cli import cache, corpus, running_server
 from chunkweave.cli.ask import ask
-from chunkweave.cli.cache_changes import clear, export, pin, unpin, warm
 from chunkweave.cli.calibrate import calibrate
 from chunkweave.cli.chat import chat
 from chunkweave.cli.console import stderr
@@ -88,8 +87,6 @@ app.command("vllm-check", rich_help_panel=_SERVE, context_settings=_FLAGS_OF_OTH
 app.command(rich_help_panel=_KEEP)(ingest)
 for about_models in (models, calibrate):
     app.command(rich_help_panel=_MODELS)(about_models)
-for change in (clear, warm, pin, unpin, export):
-    cache.app.command()(change)
 app.add_typer(running_server.app, name="server", rich_help_panel=_SERVE)
 app.add_typer(corpus.app, name="corpus", rich_help_panel=_KEEP)
 app.add_typer(cache.app, name="cache", rich_help_panel=_KEEP)

@@ -1,9 +1,10 @@
-"""`chunkweave cache`: lists and checks a cache directory. No command here loads a model."""
+"""`chunkweave cache`: sums up, fills, clears and verifies a cache directory."""
 
 import re
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,112 +14,33 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from chunkweave.cli.console import Output, counted, progress, size, status, table_of
-from chunkweave.cli.options import with_blocks
+from chunkweave.cli.ask import computing
+from chunkweave.cli.console import Output, counted, progress, size, status, stderr, table_of
+from chunkweave.cli.options import DocumentOptions, ModelOptions, Only, with_blocks
+from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import OWN_FILES
-from chunkweave.planning.cost import cost_model_path
-from chunkweave.store.records import ANYTHING, SegmentRecord
-from chunkweave.store.shared_folder import DTYPE_FILE, PIN_FILE, REMOVED_FILE, PinFile
+from chunkweave.planning.method import prefer_mean
+from chunkweave.store.records import ANYTHING
+from chunkweave.store.shared_folder import DTYPE_FILE, PIN_FILE, REMOVED_FILE, PinFile, Tombstones
+from chunkweave.types import Chunk, SegmentId
 
 if TYPE_CHECKING:
+    from chunkweave.engine.engine import Engine
+    from chunkweave.tiers.blobs import BlobKey, BlobStore
     from chunkweave.tiers.disk import DiskTier
     from chunkweave.tiers.segment_header import SegmentHeader
 
-
 _FINGERPRINT = re.compile(r"[0-9A-Za-z_-]{1,128}")
-
-
 _SHARD = re.compile(r"[0-9a-f]{2}")
-
+_HARMLESS = ("foreign", "future-version")
+"""Files of other programs or of later versions: listed, never removed, and not counted as damage."""
+_MOST_PROBLEMS = 50
 
 CacheFolderPath = Annotated[Path, typer.Argument(metavar="CACHE_DIR", help="The folder given as --cache-dir.")]
 Fingerprint = Annotated[
     str | None, typer.Option("--fingerprint", help="Only segments of this model: its fingerprint, or its beginning.")
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentOptions:
-    """Segments to select: those that match every option. Options may give the beginning of an id."""
-
-    cache_dir: CacheFolderPath
-    document: Annotated[str | None, typer.Option(help="Only segments of this document.")] = None
-    chunk: Annotated[str | None, typer.Option(help="Only segments of this chunk: its id or the id's beginning.")] = None
-    segment: Annotated[str | None, typer.Option(help="Only this segment: its id, or the beginning of it.")] = None
-    fingerprint: Fingerprint = None
-
-    @property
-    def created_before_s(self) -> float | None:
-        """Latest creation time, in seconds since the epoch; None: any time."""
-        return None
-
-    @property
-    def whole_models(self) -> bool:
-        """Whether only the fingerprint restricts the selection."""
-        return {self.document, self.chunk, self.segment, self.created_before_s} == {None}
-
-    @property
-    def everything(self) -> bool:
-        """Whether no option restricts the selection."""
-        return self.whole_models and self.fingerprint is None
-
-    def fits(self, record: SegmentRecord, created_s: float) -> bool:
-        """Whether a segment matches. The caller has checked its model's fingerprint."""
-        before_s = self.created_before_s
-        return (
-            (self.document is None or self.document in (record.source, record.document))
-            and (self.chunk is None or record.chunk_id.startswith(self.chunk))
-            and (self.segment is None or record.id.startswith(self.segment))
-            and (before_s is None or created_s <= before_s)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class CachedSegment:
-    """One segment file: its header, and whether it is pinned."""
-
-    header: "SegmentHeader"
-    pinned: bool
-
-    @property
-    def record(self) -> SegmentRecord:
-        """The segment's record."""
-        return self.header.record
-
-    @property
-    def dtype(self) -> str:
-        """The number format in which its KV was computed."""
-        return str(self.header.layout.dtype).removeprefix("torch.")
-
-    def age_s(self, now_s: float) -> float:
-        """Seconds from its creation to `now_s`."""
-        return max(0.0, now_s - self.header.created_s)
-
-    def as_dict(self, now_s: float) -> dict[str, Any]:
-        """JSON-able; `age_s` is its age at `now_s`.
-
-        `contexts` counts the contexts of a mean, and is 0 for other segments. `read` counts the other chunks that it
-        attended to; None if these were too many to record.
-        """
-        record = self.record
-        return {
-            "id": record.id,
-            "chunk": record.chunk_id,
-            "document": record.document,
-            "source": record.source,
-            "tokens": len(record),
-            "bytes": record.nbytes,
-            "context_parts": max(map(len, record.contexts or (record.context,))),
-            "contexts": len(record.contexts),
-            "read": None if ANYTHING in record.sources else len(record.sources),
-            "exact": record.exact,
-            "age_s": self.age_s(now_s),
-            "codec": self.header.layout.codec.name,
-            "dtype": self.dtype,
-            "fingerprint": self.header.fingerprint,
-            "pinned": self.pinned,
-        }
 
 
 class CacheFolder:
@@ -156,13 +78,10 @@ class CacheFolder:
         for name in chosen:
             yield DiskTier(self.root, name)
 
-    def segments(self, tier: "DiskTier", chosen: SegmentOptions | None = None) -> Iterator[CachedSegment]:
-        """Segments of one model, read from their headers; those that are removed meanwhile are skipped."""
-        pinned = self.pins.read().get(tier.folder.name, frozenset())
-        for record in tier.records():
-            source = tier.get(record.id)
-            if source is not None and (chosen is None or chosen.fits(record, source.header.created_s)):
-                yield CachedSegment(source.header, record.id in pinned)
+    def headers(self, tier: "DiskTier") -> "dict[SegmentId, SegmentHeader]":
+        """Headers of one model's segments by id; those that are removed meanwhile are skipped."""
+        sources = ((record.id, tier.get(record.id)) for record in tier.records())
+        return {segment: source.header for segment, source in sources if source is not None}
 
 
 def _is_model_folder(path: Path) -> bool:
@@ -178,35 +97,12 @@ def _is_shard(path: Path) -> bool:
     return _SHARD.fullmatch(path.name) is not None and path.is_dir()
 
 
-app = typer.Typer(no_args_is_help=True, help="List, check, fill, clear and copy a cache directory.")
+app = typer.Typer(no_args_is_help=True, help="Sum up, fill, clear and verify a cache directory.")
 
 
 @app.command()
 @with_blocks
-def ls(
-    *,
-    chosen: SegmentOptions,
-    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of listed segments.")] = None,
-    output: Output,
-) -> None:
-    """List segments, the newest first."""
-    folder = CacheFolder(chosen.cache_dir)
-    with status("reading headers"):
-        found = [one for tier in folder.tiers(chosen.fingerprint) for one in folder.segments(tier, chosen)]
-    found.sort(key=lambda one: (-one.header.created_s, one.record.source))
-    listed, now_s = found[:limit], time.time()
-    output.show(segments_table(listed, len(found), now_s))
-    output.finish({"found": len(found), "segments": [one.as_dict(now_s) for one in listed]})
-
-
-@app.command()
-@with_blocks
-def stats(
-    cache_dir: CacheFolderPath,
-    *,
-    fingerprint: Fingerprint = None,
-    output: Output,
-) -> None:
+def stats(cache_dir: CacheFolderPath, *, fingerprint: Fingerprint = None, output: Output) -> None:
     """Report sizes by model and by document, and files that are not used. Reads headers only."""
     folder, now_s = CacheFolder(cache_dir), time.time()
     models, problems = [], []
@@ -221,69 +117,39 @@ def stats(
 
 
 def _about_model(folder: CacheFolder, tier: "DiskTier", now_s: float) -> dict[str, Any]:
-    found = sorted(folder.segments(tier), key=lambda one: one.record.document)
-    ages = [one.age_s(now_s) for one in found]
-    documents = groupby(found, key=lambda one: one.record.document)
+    headers = sorted(folder.headers(tier).values(), key=lambda header: header.record.document)
+    pinned = folder.pins.read().get(tier.folder.name, frozenset())
+    ages = [max(0.0, now_s - header.created_s) for header in headers]
+    documents = groupby(headers, key=lambda header: header.record.document)
     return {
         "fingerprint": tier.folder.name,
-        "cost_model": cost_model_path(folder.root, tier.folder.name).exists(),
-        "chunks": len({one.record.chunk_id for one in found}),
-        **_sums(found),
-        "pinned": sum(one.pinned for one in found),
+        "chunks": len({header.record.chunk_id for header in headers}),
+        **_sums(headers),
+        "means": sum(bool(header.record.contexts) for header in headers),
+        "pinned": sum(header.record.id in pinned for header in headers),
         "oldest_s": max(ages, default=None),
         "newest_s": min(ages, default=None),
         "documents": [{"document": name, **_sums(list(own))} for name, own in documents],
     }
 
 
-def _sums(found: Sequence[CachedSegment]) -> dict[str, int]:
+def _sums(headers: Sequence["SegmentHeader"]) -> dict[str, int]:
     return {
-        "segments": len(found),
-        "tokens": sum(len(one.record) for one in found),
-        "bytes": sum(one.record.nbytes for one in found),
+        "segments": len(headers),
+        "tokens": sum(len(header.record) for header in headers),
+        "bytes": sum(header.record.nbytes for header in headers),
     }
-
-
-_MOST_PROBLEMS = 50
-
-
-def segments_table(listed: Sequence[CachedSegment], found: int, now_s: float) -> Table:
-    """One line per segment."""
-    every = counted(found, "segment")
-    caption = f"{len(listed)} of {every}" if len(listed) < found else every
-    return table_of(
-        listed,
-        ("segment", lambda one: one.record.id[:12]),
-        ("chunk", lambda one: one.record.chunk_id[:12]),
-        ("document", lambda one: escape(one.record.source) or "-"),
-        ("tokens", lambda one: str(len(one.record))),
-        ("size", lambda one: size(one.record.nbytes)),
-        ("context", lambda one: _context(one.record)),
-        ("exact", lambda one: "yes" if one.record.exact else "no"),
-        ("age", lambda one: age(one.age_s(now_s))),
-        ("codec", lambda one: one.header.layout.codec.name),
-        ("dtype", lambda one: one.dtype),
-        ("model", lambda one: one.header.fingerprint[:8]),
-        ("", lambda one: "pinned" if one.pinned else ""),
-        caption=caption,
-        left=3,
-    )
-
-
-def _context(record: SegmentRecord) -> str:
-    return f"mean of {len(record.contexts)}" if record.contexts else str(len(record.context))
 
 
 def stats_tables(report: dict[str, Any]) -> list[RenderableType]:
     """Sizes by model, by document, and the files that are not used."""
     models = table_of(
         report["models"],
-        *((name, name) for name in ("fingerprint", "segments", "chunks", "tokens")),
+        *((name, name) for name in ("fingerprint", "segments", "chunks", "means", "tokens")),
         ("size", lambda model: size(model["bytes"])),
         ("pinned", "pinned"),
         ("oldest", lambda model: age(model["oldest_s"])),
         ("newest", lambda model: age(model["newest_s"])),
-        ("cost model", lambda model: "yes" if model["cost_model"] else "no"),
         title="By model",
     )
     documents = table_of(
@@ -333,13 +199,9 @@ def age(value_s: float | None) -> str:
     return f"{value_s:.0f} s"
 
 
-_HARMLESS = ("foreign", "future-version")
-"""Files of other programs or of later versions: listed, never removed, and not counted as damage."""
-
-
 @app.command()
 @with_blocks
-def check(
+def verify(
     cache_dir: CacheFolderPath,
     *,
     repair: Annotated[
@@ -352,7 +214,7 @@ def check(
     folder = CacheFolder(cache_dir)
     tiers = list(folder.tiers(fingerprint))
     total, done, rows = sum(1 for tier in tiers for _ in tier.records()), count(1), []
-    with progress("checking segments") as report:
+    with progress("verifying segments") as report:
         for tier in tiers:
             tier.verify(lambda: report(next(done), total))
             found = _problems(tier, folder.root)
@@ -370,3 +232,274 @@ def check(
     output.finish({"sound": sound, "wrong": len(wrong), "repaired": repaired, "problems": rows})
     if wrong:
         raise typer.Exit(1)
+
+
+@app.command()
+@with_blocks
+def warm(
+    cache_dir: Annotated[Path, typer.Argument(metavar="CACHE_DIR", help="Created if it is missing.", file_okay=False)],
+    more_docs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[DOC]...", help="Further documents, so that --docs *.md works.")
+    ] = None,
+    *,
+    documents: DocumentOptions,
+    model: ModelOptions,
+    store: Annotated[StoreConfig, Only("host_budget", "disk_budget", "remote_url", "remote_budget", "codec")],
+    capture: CaptureConfig,
+    output: Output,
+) -> None:
+    """Compute every chunk of the documents and keep it on disk. After an interruption, the same command continues.
+
+    Cut the documents with the same options as in `ask`; otherwise `ask` finds other chunks. Exit code 1 if a chunk is
+    not on disk afterwards: the disk or its budget is too small, or not writable.
+    """
+    paths = [*(documents.docs or []), *(more_docs or [])]
+    if not paths:
+        raise UsageError("no documents: give --docs")
+    store = replace(store, cache_dir=cache_dir)
+    model.named()
+    read = documents.read(paths)
+    with model.open(store=store, reuse=ReuseConfig(capture=capture)) as engine:
+        result = {"model": model.name, "documents": len(read), **_warm(engine, documents.chunks(engine, read))}
+    written = f"computed {counted(result['computed'], 'chunk')}, stored before: {result['present']}; "
+    means = f"of them means over several contexts: {result['means']}; " if result["means"] else ""
+    output.show(f"{written}{means}{counted(result['tokens'], 'token')}, {size(result['bytes'])} on disk")
+    if result["missing"]:
+        missing = counted(result["missing"], "chunk")
+        output.show(f"[red]not on disk: {missing}; the budget is too small, or writing failed[/red]")
+    output.finish(result)
+    if result["missing"]:
+        raise typer.Exit(1)
+
+
+def _warm(engine: "Engine", chunks: Sequence[Chunk]) -> dict[str, Any]:
+    with progress(computing(engine, chunks)) as report:
+
+        def computed_one(done: int, total: int) -> None:
+            engine.store.flush()  # the queue of the background writer drops what it has no room for
+            report(done, total)
+
+        computed = engine.precompute(chunks, progress=computed_one)
+        engine.store.flush()
+    disk = next(level for level in engine.store.levels if level.name == "disk")
+    parts = {part.id: part for part in map(engine.builder.chunk_part, chunks)}
+    kept = [prefer_mean(disk.store.variants(part)) for part in parts.values()]
+    found = [record for record in kept if record is not None and (record.contexts or record.neutral or record.alone)]
+    return {
+        "chunks": len(parts),
+        "computed": computed,
+        "present": len(parts) - computed,
+        "means": sum(bool(record.contexts) for record in found),
+        "missing": len(parts) - len(found),
+        "tokens": sum(map(len, found)),
+        "bytes": sum(record.nbytes for record in found),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentOptions:
+    """Segments to remove: those that match every option. Options may give the beginning of an id."""
+
+    cache_dir: CacheFolderPath
+    document: Annotated[str | None, typer.Option(help="Only segments of this document.")] = None
+    chunk: Annotated[str | None, typer.Option(help="Only segments of this chunk: its id or the id's beginning.")] = None
+    fingerprint: Fingerprint = None
+
+    @property
+    def whole_models(self) -> bool:
+        """Whether only the fingerprint restricts the selection."""
+        return self.document is None and self.chunk is None
+
+    @property
+    def everything(self) -> bool:
+        """Whether no option restricts the selection."""
+        return self.whole_models and self.fingerprint is None
+
+    def of(self, headers: Mapping[SegmentId, "SegmentHeader"]) -> tuple[set[SegmentId], set[SegmentId]]:
+        """Ids of a model's segments that match, and ids of others that attended to a chunk of these."""
+        records = {segment: header.record for segment, header in headers.items()}
+        fitting = {
+            segment
+            for segment, record in records.items()
+            if (self.document is None or self.document in (record.source, record.document))
+            and (self.chunk is None or record.chunk_id.startswith(self.chunk))
+        }
+        if self.whole_models:
+            return fitting, set()
+        gone = {records[segment].chunk_id for segment in fitting}
+        if self.chunk is not None and self.document is None:  # perhaps only segments that attended to it are left
+            read = {chunk for record in records.values() for chunk in record.sources}
+            gone |= {chunk for chunk in read if chunk.startswith(self.chunk)}
+        if gone:
+            gone.add(ANYTHING)
+        readers = {segment for segment, record in records.items() if not gone.isdisjoint(record.sources)}
+        return fitting, readers - fitting
+
+
+@dataclass(slots=True)
+class _Cleared:
+    """Result of a removal so far.
+
+    `readers` of the removed segments were not chosen, but attended to a chosen chunk. `unknown` counts unreadable
+    files, which may belong to the chosen segments. `remote_error` is the error that ended the removal in the remote.
+    """
+
+    removed: int = 0
+    removed_bytes: int = 0
+    readers: int = 0
+    remote_removed: int = 0
+    failed: list[str] = field(default_factory=list)
+    unknown: int = 0
+    remote_error: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all chosen segments are certainly removed."""
+        return not (self.failed or self.unknown or self.remote_error)
+
+
+@app.command()
+@with_blocks
+def clear(
+    *,
+    chosen: SegmentOptions,
+    everything: Annotated[bool, typer.Option("--all", help="Every segment of every model.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    remote: Annotated[StoreConfig, Only("remote_url")],
+    output: Output,
+) -> None:
+    """Remove segments, with --remote-url also from the remote.
+
+    With --document or --chunk, segments of other documents that attended to them are removed too, also means: `cache
+    warm` with those documents computes them again. Exit code 1 if a segment could not be removed, or if unreadable
+    files may be among them.
+    """
+    remote_url = remote.remote_url
+    if everything != chosen.everything:
+        raise UsageError("say what to remove: --document, --chunk or --fingerprint, or --all")
+    folder = CacheFolder(chosen.cache_dir)
+    if everything and not yes:
+        typer.confirm(f"Remove every segment in {chosen.cache_dir}?", abort=True, err=True)
+    cleared = _Cleared()
+    tiers = _tiers(folder, chosen.fingerprint, remote=remote_url is not None)
+    with status("removing segments"):
+        for tier in tiers:
+            _clear_model(folder, tier, chosen, cleared, remote_url)
+    output.show(_summary(cleared))
+    output.finish(asdict(cleared))
+    if not cleared.complete:
+        raise typer.Exit(1)
+
+
+def _tiers(folder: CacheFolder, fingerprint: str | None, *, remote: bool) -> list["DiskTier"]:
+    """Disk tiers of the chosen models. With a remote, the model of a whole fingerprint need not be in the folder."""
+    if remote and fingerprint is not None and not any(name.startswith(fingerprint) for name in folder.fingerprints):
+        from chunkweave.tiers.disk import DiskTier
+
+        return [DiskTier(folder.root, fingerprint)]
+    return list(folder.tiers(fingerprint))
+
+
+def _clear_model(
+    folder: CacheFolder, tier: "DiskTier", chosen: SegmentOptions, cleared: _Cleared, remote_url: str | None
+) -> None:
+    from chunkweave.tiers.blobs import BlobKey, open_blobs
+
+    name = tier.folder.name
+    on_disk = folder.headers(tier)
+    if remote_url is None:
+        fitting, readers = chosen.of(on_disk)
+    else:
+        blobs = open_blobs(remote_url)
+        try:
+            remote = _remote_headers(blobs, name, chosen, on_disk.keys(), cleared)
+            fitting, readers = chosen.of({**on_disk, **{key: header for key, header in remote.items() if header}})
+            unread = {segment for segment, header in remote.items() if header is None}
+            doomed = fitting | readers | (unread if chosen.whole_models else set())
+            _clear_remote(blobs, {BlobKey(name, segment) for segment in doomed}, cleared)
+        finally:
+            blobs.close()
+    cleared.readers += len(readers)
+    doomed_here = (fitting | readers) & on_disk.keys()
+    left = {segment for segment in doomed_here if not _deleted(tier, segment)}
+    removed = Tombstones(folder.root, name, "disk")
+    removed.add(on_disk[segment].record for segment in left)
+    removed.discard(doomed_here - left)
+    if chosen.whole_models:
+        tier.repair()
+    cleared.failed += sorted(left)
+    cleared.removed += len(doomed_here - left)
+    cleared.removed_bytes += sum(on_disk[segment].record.nbytes for segment in doomed_here - left)
+    cleared.unknown += sum(problem.problem.value in ("corrupt", "unreadable") for problem in tier.problems())
+    folder.pins.discard(name, doomed_here - left)
+
+
+def _deleted(tier: "DiskTier", segment: SegmentId) -> bool:
+    try:
+        tier.delete(segment)
+    except OSError:
+        return False
+    return True
+
+
+def _remote_headers(
+    blobs: "BlobStore", fingerprint: str, chosen: SegmentOptions, known: Collection[SegmentId], cleared: _Cleared
+) -> dict[SegmentId, "SegmentHeader | None"]:
+    """Headers of a model's segments in the remote that are not `known`; None where only the id is needed.
+
+    Reads the blobs without the tier's deadlines and circuit breaker: a miss because of a timeout must not count as a
+    deletion.
+    """
+    from chunkweave.tiers.remote import fetch_header
+    from chunkweave.tiers.segment_header import SegmentRefused
+
+    found: dict[SegmentId, SegmentHeader | None] = {}
+    with _asked(blobs, cleared):
+        for key in blobs.keys(fingerprint):
+            if chosen.whole_models:
+                found[key.segment] = None
+            elif key.segment not in known:
+                try:
+                    header = fetch_header(blobs, key)
+                except SegmentRefused as refused:
+                    stderr().print(f"segment {key.segment} in the remote cannot be read: {refused}", markup=False)
+                    cleared.unknown += 1
+                else:
+                    found |= {} if header is None else {key.segment: header}
+    return found
+
+
+def _clear_remote(blobs: "BlobStore", keys: "Iterable[BlobKey]", cleared: _Cleared) -> None:
+    with _asked(blobs, cleared):
+        for key in keys:
+            cleared.remote_removed += blobs.size(key) is not None
+            blobs.delete(key)
+
+
+@contextmanager
+def _asked(blobs: "BlobStore", cleared: _Cleared) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        cleared.remote_error = f"{blobs.name}: {error}"
+
+
+def _summary(cleared: _Cleared) -> str:
+    lines = [f"removed {counted(cleared.removed, 'segment')} of {size(cleared.removed_bytes)}"]
+    if cleared.readers:
+        lines.append(
+            f"of them {counted(cleared.readers, 'segment')} of other documents that attended to the chosen ones; "
+            "`cache warm` with those documents computes them again"
+        )
+    if cleared.remote_removed:
+        lines.append(f"removed {counted(cleared.remote_removed, 'segment')} from the remote")
+    if cleared.remote_error:
+        lines.append(f"the remote was not searched to its end; run this command again: {escape(cleared.remote_error)}")
+    if cleared.failed:
+        lines.append(f"not removed: {counted(len(cleared.failed), 'segment')}; is the folder writable?")
+    if cleared.unknown:
+        lines.append(
+            f"unreadable: {counted(cleared.unknown, 'file')}, which may belong to the chosen segments; `cache verify "
+            "--repair` removes damaged files"
+        )
+    return "\n".join(lines)
