@@ -35,7 +35,7 @@ from chunkweave.retrieval.faiss_indexes import available, check_available
 from chunkweave.retrieval.indexes import IndexConfig, IndexKind
 from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.queue import TenantWeights
-from chunkweave.scheduling.routing import ROUTING, USUAL_IMBALANCE, USUAL_ROUTING, make_routing
+from chunkweave.scheduling.routing import ROUTING, USUAL_ROUTING, Router
 from chunkweave.scheduling.shadow import ShadowConfig
 from chunkweave.settings import (
     SERVERS,
@@ -214,11 +214,6 @@ class FleetSettings:
     report_socket: Path | None = setting(
         None, "With upstream, socket for the reports of vLLM servers on this machine: their CHUNKWEAVE_REPORT_SOCKET."
     )
-    upstream_events: tuple[str, ...] = setting(
-        (),
-        "ENDPOINT[,REPLAY] of the KV events of an upstream (its --kv-events-config), in the order of upstream; "
-        "repeatable.",
-    )
     connector: tuple[str, ...] = setting(
         (), "KEY=VALUE of the connector's extra config, for keys without a setting here; repeatable."
     )
@@ -226,16 +221,8 @@ class FleetSettings:
         (), "NUMBER:NAME=VALUE, environment variable of one replica (0:CUDA_VISIBLE_DEVICES=0,1); repeatable."
     )
     routing: str = setting(USUAL_ROUTING, f"Choice of a request's replica: {', '.join(ROUTING)}.")
-    imbalance: float = setting(
-        USUAL_IMBALANCE, "With affinity, most outstanding tokens of a replica, relative to the mean."
-    )
     replica_requests: int = setting(
         32, "Most concurrent requests with documents on a replica; more wait in the front.", least=1
-    )
-    mirror_tokens: int = setting(
-        2_000_000,
-        "Assumed tokens of a replica's segment store, for routing and order; lowered by its reports.",
-        least=1,
     )
     speculate: bool = setting(True, "Start prefill before a search has ended, if no request waits.", places=SERVERS)
     first_token_timeout_s: float | None = setting(
@@ -253,11 +240,9 @@ class FleetSettings:
     start_timeout_s: float = setting(1800.0, "Longest start of a vLLM server.", above=0)
 
     def __post_init__(self) -> None:
-        make_routing(self.routing, self.imbalance)
+        Router(self.routing)
         if wrong := [url for url in self.upstream if not url.startswith(("http://", "https://"))]:
             raise UsageError(f"upstream must be a URL such as http://host:8000, not {wrong[0]!r}")
-        if len(self.upstream_events) not in (0, len(self.upstream)):
-            raise UsageError(f"{len(self.upstream_events)} upstream_events for {len(self.upstream)} upstream: one each")
         self.connector_config()
         self.environments()
 

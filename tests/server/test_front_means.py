@@ -13,7 +13,7 @@ from tests.server.conftest import wait_until
 from tests.server.fake_vllm import FakeVllm
 from tests.server.fronts import DOCUMENTS, MORE, Front, running_front
 
-ROUTINGS = ("affinity", "round-robin", "least-loaded", "soonest")
+ROUTINGS = ("affinity", "round-robin")
 FIVE = [*DOCUMENTS, MORE, "The lighthouse keeper rows to the mole at dusk.", "Nets are mended behind the chandlery."]
 FEW = {"context_count": 2, "context_tokens": 1, "neutral_tokens": 200}
 """Two contexts of one chunk each."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from chunkweave.config import Backend
-from chunkweave.errors import UnknownMethodError, UsageError
+from chunkweave.errors import ChunkweaveError, UnknownMethodError, UsageError
 from chunkweave.models.adapters import Adapter, read_adapter
 from chunkweave.vllm.report_socket import CountsSender, ReportSender
 from chunkweave_server.settings import FleetSettings, resolve
@@ -135,12 +135,12 @@ def test_settings_of_the_connector_and_of_replicas():
         ({"connector": ("nothing",)}, "KEY=VALUE"),
         ({"replica_env": ("1:A=b",)}, "below 1"),
         ({"upstream": ("host:80",)}, "must be a URL"),
-        ({"imbalance": 0.9}, "at least 1"),
+        ({"routing": "sticky"}, "unknown routing"),
         ({"replicas": 0}, "at least 1"),
     ],
 )
 def test_wrong_settings_are_refused(wrong, told):
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(ChunkweaveError, match=told):
         FleetSettings(**wrong)
 
 

@@ -1,67 +1,72 @@
-"""Who gets a request: the policies alone, and how far load may lean under a skewed one."""
+"""Which replica gets a request: the same for the same chunks in any order, within a bound of load."""
 
 import random
 
 import pytest
 
-from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.scheduling.routing import ROUTING, Candidate, make_routing
+from chunkweave.errors import UnknownMethodError
+from chunkweave.scheduling.routing import ROUTING, Candidate, Router
+
+NAMES = ("a", "b", "c", "d")
+IDLE = [Candidate(name, 0) for name in NAMES]
 
 
-def names(policy, *requests, tokens=100):
-    return [policy.choose(tokens, [Candidate(*one) for one in request]).name for request in requests]
+def chunk_ids(rng: random.Random, count: int) -> list[str]:
+    return [f"{rng.getrandbits(128):032x}" for _ in range(count)]
 
 
-def test_affinity_takes_who_has_most_of_the_prompt():
-    assert names(make_routing("affinity"), [("a", 0, 0), ("b", 0, 60), ("c", 0, 20)]) == ["b"]
+def test_chunks_decide_in_any_order_and_each_replica_gets_some():
+    router, rng, counts = Router("affinity"), random.Random(0), dict.fromkeys(NAMES, 0)
+    for _ in range(400):
+        chunks = chunk_ids(rng, 5)
+        chosen = router.choose(100, chunks, IDLE).name
+        counts[chosen] += 1
+        for _ in range(3):
+            rng.shuffle(chunks)
+            candidates = rng.sample(IDLE, len(IDLE))
+            assert router.choose(100, chunks, candidates).name == chosen
+    assert min(counts.values()) > 60
 
 
-def test_affinity_leaves_out_who_has_too_much_to_do():
-    policy = make_routing("affinity", 1.25)
-    assert names(policy, [("a", 0, 0), ("b", 125, 90)], tokens=100) == ["b"]
-    assert names(policy, [("a", 0, 0), ("b", 200, 90)], tokens=100) == ["a"]
+def test_prompts_that_share_most_chunks_mostly_share_a_replica():
+    router, rng = Router(), random.Random(1)
+    same = 0
+    for _ in range(400):
+        chunks = chunk_ids(rng, 6)
+        other = [*chunks[1:], *chunk_ids(rng, 1)]
+        same += router.choose(100, chunks, IDLE) == router.choose(100, other, IDLE)
+    assert same > 0.7 * 400, "at least the share of common chunks, 5 of 7"
 
 
-def test_affinity_gives_what_hardly_anybody_has_to_who_holds_least():
-    policy = make_routing("affinity")
-    full, empty = ("a", 0, 24, 5000), ("b", 0, 0, 100)
-    assert names(policy, [full, empty], [empty, full]) == ["b", "b"]
-    assert names(policy, [("a", 0, 25, 5000), empty]) == ["a"]
+def test_a_replica_that_goes_moves_only_its_own_prompts():
+    router, rng = Router(), random.Random(2)
+    for _ in range(200):
+        chunks = chunk_ids(rng, 4)
+        before = router.choose(100, chunks, IDLE)
+        left = [one for one in IDLE if one.name != "b"]
+        if before.name != "b":
+            assert router.choose(100, chunks, left) == before
 
 
-def test_affinity_of_equals_takes_the_least_loaded_and_then_each_in_turn():
-    policy = make_routing("affinity")
-    assert names(policy, [("a", 90, 50), ("b", 10, 50)]) == ["b"]
-    assert set(names(policy, *[[("a", 0, 0), ("b", 0, 0)]] * 2)) == {"a", "b"}
+def test_without_chunks_the_least_loaded_gets_it_and_equals_in_turn():
+    assert Router().choose(100, (), [Candidate("a", 5), Candidate("b", 0)]).name == "b"
+    router = Router()
+    assert {router.choose(100, (), IDLE).name for _ in NAMES} == set(NAMES)
 
 
-def test_soonest_counts_what_is_waited_for_against_what_is_found():
-    policy = make_routing("soonest")
-    assert names(policy, [("a", 0, 0), ("b", 50, 60)], [("a", 0, 0), ("b", 70, 60)]) == ["b", "a"]
-
-
-def test_others_do_not_look_at_the_cache():
-    loads = [("a", 5, 0), ("b", 3, 0), ("c", 9, 99)]
-    assert names(make_routing("least-loaded"), loads) == ["b"]
-    assert names(make_routing("round-robin"), *[loads] * 4) == ["a", "b", "c", "a"]
-
-
-@pytest.mark.parametrize("imbalance", [1.0, 1.25, 2.0])
-def test_load_never_leans_further_than_the_bound_and_one_request(imbalance):
-    policy, rng = make_routing("affinity", imbalance), random.Random(0)
-    loads = dict.fromkeys("abc", 0)
-    for _ in range(2000):
-        tokens = rng.randint(1, 400)
-        chosen = policy.choose(tokens, [Candidate(name, load, 999 * (name == "a")) for name, load in loads.items()])
+def test_load_never_exceeds_the_bound_by_more_than_one_request():
+    router, rng = Router(), random.Random(0)
+    popular, loads = chunk_ids(rng, 1), dict.fromkeys(NAMES, 0)
+    for _ in range(300):
+        tokens = rng.randrange(1, 4000)
+        chosen = router.choose(tokens, popular, [Candidate(*one) for one in loads.items()])
         loads[chosen.name] += tokens
-        assert loads[chosen.name] <= imbalance * sum(loads.values()) / 3 + tokens
-        done = rng.choice("abc")
-        loads[done] = max(0, loads[done] - rng.randint(0, 400))
+        assert loads[chosen.name] <= 1.25 * sum(loads.values()) / len(loads) + tokens
 
 
-def test_what_does_not_exist_is_refused():
-    with pytest.raises(UnknownMethodError, match="affinity, soonest, least-loaded, round-robin"):
-        make_routing("sticky")
-    with pytest.raises(UsageError, match="at least 1"):
-        make_routing("affinity", 0.5)
-    assert all(make_routing(name).name == name for name in ROUTING)
+def test_round_robin_takes_each_in_turn_and_other_names_are_refused():
+    router = Router("round-robin")
+    assert [router.choose(9, ("x",), IDLE).name for _ in range(5)] == ["a", "b", "c", "d", "a"]
+    with pytest.raises(UnknownMethodError, match="affinity, round-robin"):
+        Router("sticky")
+    assert set(ROUTING) == {"affinity", "round-robin"}

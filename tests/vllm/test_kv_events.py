@@ -5,7 +5,6 @@ import os
 import subprocess
 import threading
 from collections import Counter
-from itertools import compress
 from urllib.request import Request, urlopen
 
 import msgspec
@@ -14,13 +13,10 @@ import zmq
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
-from chunkweave.scheduling.routing import ReplicaContents
 from chunkweave.store.records import segment_id
 from chunkweave.vllm import kv_events
 from chunkweave.vllm.orders import StepResults
 from chunkweave.vllm.removal import removal_params
-from chunkweave_server.vllm_backend.kv_events import AnnouncedBlocks
 from chunkweave_server.vllm_backend.process import free_port
 from tests.server.conftest import wait_until
 from tests.vllm.checkpoints import BOS
@@ -77,22 +73,43 @@ def heard(checkpoint):
 
 
 class Replica:
-    """What a front reads of this server from its events."""
+    """What a router reads of this server from its events: chains of blocks, by salt and tokens from their beginning."""
 
     def __init__(self) -> None:
-        self.announced = AnnouncedBlocks(100_000)
+        self._chains: dict[object, tuple[str, tuple[int, ...]]] = {}
+        self._block_tokens = 0
 
     def read(self, batches) -> None:
-        for number, events in batches:
-            self.announced.apply(number, events)
+        for event in ours(batches):
+            if event["type"] == "BlockStored":
+                self._add(event)
+            else:
+                for block in event["block_hashes"]:
+                    self._chains.pop(block, None)
 
     def cached(self, *chunks, salt="", weaves=True) -> int:
         """Tokens of these chunks that need not be computed, in a prompt of them."""
-        parts = [PromptPart(PartKind.CHUNK, one, id=chunk_id("front", salt, one)) for one in chunks]
-        prompt = Prompt((PromptPart(PartKind.START, (BOS,)), *parts, PromptPart(PartKind.QUESTION, (7, 8, 9))))
-        announced = self.announced.of(prompt, salt, weaves=weaves)
-        held = ReplicaContents(1000).cached_parts([part.id for part in parts], weaves=weaves, announced=announced)
-        return sum(compress(map(len, parts), held))
+        held, tokens, exact = 0, [BOS], True
+        for chunk in chunks:
+            tokens += chunk
+            exact = exact and self._has(tokens, salt)
+            alone = weaves and self._has(chunk, salt)
+            held += len(chunk) * (exact or alone)
+        return held
+
+    def _has(self, tokens, salt) -> bool:
+        """Whether all whole blocks of these tokens are announced."""
+        size, chains = min(self._block_tokens, len(tokens)) or 1, set(self._chains.values())
+        stops = range(size, len(tokens) + 1, size)
+        return all((salt, tuple(tokens[:stop])) in chains for stop in stops)
+
+    def _add(self, event) -> None:
+        parent, size = event["parent_block_hash"], event["block_size"]
+        first = (event.get("extra_keys") or [None])[0] or ("",)
+        salt, before = (str(first[-1]), ()) if parent is None else self._chains[parent]
+        for number, block in enumerate(event["block_hashes"], start=1):
+            self._chains[block] = salt, (*before, *event["token_ids"][: number * size])
+        self._block_tokens = max(self._block_tokens, size)
 
 
 def ours(batches) -> list[dict]:

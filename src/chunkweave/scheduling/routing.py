@@ -1,13 +1,10 @@
-"""Choice of the replica for a request: mirrors of replica contents, policies, and their registry.
+"""Choice of the replica for a request, and mirrors of what replicas store."""
 
-To add a policy: a class with `name` and `choose`, a line in `ROUTING`, and a test.
-"""
-
+import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, count
-from typing import Protocol
 
 from chunkweave.errors import StoreError, UnknownMethodError, UsageError
 from chunkweave.planning.plan import KVSource
@@ -18,17 +15,6 @@ from chunkweave.types import ChunkId
 TIER = "replica"
 _TOKENS_OF_A_SEGMENT = 16
 _LEAST_SEGMENTS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Announced:
-    """What a replica announced of one prompt: it holds so many leading parts exactly, and these chunks."""
-
-    exact: int = 0
-    chunks: Set[ChunkId] = frozenset()
-
-
-NOTHING = Announced()
 
 
 class ReplicaContents:
@@ -71,21 +57,15 @@ class ReplicaContents:
         """Number of mirrored segments."""
         return len(self._segments)
 
-    def cached_parts(self, path: Sequence[ChunkId], *, weaves: bool, announced: Announced = NOTHING) -> list[bool]:
-        """Which of a prompt's cacheable parts need not be computed, if what is mirrored or `announced` is there.
+    def cached_tokens(self, path: Sequence[ChunkId], tokens: Sequence[int], *, weaves: bool) -> int:
+        """Upper bound of the tokens of these cacheable parts, `tokens` each, that need not be computed.
 
         For an exact request the longest exact prefix, for one that `weaves` also every other chunk stored in any
         context.
         """
-        exact = max(self.tree.match(path).nodes, announced.exact)
-        return [
-            number < exact or (weaves and (chunk in self._of_chunk or chunk in announced.chunks))
-            for number, chunk in enumerate(path)
-        ]
-
-    def cached_tokens(self, path: Sequence[ChunkId], tokens: Sequence[int], *, weaves: bool) -> int:
-        """Upper bound of the tokens of these parts, `tokens` each, that need not be computed."""
-        return sum(compress(tokens, self.cached_parts(path, weaves=weaves)))
+        exact = self.tree.match(path).nodes
+        cached = [number < exact or (weaves and chunk in self._of_chunk) for number, chunk in enumerate(path)]
+        return sum(compress(tokens, cached))
 
     def note(self, path: Sequence[ChunkId], tokens: Sequence[int], *, weaves: bool) -> None:
         """Record a served prompt with these parts: parts that were mirrored are marked as used, others are added.
@@ -208,105 +188,53 @@ class ReplicaContents:
 
 
 USUAL_ROUTING = "affinity"
-USUAL_IMBALANCE = 1.25
 
-_ENOUGH = 0.25
-"""Share of a prompt that must be cached at a replica to decide: one popular document of many is too little."""
+_MOST_LOAD = 1.25
+"""With `affinity`, most outstanding tokens of a replica, relative to the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica that could take a request.
-
-    `cached_tokens` are tokens of the request's chunks whose KV it holds, `outstanding_tokens` the tokens it still has
-    to compute for others, `held_tokens` all tokens whose KV it holds.
-    """
+    """A replica that could take a request, with the tokens that it still has to compute for others."""
 
     name: str
     outstanding_tokens: int
-    cached_tokens: int
-    held_tokens: int = 0
 
 
-class RoutingPolicy(Protocol):
-    """Chooses among replicas. One caller at a time."""
+class Router:
+    """Chooses among replicas. One caller at a time.
 
-    @property
-    def name(self) -> str:
-        """The name on the command line."""
-
-    def choose(self, tokens: int, candidates: Sequence[Candidate]) -> Candidate:
-        """The replica for a request with a prompt of `tokens` tokens; there is at least one candidate."""
-
-
-class Affinity:
-    """The replica with the most cached tokens among those not overloaded; the emptiest one if none has 25 % cached.
-
-    A replica is overloaded if its outstanding tokens exceed `imbalance` times the mean of all, the new request
-    included: consistent hashing with bounded loads (Mirrokni et al., 2018), with cached tokens instead of the hash.
-    Ties go to the least loaded, then in turn. Without the 25 %, the replica with the first popular document would get
-    everything that ever came with it, and the other replicas' memory would stay empty.
-    """
-
-    name = "affinity"
-
-    def __init__(self, imbalance: float = USUAL_IMBALANCE) -> None:
-        if not imbalance >= 1.0:
-            raise UsageError(f"the load imbalance must be at least 1, not {imbalance}")
-        self._imbalance = imbalance
-        self._turn = _Turn()
-
-    def choose(self, tokens: int, candidates: Sequence[Candidate]) -> Candidate:
-        """Choose a replica; at least one is never overloaded, because one is at or below the mean."""
-        whole = tokens + sum(one.outstanding_tokens for one in candidates)
-        bound = self._imbalance * whole / len(candidates)
-        free = self._turn.of([one for one in candidates if one.outstanding_tokens <= bound])
-        if max(one.cached_tokens for one in free) < _ENOUGH * tokens:
-            return min(free, key=lambda one: (one.held_tokens, one.outstanding_tokens))
-        return min(free, key=lambda one: (-one.cached_tokens, one.outstanding_tokens))
-
-
-class LeastTokens:
-    """The replica with the fewest tokens by `figure`; ties in turn. It bounds no load."""
-
-    def __init__(self, name: str, figure: Callable[[Candidate], int]) -> None:
-        self.name = name
-        self._figure = figure
-        self._turn = _Turn()
-
-    def choose(self, tokens: int, candidates: Sequence[Candidate]) -> Candidate:  # noqa: ARG002 - the same for all
-        """The candidate with the lowest figure."""
-        return min(self._turn.of(candidates), key=self._figure)
-
-
-ROUTING: Mapping[str, Callable[[float], RoutingPolicy]] = {
-    "affinity": Affinity,
-    # The earliest first token. No request waits longer than computing it elsewhere would take, so at high, even load
-    # less of the cache is used than with `affinity`.
-    "soonest": lambda _: LeastTokens("soonest", lambda one: one.outstanding_tokens - one.cached_tokens),
-    "least-loaded": lambda _: LeastTokens("least-loaded", lambda one: one.outstanding_tokens),
-    "round-robin": lambda _: LeastTokens("round-robin", lambda _: 0),
-}
-
-
-def make_routing(name: str, imbalance: float = USUAL_IMBALANCE) -> RoutingPolicy:
-    """The policy with this name; `imbalance` applies to policies that bound it.
+    With `affinity`, by rendezvous hashing with bounded loads (Thaler and Ravishankar, 1998; Mirrokni et al., 2018): the
+    key is the least id of a prompt's chunks, so that order does not matter, and prompts with many common chunks
+    probably have the same key. A replica is left out if its outstanding tokens exceed 1.25 times the mean of all, the
+    new request included. Prompts without chunks go to the least loaded replica, equals in turn.
 
     Raises:
         UnknownMethodError: no such policy; the message lists the known ones.
-        UsageError: the imbalance is below 1.
     """
-    if name not in ROUTING:
-        raise UnknownMethodError(f"unknown routing {name!r}; there are: {', '.join(ROUTING)}")
-    return ROUTING[name](imbalance)
 
-
-class _Turn:
-    """Rotates the candidates, starting at another one each time."""
-
-    def __init__(self) -> None:
+    def __init__(self, policy: str = USUAL_ROUTING) -> None:
+        if policy not in ROUTING:
+            raise UnknownMethodError(f"unknown routing {policy!r}; there are: {', '.join(ROUTING)}")
+        self._policy = ROUTING[policy]
         self._numbers = count()
 
-    def of(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+    def choose(self, tokens: int, chunks: Collection[ChunkId], candidates: Sequence[Candidate]) -> Candidate:
+        """The replica for a prompt of `tokens` tokens with these chunks; there is at least one candidate."""
         first = next(self._numbers) % len(candidates)
-        return [*candidates[first:], *candidates[:first]]
+        return self._policy(tokens, chunks, [*candidates[first:], *candidates[:first]])
+
+
+def _affinity(tokens: int, chunks: Collection[ChunkId], candidates: Sequence[Candidate]) -> Candidate:
+    bound = _MOST_LOAD * (tokens + sum(one.outstanding_tokens for one in candidates)) / len(candidates)
+    free = [one for one in candidates if one.outstanding_tokens <= bound]  # never empty: one is at or below the mean
+    if not chunks:
+        return min(free, key=lambda one: one.outstanding_tokens)
+    key = min(chunks)
+    return max(free, key=lambda one: hashlib.blake2b(f"{one.name} {key}".encode(), digest_size=8).digest())
+
+
+ROUTING: Mapping[str, Callable[[int, Collection[ChunkId], Sequence[Candidate]], Candidate]] = {
+    "affinity": _affinity,
+    "round-robin": lambda _tokens, _chunks, candidates: candidates[0],
+}

@@ -29,7 +29,6 @@ from chunkweave_server.threads import TenantThreads, in_thread
 from chunkweave_server.vllm_backend.answer import AnswerContext, VllmAnswer
 from chunkweave_server.vllm_backend.cache import VllmCache
 from chunkweave_server.vllm_backend.fleet import Fleet, NoReplicaError, Replica, fleet_samples, labelled
-from chunkweave_server.vllm_backend.kv_events import EventSubscriber, event_endpoints
 from chunkweave_server.vllm_backend.parsing import PARSE, TOOL_FLAGS, is_forced
 from chunkweave_server.vllm_backend.passthrough import Passthrough
 from chunkweave_server.vllm_backend.prepare import chooser_for, load_tokenizer
@@ -90,7 +89,6 @@ class VllmBackend:
         self._upstreams: list[Upstream] = []
         self._watching: list[asyncio.Task[None]] = []
         self._inbox: ReportInbox | None = None
-        self._events: list[EventSubscriber] = []
         self._removals: FleetRemovals | None = None
         self._parsers = flags.parsers
 
@@ -103,7 +101,6 @@ class VllmBackend:
         """Start the servers, or wait for running ones, and load the tokenizer."""
         self._threads = threads
         settings = self._settings.fleet
-        endpoints = event_endpoints(settings.upstream_events)
         source = await in_thread(lambda: self._flags.source)  # dequantizes a GGUF file into a folder for vLLM
         passages = neutral_passages(self._settings.capture.neutral_file, Path(source))
         urls = {f"upstream-{number}": url for number, url in enumerate(settings.upstream)}
@@ -118,10 +115,6 @@ class VllmBackend:
         fleet = Fleet(self._upstreams, self._settings)
         removals = self._removals = await in_thread(lambda: self._fleet_removals(fleet))
         tokenizer, _ = await asyncio.gather(in_thread(self._tokenizer), self._start_servers(removals))
-        for replica in fleet.replicas if endpoints else ():
-            server = list(urls).index(replica.upstream.server)
-            found = endpoints[server].of_rank(replica.upstream.rank or 0)
-            self._events.append(EventSubscriber(found, replica.announced, replica.name))
         most_tokens = await self._upstreams[0].most_tokens() or _USUAL_CONTEXT
         if not self.processes and await self._upstreams[0].serves(PARSE):
             self._parsers = Parsers(tools=True)  # only a response shows whether it has a tool parser
@@ -158,7 +151,6 @@ class VllmBackend:
         await asyncio.gather(*self._watching, return_exceptions=True)
         if self._removals is not None:
             await self._removals.close()
-        await asyncio.gather(*(one.close() for one in self._events))
         await asyncio.gather(*(process.stop() for process in self.processes))
         for upstream in self._upstreams:
             await upstream.close()

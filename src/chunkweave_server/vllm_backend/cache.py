@@ -177,7 +177,6 @@ class VllmCache:
                     "outstanding_tokens": one.outstanding_tokens,
                     "mirror_tokens": one.contents.tokens,
                     "mirror_budget_tokens": one.contents.budget_tokens,
-                    "announced_blocks": len(one.announced),
                     "prompt_tokens": one.prompt_tokens,
                     "expected_tokens": one.expected_tokens,
                     "found_tokens": one.found_tokens,

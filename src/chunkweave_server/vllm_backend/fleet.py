@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import compress
 from pathlib import Path
 
 from chunkweave.config import StoreConfig
@@ -20,12 +19,11 @@ from chunkweave.planning.method_choice import MethodChoice
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, is_neutral
 from chunkweave.scheduling.queue import FairQueue, TenantWeights, VirtualTime, Waiting, waiting_path
-from chunkweave.scheduling.routing import Candidate, ReplicaContents, make_routing
+from chunkweave.scheduling.routing import Candidate, ReplicaContents, Router
 from chunkweave.types import CacheUse, ChunkId
 from chunkweave_server.errors import HttpError
 from chunkweave_server.metrics import MetricSample
 from chunkweave_server.settings import Settings
-from chunkweave_server.vllm_backend.kv_events import AnnouncedBlocks
 from chunkweave_server.vllm_backend.process import VllmProcess
 from chunkweave_server.vllm_backend.upstream import Upstream, UpstreamLateError, UpstreamLostError
 
@@ -37,6 +35,8 @@ _BURST_TOKENS = 4096
 
 
 _POLL_S = 0.1
+_MIRROR_TOKENS = 2_000_000
+"""Assumed tokens of a replica's segment store, for queues and orderings; lowered by its reports."""
 
 
 class NoReplicaError(HttpError):
@@ -94,7 +94,6 @@ class Replica:
     name: str
     upstream: Upstream
     contents: ReplicaContents
-    announced: AnnouncedBlocks
     arranger: Arranger
     queue: FairQueue[int]
     up: bool = False
@@ -128,7 +127,7 @@ class Fleet:
         """All replicas are down until `up` is called."""
         self._fleet, self._max_waiting = settings.fleet, settings.batching.max_waiting
         self._store = settings.store
-        self._routing = make_routing(settings.fleet.routing, settings.fleet.imbalance)
+        self._router = Router(settings.fleet.routing)
         self._weights = TenantWeights.parse(settings.batching.tenant_weight)
         self._time = VirtualTime(self._weights, burst=_BURST_TOKENS)
         self._numbers = itertools.count()
@@ -161,7 +160,6 @@ class Fleet:
         for replica in self._of(server):
             if not replica.up:
                 replica.contents.clear()
-                replica.announced.clear()
                 replica.up = True
                 self._release(replica)
 
@@ -299,7 +297,7 @@ class Fleet:
             replica.expected_tokens += placed.expected_tokens
             replica.found_tokens += found.cached_tokens
             if found.store_tokens is not None:
-                contents.resize(min(found.store_tokens, self._fleet.mirror_tokens))
+                contents.resize(min(found.store_tokens, _MIRROR_TOKENS))
             promotion = placed.arranged.promotion
             continued = frozenset[ChunkId]() if promotion is None else promotion.continued
             sources = zip(placed.prompt.parts, found.sources, strict=True)
@@ -317,30 +315,25 @@ class Fleet:
         contents.note(path, sizes, weaves=weaves)
 
     def _choose(self, prepared: PreparedRequest, replicas: Sequence[Replica], like: Placed | Replica | None) -> Placed:
-        options: dict[str, Placed] = {}
-        candidates: list[Candidate] = []
-        there = like.replica if isinstance(like, Placed) else like
-        if there is not None and there in replicas:
-            replicas = [there]
-        for replica in replicas:
-            if like is not None and there is replica:
-                arranged = like.arranged if isinstance(like, Placed) else prepared.arranged
-            else:
-                arranged = replica.arranger.arrange(
-                    prepared.prompt, prepared.order, counted=False, tenant=prepared.request.tenant
-                )
-            path, sizes = _reusable(arranged.prompt, prepared.choice)
-            announced = replica.announced.of(arranged.prompt, prepared.request.cache_salt or "", weaves=prepared.weaves)
-            held = replica.contents.cached_parts(path, weaves=prepared.weaves, announced=announced)
-            cached = sum(compress(sizes, held))
-            work = len(arranged.prompt) - cached + prepared.room
-            released = asyncio.get_running_loop().create_future()
-            options[replica.name] = Placed(replica, prepared, arranged, cached, work, released)
-            # All replicas store the instruction and the neutral passages, so these do not count for routing.
-            parts = (part for part in arranged.prompt.parts if part.id is not None)
-            of_chunks = sum(len(part) for part in compress(parts, held) if not _stored_everywhere(part))
-            candidates.append(Candidate(replica.name, replica.outstanding_tokens, of_chunks, replica.contents.tokens))
-        return options[self._routing.choose(len(prepared.prompt), candidates).name]
+        replica = like.replica if isinstance(like, Placed) else like
+        if replica is None or replica not in replicas:
+            replica, like = self._routed(prepared, replicas), None
+        if like is None:
+            tenant = prepared.request.tenant
+            arranged = replica.arranger.arrange(prepared.prompt, prepared.order, counted=False, tenant=tenant)
+        else:
+            arranged = like.arranged if isinstance(like, Placed) else prepared.arranged
+        path, sizes = _reusable(arranged.prompt, prepared.choice)
+        cached = replica.contents.cached_tokens(path, sizes, weaves=prepared.weaves)
+        work = len(arranged.prompt) - cached + prepared.room
+        return Placed(replica, prepared, arranged, cached, work, asyncio.get_running_loop().create_future())
+
+    def _routed(self, prepared: PreparedRequest, replicas: Sequence[Replica]) -> Replica:
+        """The replica that routing chooses. All of them store the instruction and the neutral passages."""
+        chunks = {part.id for part in prepared.prompt.parts if part.id is not None and not _stored_everywhere(part)}
+        candidates = [Candidate(one.name, one.outstanding_tokens) for one in replicas]
+        chosen = self._router.choose(len(prepared.prompt), chunks, candidates)
+        return replicas[candidates.index(chosen)]
 
     def _release(self, replica: Replica) -> None:
         """Start queued requests while the replica has room: the least served tenant first, then the most cached."""
@@ -365,12 +358,11 @@ class Fleet:
 
 
 def _replica(upstream: Upstream, settings: Settings, time: VirtualTime) -> Replica:
-    contents = ReplicaContents(settings.fleet.mirror_tokens)
+    contents = ReplicaContents(_MIRROR_TOKENS)
     queue: FairQueue[int] = FairQueue(contents, time, window=settings.batching.window)
     arranger = Arranger(settings.ordering, contents.tree)
     arranger.load(_counts_file(settings.store, upstream.name))
-    announced = AnnouncedBlocks(settings.fleet.mirror_tokens)
-    return Replica(upstream.name, upstream, contents, announced, arranger, queue)
+    return Replica(upstream.name, upstream, contents, arranger, queue)
 
 
 def _counts_file(store: StoreConfig, replica: str) -> Path | None:
@@ -438,7 +430,6 @@ def fleet_samples(fleet: Fleet, processes: Sequence[VllmProcess], retries: int) 
             "Assumed capacity of its segment store in tokens.",
             lambda one: one.contents.budget_tokens,
         ),
-        ("announced_blocks", "Blocks that its KV events announced.", lambda one: len(one.announced)),
     ):
         values = {one.name: float(value(one)) for one in fleet.replicas}
         yield MetricSample(f"replica_{name}", meaning, values, "replica")
