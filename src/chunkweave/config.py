@@ -201,29 +201,21 @@ class StoreConfig:
         None, "Maximum bytes of this process at remote_url; none: the remote's own limit.", least=0
     )
     codec: str = setting("raw", "Encoding on disk and remote: raw, int8 or fp8.")
-    admission: int = setting(1, "Times a segment is stored or used before it is written to disk or remote.", least=1)
+    admission: int = 1
+    """Times a segment is stored or used before it is written to disk or remote."""
     ttl_s: float | None = setting(None, "Maximum age of segments: 30s, 90m, 12h or 7d.", above=0)
     max_variants: int | None = setting(
         DEFAULT_MAX_VARIANTS,
         "Maximum segments per chunk in different contexts, without exact prefixes; none: no limit.",
     )
-    max_instances: int | None = setting(None, "Maximum segments in total; none: as many as fit.")
-    replicated_nodes: int = setting(
-        64,
-        "With device_budget, most used upper nodes with a copy in host memory (RAGCache §6).",
-        least=0,
-    )
-    pinned_bytes: int | None = setting(
-        None,
-        "With a GPU, maximum page-locked part of host_budget; none: all.",
-        name="host_pinned",
-        least=0,
-    )
-    device_staging_bytes: int = setting(
-        GIB,
-        "With a GPU, maximum device memory for KV sent ahead of its layer, over all requests; 0: none.",
-        least=0,
-    )
+    max_instances: int | None = None
+    """Maximum segments in total; none: as many as fit."""
+    replicated_nodes: int = 64
+    """With device_budget, most used upper nodes with a copy in host memory (RAGCache §6)."""
+    pinned_bytes: int | None = None
+    """With a GPU, maximum page-locked part of host_budget; none: all."""
+    device_staging_bytes: int = GIB
+    """With a GPU, maximum device memory for KV sent ahead of its layer, over all requests; 0: none."""
 
     @property
     def most_pinned_bytes(self) -> int:
@@ -305,20 +297,18 @@ class ComputeConfig:
     graph and replayed: one launch instead of hundreds, 6 ms a token instead of 24 (Llama-3-8B's shape, an H200).
     """
 
-    attention: AttentionKernel = setting(AttentionKernel.AUTO, "Attention kernel: auto, triton, onednn or sdpa.")
-    decode_graphs: bool = setting(True, "On CUDA, decode by recorded graphs.")
+    attention: AttentionKernel = AttentionKernel.AUTO
+    """Attention kernel: auto, triton, onednn or sdpa."""
+    decode_graphs: bool = True
+    """On CUDA, decode by recorded graphs."""
     draft_tokens: int = setting(
         0,
         "Maximum tokens per request and step that are guessed from the prompt and checked together (prompt lookup "
         "decoding); 0: off.",
         least=0,
     )
-    pinned_bytes: int = setting(
-        4 * GIB,
-        "On CUDA, maximum page-locked host memory for segments from slower tiers.",
-        name="staging_pinned",
-        least=0,
-    )
+    pinned_bytes: int = 4 * GIB
+    """On CUDA, maximum page-locked host memory for segments from slower tiers."""
 
 
 class ContextSource(StrEnum):
@@ -351,22 +341,16 @@ class CaptureConfig:
     tokens each (docs/methods.md). Without other chunks it is placed after neutral passages.
     """
 
-    profile: bool | None = setting(
-        None,
-        "Store what tokens of new chunks attend to; none: if the request's or the default method reads it.",
-        name="capture",
-    )
+    profile: bool | None = None
+    """Store what tokens of new chunks attend to; none: if the request's or the default method reads it."""
     neutral_tokens: int = setting(
         400,
         "Tokens of neutral passages before a chunk computed beforehand; 0: alone, without the instruction.",
         places=PROGRAMS,
         least=0,
     )
-    neutral_file: Path | None = setting(
-        None,
-        "Neutral passages, separated by empty lines; none: neutral.txt beside the model, or bundled ones.",
-        places=PROGRAMS,
-    )
+    neutral_file: Path | None = None
+    """Neutral passages, separated by empty lines; none: neutral.txt beside the model, or bundled ones."""
     contexts: ContextSource = setting(
         ContextSource.CORPUS,
         "Contexts of chunks computed beforehand: `corpus`, a mean over several of nearest chunks in the same corpus or "
@@ -395,11 +379,8 @@ class CaptureConfig:
         least=0,
         most=1,
     )
-    variant_generations: int | None = setting(
-        2,
-        "Generations of variants after which a chunk is recomputed whole; none: no limit.",
-        least=1,
-    )
+    variant_generations: int | None = 2
+    """Generations of variants after which a chunk is recomputed whole; none: no limit."""
 
     def __post_init__(self) -> None:
         if min(1 if count is None else count for count in (self.layers, self.heads)) < 1:
@@ -488,7 +469,8 @@ class ReuseConfig:
         most=1,
     )
     check_layers: tuple[int, ...] = setting((1,), "Layers at which cacheblend compares fresh with cached KV.")
-    seed: int = setting(0, "Seed of a method's random choices.", places=frozenset({Place.CONNECTOR}))
+    seed: int = 0
+    """Seed of a method's random choices."""
     alpha: float = setting(1.0, "Scale of cachecraft's recomputed share: 0 nothing, 3 nearly all.", least=0)
     focus: bool = setting(
         True,
@@ -525,10 +507,10 @@ class WeaveConfig:
     )
     load_timeout_s: float = setting(
         10.0,
-        "Maximum wait for segments, and for chunks that another request computes; then normal prefill.",
+        "Maximum wait for segments, and for chunks that another request computes; then normal prefill. For a remote "
+        "lookup, a twentieth.",
         above=0,
     )
-    lookup_timeout_s: float = setting(0.5, "Maximum wait for a remote lookup; then normal prefill.", above=0)
 
 
 class AnswerMatching(Protocol):

@@ -13,7 +13,14 @@ import typer
 from rich.markup import escape
 
 from chunkweave.cli.console import Json, Out, Output, ProgressLines, counted, stderr, table_of
-from chunkweave.cli.options import as_command, given_options, heading, option_parameters, warn, with_blocks
+from chunkweave.cli.options import (
+    as_command,
+    given_options,
+    heading,
+    option_parameters,
+    warn,
+    with_blocks,
+)
 from chunkweave.config import Backend
 from chunkweave.errors import UsageError, install_extra, unknown_names
 from chunkweave.settings import settings_of
@@ -38,6 +45,21 @@ ConfigFile = Annotated[
 ]
 
 
+FLAGS = frozenset(
+    (
+        *("model", "adapter", "shape", "device", "dtype", "weights", "threads", "backend", "served_model_name"),
+        *("method_file", "method", "quality", "recompute_ratio", "order", "contexts", "draft_tokens"),
+        *("find_chunks", "host_budget", "policy", "device_budget", "cache_dir", "disk_budget", "remote_url"),
+        *("codec", "ttl", "ordering", "deduplicate", "max_num_seqs", "max_num_batched_tokens", "kv_tokens"),
+        *("tenant_weight", "deadline", "shadow_every", "improve_share", "replicas", "upstream"),
+        *("report_socket", "connector", "replica_env", "routing", "host", "port", "keys_file"),
+        *("allow_anonymous", "allowed_hosts", "cors_origins", "max_answer_tokens", "requests_per_minute"),
+        *("corpus", "data_dir", "log_form", "log_level", "otlp_endpoint", "promotion_threshold"),
+    )
+)
+"""Settings whose options the help lists."""
+
+
 def with_settings(
     command: Callable[..., None], backend: Backend | None = None, *, without: Collection[str] = ()
 ) -> Callable[..., None]:
@@ -53,7 +75,7 @@ def with_settings(
     place = (backend or Backend.ENGINE).place
     for kind in GROUPS.values():
         group = [one for name, one in known.items() if name in settings_of(kind)]
-        for parameter in option_parameters(group, place, heading(kind)):
+        for parameter in option_parameters(group, place, heading(kind), listed=FLAGS):
             options.setdefault(parameter.name, parameter)
 
     def call(**values: Any) -> None:

@@ -730,8 +730,6 @@ def check_limits(body: CompletionBody, limits: LimitSettings, *, calibrated: boo
         message = "this model was not calibrated: give quality 'exact' or a method"
         raise HttpError(400, message, param="chunkweave.quality", code="not_calibrated")
     most, given = limits.max_answer_tokens, body.answer_tokens
-    if given is not None and given > most and limits.refuse_long_answers:
-        raise HttpError(400, f"max_tokens must be at most {most}, not {given}", param="max_tokens")
     return min(limits.default_answer_tokens if given is None else given, most)
 
 

@@ -92,11 +92,8 @@ class ListenSettings:
         "(any); repeatable.",
     )
     graceful_s: float = setting(30.0, "Time for running answers to finish at shutdown.", above=0)
-    stalled_s: float = setting(
-        60.0,
-        "Close a connection after this long without the rest of a request, or without reading the answer.",
-        above=0,
-    )
+    stalled_s: float = 60.0
+    """Close a connection after this long without the rest of a request, or without reading the answer."""
 
     def __post_init__(self) -> None:
         if wrong := [one for one in self.allowed_hosts if _HOST.fullmatch(one) is None]:
@@ -122,19 +119,22 @@ class LimitSettings:
     max_upload_bytes: int = setting(64 * _MIB, "Most bytes of a request that ingests documents.")
     max_documents: int = setting(64, "Most documents of a request, also to warm, pin or clear.", least=1)
     max_answer_tokens: int = setting(1024, "Most tokens of an answer; a request for more gets this many.", least=1)
-    refuse_long_answers: bool = setting(False, "Refuse requests for more than max_answer_tokens instead.")
-    default_answer_tokens: int = setting(256, "Tokens of an answer if the request sets no limit.", least=1)
+    default_answer_tokens: int = 256
+    """Tokens of an answer if the request sets no limit."""
     max_concurrent: int = setting(64, "Most concurrent requests of a tenant; more get 429.", least=1)
     requests_per_minute: float | None = setting(
         None, "Mean request rate of a tenant; more get 429; none: no limit.", above=0
     )
-    burst: int = setting(20, "Requests that a tenant may send at once under requests_per_minute.", least=1)
-    max_corpora: int = setting(32, "Most corpora that a tenant creates.", least=1)
-    max_corpus_chunks: int = setting(200_000, "Most chunks of a corpus created over HTTP.", least=1)
-    max_corpus_bytes: int = setting(
-        2 << 30, "Most memory of a corpus created over HTTP: texts, metadata, vectors.", least=1
-    )
-    pin_budget_bytes: int = setting(256 * _MIB, "Most bytes of segments that a tenant pins.")
+    burst: int = 20
+    """Requests that a tenant may send at once under requests_per_minute."""
+    max_corpora: int = 32
+    """Most corpora that a tenant creates."""
+    max_corpus_chunks: int = 200_000
+    """Most chunks of a corpus created over HTTP."""
+    max_corpus_bytes: int = 2 << 30
+    """Most memory of a corpus created over HTTP: texts, metadata, vectors."""
+    pin_budget_bytes: int = 256 * _MIB
+    """Most bytes of segments that a tenant pins."""
 
 
 class CorpusIndex(StrEnum):
@@ -153,13 +153,10 @@ class CorpusSettings:
 
     corpus: tuple[str, ...] = setting((), "Corpus that all tenants may read: FOLDER or NAME=FOLDER; repeatable.")
     data_dir: Path | None = setting(None, "Folder for corpora created over HTTP; none: in memory.")
-    corpus_index: CorpusIndex = setting(
-        CorpusIndex.AUTO,
-        "Index of new corpora over HTTP above corpus_flat_chunks: flat, ivf, hnsw or auto (ivf with faiss, else flat).",
-    )
-    corpus_flat_chunks: int = setting(
-        100_000, "Most chunks of a corpus created over HTTP that are searched flat.", least=1
-    )
+    corpus_index: CorpusIndex = CorpusIndex.AUTO
+    """Index of new corpora over HTTP above corpus_flat_chunks: flat, ivf, hnsw or auto (ivf with faiss, else flat)."""
+    corpus_flat_chunks: int = 100_000
+    """Most chunks of a corpus created over HTTP that are searched flat."""
 
     def index(self, kind: IndexKind | None = None) -> IndexConfig:
         """The index of a new corpus: of this `kind`, or the configured one.
@@ -221,23 +218,20 @@ class FleetSettings:
         (), "NUMBER:NAME=VALUE, environment variable of one replica (0:CUDA_VISIBLE_DEVICES=0,1); repeatable."
     )
     routing: str = setting(USUAL_ROUTING, f"Choice of a request's replica: {', '.join(ROUTING)}.")
-    replica_requests: int = setting(
-        32, "Most concurrent requests with documents on a replica; more wait in the front.", least=1
-    )
+    replica_requests: int = 32
+    """Most concurrent requests with documents on a replica; more wait in the front."""
     speculate: bool = setting(True, "Start prefill before a search has ended, if no request waits.", places=SERVERS)
     first_token_timeout_s: float | None = setting(
         None,
         "Longest wait for a first token from vLLM, then the request is retried once; none: no limit.",
         above=0,
     )
-    max_prefill_batch: int | None = setting(
-        None,
-        "Speculate only while fewer requests wait for or run prefill (RAGCache's max_prefill_bs); none: 1 for each "
-        "engine or replica.",
-        places=SERVERS,
-        least=1,
-    )
-    start_timeout_s: float = setting(1800.0, "Longest start of a vLLM server.", above=0)
+    max_prefill_batch: int | None = None
+    """Speculate only while fewer requests wait for or run prefill (RAGCache's max_prefill_bs); none: 1 for each engine
+    or replica.
+    """
+    start_timeout_s: float = 1800.0
+    """Longest start of a vLLM server."""
 
     def __post_init__(self) -> None:
         Router(self.routing)
@@ -342,11 +336,10 @@ GROUPS: Mapping[str, Any] = {
     if name != "vllm_flags"
 }
 """The class of each group of `Settings`, by its field."""
-_VLLM_FLAGS = ("dtype", "served_model_name", "max_num_seqs", "max_num_batched_tokens", "block_size")
+_VLLM_FLAGS = ("dtype", "served_model_name", "max_num_seqs", "max_num_batched_tokens")
 """Settings of our engine that vLLM has under the same name."""
 _IN_VLLM = {
     "threads": "set OMP_NUM_THREADS or VLLM_CPU_OMP_THREADS_BIND in the environment of the vLLM server",
-    "step_time": "vLLM has no limit in seconds: lower --max-num-batched-tokens, and weave_step_tokens for weaves",
 }
 """What to use with vLLM instead of a setting that only our engine has."""
 

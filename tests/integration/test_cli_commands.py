@@ -61,13 +61,6 @@ def test_help_needs_no_torch():
     assert "bench" in done.stdout
 
 
-@pytest.mark.parametrize(("attention", "why"), [("magic", "no such attention"), ("triton", "requested, but")])
-def test_an_attention_that_cannot_be_had_is_refused(documents, attention, why):
-    result = invoke(*ASK, "--attention", attention, "--docs", documents, "What?")
-    assert result.exit_code == 2
-    assert why in " ".join(result.stderr.split())
-
-
 def test_ask_shows_reuse_from_the_second_question_on(documents):
     result = invoke(*ASK, "--docs", documents, "First question?", "Second question?")
     assert result.exit_code == 0, result.output

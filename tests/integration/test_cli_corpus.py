@@ -141,28 +141,10 @@ def test_more_chunks_than_there_are_are_all_of_them(corpus):
     assert found.exit_code == 0, found.output
     assert "the corpus has 7 chunks: all are taken" in found.stderr
     ask = ("ask", "--shape", "demo", "--max-new-tokens", 1, "--corpus", corpus, "--top-k", 99, "--json")
-    for how in ([], ["--speculate"]):
-        result = invoke(*ask, *how, "Why?", "Where?")
-        assert result.exit_code == 0, result.output
-        assert len(json.loads(result.stdout)["answers"][0]["retrieved"]) == 7
-        assert result.stderr.count("all are taken") == 1
-
-
-def test_ask_can_compute_while_it_searches(corpus):
-    ask = ("ask", "--shape", "demo", "--max-new-tokens", 3, "--corpus", corpus, "--top-k", 2, "--order", "fixed")
-    questions = ("Where is the ferry?", "Where is the storm?")
-    ahead, plain = (json_of(*ask, *how, *questions)["answers"] for how in (["--speculate", "--explain"], []))
-    for own, other in zip(ahead, plain, strict=True):
-        assert own["answer"] == other["answer"]
-        assert own["retrieved"] == other["retrieved"]
-        assert own["pipelining"].keys() == {"started", "terminated", "matched", "overlap_s"}
-        assert own["ttft_s"] > 0
-        assert own["plan"]
-    shown = invoke(*ask, "--speculate", questions[0])
-    assert shown.exit_code == 0, shown.output
-    assert "of it during prefill" in shown.stdout
-    assert invoke(*ask, "--speculate", "--precompute", "Why?").exit_code == 2
-    assert invoke("ask", "--shape", "demo", "--speculate", "Why?").exit_code == 2
+    result = invoke(*ask, "Why?", "Where?")
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(result.stdout)["answers"][0]["retrieved"]) == 7
+    assert result.stderr.count("all are taken") == 1
 
 
 def test_ask_orders_chunks_if_it_is_asked_to(corpus, notes):

@@ -37,9 +37,32 @@ def toy_engine(store: StoreConfig | None = None, settings: Settings | None = Non
     return Engine(toy_model("llama"), **{**options, "store": store or options["store"]})
 
 
-def settings_of(**values: Any) -> Settings:
+CONSTANTS = {
+    "shadow": {"shadow_window": "window", "shadow_max_divergence": "max_divergence"},
+    "capture": ("variant_generations",),
+    "store": ("admission", "max_instances"),
+    "ordering": {"ordering_window": "window"},
+    "batching": ("max_waiting",),
+    "fleet": ("replica_requests", "max_prefill_batch"),
+    "limits": (
+        *("default_answer_tokens", "burst", "max_corpora", "max_corpus_chunks", "max_corpus_bytes", "pin_budget_bytes"),
+    ),
+    "corpora": ("corpus_index", "corpus_flat_chunks"),
+}
+"""Fields of groups of settings that are no settings: tests set them, so as to reach their limits."""
+
+
+def settings_of(backend: BackendName | None = None, **values: Any) -> Settings:
     """Settings with some values by name, the others as they are by default."""
-    return resolve({"shape": "toy", "served_model_name": "toy", **values}, {}).settings
+    changes: dict[str, dict[str, Any]] = {}
+    for group, names in CONSTANTS.items():
+        fields = names if isinstance(names, dict) else {name: name for name in names}
+        changes[group] = {fields[name]: values.pop(name) for name in fields.keys() & values.keys()}
+    if backend is None:
+        values = {"shape": "toy", "served_model_name": "toy", **values}
+    settings = resolve(values, {}, backend=backend).settings
+    groups = {group: replace(getattr(settings, group), **given) for group, given in changes.items() if given}
+    return replace(settings, **groups)
 
 
 def key_ring() -> KeyRing:
@@ -60,7 +83,7 @@ def vllm_service(*fakes: FakeVllm, keys: KeyRing | None = None, name: str = "toy
     template, adapter = values.pop("chat_template", None), values.pop("lora", None)
     of_vllm = values.pop("of_vllm", ())
     flags = {"upstream": tuple(fake.url for fake in fakes), **values}
-    settings = resolve(flags, {}, backend=BackendName.VLLM).settings
+    settings = settings_of(BackendName.VLLM, **flags)
     tokenizer = bundled_tokenizer()
     if template is not None:
         tokenizer = HuggingFaceTokenizer(tokenizer._tokenizer)

@@ -440,7 +440,7 @@ def test_what_is_warmed_is_computed_behind_neutral_passages_and_woven_from_there
 
 @pytest.mark.backend("engine")
 def test_pins_have_a_budget(serve: Serve):
-    client = serve(pin_budget="1KB")
+    client = serve(pin_budget_bytes=1000)
     client.post("/v1/cache/warm", json={"documents": [FERRY]})
     refused = client.post("/v1/cache/pin", json={"documents": [FERRY]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "pin_budget_exceeded")

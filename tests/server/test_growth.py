@@ -63,7 +63,7 @@ def test_chunks_overlap_by_half_at_most(client: Client, overlap_tokens: int):
     make(client, chunk_tokens=16, overlap_tokens=8)
 
 
-@pytest.mark.parametrize("limit", [{"max_corpus_chunks": 300}, {"max_corpus_bytes": "1MiB"}], ids=["chunks", "bytes"])
+@pytest.mark.parametrize("limit", [{"max_corpus_chunks": 300}, {"max_corpus_bytes": 1 << 20}], ids=["chunks", "bytes"])
 @pytest.mark.parametrize("uploaded", [False, True], ids=["texts", "files"])
 def test_a_corpus_stops_growing_within_a_document(serve: Serve, limit: dict[str, Any], uploaded: bool):
     client = serve(**limit)

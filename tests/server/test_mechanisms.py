@@ -163,7 +163,7 @@ def test_a_prompt_that_comes_again_is_hardly_recomputed(serve):
     shares = [recomputed(client, *FIVE[:0:-1]) for _ in range(5)]
     assert shares[0] > 0.4
     assert shares[4] <= 0.1
-    none = serve(method="cachecraft", focus=False, variant_fraction="none")
+    none = serve(method="cachecraft", focus=False, variant_fraction=None)
     ask(none, *FIVE[:4], method="cachecraft")
     shares = [recomputed(none, *FIVE[:0:-1]) for _ in range(5)]
     assert shares[4] == shares[1] > 0.4
@@ -194,7 +194,7 @@ def test_generations_are_limited(serve):
         at_random(client, 60)
         return max(record.generation for record in client.engine.store.records())
 
-    assert oldest(serve(method="cachecraft", focus=False, max_variants=2, variant_generations="none")) > 1
+    assert oldest(serve(method="cachecraft", focus=False, max_variants=2, variant_generations=None)) > 1
     assert oldest(serve(method="cachecraft", focus=False, max_variants=2, variant_generations=1)) == 1
 
 
@@ -210,10 +210,10 @@ def test_reuse_frequency_keeps_what_saved_most(serve, policy, stays):
         assert min(tokens.values()) > 8
         return [exact(ask(client, document)) == 1 for document in (FERRY, CHOIR)]
 
-    probe = serve(method="cachecraft", variant_fraction="none")
+    probe = serve(method="cachecraft", variant_fraction=None)
     assert served(probe) == [True, True]
     budget = probe.engine.store.used_bytes - 1
-    client = serve(method="cachecraft", variant_fraction="none", policy=policy, host_budget=budget)
+    client = serve(method="cachecraft", variant_fraction=None, policy=policy, host_budget=budget)
     assert served(client) == [stays is FERRY, stays is CHOIR]
 
 

@@ -27,13 +27,10 @@ EVERYTHING = {
     "remote_url": "redis://localhost:6379",
     "remote_budget": "1GiB",
     "codec": "int8",
-    "admission": 2,
     "ttl": "7d",
     "max_variants": 3,
-    "max_instances": 1000,
     "weave_step_tokens": 64,
     "load_timeout": "2s",
-    "lookup_timeout": "0.25s",
     "method": "cacheblend",
     "recompute_ratio": 0.2,
     "check_layers": [1],
@@ -48,22 +45,8 @@ def read(extra, **environment) -> PluginSettings:
 def test_nothing_said_is_memory_alone():
     settings = read({})
     assert settings.store == StoreConfig(4 * GIB, max_variants=DEFAULT_MAX_VARIANTS)
-    assert (settings.step_tokens, settings.weave.load_timeout_s, settings.weave.lookup_timeout_s) == (256, 10.0, 0.5)
+    assert (settings.step_tokens, settings.weave.load_timeout_s) == (256, 10.0)
     assert settings.requests == {}
-
-
-def test_what_is_kept_of_variants_reaches_the_requests():
-    def capture(**extra):
-        return Defaults.from_config(read(extra).requests).chooser.choose_usual().reuse.capture
-
-    assert capture() == CaptureConfig()
-    assert capture(variant_fraction=0.5, variant_generations=4) == CaptureConfig(
-        variant_fraction=0.5, variant_generations=4
-    )
-    assert capture(variant_fraction="none", variant_generations=None).variant_fraction is None
-    for wrong in ({"variant_fraction": 1.5}, {"variant_generations": 0}, {"variant_fraction": "all"}):
-        with pytest.raises(UsageError, match="variant_"):
-            read(wrong)
 
 
 @pytest.mark.parametrize(("batched", "woven"), [(8192, 1024), (2048, 256), (4, 1)])
@@ -82,17 +65,15 @@ def test_every_key_arrives():
         remote_url="redis://localhost:6379",
         remote_budget_bytes=GIB,
         codec="int8",
-        admission=2,
         ttl_s=7 * 86400.0,
         max_variants=3,
-        max_instances=1000,
     )
-    assert (settings.step_tokens, settings.weave.load_timeout_s, settings.weave.lookup_timeout_s) == (64, 2.0, 0.25)
+    assert (settings.step_tokens, settings.weave.load_timeout_s) == (64, 2.0)
     assert settings.requests == {"method": "cacheblend", "recompute_ratio": 0.2, "check_layers": [1], "seed": 7}
 
 
 def test_null_is_no_limit_or_not_given():
-    given = read({"max_variants": None, "max_instances": None, "cache_dir": None, "ttl": None, "remote_budget": None})
+    given = read({"max_variants": None, "cache_dir": None, "ttl": None, "remote_budget": None})
     assert given.store == StoreConfig(max_variants=None)
 
 
@@ -113,9 +94,6 @@ def test_the_environment_says_where_to_share_unless_the_config_does():
         ({"host_budget": "much"}, "not a size"),
         ({"ttl": "soon"}, "not a duration"),
         ({"load_timeout": "0s"}, "load_timeout"),
-        ({"lookup_timeout": "0s"}, "lookup_timeout"),
-        ({"admission": 0}, "admission"),
-        ({"admission": None}, "admission"),
         ({"max_variants": 1.5}, "max_variants"),
         ({"weave_step_tokens": True}, "weave_step_tokens"),
         ({"cache_dir": 5.5j}, "cache_dir"),

@@ -101,7 +101,7 @@ def keys(server: Server) -> int:
 
 
 def test_two_servers_share_over_redis_until_it_is_killed_and_then_serve_on(start, redis, reference):
-    extra = {"remote_url": redis.url, "load_timeout": "5s", "lookup_timeout": "5s"}
+    extra = {"remote_url": redis.url, "load_timeout": "60s"}
     one, other = start("one", extra), start("other", extra)
     one.wait()
     other.wait()
@@ -185,14 +185,11 @@ def test_our_engine_and_vllm_read_each_others_segments(start, tmp_path, family, 
     assert not tier.problems()
 
 
-def test_what_is_seen_twice_is_written(start, tmp_path):
-    process = start("admission", {"cache_dir": str(tmp_path / "kv"), "admission": 2, "ttl": "1h", "codec": "int8"})
+def test_what_is_computed_is_written(start, tmp_path):
+    process = start("written", {"cache_dir": str(tmp_path / "kv"), "ttl": "1h", "codec": "int8"})
     process.wait()
     prompt = Given([tokens(40), tokens(50)])
     process.answer(prompt.ask("prefix"))
-    process.call("chunkweave_flush")
-    assert not files(tmp_path / "kv")
-    process.answer(Given(prompt.chunks).ask("prefix"))
     process.call("chunkweave_flush")
     assert len(files(tmp_path / "kv")) == 2
     assert process.call("chunkweave_check") == [True]

@@ -12,6 +12,7 @@ import torch
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.planning.cost import CostModel
 from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
+from chunkweave.tiers.device import Staging
 from chunkweave.types import Geometry
 from chunkweave.vllm import worker as worker_module
 from chunkweave.vllm.background_work import BackgroundWork, Work
@@ -226,7 +227,8 @@ def test_what_vllm_has_is_not_sent_and_the_rest_within_the_setting_until_the_wea
 
     monkeypatch.setattr(WeavingStore, "pin", pinned)
     monkeypatch.setattr(PlanSources, "drop_sent", lambda _self: dropped.append(True))
-    side = side_of(paged, extra={"device_staging": "1MiB"})
+    monkeypatch.setattr(worker_module, "Staging", lambda _: Staging(1 << 20))
+    side = side_of(paged)
     hold(side)
     side.step(StepOrders(weaves=[WeaveOrder("a", request(), BLOCKS, 16, 35)], idle=True))
     ((staging, first),) = given

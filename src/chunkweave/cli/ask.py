@@ -1,6 +1,5 @@
 """`chunkweave ask`: questions over documents or a corpus, and with `--explain` the plan of each answer."""
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +14,6 @@ from rich.text import Text
 
 from chunkweave.cli.console import (
     Output,
-    check_writable,
     counted,
     progress,
     reuse_summary,
@@ -23,9 +21,8 @@ from chunkweave.cli.console import (
     table_of,
     times,
     token_line,
-    write_text,
 )
-from chunkweave.cli.corpus import TopK, how_many, open_corpus, retrieve
+from chunkweave.cli.corpus import TopK, retrieve
 from chunkweave.cli.fitting import Room, over_documents, over_found
 from chunkweave.cli.options import (
     DocumentOptions,
@@ -48,7 +45,6 @@ if TYPE_CHECKING:
     from chunkweave.conversation.answer import Answer, StreamEvent
     from chunkweave.engine.engine import Engine
     from chunkweave.prompt.request import Request
-    from chunkweave.retrieval.pipeline import AsyncRagPipeline, RagAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +96,9 @@ def ask(
         bool,
         typer.Option("--precompute", help="Compute all chunks of the questions ahead, so that any order reuses them."),
     ] = False,
-    speculate: Annotated[
-        bool,
-        typer.Option("--speculate", help="With --corpus: prefill the best chunks found so far while the search runs."),
-    ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the plan: each part's KV source, and which tokens were computed.")
     ] = False,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Also write the answers to this file, as an HTML page.")
-    ] = None,
     output: Output,
 ) -> None:
     """Answer questions over documents; every question after the first reuses what is stored.
@@ -118,16 +107,12 @@ def ask(
     nearest chunks.
     """
     model.named()
-    if html is not None:
-        check_writable(html)
     documents, corpus, top_k, sampling = about.documents, about.corpus, about.top_k, about.sampling
     engine_options = how.options(store=store, ordering=stand.ordering)
     order = stand.said()
     paths, asked = _documents_first(documents.docs or [], questions)
     about.check(paths)
-    if speculate and (corpus is None or precompute or html is not None):
-        raise UsageError("--speculate needs --corpus, and cannot be combined with --precompute or --html")
-    found = [] if corpus is None or speculate else retrieve(corpus, asked, top_k)
+    found = [] if corpus is None else retrieve(corpus, asked, top_k)
     read = documents.read(paths)
     from chunkweave.prompt.request import Request
 
@@ -135,10 +120,6 @@ def ask(
         if not output.json or model.random_weights:
             _hint(engine, model, how, over_nothing=corpus is None and not read)
         base = Request("", (), about.system, sampling, order=order)
-        if corpus is not None and speculate:
-            summary = answers_ahead(engine, corpus, asked, output, base=base, top_k=top_k, explain=explain)
-            output.finish({"model": model.name, "answers": summary})
-            return
         room = Room.of(engine, base)
         if corpus is None:
             over = over_documents(room, documents, read, asked, top_k)
@@ -152,23 +133,11 @@ def ask(
             answer_aloud(engine, replace(base, question=question, chunks=own.chunks), output, explain=explain)
             for question, own in zip(asked, over, strict=True)
         ]
-    if html is not None:
-        write_text(html, answers_page(model.name, list(zip(asked, answers, strict=True))))
     shown = [answer_dict(question, answer, explain=explain) for question, answer in zip(asked, answers, strict=True)]
     for one, own in zip(shown, over, strict=True):
         if own.retrieved is not None:
             one["retrieved"] = [chunk.as_dict() for chunk in own.retrieved]
     output.finish({"model": model.name, "answers": shown})
-
-
-def answers_page(model: str, answers: "Sequence[tuple[str, Answer]]") -> str:
-    """Questions with their answers, as one self-contained HTML page."""
-    from chunkweave.page import AnswerView, asset, render
-
-    shown = [
-        {"question": question, "text": answer.text, "view": AnswerView(answer.report)} for question, answer in answers
-    ]
-    return render("answers.html", model=model, css=asset("page.css"), answers=shown)
 
 
 def _hint(engine: "Engine", model: ModelOptions, how: MethodOptions, *, over_nothing: bool) -> None:
@@ -268,65 +237,6 @@ def _exists(text: str) -> bool:
         return Path(text).exists()
     except OSError:  # a question can be longer than any file name
         return False
-
-
-def answers_ahead(
-    engine: "Engine",
-    folder: Path,
-    questions: Sequence[str],
-    output: Output,
-    *,
-    base: "Request",
-    top_k: int | None,
-    explain: bool,
-) -> list[dict[str, Any]]:
-    """Answer questions in turn from the corpus in `folder`, with speculation; return the answers, JSON-able.
-
-    Prints each answer as it arrives. `base` has the instruction, sampling and order of all questions.
-
-    Raises:
-        CorpusError: there is no corpus, or it is damaged.
-        TopKError: the corpus is empty.
-    """
-    from chunkweave.engine.async_engine import AsyncEngine
-    from chunkweave.retrieval.pipeline import AsyncRagPipeline
-
-    corpus = open_corpus(folder)
-    k = how_many(corpus, top_k)
-
-    async def ask() -> list[dict[str, Any]]:
-        async with AsyncEngine(engine) as batching:
-            pipeline = AsyncRagPipeline(batching, corpus, top_k=k, order=base.order or "fixed", system=base.system)
-            return [await _aloud(pipeline, question, output, base.sampling, explain=explain) for question in questions]
-
-    return asyncio.run(ask())
-
-
-async def _aloud(
-    pipeline: "AsyncRagPipeline", question: str, output: Output, sampling: SamplingParams, *, explain: bool
-) -> dict[str, Any]:
-    output.show_text(f"> {question}\n")
-    found, text = None, _AnswerText()
-    async for event in pipeline.stream(question, sampling=sampling):
-        output.show_text(text.shown(event.text))
-        found = event.answer
-    assert found is not None, "the last event of a stream carries the answer"
-    output.show_text("\n\n")
-    shown = explanation(found.answer.explanation, found.report) if explain else reuse_summary(found.report)
-    output.show(shown, _search_line(found), "")
-    summary = {"question": question, **found.as_dict()}
-    return {**summary, "plan": found.answer.explanation.as_dict()} if explain else summary
-
-
-def _search_line(found: "RagAnswer") -> str:
-    """One line: how long the search took, and how much of that overlapped with prefill."""
-    ahead = found.pipelining
-    assert ahead is not None, "the pipeline speculates"
-    ended = "the last one matched" if ahead.matched else "none matched"
-    return (
-        f"search {found.search_s * 1e3:.1f} ms, {ahead.overlap_s * 1e3:.1f} ms of it during prefill ({ahead.started} "
-        f"speculations{f', {ended}' if ahead.started else ''}); first token after {found.ttft_s:.3f} s"
-    )
 
 
 STRIP_CELLS = 64

@@ -275,7 +275,7 @@ def calibrate(
     ] = 1,
     computed: Annotated[ModelConfig, Only("shape", "adapter", "device", "dtype", "weights", "threads")],
     store: Annotated[StoreConfig, Only("host_budget")],
-    capture: Annotated[CaptureConfig, Only("neutral_tokens", "neutral_file", "context_count", "context_tokens")],
+    capture: Annotated[CaptureConfig, Only("neutral_tokens", "context_count", "context_tokens")],
     samples: options.Samples = None,
     cache_dir: Annotated[
         Path | None,

@@ -5,7 +5,7 @@ import inspect
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from importlib import import_module
@@ -118,14 +118,25 @@ Given = Annotated[frozenset[str], "given"]
 """The type of a block's field that receives the names of the given options. The field itself is not an option."""
 
 
+FLAGS = frozenset({"model", "shape", "method", "quality", "cache_dir"})
+"""Settings whose options the help lists where a command takes a whole configuration; all have one."""
+
+UNLISTED = "Every setting of docs/settings.md is an option, also those that are not listed here."
+
+
 @dataclass(frozen=True, slots=True)
 class Only:
-    """`Annotated[StoreConfig, Only("ttl")]`: a command takes only these settings of a configuration as options."""
+    """`Annotated[StoreConfig, Only("ttl")]`: a command takes only these settings of a configuration as options.
+
+    The help lists them; if not `listed`, only those in `FLAGS`.
+    """
 
     names: tuple[str, ...]
+    listed: bool = True
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, listed: bool = True) -> None:
         object.__setattr__(self, "names", names)
+        object.__setattr__(self, "listed", listed)
 
 
 def with_blocks(command: Callable[..., None]) -> Callable[..., None]:
@@ -157,7 +168,13 @@ def as_command(
     call: Callable[..., None], command: Callable[..., None], shown: Sequence[inspect.Parameter]
 ) -> Callable[..., None]:
     """`call`, changed to have the name and help of `command`, and the parameters `shown`."""
-    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    hidden = any(
+        isinstance(option, OptionInfo) and option.hidden
+        for parameter in shown
+        for option in getattr(parameter.annotation, "__metadata__", ())
+    )
+    call.__name__ = command.__name__
+    call.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{UNLISTED}" if hidden else command.__doc__
     call.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
     return call
@@ -169,7 +186,7 @@ def _plain(kind: Any) -> Any:
 
 
 def _settings(kind: Any) -> dict[str, Setting]:
-    """The settings of a block that become options."""
+    """The settings of a block that a command takes."""
     known = settings_at(_plain(kind), Place.COMMANDS)
     only = [one for one in get_args(kind)[1:] if isinstance(one, Only)]
     return {name: known[name] for name in only[0].names} if only else known
@@ -182,7 +199,9 @@ def heading(kind: Any) -> str:
 
 def _parameters_of(kind: Any, panel: str) -> list[inspect.Parameter]:
     if settings_of(_plain(kind)):
-        return option_parameters(_settings(kind).values(), Place.COMMANDS, panel)
+        only = [one for one in get_args(kind)[1:] if isinstance(one, Only) and one.listed]
+        known = _settings(kind)
+        return option_parameters(known.values(), Place.COMMANDS, panel, listed=known.keys() if only else FLAGS)
     hints = get_type_hints(kind, include_extras=True)
     shown = []
     for one in fields(kind):
@@ -223,10 +242,12 @@ def _made(kind: Any, values: dict[str, Any]) -> Any:
     return plain(**made)
 
 
-def option_parameters(known: Iterable[Setting], place: Place, panel: str | None = None) -> list[inspect.Parameter]:
+def option_parameters(
+    known: Iterable[Setting], place: Place, panel: str | None = None, *, listed: Collection[str]
+) -> list[inspect.Parameter]:
     """An option for each setting; its value is None if it was not given.
 
-    `panel` is the heading of the options in the help.
+    `panel` is the heading of the options in the help, which names those that are `listed`.
     """
     shown = []
     for one in known:
@@ -235,6 +256,7 @@ def option_parameters(known: Iterable[Setting], place: Place, panel: str | None 
             f"{one.flag}/--no-{one.flag[2:]}" if one.plain is bool else one.flag,
             help=one.meaning,
             rich_help_panel=panel,
+            hidden=one.name not in listed,
             show_default=one.text(default) if default not in (None, "", False, ()) else False,
             metavar=None if one.unit is None else "SIZE" if one.unit is Unit.BYTES else "DURATION",
             envvar=f"CHUNKWEAVE_{one.name.upper()}" if one.secret and place is Place.COMMANDS else None,
@@ -481,7 +503,7 @@ class DocumentOptions:
 class OrderOptions:
     """Order of chunks."""
 
-    requests: Annotated[RequestDefaults, Only("order")]
+    requests: Annotated[RequestDefaults, Only("order", listed=False)]
     ordering: OrderingConfig
 
     def said(self) -> str:

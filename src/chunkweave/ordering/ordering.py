@@ -11,7 +11,7 @@ from typing import Protocol
 
 from chunkweave.errors import UsageError
 from chunkweave.plugins import ORDERINGS
-from chunkweave.settings import PROGRAMS, SERVERS, Place, configuration, setting
+from chunkweave.settings import PROGRAMS, Place, configuration, setting
 from chunkweave.store.prefix_trie import TreePlace
 from chunkweave.types import ChunkId
 
@@ -62,13 +62,8 @@ class OrderingConfig:
         "Ordering, if the order is free.",
         plugins=ORDERINGS,
     )
-    window: int = setting(
-        1000,
-        "Latest requests in which chunks are counted (CRAFT §6.2.4).",
-        name="ordering_window",
-        places=SERVERS,
-        least=1,
-    )
+    window: int = 1000
+    """Latest requests in which chunks are counted (CRAFT §6.2.4)."""
     promotion_threshold: int | None = setting(
         2,
         "With a free order, promote a chunk after this many counted requests with it (CRAFT §6.2.5); none: all.",

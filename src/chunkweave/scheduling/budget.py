@@ -128,44 +128,32 @@ class BatchingConfig:
         "Maximum tokens per engine step; the end of a prompt may add 1/8.",
         name="max_num_batched_tokens",
     )
-    step_time_s: float | None = setting(
-        0.1,
-        "Maximum delay of decoding requests by prefills, to the end of a layer; none: no limit.",
-        above=0,
-    )
+    step_time_s: float | None = 0.1
+    """Maximum delay of decoding requests by prefills, to the end of a layer; none: no limit."""
     kv_tokens: int = setting(32768, "KV memory of all running requests, in tokens.")
-    block_tokens: int = setting(32, "Tokens per KV block.", name="block_size")
-    max_waiting: int = setting(
-        256,
-        "Maximum pending requests; more get 503 if their tenant has its share of the queue.",
-        places=SERVERS,
-        least=1,
-    )
+    block_tokens: int = 32
+    """Tokens per KV block."""
+    max_waiting: int = 256
+    """Maximum pending requests; more get 503 if their tenant has its share of the queue."""
     tenant_weight: tuple[str, ...] = setting(
         (), "NAME=WEIGHT: a tenant's weight in sharing resources (default 1); repeatable.", places=SERVERS
     )
     store_by_tenant: bool = setting(False, "In a full tier, evict first from tenants above their share by weight.")
-    window: int = setting(
-        DEFAULT_WINDOW,
-        "Times that a pending request may be passed over by requests with more cached tokens.",
-        name="queue_window",
-        places=SERVERS,
-        least=0,
-    )
+    window: int = DEFAULT_WINDOW
+    """Times that a pending request may be passed over by requests with more cached tokens."""
     deadline_s: float | None = setting(
         None, "Default deadline of requests; none: no deadline.", places=SERVERS, defaults=_DEADLINE, above=0
     )
-    queue_timeout_s: float | None = setting(
-        None, "Maximum wait of a request before it starts; none: no limit.", above=0
-    )
-    max_prompt_tokens: int | None = setting(
-        None, "Maximum tokens of a prompt; none: limited by the model's context and kv_tokens.", least=1
-    )
-    speculation_tokens: int | None = setting(None, "Maximum tokens per step of speculations; none: as in other steps.")
-    prefetch_requests: int = setting(
-        2, "Pending requests whose segments are prefetched from slow tiers; 0: none.", least=0
-    )
-    prefetch_bytes: int = setting(256 << 20, "Maximum prefetched bytes.", least=0)
+    queue_timeout_s: float | None = None
+    """Maximum wait of a request before it starts; none: no limit."""
+    max_prompt_tokens: int | None = None
+    """Maximum tokens of a prompt; none: limited by the model's context and kv_tokens."""
+    speculation_tokens: int | None = None
+    """Maximum tokens per step of speculations; none: as in other steps."""
+    prefetch_requests: int = 2
+    """Pending requests whose segments are prefetched from slow tiers; 0: none."""
+    prefetch_bytes: int = 256 << 20
+    """Maximum prefetched bytes."""
 
     def __post_init__(self) -> None:
         TokenBudget(tokens=self.step_tokens, max_running=self.max_running)

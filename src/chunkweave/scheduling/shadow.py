@@ -34,13 +34,10 @@ class ShadowConfig:
         defaults={Place.ENGINE: None, Place.VLLM: None},
         least=1,
     )
-    window: int = setting(20, "Latest checks that the limits apply to.", name="shadow_window", least=1)
-    max_divergence: float | None = setting(
-        None,
-        "Mean divergence of first tokens, in nats, above which weaving is switched off; none: never.",
-        name="shadow_max_divergence",
-        above=0,
-    )
+    window: int = 20
+    """Latest checks that the limits apply to."""
+    max_divergence: float | None = None
+    """Mean divergence of first tokens, in nats, above which weaving is switched off; none: never."""
     min_agreement: float | None = setting(
         None,
         "Share of equal first tokens below which weaving is switched off; none: never.",
@@ -48,22 +45,14 @@ class ShadowConfig:
         above=0,
         most=1,
     )
-    compared_tokens: int = setting(
-        16, "Tokens of an answer that a check decodes again.", name="shadow_compared_tokens", places=_ENGINE, least=0
-    )
-    slice_tokens: int = setting(
-        256, "Tokens of a prompt that a check prefills at once.", name="shadow_slice_tokens", places=_ENGINE, least=1
-    )
-    most_pending: int = setting(
-        4,
-        "Maximum answers pending for a check; more are dropped.",
-        name="shadow_pending",
-        places=_ENGINE,
-        least=1,
-    )
-    beside: int = setting(
-        0, "Maximum active requests while a check runs.", name="shadow_beside", places=_ENGINE, least=0
-    )
+    compared_tokens: int = 16
+    """Tokens of an answer that a check decodes again."""
+    slice_tokens: int = 256
+    """Tokens of a prompt that a check prefills at once."""
+    most_pending: int = 4
+    """Maximum answers pending for a check; more are dropped."""
+    beside: int = 0
+    """Maximum active requests while a check runs."""
 
 
 @dataclass(frozen=True, slots=True)

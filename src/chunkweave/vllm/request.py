@@ -466,8 +466,5 @@ _STORED_KINDS = (PartKind.CHUNK, PartKind.TURN)
 SETTINGS = _COMPARED | {"method", "quality", "recompute_ratio", "check_layers", "alpha", "focus", "capture"}
 """Fields about the method, in requests and, as defaults, in the connector's extra config."""
 
-VARIANTS = frozenset({"variant_fraction", "variant_generations"})
-"""Fields of the connector's extra config about stored variants (`CaptureConfig`); not for requests."""
-
 REQUEST_FIELDS = SETTINGS | {"chunks", "start_tokens", "asked", "neutral", "mean", FIND, CACHE, _AT_LEAST, *_PROMOTION}
 """All fields of a request."""

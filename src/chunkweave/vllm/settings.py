@@ -19,7 +19,7 @@ from chunkweave.kv.segment import make_codec
 from chunkweave.planning.cost import given_cost_model
 from chunkweave.settings import Place, by_name, read, settings_at
 from chunkweave.store.eviction import make_policy
-from chunkweave.vllm.request import SETTINGS, VARIANTS, Defaults
+from chunkweave.vllm.request import SETTINGS, Defaults
 
 REMOTE_URL_VARIABLE = "CHUNKWEAVE_REMOTE_URL"
 """Environment variable for `remote_url`: vLLM logs its config, and a URL may hold a password."""
@@ -65,7 +65,7 @@ class PluginSettings:
         make_codec(store.codec)
         given_cost_model(store.cost_model, None)
         requests = {key: given[key] for key in SETTINGS & given.keys() if given[key] is not None}
-        requests |= {key: given[key] for key in VARIANTS & given.keys()}
+        requests |= {key: given[key] for key in ("variant_fraction",) if key in given}  # None is a value
         Defaults.from_config({key: value for key, value in requests.items() if key != "quality"})  # that needs a record
         weave = read(WeaveConfig, given, Place.CONNECTOR)
         finding = read(FindConfig, given, Place.CONNECTOR)

@@ -58,6 +58,8 @@ _CHOSEN_POSITIONS = 4 << 20
 """Most chosen positions in total, 8 bytes each; with long prompts, fewer prompts are kept."""
 
 _WAITING_SHARE = 1 / 8
+_LOOKUPS_IN_A_LOAD = 20
+"""A remote lookup may take this part of the time for loading."""
 """Share of vLLM's blocks that may wait to be copied."""
 
 _STARTS, _MOST_START_TOKENS = 64, 8
@@ -140,7 +142,7 @@ class ConnectorWorker:
         )
         self._idle = False
         self._follower = self._store.follow()
-        self._lookups = RemoteLookups(self._store.probe, settings.weave.lookup_timeout_s)
+        self._lookups = RemoteLookups(self._store.probe, settings.weave.load_timeout_s / _LOOKUPS_IN_A_LOAD)
         self._means = Means()
         self._removals = StoreRemovals(self._store, self._means.forget)
         self._events = StoreEvents(self._follower.take, self._lookups.answered, self._removals.take)

@@ -69,7 +69,7 @@ def adapt(
     recompute_activations: Annotated[
         bool, typer.Option("--recompute-activations", help="Use less memory and a third more time.")
     ] = False,
-    capture: Annotated[CaptureConfig, Only("neutral_tokens", "neutral_file")],
+    capture: Annotated[CaptureConfig, Only("neutral_tokens")],
     output: Output,
 ) -> None:
     """Train a model to read reused chunks: low-rank adapters in PEFT's format, distilled from the model itself.

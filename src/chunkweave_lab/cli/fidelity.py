@@ -86,7 +86,7 @@ def fidelity(
     ] = 0,
     samples: options.Samples = None,
     store: Annotated[StoreConfig, Only("host_budget", "cache_dir", "codec")],
-    capture: Annotated[CaptureConfig, Only("neutral_tokens", "neutral_file", "context_count", "context_tokens")],
+    capture: Annotated[CaptureConfig, Only("neutral_tokens", "context_count", "context_tokens")],
     plot: Annotated[Path | None, typer.Option(help="Draw divergence against speed-up into this PNG.")] = None,
     figures: Annotated[
         Path | None,
