@@ -5,6 +5,9 @@ import resource
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
+
+from chunkweave.retrieval.conversion import Conversion, FileRead
 
 _WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 _RELATIONS = "http://schemas.openxmlformats.org/package/2006/relationships"
@@ -14,6 +17,21 @@ _TYPES = (
     '<Default Extension="rels" ContentType="application/vnd.openxmlformats-package.relationships+xml"/>'
     '<Default Extension="xml" ContentType="application/xml"/></Types>'
 )
+
+
+def read_bytes(
+    conversion: Conversion,
+    name: str,
+    data: bytes,
+    *,
+    bounded: bool = False,
+    stopped: Callable[[], bool] = lambda: False,
+) -> FileRead:
+    """What a conversion makes of a file with these bytes."""
+    with TemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        return conversion.read(name, file, bounded=bounded, stopped=stopped)
 
 
 def pdf(pages: Sequence[str], *, kids: str = "") -> bytes:

@@ -12,17 +12,16 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from chunkweave.errors import CorpusError, RequestAbortedError, UsageError
 from chunkweave.prompt.documents import SplitConfig
 from chunkweave.prompt.tokenizer import TextTokenizer
-from chunkweave.retrieval.conversion import ConversionLimits
+from chunkweave.retrieval.conversion import Conversion, ConversionLimits, FileRead
 from chunkweave.retrieval.corpus import Corpus, CorpusChange, GrowthLimits
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.faiss_indexes import search_in_one_thread
 from chunkweave.retrieval.indexes import IndexConfig, IndexKind
-from chunkweave.retrieval.reading import FileRead, read_bytes
 from chunkweave.retrieval.searcher import MadeIndex
 from chunkweave.scheduling.queue import TenantWeights
 from chunkweave_server.errors import HttpError
@@ -132,7 +131,7 @@ class Corpora:
         self._settings = settings
         self._data_dir = settings.data_dir
         self._limits = limits
-        self._conversion = ConversionLimits() if conversion is None else conversion
+        self._limits_of_conversion = conversion
         self._reading = TenantThreads(_READING_THREADS, weights=weights, behind=True)
         self.changing = TenantThreads(_CHANGING_THREADS, weights=weights, behind=True)
         self.searching = TenantThreads(_SEARCHING_THREADS, weights=weights)
@@ -222,10 +221,14 @@ class Corpora:
             del self._own[tenant.folder][name]
             return texts
 
-    async def read(self, tenant: Tenant, name: str, data: bytes) -> FileRead:
-        """Read an uploaded file. A converter runs with low priority and is stopped if the caller is cancelled."""
+    def conversion(self) -> Conversion:
+        """A process that reads the files of one upload; the caller closes it."""
+        return Conversion(self._limits_of_conversion)
+
+    async def read(self, tenant: Tenant, name: str, file: BinaryIO, conversion: Conversion) -> FileRead:
+        """Read an uploaded file. The process has low priority, and is stopped if the caller is cancelled."""
         stopped = threading.Event()
-        work = partial(read_bytes, name, data, self._conversion, from_elsewhere=True, stopped=stopped.is_set)
+        work = partial(conversion.read, name, file, bounded=True, stopped=stopped.is_set)
         return await self._reading.run(tenant.name, work, stop=stopped.set)
 
     async def ingest(

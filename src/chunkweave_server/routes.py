@@ -15,10 +15,11 @@ from fastapi.responses import JSONResponse, Response
 import chunkweave
 from chunkweave.errors import DocumentError, NotRemovedError
 from chunkweave.prompt.documents import SplitConfig
+from chunkweave.retrieval.conversion import FileRead
 from chunkweave.retrieval.corpus import CorpusChange
 from chunkweave.retrieval.documents import MOST_DOCUMENTS, CorpusDocument, check_text_bytes
 from chunkweave.retrieval.indexes import IndexKind, usual_top_k
-from chunkweave.retrieval.reading import FileRead, documents_of, rows_of, without_repeated
+from chunkweave.retrieval.reading import documents_of, rows_of, without_repeated
 from chunkweave.retrieval.retrievers import RetrievedChunk
 from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.types import Chunk
@@ -246,13 +247,14 @@ async def add_files(
     async def work() -> dict[str, Any]:
         parts.corpora.get(tenant, name, to_change=True)
         reads: list[FileRead] = []
-        for file in files:
-            data, called = await file.read(), PurePosixPath((file.filename or "").replace("\\", "/")).name
-            if not called:
-                raise HttpError(400, "an uploaded file has no name", param="files")
-            reads.append(await parts.corpora.read(tenant, called, data))
-            if sum(len(read.documents) for read in reads) > MOST_DOCUMENTS:
-                raise HttpError(400, f"an upload may have at most {MOST_DOCUMENTS} documents", param="files")
+        with parts.corpora.conversion() as conversion:
+            for file in files:
+                called = PurePosixPath((file.filename or "").replace("\\", "/")).name
+                if not called:
+                    raise HttpError(400, "an uploaded file has no name", param="files")
+                reads.append(await parts.corpora.read(tenant, called, file.file, conversion))
+                if sum(len(read.documents) for read in reads) > MOST_DOCUMENTS:
+                    raise HttpError(400, f"an upload may have at most {MOST_DOCUMENTS} documents", param="files")
         reads = without_repeated(reads)
         done = await _ingested(name, _readable(reads, strict), update, parts, tenant)
         changes = {what: done[what] for what in ("added", "replaced", "unchanged")}

@@ -123,7 +123,7 @@ def test_ask_reads_the_same_kinds_and_says_what_it_leaves_out(tmp_path):
 
 
 def test_without_the_extra_plain_kinds_are_read_and_the_others_name_it(ingested, tmp_path, monkeypatch):
-    for package in ("pypdf", "mammoth", "bs4", "markdownify", "charset_normalizer", "defusedxml"):
+    for package in ("pypdf", "mammoth", "html_to_markdown", "charset_normalizer", "defusedxml"):
         (tmp_path / "gone" / package).mkdir(parents=True)
         (tmp_path / "gone" / package / "__init__.py").write_text(f"raise ImportError(name={package!r})")
         monkeypatch.setitem(sys.modules, package, None)
@@ -148,51 +148,31 @@ def test_files_made_to_do_harm_are_left_out_soon(tmp_path, name):
     assert result["added"] == 1
 
 
-def test_a_conversion_has_the_memory_that_it_is_given(tmp_path):
-    (tmp_path / "long.html").write_text("<html><body>" + "<p>word</p>" * 150_000, encoding="utf-8")
-    limits = ("--convert-time", "60s", "--convert-memory", "64MiB")
-    result = invoke("ingest", tmp_path, "--corpus", tmp_path / "corpus", *limits)
-    assert result.exit_code == 1
-    assert "takes more than 64 MiB of memory" in " ".join(result.stderr.split())
-
-
-@pytest.mark.parametrize("limit", [20 << 20, 38 << 20])
-def test_a_converter_says_so_wherever_its_memory_ends(limit):
-    """Less than it has already when it reads the file, and so little that nothing is left when the parser fails."""
-    command = [sys.executable, "-P", "-m", "chunkweave.retrieval.converter", "HTML", "60", str(limit), str(16 << 20)]
-    page = b"<html><body>" + b"<p>word</p>" * 150_000
-    ended = subprocess.run(command, input=page, capture_output=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stderr) == (0, b"")
-    assert json.loads(ended.stdout) == {"error": f"converting it takes more than {limit >> 20} MiB of memory"}
-
-
 PEAKS = """
 import json, resource, sys
 from pathlib import Path
-from chunkweave.retrieval.conversion import ConversionLimits
-from chunkweave.retrieval.reading import read_bytes
+from chunkweave.retrieval.conversion import Conversion
 
-file, limit = Path(sys.argv[1]), int(sys.argv[2])
-data = file.read_bytes()
+file = Path(sys.argv[1])
 unit = 1 if sys.platform == "darwin" else 1 << 10
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-read_bytes(file.name, data, ConversionLimits(convert_time_s=20, convert_memory_bytes=limit))
-own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-print(json.dumps([own - before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit]))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with file.open("rb") as opened, Conversion() as conversion:
+    conversion.read(file.name, opened, bounded=True)
+own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(json.dumps([own * unit, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit]))
 """
-"""Prints how many bytes the peak of the reading process grows by, and the peak of the converting one."""
+"""Prints how many bytes the peak of the reading process grows by, and the peak of the converting ones."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GREEDY)
 def test_the_memory_that_a_file_made_to_do_harm_takes_is_bounded(tmp_path, name):
-    limit = 128 << 20
     (tmp_path / name).write_bytes(GREEDY[name]())
-    program = [sys.executable, "-c", PEAKS, str(tmp_path / name), str(limit)]
+    program = [sys.executable, "-c", PEAKS, str(tmp_path / name)]
     ended = subprocess.run(program, capture_output=True, text=True, check=True, timeout=900)
-    own, converter = json.loads(ended.stdout)
-    assert 0 < converter < limit
-    assert own < 128 << 20
+    reader, converter = json.loads(ended.stdout)
+    assert 0 < converter < 640 << 20
+    assert reader < 100 << 20
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "benchmarks" / "gpu"
 NOT_THERE = (
-    *("bs4", "charset_normalizer", "defusedxml", "faiss", "fastapi", "gguf", "mammoth", "markdownify", "multipart"),
+    *("charset_normalizer", "defusedxml", "faiss", "fastapi", "gguf", "html_to_markdown", "mammoth", "multipart"),
     *("openai", "pydantic", "pypdf", "redis", "rouge_score", "semantic_text_splitter", "starlette", "uvicorn"),
 )
 

@@ -1,16 +1,18 @@
 """Files into documents of a corpus, and what is said of files that are none."""
 
 import json
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 
 from chunkweave.errors import DocumentError
-from chunkweave.retrieval import documents as documents_module
-from chunkweave.retrieval.conversion import ConversionLimits
+from chunkweave.retrieval import formats
+from chunkweave.retrieval.conversion import Conversion, FileRead
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
-from chunkweave.retrieval.reading import FileRead, documents_of, read_bytes, read_files
+from chunkweave.retrieval.reading import documents_of, read_files
 from chunkweave.retrieval.sections import Section
+from tests.document_files import read_bytes
 from tests.unit.retrieval_fakes import memory_corpus
 
 
@@ -26,7 +28,8 @@ def lines(*rows: object) -> str:
 
 def one_file(name: str, data: bytes) -> FileRead:
     """As it is read when it is uploaded."""
-    return read_bytes(name, data, ConversionLimits(), from_elsewhere=True)
+    with Conversion() as conversion:
+        return read_bytes(conversion, name, data, bounded=True)
 
 
 def test_folders_hold_text_and_lines(tmp_path):
@@ -126,14 +129,17 @@ def test_a_name_of_a_file_is_an_id_and_bounded_too(suffix, data):
 
 
 def test_a_line_that_is_too_long_is_left_out_before_it_is_parsed(monkeypatch):
-    def parsed(line, *args):
-        assert len(line) < 1000, "it was parsed"
-        return CorpusDocument("a", "text")
+    parse_line = formats.parse_line
 
-    monkeypatch.setattr(documents_module, "_parsed", parsed)
-    read = one_file("a.jsonl", b'{"text": "one"}\n[' + b"1," * (2 << 20) + b"1]\n")
-    assert len(read.documents) == 1
-    assert read.lines_left_out[0].startswith("line 2: it has")
+    def parsed(line, usual_id):
+        assert len(line) < 1000, "it was parsed"
+        return parse_line(line, usual_id)
+
+    monkeypatch.setattr(formats, "parse_line", parsed)
+    reader = formats.FileReader({}, bounded=True)
+    file = BytesIO(b'{"text": "one"}\n[' + b"1," * (2 << 20) + b"1]\n")
+    assert [document.text for document in reader.documents("a.jsonl", file)] == ["one"]
+    assert reader.reasons[0].startswith("line 2: it has")
 
 
 def test_of_many_bad_lines_the_first_are_named():

@@ -7,7 +7,7 @@ import pytest
 
 from chunkweave.errors import UsageError
 from chunkweave.prompt import documents as cutting
-from chunkweave.prompt.documents import SplitConfig, split_pieces, split_text
+from chunkweave.prompt.documents import SplitConfig, split_located, split_text
 from chunkweave.retrieval.corpus import Corpus, GrowthLimits, document_bytes
 from chunkweave.retrieval.documents import CorpusDocument
 from tests.unit.retrieval_fakes import LetterTokenizer, SubjectEmbedder, document, memory_corpus, new_corpus
@@ -113,13 +113,13 @@ def test_a_long_text_is_cut_as_if_it_were_not_cut_by_blocks(monkeypatch, overlap
 @pytest.mark.parametrize("text", ["a" * 5000, " " * 5000 + "b", "word " * 1000, "\n\n" * 2000], ids=len)
 def test_texts_without_places_to_cut_come_to_their_end(monkeypatch, text: str):
     monkeypatch.setattr(cutting, "_BLOCK_CHARACTERS", 16)
-    pieces = list(split_pieces(text, LetterTokenizer(), SplitConfig(40)))
+    pieces = [piece for _, piece in split_located(text, LetterTokenizer(), SplitConfig(40))]
     assert "".join("".join(pieces).split()) == "".join(text.split())
 
 
 def test_pieces_are_cut_as_they_are_asked_for():
     tokenizer = CountingTokenizer()
-    assert len(list(islice(split_pieces(LONG * 50, tokenizer, SplitConfig(40)), 3))) == 3
+    assert len(list(islice(split_located(LONG * 50, tokenizer, SplitConfig(40)), 3))) == 3
     assert tokenizer.characters < 30 * cutting._BLOCK_CHARACTERS
 
 

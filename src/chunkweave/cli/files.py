@@ -11,9 +11,8 @@ from chunkweave.cli.console import progress, stderr, table_of
 from chunkweave.errors import DocumentError
 
 if TYPE_CHECKING:
-    from chunkweave.retrieval.conversion import ConversionLimits
+    from chunkweave.retrieval.conversion import ConversionLimits, FileRead
     from chunkweave.retrieval.documents import CorpusDocument
-    from chunkweave.retrieval.reading import FileRead
 
 _SHOWN = 40
 """Maximum files that a table lists; of more files, it lists only those with a note."""

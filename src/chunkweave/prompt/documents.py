@@ -1,22 +1,24 @@
 """Splits documents into chunks at paragraphs and sentences, bounded in tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from semantic_text_splitter import TextSplitter
 
 from chunkweave.errors import UsageError
+from chunkweave.prompt.tables import Table, header_at
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.types import Chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text and its name for reports."""
+    """A text, its name for reports, and its tables, whose chunks begin with the header row."""
 
     name: str
     text: str
+    tables: tuple[Table, ...] = ()
 
 
 _LEAST_TOKENS = 16
@@ -24,6 +26,9 @@ _LEAST_TOKENS = 16
 
 _BLOCK_CHARACTERS = 1 << 16
 """A longer text is split block by block, so that a caller can count its chunks and stop early."""
+
+_HEADER_SHARE = 4
+"""A table's header row is repeated if it takes at most one in so many tokens of a chunk."""
 
 _CHARACTERS_PER_TOKEN = 8
 """Text with this many characters per allowed token nearly always exceeds the bound; affects only speed."""
@@ -61,28 +66,42 @@ class SplitConfig:
 
 
 def split_text(
-    text: str, tokenizer: TextTokenizer, config: SplitConfig | None = None, *, source: str = ""
+    text: str,
+    tokenizer: TextTokenizer,
+    config: SplitConfig | None = None,
+    *,
+    source: str = "",
+    tables: Sequence[Table] = (),
 ) -> list[Chunk]:
     """Split `text` into chunks of at most `config.max_tokens` tokens each.
 
     Splits are between paragraphs if possible, else between sentences, words or characters. Only white space at the
-    splits is lost; a text of white space has no chunks. Chunk i of several is named `source#i`, from 0.
+    splits is lost; a text of white space has no chunks. Chunk i of several is named `source#i`, from 0. A chunk of
+    `tables` begins with the table's header row, unless that takes more than a quarter of a chunk.
     """
-    pieces = list(split_pieces(text, tokenizer, config or SplitConfig()))
+    pieces = [piece for _, piece in split_located(text, tokenizer, config or SplitConfig(), tables)]
     if len(pieces) == 1:
         return [Chunk(pieces[0], source)]
     return [Chunk(piece, f"{source}#{i}" if source else "") for i, piece in enumerate(pieces)]
 
 
-def split_pieces(text: str, tokenizer: TextTokenizer, config: SplitConfig) -> Iterator[str]:
-    """Yields the texts of the chunks of `split_text` one by one, so that a caller can stop early."""
-    return (piece for _, piece in split_located(text, tokenizer, config))
+def split_located(
+    text: str, tokenizer: TextTokenizer, config: SplitConfig, tables: Sequence[Table] = ()
+) -> Iterator[tuple[int, str]]:
+    """Yield chunks as `split_text` does, each with the number of the character of `text` that it begins with.
+
+    They are yielded one by one, so that a caller can stop early.
+    """
+    headers = [len(tokenizer.encode(text[table.start : table.rows])) for table in tables]
+    repeated = [
+        table for table, tokens in zip(tables, headers, strict=True) if tokens <= config.max_tokens // _HEADER_SHARE
+    ]
+    room = max((tokens for tokens in headers if tokens <= config.max_tokens // _HEADER_SHARE), default=0)
+    for start, piece in _split_located(text, tokenizer, config.max_tokens - room, config.overlap_tokens):
+        yield start, header_at(text, repeated, start) + piece
 
 
-def split_located(text: str, tokenizer: TextTokenizer, config: SplitConfig) -> Iterator[tuple[int, str]]:
-    """Like `split_pieces`; each text comes with the number of the character of `text` that it begins with."""
-    bound = config.max_tokens
-
+def _split_located(text: str, tokenizer: TextTokenizer, bound: int, overlap_tokens: int) -> Iterator[tuple[int, str]]:
     def count_tokens(piece: str) -> int:
         # The splitter also asks for whole paragraphs and documents. Counting only their heads is enough to refuse
         # them, and keeps the time linear in the text.
@@ -91,7 +110,7 @@ def split_located(text: str, tokenizer: TextTokenizer, config: SplitConfig) -> I
             return count
         return len(tokenizer.encode(piece))
 
-    splitter = TextSplitter.from_callback(count_tokens, bound, overlap=config.overlap_tokens)
+    splitter = TextSplitter.from_callback(count_tokens, bound, overlap=overlap_tokens)
     start, size = 0, _BLOCK_CHARACTERS
     while True:
         found = splitter.chunk_indices(text[start : start + size])

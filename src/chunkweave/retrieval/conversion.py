@@ -1,31 +1,41 @@
-"""Converts a PDF, DOCX or HTML file in a child process, with limits on its time, memory and output."""
+"""Reads files in a confined process, with limits on time, memory and output; see `converter`."""
 
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
-from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, BinaryIO, Self
 
-from chunkweave.errors import DocumentError, UnreadableFileError, install_extra
-from chunkweave.retrieval.converter import MOST_TEXT_BYTES
+from chunkweave.errors import DocumentError
+from chunkweave.prompt.tables import Table
+from chunkweave.retrieval.documents import CorpusDocument
 from chunkweave.retrieval.file_kinds import FileKind
+from chunkweave.retrieval.sections import Section
 from chunkweave.settings import PROGRAMS, configuration, setting
 
 _MIB = 1 << 20
-_OUTPUT_BYTES = 4 * MOST_TEXT_BYTES
-"""Maximum bytes of a text as JSON, in which a character may have more bytes than in UTF-8."""
+_MEMORY_BYTES, _MEMORY_PER_BYTE = 512 * _MIB, 6
+_OUTPUT_BYTES, _OUTPUT_PER_BYTE = 16 * _MIB, 3
+"""Limits of memory and output: a constant, and so much more for each byte of the file."""
+
+MOST_FILE_BYTES = 1 << 30
+"""Maximum bytes of a file on the command line or in a folder."""
 
 _MOST_S = 120.0
 _POLL_S = 0.02
+_READ_BYTES = 1 << 16
 _WAITED = 10
 """Limit of elapsed time, as a multiple of the limit of processor time: other processes may be busy."""
 
+_MOST_REASON_CHARACTERS = 400
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "VIRTUAL_ENV")
 """Environment variables that the converter receives; others may have keys."""
 
@@ -33,14 +43,11 @@ _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG"
 @configuration(PROGRAMS)
 @dataclass(frozen=True, slots=True)
 class ConversionLimits:
-    """Limits for converting one file."""
+    """Limits for reading one file."""
 
     convert_time_s: float = setting(
-        3.0,
-        "Maximum processor time to convert a PDF, DOCX or HTML file, per begun MiB; two minutes at most.",
-        above=0,
+        3.0, "Maximum processor time to read a file, per begun MiB; two minutes at most.", above=0
     )
-    convert_memory_bytes: int = setting(512 * _MIB, "Maximum memory to convert a file.", least=64 * _MIB)
 
     def seconds(self, nbytes: int) -> float:
         """The limit of processor time for a file of `nbytes` bytes."""
@@ -48,91 +55,212 @@ class ConversionLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Converted:
-    """A converted file: its title, "" if it has none, and either Markdown or the texts of its pages."""
+class FileRead:
+    """The result of reading one file: its documents, or why it was `left_out`.
 
-    title: str
-    markdown: str
-    pages: tuple[str, ...] = ()
-
-
-def convert(
-    kind: FileKind, data: bytes, limits: ConversionLimits, stopped: Callable[[], bool] = lambda: False
-) -> Converted:
-    """Convert the bytes of a file. Polls `stopped`, and kills the converter once it returns true.
-
-    Raises:
-        UnreadableFileError: the extra `documents` is not installed.
-        DocumentError: the file cannot be converted within the limits; the message says why.
+    `assumed` describes a guessed encoding; `lines_left_out` has the first reasons why lines were left out. A file is
+    `unreadable` if its kind is not supported.
     """
-    longest_s = limits.seconds(len(data))
-    with TemporaryFile() as given, TemporaryFile() as made:
-        given.write(data)
-        given.seek(0)
-        most = [str(longest_s), str(limits.convert_memory_bytes), str(_OUTPUT_BYTES)]
-        process = subprocess.Popen(  # noqa: S603 - our own module
-            [sys.executable, "-P", "-m", "chunkweave.retrieval.converter", kind.value, *most],
-            stdin=given,
-            stdout=made,
-            stderr=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
-        )
+
+    name: str
+    kind: FileKind | None = None
+    documents: tuple[CorpusDocument, ...] = ()
+    assumed: str = ""
+    left_out: str = ""
+    unreadable: bool = False
+    lines_left_out: tuple[str, ...] = ()
+    num_lines_left_out: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether no part of the file was left out."""
+        return not (self.left_out or self.num_lines_left_out)
+
+    @property
+    def reason(self) -> str:
+        """Why the file, or lines of it, were left out; "" if none were."""
+        if self.left_out or not self.num_lines_left_out:
+            return self.left_out
+        return f"{self.num_lines_left_out} lines left out: {self.lines_left_out[0]}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "file": self.name,
+            "kind": None if self.kind is None else str(self.kind),
+            "documents": len(self.documents),
+            "converted": self.kind is not None and self.kind.converted and not self.left_out,
+            "assumed": self.assumed,
+            "left_out": self.left_out,
+            "lines_left_out": list(self.lines_left_out),
+        }
+
+
+class Conversion:
+    """A process that reads files one after another, each confined. Used by one thread at a time, and then closed.
+
+    The process is started with the first file, and again if a file had to be stopped.
+    """
+
+    def __init__(self, limits: ConversionLimits | None = None) -> None:
+        self._limits = ConversionLimits() if limits is None else limits
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the process, and the file that it reads."""
+        if self._channel is not None:
+            self._channel.close()
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._process = self._channel = None
+
+    def read(
+        self, name: str, file: BinaryIO, *, bounded: bool = False, stopped: Callable[[], bool] = lambda: False
+    ) -> FileRead:
+        """Read an open file from its beginning. `name` is its document's id and a hint of its kind.
+
+        With `bounded` (an upload), texts and lines are limited. Polls `stopped`, and ends once it returns true.
+        """
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > MOST_FILE_BYTES:
+            return FileRead(name, left_out=f"it has {nbytes} bytes, and a file may have {MOST_FILE_BYTES}: split it")
+        seconds = self._limits.seconds(nbytes)
+        request = {
+            "name": name,
+            "bounded": bounded,
+            "seconds": seconds,
+            "memory_bytes": _MEMORY_BYTES + _MEMORY_PER_BYTE * nbytes,
+        }
+        documents: list[CorpusDocument] = []
+        result: dict[str, Any] = {}
         try:
-            _wait(process, longest_s, stopped)
+            output = self._send(request, file)
+            try:
+                for line in _lines(output, nbytes, seconds, stopped):
+                    result = json.loads(line)
+                    if "document" in result:
+                        documents.append(_document(result["document"]))
+            finally:
+                os.close(output)
+            if self._exit_code() == -signal.SIGXCPU:
+                raise _too_long(seconds)
+            return _file_read(name, result, documents)
+        except DocumentError as error:
+            self.close()
+            return FileRead(name, left_out=str(error))
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            self.close()
+            return FileRead(name, left_out=f"it is damaged, or takes too much memory ({type(error).__name__})")
+        except BaseException:
+            self.close()
+            raise
+
+    def _send(self, request: dict[str, Any], file: BinaryIO) -> int:
+        """Send a file to the process; returns the descriptor from which its output is read."""
+        if self._channel is None:
+            self._start()
+        assert self._channel is not None
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
+        output, sink = os.pipe()
+        try:
+            socket.send_fds(self._channel, [b"F"], [file.fileno(), sink])
+            self._channel.sendall(json.dumps(request).encode() + b"\n")
+        except BaseException:
+            os.close(output)
+            raise
         finally:
-            process.kill()
-            process.wait()
-        made.seek(0)
-        if process.returncode == -signal.SIGXCPU:
-            raise _too_long(longest_s)
-        return _result(kind, process.returncode, made.read(_OUTPUT_BYTES))
+            os.close(sink)
+        return output
+
+    def _start(self) -> None:
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 - our own module
+                [sys.executable, "-P", "-m", "chunkweave.retrieval.converter", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
+            )
+
+    def _exit_code(self) -> int:
+        """The exit code of the child that read the last file. Its output has ended."""
+        assert self._channel is not None
+        self._channel.settimeout(_MOST_S)
+        code = b""
+        while not code.endswith(b"\n"):
+            received = self._channel.recv(16)
+            if not received:
+                raise OSError("the converter ended")
+            code += received
+        return int(code)
 
 
-def _wait(process: "subprocess.Popen[bytes]", longest_s: float, stopped: Callable[[], bool]) -> None:
-    """Wait until a converter ends.
-
-    Raises:
-        DocumentError: it takes too long, or `stopped` returns true.
-    """
-    ends = time.monotonic() + _WAITED * longest_s
-    while process.poll() is None:
-        if stopped():
-            raise DocumentError("converting it was stopped")
-        if time.monotonic() > ends:
-            raise _too_long(longest_s)
-        time.sleep(_POLL_S)
-
-
-def _too_long(longest_s: float) -> DocumentError:
+def _too_long(seconds: float) -> DocumentError:
     return DocumentError(
-        f"converting it takes more than {longest_s:g} s of processor time, or {_WAITED} times as long by the clock: "
+        f"reading it takes more than {seconds:g} s of processor time, or {_WAITED} times as long by the clock: "
         "split it, or raise the setting convert_time"
     )
 
 
-def _result(kind: FileKind, code: int, output: bytes) -> Converted:
-    """Parse the output of a converter, which is not trusted."""
-    if code != 0 or not output:
-        raise DocumentError(f"the converter of {kind} failed (exit code {code})")
-    try:
-        found: Any = json.loads(output)
-    except (ValueError, RecursionError) as error:
-        raise DocumentError(f"it has more than {MOST_TEXT_BYTES >> 20} MiB of text: split it") from error
-    if "missing" in found:
-        raise UnreadableFileError(f"it is {kind}, which needs {install_extra('documents')} ({found['missing']})")
-    if "error" in found:
-        raise DocumentError(str(found["error"])[:_MOST_REASON_CHARACTERS])
-    pages = tuple(_clean(str(page)) for page in found.get("pages", ()))
-    return Converted(_clean(str(found.get("title", ""))), _clean(str(found.get("markdown", ""))), pages)
+def _lines(output: int, nbytes: int, seconds: float, stopped: Callable[[], bool]) -> Iterator[bytes]:
+    """Yield the lines that a converter writes about a file of `nbytes` bytes, which may take `seconds`.
+
+    Raises:
+        DocumentError: it writes too much or takes too long, or `stopped` returns true.
+    """
+    most_bytes = _OUTPUT_BYTES + _OUTPUT_PER_BYTE * nbytes
+    ends = time.monotonic() + _WAITED * seconds
+    pending = bytearray()
+    while True:
+        if stopped():
+            raise DocumentError("reading it was stopped")
+        if time.monotonic() > ends:
+            raise _too_long(seconds)
+        if not select.select([output], [], [], _POLL_S)[0]:
+            continue
+        received = os.read(output, _READ_BYTES)
+        if not received:
+            return
+        most_bytes -= len(received)
+        if most_bytes < 0:
+            raise DocumentError("it has too much text: split it")
+        *whole, rest = received.split(b"\n")
+        for line in whole:
+            yield bytes(pending + line)
+            pending.clear()
+        pending += rest
 
 
-_MOST_REASON_CHARACTERS = 400
+def _document(fields: dict[str, Any]) -> CorpusDocument:
+    sections = tuple(Section(start, page, heading) for start, page, heading in fields.get("sections", ()))
+    tables = tuple(Table(start, rows, stop) for start, rows, stop in fields.get("tables", ()))
+    metadata = fields.get("metadata", {})
+    return CorpusDocument(fields["id"], fields["text"], fields.get("title", ""), metadata, sections, tables)
 
 
-def _clean(text: str) -> str:
-    """Valid Unicode without NUL. Line ends are line feeds, at most two in a row."""
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "")
-    text = "\n".join(line.rstrip() for line in text.splitlines())
-    while "\n\n\n" in text:
-        text = text.replace("\n\n\n", "\n\n")
-    return text.strip()
+def _file_read(name: str, result: Mapping[str, Any], documents: Sequence[CorpusDocument]) -> FileRead:
+    """The result that a converter wrote last. After a file was read, the process is not trusted."""
+    if "error" in result:
+        documents = ()
+    return FileRead(
+        name,
+        FileKind(result["kind"]) if result["kind"] else None,
+        tuple(documents),
+        assumed=str(result["assumed"]),
+        left_out=str(result.get("error", ""))[:_MOST_REASON_CHARACTERS],
+        unreadable=bool(result.get("unreadable")),
+        lines_left_out=tuple(map(str, result.get("lines_left_out", ()))),
+        num_lines_left_out=int(result.get("num_lines_left_out", 0)),
+    )

@@ -1,55 +1,42 @@
-"""The process that converts one PDF, DOCX or HTML file to text; `conversion` starts it, and passes its limits.
+"""The process that converts files; `conversion` starts it, and sends it one request after another.
 
-Its input may be malicious. It imports everything that it needs first. Then it sets kernel limits that it cannot raise
-again: on memory and time, with no new processes, core files or file descriptors, so that it can neither connect nor
-open a file. It reads the file's bytes from standard input, and writes one line of JSON: `title` and either `pages` or
-`markdown`, or `error`, or `missing`.
+It never looks at a file itself: it forks for each. The child sets kernel limits that it cannot raise again: on memory
+and time, with no new processes, core files or file descriptors, so that it can neither connect nor open a file. It
+reads the file from standard input, and writes JSON lines to standard output: one per document, and last the result.
+What it imports, its parent has imported before.
 """
 
 import codecs
 import json
 import os
 import resource
+import socket
 import sys
 import threading
 import time
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from io import BytesIO
 from math import ceil
 from typing import Any, NoReturn
 
-MOST_TEXT_BYTES = 8 << 20
-"""Maximum bytes of the text of one document that was converted or came over HTTP."""
+from chunkweave.errors import DocumentError, UnreadableFileError
+from chunkweave.retrieval.documents import CorpusDocument
+from chunkweave.retrieval.file_kinds import CODECS, FileKind
+from chunkweave.retrieval.formats import Converter, FileReader, load_converters
 
-MOST_PAGES = 20_000
-
-_MOST_UNPACKED_BYTES = 64 << 20
-_MOST_RATIO = 100
-"""Maximum unpacked bytes per byte of an archive. A text of one repeated letter reaches a thousand."""
-
-_SMALL_BYTES = 1 << 20
-"""An archive that unpacks to less may have any ratio."""
-
-_MOST_ENTRIES = 4096
-
-_CODECS = (
-    *("ascii", "latin_1", "iso8859_1", "mac_roman", "charmap", "cp437", "cp1250", "cp1251", "cp1252"),
-    *("utf_8", "utf_8_sig", "utf_16", "utf_16_be", "utf_16_le", "utf_32", "raw_unicode_escape", "unicode_escape"),
-    *("big5", "big5hkscs", "cp932", "cp949", "cp950", "euc_jp", "euc_kr", "gb18030", "gb2312", "gbk", "shift_jis"),
+_INPUT, _OUTPUT = 0, 1
+_MOST_DESCRIPTORS = 256
+_LIBRARY_CODECS = (
+    *("iso8859_1", "charmap", "cp437", "utf_8_sig", "utf_16", "utf_32", "raw_unicode_escape", "unicode_escape"),
+    *("big5hkscs", "cp950"),
 )
-"""Codecs that are loaded before the limits are set, because Python opens a file for each."""
+"""Codecs that the libraries use."""
 
 
-class RefusedError(Exception):
-    """A file that is not converted; the message says why."""
-
-
-def confine(seconds: float, memory_bytes: int, output_bytes: int) -> None:
+def confine(seconds: float, memory_bytes: int) -> None:
     """Limit this process, until it ends, to what converting a file needs."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (output_bytes, output_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     most_s = ceil(seconds)
     resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s + 1))
     try:
@@ -64,7 +51,7 @@ def confine(seconds: float, memory_bytes: int, output_bytes: int) -> None:
 def _watch_memory(most_bytes: int) -> None:
     while _used_bytes() <= most_bytes:
         time.sleep(0.02)
-    _write(_json({"error": _too_much_memory(most_bytes)}))
+    _end(_failed(most_bytes))
 
 
 def _used_bytes() -> int:
@@ -72,170 +59,96 @@ def _used_bytes() -> int:
     return used if sys.platform == "darwin" else used << 10
 
 
-def _too_much_memory(most_bytes: int) -> str:
-    return f"converting it takes more than {most_bytes >> 20} MiB of memory"
+def _failed(most_bytes: int) -> bytes:
+    message = f"reading it takes more than {most_bytes >> 20} MiB of memory"
+    return _line({"error": message, "kind": None, "assumed": ""})
 
 
-def pdf_converter() -> Callable[[bytes], dict[str, Any]]:
-    """A function that returns the texts of a PDF's pages. It ignores pictures, attachments, scripts and links."""
-    for name in ("PIL", "fontTools", "brotli"):  # not needed, and each has its own decoders
-        sys.modules[name] = None  # type: ignore[assignment]
-    import pypdf._writer
-    import pypdf.filters
-    import pypdf.xmp
-    from pypdf.errors import DependencyError, FileNotDecryptedError
-
-    def convert(data: bytes) -> dict[str, Any]:
-        reader = pypdf.PdfReader(BytesIO(data), strict=False)
-        try:
-            if reader.is_encrypted and not reader.decrypt(""):
-                raise RefusedError("it is encrypted: save it without a password")
-            texts = _bounded(page.extract_text() for page in reader.pages)
-        except (DependencyError, FileNotDecryptedError) as error:
-            raise RefusedError("it is encrypted: save it without a password") from error
-        if not any(text.strip() for text in texts):
-            raise RefusedError("its pages have no text: a scan has to go through OCR first")
-        title = None if reader.metadata is None else reader.metadata.title
-        return {"title": str(title or ""), "pages": texts}
-
-    return convert
-
-
-def _bounded(pages: Iterator[str]) -> list[str]:
-    """The texts of pages, within the limits.
-
-    Raises:
-        RefusedError: there are too many, or they are too long.
-    """
-    texts: list[str] = []
-    length = 0
-    for text in pages:
-        length += len(text)
-        texts.append(text)
-        if length > MOST_TEXT_BYTES or len(texts) > MOST_PAGES:
-            raise RefusedError(f"it has more than {MOST_PAGES} pages, or {MOST_TEXT_BYTES >> 20} MiB of text: split it")
-    return texts
-
-
-_DROPPED = ("script", "style", "noscript", "template", "svg", "math", "iframe", "object", "embed", "form", "head")
-
-
-def html_converter() -> Callable[[bytes], dict[str, Any]]:
-    """A function that turns a web page into Markdown, without scripts, styles, pictures, frames and link targets."""
-    from bs4 import BeautifulSoup
-    from markdownify import MarkdownConverter
-
-    markdown = MarkdownConverter(
-        strip=["a", "img", "video", "audio"],
-        heading_style="atx",
-        escape_asterisks=False,
-        escape_underscores=False,
-        escape_misc=False,
-    )
-
-    def convert(data: bytes) -> dict[str, Any]:
-        page = BeautifulSoup(data.decode(), "html.parser")
-        title = page.title.get_text(" ", strip=True) if page.title is not None else ""
-        for one in page(_DROPPED):
-            one.decompose()
-        return {"title": title, "markdown": markdown.convert_soup(page)}
-
-    return convert
-
-
-def docx_converter() -> Callable[[bytes], dict[str, Any]]:
-    """A function that turns a Word document into Markdown, without macros, pictures, embedded and external files."""
-    import defusedxml
-    import mammoth
-
-    defusedxml.defuse_stdlib()  # in this process: mammoth's XML parser refuses entities from here on
-    of_html = html_converter()
-
-    def convert(data: bytes) -> dict[str, Any]:
-        check_archive(data)
-        found = mammoth.convert_to_html(
-            BytesIO(data),
-            convert_image=lambda image: [],  # noqa: ARG005
-            include_embedded_style_map=False,
-            external_file_access=False,
-        )
-        return of_html(found.value.encode())
-
-    return convert
-
-
-def check_archive(data: bytes) -> None:
-    """Refuse an archive by the unpacked size that it declares; readers never read more than that.
-
-    Raises:
-        RefusedError: it has too many entries, or its unpacked size is too large.
-    """
-    with zipfile.ZipFile(BytesIO(data)) as archive:
-        entries = archive.infolist()
-    unpacked = sum(entry.file_size for entry in entries)
-    too_dense = unpacked > _SMALL_BYTES and unpacked > _MOST_RATIO * len(data)
-    if too_dense or unpacked > _MOST_UNPACKED_BYTES or len(entries) > _MOST_ENTRIES:
-        size = f"{len(data)} bytes become {unpacked} in {len(entries)} parts"
-        raise RefusedError(f"it is packed too densely: {size}")
-
-
-CONVERTERS: Mapping[str, Callable[[], Callable[[bytes], dict[str, Any]]]] = {
-    "PDF": pdf_converter,
-    "HTML": html_converter,
-    "DOCX": docx_converter,
-}
-"""Makers of converters, by the kind of the file. Making one imports its libraries."""
-
-
-def converted(kind: str, convert: Callable[[bytes], dict[str, Any]], data: bytes) -> dict[str, Any]:
-    """Convert the bytes of a file; the result is the JSON object that the process writes.
-
-    Raises:
-        MemoryError: there is not enough memory.
-    """
+def convert_input(request: Mapping[str, Any], converters: Mapping[FileKind, Converter | str]) -> NoReturn:
+    """Convert standard input, write its documents to standard output, and end the process."""
+    memory_bytes = int(request["memory_bytes"])
+    too_much = _failed(memory_bytes)
+    reader = FileReader(converters, bounded=bool(request["bounded"]))
+    result: dict[str, Any] = {}
     try:
-        return convert(data)
-    except RefusedError as error:
-        return {"error": str(error)}
-    except MemoryError:
-        raise
-    except RecursionError:
-        return {"error": "it is nested too deeply"}
-    except Exception as error:  # noqa: BLE001 - parsers in these libraries raise errors of many kinds
-        what = type(error).__name__
-        if what in ("EntitiesForbidden", "DTDForbidden", "ExternalReferenceForbidden"):
-            return {"error": "it declares XML entities, which no Word document needs"}
-        return {"error": f"it is damaged, or no {kind}: {what}: {str(error)[:200]}"}
-
-
-def main(kind: str, seconds: str, memory_bytes: str, output_bytes: str) -> NoReturn:
-    """Convert standard input, a file of `kind`, within limits."""
-    try:
-        convert = CONVERTERS[kind]()
-    except ImportError as error:
-        _write(_json({"missing": str(error.name)}))
-    for name in _CODECS:
-        codecs.lookup(name)
-    too_much = _json({"error": _too_much_memory(int(memory_bytes))})
-    try:
-        confine(float(seconds), int(memory_bytes), int(output_bytes))
-        result = _json(converted(kind, convert, sys.stdin.buffer.read()))
+        confine(request["seconds"], memory_bytes)
+        for document in reader.documents(request["name"], sys.stdin.buffer):
+            _write(_line({"document": _fields(document)}))
+        result = {"lines_left_out": reader.reasons, "num_lines_left_out": reader.num_left_out}
+    except DocumentError as error:
+        result = {"error": str(error), "unreadable": isinstance(error, UnreadableFileError)}
     except MemoryError:  # what failed may still hold all memory: the message exists already
-        result = too_much
-    _write(result)
+        _end(too_much)
+    _end(_line({**result, "kind": reader.kind, "assumed": reader.assumed}))
 
 
-def _json(result: Mapping[str, Any]) -> bytes:
-    return json.dumps(result).encode()
+def _fields(document: CorpusDocument) -> dict[str, Any]:
+    fields: dict[str, Any] = {"id": document.id, "text": document.text}
+    if document.title:
+        fields["title"] = document.title
+    if document.metadata:
+        fields["metadata"] = document.metadata
+    if document.sections:
+        fields["sections"] = [(section.start, section.page, section.heading) for section in document.sections]
+    if document.tables:
+        fields["tables"] = [(table.start, table.rows, table.stop) for table in document.tables]
+    return fields
 
 
-def _write(result: bytes) -> NoReturn:
-    """Write the result to standard output and end the process; allocates no buffer."""
-    rest = memoryview(result)
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode(errors="replace") + b"\n"
+
+
+def _write(line: bytes) -> None:
+    rest = memoryview(line)
     while rest:
-        rest = rest[os.write(1, rest) :]
+        rest = rest[os.write(_OUTPUT, rest) :]
+
+
+def _end(line: bytes) -> NoReturn:
+    _write(line)
     os._exit(0)
 
 
+def main(descriptor: int) -> None:
+    """Serve requests from a Unix socket until it is closed.
+
+    A request is one byte, with the descriptors of the file and of the pipe for its output, and a line of JSON. The
+    answer is the exit code of the child, as a line.
+    """
+    converters = load_converters()
+    for name in (*CODECS, *_LIBRARY_CODECS):
+        codecs.lookup(name)
+    try:
+        import charset_normalizer  # noqa: F401 - a child cannot import it
+    except ImportError:
+        sys.modules["charset_normalizer"] = None  # type: ignore[assignment]
+    with socket.socket(fileno=descriptor) as channel, channel.makefile("rb") as lines:
+        while True:
+            begin, descriptors, _, _ = socket.recv_fds(channel, 1, 2)
+            if not begin:
+                return
+            request = json.loads(lines.readline())
+            child = os.fork()
+            if not child:
+                _take(descriptors, request, converters)
+            for number in descriptors:
+                os.close(number)
+            _, status = os.waitpid(child, 0)
+            channel.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+
+
+def _take(
+    descriptors: list[int], request: Mapping[str, Any], converters: Mapping[FileKind, Converter | str]
+) -> NoReturn:
+    try:
+        os.dup2(descriptors[0], _INPUT)
+        os.dup2(descriptors[1], _OUTPUT)
+        os.closerange(3, _MOST_DESCRIPTORS)
+        convert_input(request, converters)
+    finally:
+        os._exit(1)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(int(sys.argv[1]))

@@ -415,12 +415,15 @@ class Corpus:
         check_top_k(k, len(self))
         return self.embed_query(question) if isinstance(question, str) else question
 
+    def _pieces(self, document: CorpusDocument) -> Iterator[tuple[int, str]]:
+        return split_located(document.text, self._tokenizer, self.split, document.tables)
+
     def _put(self, documents: list[CorpusDocument], progress: Progress | None, limits: GrowthLimits) -> CorpusChange:
         unchanged = tuple(document.id for document in documents if self.holds(document))
         todo = [document for document in documents if not self.holds(document)]
         old = {document.id: self._by_id[document.id] for document in todo if document.id in self._by_id}
         growth = Growth(limits, chunks=len(self), nbytes=self.nbytes, dimension=self._manifest.dimension)
-        cut = (growth.take(one, split_located(one.text, self._tokenizer, self.split), old.get(one.id)) for one in todo)
+        cut = (growth.take(document, self._pieces(document), old.get(document.id)) for document in todo)
         fitting = (document for document in takewhile(lambda one: one is not None, cut) if document is not None)
         done = len(unchanged)
         while batch := next_batch(fitting):

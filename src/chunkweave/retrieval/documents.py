@@ -1,19 +1,17 @@
-"""The documents of a corpus, their checks, and the parser of JSON lines, one document per line."""
+"""The documents of a corpus, and their checks."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from io import BytesIO
 from typing import Any
 
 from chunkweave.errors import DocumentError, DuplicateDocumentError, EmptyDocumentError
-from chunkweave.retrieval.converter import MOST_TEXT_BYTES
+from chunkweave.prompt.tables import Table
 from chunkweave.retrieval.sections import Section
 
-_ID_KEYS = ("id", "_id")
-_TITLE_KEYS = ("title", "source")
-_TEXT_KEY, _METADATA_KEY = "text", "metadata"
+MOST_TEXT_BYTES = 8 << 20
+"""Maximum bytes of the text of one document that was converted or came over HTTP."""
 
 MOST_LEVELS = 64
 """Maximum nesting of lists and objects in metadata, because code that writes and shows it has limits."""
@@ -24,7 +22,7 @@ MOST_METADATA_BYTES = 16 << 10
 """Maximum bytes of a document's metadata as JSON. It is in memory, and returned with every chunk."""
 
 MOST_LINE_BYTES = 1 << 20
-"""Maximum bytes of a line in an uploaded JSONL file: other threads cannot run while one is parsed."""
+"""Maximum bytes of a line in an uploaded JSONL file."""
 
 MOST_DOCUMENTS = 100_000
 """Maximum documents of one upload, and lines of one of its files."""
@@ -35,6 +33,7 @@ class CorpusDocument:
     """A text with an id that stays the same each time it is read, and data that is stored with it.
 
     `metadata` must be JSON-able. `sections` are the starts of pages and headings in the text; each chunk keeps its own.
+    Chunks of `tables` begin with the table's header row.
 
     >>> from chunkweave import CorpusDocument
     >>> CorpusDocument("choir", "It is led by Otto Gunmark.", title="The choir", metadata={"year": 1998}).title
@@ -46,6 +45,7 @@ class CorpusDocument:
     title: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     sections: tuple[Section, ...] = ()
+    tables: tuple[Table, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -125,48 +125,6 @@ _SHOWN = 60
 """Characters of an id that a message shows if the id is too long."""
 
 
-@dataclass(frozen=True, slots=True)
-class JsonLines:
-    """Documents of JSON lines. `left_out` has reasons for invalid lines, at most the first `MOST_REASONS`."""
-
-    documents: tuple[CorpusDocument, ...]
-    left_out: tuple[str, ...] = ()
-    num_left_out: int = 0
-
-
-MOST_REASONS = 20
-
-
-def parsed_lines(name: str, data: bytes, *, from_elsewhere: bool) -> JsonLines:
-    """Documents of JSON lines in UTF-8: `{"text": .., "id": .., "title": .., "metadata": {..}}`, one per line.
-
-    Only `text` is required. The default id is `NAME:LINE`. `_id` is read as id and `source` as title; other keys become
-    metadata. With `from_elsewhere` (another machine), number and length of lines are limited.
-
-    Raises:
-        DocumentError: there are too many lines.
-    """
-    documents: list[CorpusDocument] = []
-    reasons: list[str] = []
-    wrong = 0
-    if from_elsewhere and data.count(b"\n") + (not data.endswith(b"\n")) > MOST_DOCUMENTS:
-        raise DocumentError(f"{name} has more than {MOST_DOCUMENTS} lines")
-    for number, line in enumerate(BytesIO(data.removeprefix(b"\xef\xbb\xbf")), start=1):
-        if not line.strip():
-            continue
-        try:
-            if from_elsewhere and len(line) > MOST_LINE_BYTES:
-                raise DocumentError(f"it has {len(line)} bytes, and a line may have {MOST_LINE_BYTES}")
-            document = _parsed(line, f"{name}:{number}")
-            check_document(document)  # before the next line, because parsed metadata is many times as large
-            documents.append(document)
-        except DocumentError as error:
-            wrong += 1
-            if wrong <= MOST_REASONS:
-                reasons.append(f"line {number}: {error}")
-    return JsonLines(tuple(documents), tuple(reasons), wrong)
-
-
 def check_document(document: CorpusDocument) -> None:
     """Refuse a document whose id, title or metadata is too long, or that cannot be written as JSON.
 
@@ -175,38 +133,3 @@ def check_document(document: CorpusDocument) -> None:
     """
     _check_lengths(document)
     _check_writable(document)
-
-
-def _parsed(line: bytes, usual_id: str) -> CorpusDocument:
-    """One line as a document."""
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DocumentError(f"not UTF-8: bad byte at offset {error.start}") from error
-    except json.JSONDecodeError as error:
-        raise DocumentError(f"not JSON: {error}") from error
-    except ValueError as error:
-        raise DocumentError("a number has too many digits") from error
-    except RecursionError as error:
-        raise DocumentError("nested too deeply") from error
-    if not isinstance(row, dict) or not isinstance(row.get(_TEXT_KEY), str):
-        raise DocumentError('not an object with a "text": {"text": "...", "id": "...", "title": "..."}')
-    if not row[_TEXT_KEY].strip():
-        raise EmptyDocumentError("the text is empty")
-    metadata = row.pop(_METADATA_KEY, None) or {}
-    if not isinstance(metadata, dict):
-        raise DocumentError('"metadata" is no object')
-    text = str(row.pop(_TEXT_KEY))
-    found_id = _taken(row, _ID_KEYS)
-    title = _taken(row, _TITLE_KEYS)
-    return CorpusDocument(
-        usual_id if found_id is None else str(found_id), text, "" if title is None else str(title), {**row, **metadata}
-    )
-
-
-def _taken(row: dict[str, Any], keys: Sequence[str]) -> Any:
-    """Remove the first of `keys` that has a value from the row, and return the value; None if there is none."""
-    for key in keys:
-        if row.get(key) is not None:
-            return row.pop(key)
-    return None

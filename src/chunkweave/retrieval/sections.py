@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from chunkweave.prompt.tables import Table
+
 MOST_SECTIONS = 20_000
 """Maximum sections of a document; chunks after the last section count to it."""
 
 _MOST_HEADING_CHARACTERS = 160
+MOST_HEADER_CHARACTERS = 1 << 12
+"""Maximum characters of a table's header row that chunks repeat."""
 
 _FENCE = re.compile(r" {0,3}(```|~~~)")
 _MARKDOWN_HEADING = re.compile(r" {0,3}#{1,6}[ \t]+(.+?)[ \t]*#*[ \t]*$")
@@ -62,6 +66,12 @@ def markdown_sections(text: str) -> tuple[Section, ...]:
     return _sections(_markdown_headings(text))
 
 
+def markdown_tables(text: str) -> tuple[Table, ...]:
+    """The tables whose header row is followed by a row of dashes."""
+    tables = (table for table in _markdown_tables(text) if table.rows - table.start <= MOST_HEADER_CHARACTERS)
+    return tuple(islice(tables, MOST_SECTIONS))
+
+
 def rst_sections(text: str) -> tuple[Section, ...]:
     """One section per title of reStructuredText: a line underlined by punctuation that is at least as long."""
     return _sections(_rst_titles(text))
@@ -93,6 +103,25 @@ def _markdown_headings(text: str) -> Iterator[tuple[int, str]]:
             fence = "" if mark[1] == fence else fence or mark[1]
         elif not fence and line[:4].lstrip(" ").startswith("#") and (heading := _MARKDOWN_HEADING.match(line)):
             yield start, heading[1]
+
+
+def _markdown_tables(text: str) -> Iterator[Table]:
+    header = rows = -1
+    before, before_start = "", 0
+    for start, line in _lines(text):
+        if rows < 0 and "|" in before and _is_rule(line):
+            header = before_start
+            rows = text.find("\n", start) + 1 or len(text)
+        elif rows >= 0 and "|" not in line:
+            yield Table(header, rows, start)
+            rows = -1
+        before, before_start = line, start
+    if rows >= 0:
+        yield Table(header, rows, len(text))
+
+
+def _is_rule(line: str) -> bool:
+    return "|" in line and "-" in line and not line.strip("|:- \t")
 
 
 def _rst_titles(text: str) -> Iterator[tuple[int, str]]:
