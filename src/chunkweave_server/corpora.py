@@ -6,7 +6,7 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -132,6 +132,8 @@ class Corpora:
         self._data_dir = settings.data_dir
         self._limits = limits
         self._limits_of_conversion = conversion
+        self._conversions: list[Conversion] = []  # idle ones
+        self._closed = False
         self._reading = TenantThreads(_READING_THREADS, weights=weights, behind=True)
         self.changing = TenantThreads(_CHANGING_THREADS, weights=weights, behind=True)
         self.searching = TenantThreads(_SEARCHING_THREADS, weights=weights)
@@ -221,15 +223,28 @@ class Corpora:
             del self._own[tenant.folder][name]
             return texts
 
-    def conversion(self) -> Conversion:
-        """A process that reads the files of one upload; the caller closes it."""
-        return Conversion(self._limits_of_conversion)
-
-    async def read(self, tenant: Tenant, name: str, file: BinaryIO, conversion: Conversion) -> FileRead:
-        """Read an uploaded file. The process has low priority, and is stopped if the caller is cancelled."""
+    async def read(self, tenant: Tenant, name: str, file: BinaryIO) -> FileRead:
+        """Read an uploaded file in a process with low priority; it is stopped if the caller is cancelled."""
         stopped = threading.Event()
-        work = partial(conversion.read, name, file, bounded=True, stopped=stopped.is_set)
+        work = partial(self._read, name, file, stopped.is_set)
         return await self._reading.run(tenant.name, work, stop=stopped.set)
+
+    def _read(self, name: str, file: BinaryIO, stopped: Callable[[], bool]) -> FileRead:
+        """Read a file with an idle process, in a thread. Files share no state: each is read in a fork of its own."""
+        try:
+            conversion = self._conversions.pop()
+        except IndexError:
+            conversion = Conversion(self._limits_of_conversion)
+        try:
+            return conversion.read(name, file, bounded=True, stopped=stopped)
+        finally:
+            self._conversions.append(conversion)
+            if self._closed:
+                self._close_conversions()
+
+    def _close_conversions(self) -> None:
+        while self._conversions:
+            self._conversions.pop().close()
 
     async def ingest(
         self,
@@ -306,6 +321,8 @@ class Corpora:
         """Accept no further changes and searches. Running ones finish."""
         for threads in (self._reading, self.changing, self.searching, self._indexing):
             threads.close()
+        self._closed = True
+        self._close_conversions()
 
     async def remove(self, served: ServedCorpus, document: str) -> CorpusChange:
         """Remove a document.

@@ -247,14 +247,13 @@ async def add_files(
     async def work() -> dict[str, Any]:
         parts.corpora.get(tenant, name, to_change=True)
         reads: list[FileRead] = []
-        with parts.corpora.conversion() as conversion:
-            for file in files:
-                called = PurePosixPath((file.filename or "").replace("\\", "/")).name
-                if not called:
-                    raise HttpError(400, "an uploaded file has no name", param="files")
-                reads.append(await parts.corpora.read(tenant, called, file.file, conversion))
-                if sum(len(read.documents) for read in reads) > MOST_DOCUMENTS:
-                    raise HttpError(400, f"an upload may have at most {MOST_DOCUMENTS} documents", param="files")
+        for file in files:
+            called = PurePosixPath((file.filename or "").replace("\\", "/")).name
+            if not called:
+                raise HttpError(400, "an uploaded file has no name", param="files")
+            reads.append(await parts.corpora.read(tenant, called, file.file))
+            if sum(len(read.documents) for read in reads) > MOST_DOCUMENTS:
+                raise HttpError(400, f"an upload may have at most {MOST_DOCUMENTS} documents", param="files")
         reads = without_repeated(reads)
         done = await _ingested(name, _readable(reads, strict), update, parts, tenant)
         changes = {what: done[what] for what in ("added", "replaced", "unchanged")}

@@ -79,11 +79,10 @@ class FileReader:
             DocumentError: the file is left out; the message says why.
         """
         begin = file.read(_LOOK_BYTES)
-        if PurePath(name).suffix.lower() in _LINES and begin.strip() and not begin.startswith(_UTF16_MARKS):
-            self.kind = FileKind.JSON_LINES
-            if binary_kind(begin) is None:
-                yield from self._of_lines(name, begin, file)
-                return
+        named = PurePath(name).suffix.lower() in _LINES and begin.strip() and not begin.startswith(_UTF16_MARKS)
+        if named and binary_kind(begin) is None:
+            yield from self._of_lines(name, begin, file)
+            return
         refuse_binary(begin)
         data = begin + file.read()
         if not data.strip():
@@ -132,10 +131,13 @@ class FileReader:
 
     def _of_lines(self, name: str, begin: bytes, file: BinaryIO) -> Iterator[CorpusDocument]:
         """Documents of JSON lines in UTF-8: `{"text": .., "id": .., "title": .., "metadata": {..}}`, one per line."""
+        self.kind = FileKind.JSON_LINES
+        if self._bounded:
+            begin += file.read()
+            if begin.count(b"\n") + (not begin.endswith(b"\n")) > MOST_DOCUMENTS:
+                raise DocumentError(f"{name} has more than {MOST_DOCUMENTS} lines")
         count = 0
         for number, line in enumerate(_split_lines(begin, file), start=1):
-            if self._bounded and number > MOST_DOCUMENTS:
-                raise DocumentError(f"{name} has more than {MOST_DOCUMENTS} lines")
             if not line.strip():
                 continue
             try:
@@ -156,12 +158,8 @@ class FileReader:
 
 def _split_lines(begin: bytes, file: BinaryIO) -> Iterator[bytes]:
     """The lines of a file whose first bytes were read already."""
-    *whole, cut = begin.removeprefix(b"\xef\xbb\xbf").splitlines(keepends=True) or [b""]
-    yield from whole
-    if not cut.endswith(b"\n"):
-        cut += file.readline()
-    if cut:
-        yield cut
+    begin += file.readline()  # the line that was cut
+    yield from io.BytesIO(begin.removeprefix(b"\xef\xbb\xbf"))
     yield from file
 
 
