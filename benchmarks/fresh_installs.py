@@ -16,15 +16,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 BASE = "base"
-DOCUMENT = "from chunkweave.retrieval.conversion import ConversionLimits, convert; "
 RUNS = {
     BASE: "from chunkweave import Chunk, Engine; "
     "e = Engine.load('reader'); assert e.generate('Who leads the choir?', [Chunk('Otto Gunmark.')]).text",
     "adapt": "import peft, chunkweave_lab.adapt.distill, chunkweave_lab.cli.adapt",
     "bench": "import httpx, matplotlib, rouge_score, scipy, chunkweave_lab.plots, chunkweave_lab.cli.app",
     "dev": "import hypothesis, importlinter, mypy, openai, playwright, pytest, ruff, schemathesis, xdist",
-    "documents": f"{DOCUMENT}from chunkweave.retrieval.file_kinds import FileKind; "
-    "assert 'ferry' in convert(FileKind.HTML, b'<p>The ferry.</p>', ConversionLimits()).markdown",
+    "documents": "from chunkweave.retrieval.file_kinds import FileKind; "
+    "from chunkweave.retrieval.formats import load_converters; "
+    "assert 'ferry' in load_converters()[FileKind.HTML](b'<p>The ferry.</p>')[1]",
     "engine": "from chunkweave import Engine; assert Engine.load('reader')",
     "events": "import msgspec, zmq, chunkweave.vllm.report_socket",
     "examples": "import openai, chunkweave.integrations.langchain, chunkweave.integrations.llama_index",

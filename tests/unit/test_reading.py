@@ -276,3 +276,47 @@ def test_an_archive_is_judged_by_what_it_unpacks_to() -> None:
 def test_a_conversion_ends_when_it_is_stopped(conversion: Conversion) -> None:
     read = read_bytes(conversion, "a.pdf", pdf(["text"] * 50), stopped=lambda: True)
     assert read.left_out == "reading it was stopped"
+
+
+ROGUE = """
+import os, sys
+from chunkweave.retrieval import converter
+def take(descriptors, request, converters):
+    line = {line!r}
+    try:
+        while True:
+            os.write(descriptors[1], line)
+            if not {endless}:
+                os._exit(0)
+    finally:
+        os._exit(0)
+converter._take = take
+converter.main(int(sys.argv[-1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "endless"),
+    [
+        (b"[1]\n", False),
+        (b"no JSON\n", False),
+        (b'{"document": [1]}\n', False),
+        (b'{"document": {"id": "a"}}\n', False),
+        (b'{"document": {"id": "a", "text": "b", "tables": [[1]]}}\n', False),
+        (b'{"kind": "none", "assumed": ""}\n', False),
+        (b"", False),
+        (b"endless " * 1000, True),
+        (b'{"document": {"id": "a", "text": "b"}}\n' * 100, True),
+    ],
+)
+def test_a_converter_that_a_file_took_over_can_only_leave_the_file_out(
+    monkeypatch, tmp_path: Path, line: bytes, endless: bool
+) -> None:
+    rogue = write(tmp_path / "rogue", f"#!/bin/sh\nexec {sys.executable} {tmp_path}/rogue.py $4\n")
+    write(tmp_path / "rogue.py", ROGUE.format(line=line, endless=endless))
+    rogue.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(rogue))
+    with Conversion() as conversion:
+        read = read_bytes(conversion, "a.txt", b"text")
+    assert read.left_out
+    assert not read.documents

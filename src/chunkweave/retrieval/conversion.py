@@ -157,7 +157,7 @@ class Conversion:
         except DocumentError as error:
             self.close()
             return FileRead(name, left_out=str(error))
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             self.close()
             return FileRead(name, left_out=f"it is damaged, or takes too much memory ({type(error).__name__})")
         except BaseException:
@@ -243,15 +243,20 @@ def _lines(output: int, nbytes: int, seconds: float, stopped: Callable[[], bool]
         pending += rest
 
 
-def _document(fields: dict[str, Any]) -> CorpusDocument:
-    sections = tuple(Section(start, page, heading) for start, page, heading in fields.get("sections", ()))
-    tables = tuple(Table(start, rows, stop) for start, rows, stop in fields.get("tables", ()))
-    metadata = fields.get("metadata", {})
-    return CorpusDocument(fields["id"], fields["text"], fields.get("title", ""), metadata, sections, tables)
+def _document(fields: Mapping[str, Any]) -> CorpusDocument:
+    """A document that a converter wrote. A process that has read a file is not trusted: all types are checked."""
+    sections = [
+        Section(int(start), None if page is None else int(page), str(heading))
+        for start, page, heading in fields.get("sections", ())
+    ]
+    tables = [Table(int(start), int(rows), int(stop)) for start, rows, stop in fields.get("tables", ())]
+    metadata = dict(fields.get("metadata", {}))
+    title = str(fields.get("title", ""))
+    return CorpusDocument(str(fields["id"]), str(fields["text"]), title, metadata, tuple(sections), tuple(tables))
 
 
 def _file_read(name: str, result: Mapping[str, Any], documents: Sequence[CorpusDocument]) -> FileRead:
-    """The result that a converter wrote last. After a file was read, the process is not trusted."""
+    """The result that a converter wrote last."""
     if "error" in result:
         documents = ()
     return FileRead(
