@@ -50,8 +50,8 @@ def documents_read(reads: "Sequence[FileRead]", *, strict: bool = False) -> "lis
 def say_what_was_left_out(reads: "Iterable[FileRead]") -> None:
     """Print a line on stderr for each file that was left out, or whose encoding was assumed."""
     for read in reads:
-        for said in filter(None, (read.reason, read.assumed)):
-            stderr().print(f"[yellow]{escape(read.name)}: {escape(said)}[/yellow]", soft_wrap=True)
+        for note in filter(None, (read.reason, read.assumed)):
+            stderr().print(f"[yellow]{escape(read.name)}: {escape(note)}[/yellow]", soft_wrap=True)
 
 
 def file_table(rows: Sequence[Mapping[str, Any]]) -> Table:

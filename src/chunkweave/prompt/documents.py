@@ -113,17 +113,17 @@ def _split_located(text: str, tokenizer: TextTokenizer, bound: int, overlap_toke
     splitter = TextSplitter.from_callback(count_tokens, bound, overlap=overlap_tokens)
     start, size = 0, _BLOCK_CHARACTERS
     while True:
-        found = splitter.chunk_indices(text[start : start + size])
+        pieces = splitter.chunk_indices(text[start : start + size])
         last = start + size >= len(text)
-        if not last and (len(found) < 2 or not found[-1][0]):
+        if not last and (len(pieces) < 2 or not pieces[-1][0]):
             size *= 2
             continue
         # The block's end may have cut its last piece short: the next block begins with that piece.
-        for begins, piece in found if last else found[:-1]:
+        for begins, piece in pieces if last else pieces[:-1]:
             yield from _fitting(start + begins, piece, tokenizer, bound)
         if last:
             return
-        start, size = start + found[-1][0], _BLOCK_CHARACTERS
+        start, size = start + pieces[-1][0], _BLOCK_CHARACTERS
 
 
 def _fitting(start: int, piece: str, tokenizer: TextTokenizer, bound: int) -> list[tuple[int, str]]:

@@ -81,8 +81,8 @@ def nested_too_deeply(metadata: Any) -> bool:
     """Whether lists and objects are nested more than `MOST_LEVELS` deep."""
     level = [metadata]
     for _ in range(MOST_LEVELS + 1):
-        inside = [one.values() if isinstance(one, Mapping) else one for one in level]
-        level = [one for some in inside for one in some if isinstance(one, Mapping | list | tuple)]
+        inside = [value.values() if isinstance(value, Mapping) else value for value in level]
+        level = [value for values in inside for value in values if isinstance(value, Mapping | list | tuple)]
     return bool(level)
 
 

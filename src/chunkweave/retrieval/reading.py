@@ -28,17 +28,17 @@ def read_files(
     """
     inside = {
         path.resolve(): (path, name)
-        for given in paths
-        for path, name in _files(Path(given))
-        if without is None or not _within(path, without) or _within(Path(given), without)
+        for root in paths
+        for path, name in _files(Path(root))
+        if without is None or not _within(path, without) or _within(Path(root), without)
     }
-    found = list(inside.values())
-    uses = Counter(name for _, name in found)
+    files = list(inside.values())
+    uses = Counter(name for _, name in files)
     reads = []
     with Conversion(limits) as conversion:
-        for done, (path, name) in enumerate(found):
+        for done, (path, name) in enumerate(files):
             if progress is not None:
-                progress(done, len(found))
+                progress(done, len(files))
             unique = name if uses[name] == 1 else path.as_posix()
             reads.append(_read_file(path, unique, conversion))
     return without_repeated(reads)
@@ -55,16 +55,16 @@ def _read_file(path: Path, name: str, conversion: Conversion) -> FileRead:
 def without_repeated(reads: Iterable[FileRead]) -> list[FileRead]:
     """The reads without documents whose id an earlier document has."""
     seen: set[str] = set()
-    kept = []
+    distinct = []
     for read in reads:
-        new = tuple({one.id: one for one in reversed(read.documents) if one.id not in seen}.values())[::-1]
+        new = tuple({entry.id: entry for entry in reversed(read.documents) if entry.id not in seen}.values())[::-1]
         if repeated := len(read.documents) - len(new):
             why = f"the id of {repeated} is that of another document"
             lines, count = (*read.lines_left_out, why), read.num_lines_left_out + repeated
             read = replace(read, documents=new, lines_left_out=lines, num_lines_left_out=count)
-        seen |= {one.id for one in new}
-        kept.append(read)
-    return kept
+        seen |= {document.id for document in new}
+        distinct.append(read)
+    return distinct
 
 
 def documents_of(reads: Sequence[FileRead], *, strict: bool = False) -> list[CorpusDocument]:
@@ -86,7 +86,7 @@ def documents_of(reads: Sequence[FileRead], *, strict: bool = False) -> list[Cor
 
 def rows_of(reads: Iterable[FileRead], changes: Mapping[str, Iterable[str]]) -> list[dict[str, Any]]:
     """A JSON-able row per file; `result` counts its documents by the change that has their id."""
-    fate = {one: what for what, ids in changes.items() for one in ids}
+    fate = {identity: change for change, ids in changes.items() for identity in ids}
     rows = []
     for read in reads:
         counts = Counter(fate[document.id] for document in read.documents if document.id in fate)

@@ -54,8 +54,8 @@ class Section:
 
 def place_of(sections: Sequence[Section], start: int, stop: int) -> Place:
     """The place of the characters `start <= position < stop`. Text before the first heading counts to that heading."""
-    first = max(0, bisect_right(sections, start, key=lambda one: one.start) - 1)
-    last = bisect_right(sections, stop - 1, key=lambda one: one.start) - 1
+    first = max(0, bisect_right(sections, start, key=lambda section: section.start) - 1)
+    last = bisect_right(sections, stop - 1, key=lambda section: section.start) - 1
     if last < 0:
         return NO_PLACE
     return Place(sections[first].page, sections[last].page, sections[first].heading)
@@ -92,8 +92,9 @@ _BETWEEN_PAGES = "\n\n"
 
 
 def _sections(headings: Iterable[tuple[int, str]]) -> tuple[Section, ...]:
-    found = islice(headings, MOST_SECTIONS)
-    return tuple(Section(start, heading=heading[:_MOST_HEADING_CHARACTERS]) for start, heading in found)
+    return tuple(
+        Section(start, heading=heading[:_MOST_HEADING_CHARACTERS]) for start, heading in islice(headings, MOST_SECTIONS)
+    )
 
 
 def _markdown_headings(text: str) -> Iterator[tuple[int, str]]:
