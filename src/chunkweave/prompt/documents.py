@@ -92,12 +92,14 @@ def split_located(
 
     They are yielded one by one, so that a caller can stop early.
     """
-    headers = [len(tokenizer.encode(text[table.start : table.rows])) for table in tables]
-    repeated = [
-        table for table, tokens in zip(tables, headers, strict=True) if tokens <= config.max_tokens // _HEADER_SHARE
-    ]
-    room = max((tokens for tokens in headers if tokens <= config.max_tokens // _HEADER_SHARE), default=0)
-    for start, piece in _split_located(text, tokenizer, config.max_tokens - room, config.overlap_tokens):
+    repeated: list[Table] = []
+    header_tokens = 0
+    for table in tables:
+        tokens = len(tokenizer.encode(text[table.start : table.rows]))
+        if tokens <= config.max_tokens // _HEADER_SHARE:
+            repeated.append(table)
+            header_tokens = max(header_tokens, tokens)
+    for start, piece in _split_located(text, tokenizer, config.max_tokens - header_tokens, config.overlap_tokens):
         yield start, header_at(text, repeated, start) + piece
 
 
