@@ -128,15 +128,3 @@ def test_chunks_overlap_by_half_at_most(max_tokens: int, overlap_tokens: int):
     with pytest.raises(UsageError, match="half"):
         SplitConfig(max_tokens, overlap_tokens)
     SplitConfig(max_tokens, max_tokens // 2)
-
-
-def test_a_corpus_of_an_earlier_version_with_more_overlap_is_opened_and_filled(tmp_path):
-    new_corpus(tmp_path / "corpus").add([document(0)])
-    manifest = tmp_path / "corpus" / "corpus.json"
-    text = manifest.read_text(encoding="utf-8")
-    assert '"overlap_tokens": 0' in text
-    manifest.write_text(text.replace('"overlap_tokens": 0', '"overlap_tokens": 39'), encoding="utf-8")
-    corpus = Corpus.open(tmp_path / "corpus", SubjectEmbedder(), tokenizer=LetterTokenizer())
-    assert (corpus.split.max_tokens, corpus.split.overlap_tokens) == (40, 39)
-    corpus.update([CorpusDocument("long", LONG)], limits=GrowthLimits(max_chunks=50))
-    assert corpus.update([document(1)]).added == ("d1",)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from semantic_text_splitter import TextSplitter
 
@@ -55,14 +54,6 @@ class SplitConfig:
                 f"overlap_tokens must be from 0 to {self.max_tokens // 2}, half of the {self.max_tokens} tokens of a "
                 f"chunk, not {self.overlap_tokens}"
             )
-
-    @classmethod
-    def stored(cls, max_tokens: int, overlap_tokens: int) -> Self:
-        """The bounds of an existing corpus, without checks: earlier versions allowed more overlap."""
-        config = object.__new__(cls)
-        object.__setattr__(config, "max_tokens", max_tokens)
-        object.__setattr__(config, "overlap_tokens", overlap_tokens)
-        return config
 
 
 def split_text(

@@ -228,7 +228,7 @@ class Corpus:
     @property
     def split(self) -> SplitConfig:
         """How documents are cut."""
-        return SplitConfig.stored(self._manifest.max_tokens, self._manifest.overlap_tokens)
+        return SplitConfig(self._manifest.max_tokens, self._manifest.overlap_tokens)
 
     @property
     def index_config(self) -> IndexConfig:
