@@ -26,7 +26,6 @@ RUNS = {
     "from chunkweave.retrieval.formats import load_converters; "
     "assert 'ferry' in load_converters()[FileKind.HTML](b'<p>The ferry.</p>')[1]",
     "engine": "from chunkweave import Engine; assert Engine.load('reader')",
-    "events": "import msgspec, zmq, chunkweave.vllm.report_socket",
     "examples": "import openai, chunkweave.integrations.langchain, chunkweave.integrations.llama_index",
     "gguf": "import gguf, chunkweave.models.gguf, chunkweave.models.gguf_checkpoint",
     "gpu": "import triton",

@@ -166,19 +166,27 @@ class DimensionMismatchError(CorpusError):
 class NotRemovedError(ChunkweaveError):
     """Copies of KV that should be removed still exist, or may exist.
 
-    `removed` counts copies that are gone. `left` counts copies that remain: they are not used any more, and
+    `removed` counts copies that are gone. `left` counts copies that remain on `tiers`: they are not used any more, and
     each later put retries their removal; with `lasting`, a store that is opened later does not use them either. The
     tiers in `unasked` could not list what they hold and may hold more that is still used: retry. Servers in `silent`
     may hold more; they answer no request before they have removed it.
     """
 
     def __init__(
-        self, removed: int, left: int, unasked: Sequence[str] = (), *, silent: Sequence[str] = (), lasting: bool
+        self,
+        removed: int,
+        left: int,
+        unasked: Sequence[str] = (),
+        *,
+        tiers: Sequence[str] = (),
+        silent: Sequence[str] = (),
+        lasting: bool,
     ) -> None:
         until = "any more" if lasting else "until this process ends, because the removal could not be recorded on disk"
         said = [f"{removed} stored segments were removed"]
         if left:
-            said.append(f"{left} cannot be removed now, are not used {until}, and their removal is retried")
+            where = f" from {' and '.join(tiers)}" if tiers else ""
+            said.append(f"{left} cannot be removed{where} now, are not used {until}, and their removal is retried")
         if unasked:
             said.append(f"the {' and '.join(unasked)} tier could not list what it holds: retry")
         if silent:
@@ -187,6 +195,7 @@ class NotRemovedError(ChunkweaveError):
         self.removed = removed
         self.left = left
         self.unasked = tuple(unasked)
+        self.tiers = tuple(tiers)
         self.silent = tuple(silent)
         self.lasting = lasting
 

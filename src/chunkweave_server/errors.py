@@ -125,7 +125,8 @@ def http_error_of(error: Exception) -> HttpError:
         if isinstance(error, kind):
             return HttpError(status, str(error), code=code)
     if isinstance(error, NotRemovedError):
-        more = {"segments_removed": error.removed, "segments_left": error.left}
+        tiers = [*error.tiers, *error.unasked]
+        more = {"segments_removed": error.removed, "segments_left": error.left, "tiers": tiers}
         return HttpError(503, str(error), code="not_removed", retry_after_s=_REMOVED_AGAIN_S, more=more)
     for kind, (status, message, code, retry_after_s) in _SERVERS.items():
         if isinstance(error, kind):

@@ -10,6 +10,8 @@ from tempfile import SpooledTemporaryFile
 import pytest
 
 from chunkweave_server.backend import Stage
+from tests.integration.failing_files import WRITES, FailingFiles
+from tests.integration.failing_files import failing as failing_files
 from tests.server.conftest import Client, Serve
 
 CODES = {
@@ -86,3 +88,37 @@ def test_a_server_that_is_not_ready_says_when_to_ask_again(client: Client):
         for response in (client.get("/ready"), client.ask(documents=["a"])):
             assert response.status_code == 503
             assert int(response.headers["retry-after"]) > 0
+
+
+@pytest.mark.backend("engine")
+@pytest.mark.parametrize("fault", ["EROFS", "ENOSPC", "EIO"])
+def test_a_removal_that_fails_on_disk_removes_from_memory_and_names_the_disk(serve: Serve, tmp_path: Path, fault: str):
+    """A cache folder that has become read-only: 503 `not_removed`, and the text is used neither now nor later."""
+    folder, gone, kept = tmp_path / "kv", "The ferry leaves at seven. " * 4, "The choir sings on Sundays. " * 4
+    reuse = {"chunkweave": {"method": "full-reuse"}}
+    client = serve(cache_dir=folder)
+    assert client.ask(documents=[gone, kept], **reuse).status_code == 200
+    assert client.engine.store.flush(10)
+    files = FailingFiles(folder, getattr(errno, fault), WRITES, count=10**9)
+    with failing_files(files):
+        for _ in range(2):
+            refused = client.post("/v1/cache/clear", json={"documents": [gone]})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (503, "not_removed"), refused.text
+            assert refused.json()["tiers"] == ["disk"]
+            assert "disk" in error["message"]
+        sources = {
+            chunk["source"]: chunk["kv_source"] for chunk in report_of(client.ask(documents=[kept, gone], **reuse))
+        }
+        assert sources["document 1"] == "computed"
+    assert files.failed
+    client.engine.store.flush(10)
+    assert client.post("/v1/cache/clear", json={"documents": [gone]}).status_code == 200
+    later = serve(cache_dir=folder)
+    sources = {chunk["source"]: chunk["kv_source"] for chunk in report_of(later.ask(documents=[kept, gone], **reuse))}
+    assert sources["document 1"] == "computed"
+
+
+def report_of(response) -> list[dict]:
+    assert response.status_code == 200, response.text
+    return response.json()["chunkweave"]["chunks"]

@@ -20,7 +20,6 @@ from chunkweave.errors import UsageError
         (lambda: StoreConfig(max_instances=-1), "at least one variant"),
         (lambda: StoreConfig(host_budget_bytes=-1), "negative"),
         (lambda: StoreConfig(remote_budget_bytes=-1), "negative"),
-        (lambda: StoreConfig(admission=0), "at least 1"),
         (lambda: StoreConfig(ttl_s=0.0), "positive"),
         (lambda: StoreConfig(remote_url="localhost"), "URL"),
         (lambda: SamplingParams(max_new_tokens=0), "at least 1"),

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkweave.errors import UsageError
-from chunkweave.scheduling.budget import LEAST_TOKENS, BatchingConfig, Piece, Prefilling, StepPace, TokenBudget
+from chunkweave.scheduling.budget import LEAST_TOKENS, Piece, Prefilling, StepPace, TokenBudget
 from tests.unit.test_fairness import Simulation
 
 
@@ -215,14 +214,3 @@ def test_a_tenant_is_not_served_much_because_its_prompts_are_long_and_decoding_i
         while any(one.runs for one in asked):
             run.step()
     assert max(waited) < 0.5, "neither waits until the other has its answer, which takes 0.8 s"
-
-
-@pytest.mark.parametrize("given", [0, -1, float("nan"), float("inf")])
-def test_a_step_time_is_positive(given):
-    with pytest.raises(UsageError):
-        BatchingConfig(step_time_s=given)
-
-
-def test_a_step_time_may_be_text():
-    assert BatchingConfig(step_time="100ms").step_time_s == 0.1
-    assert BatchingConfig(step_time="none").step_time_s is None

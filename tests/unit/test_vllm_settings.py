@@ -131,8 +131,8 @@ def test_a_misspelt_key_is_refused_with_the_one_that_is_close():
 
 def test_a_request_may_say_no_more_than_the_connector_does():
     declared = {name for kind in (RequestDefaults, ReuseConfig, CaptureConfig) for name in settings_of(kind)}
-    laboratory = {"query"}  # how the method `query` reads attention: for measurements
-    assert SETTINGS - laboratory <= declared
+    others = {"query", "seed", "capture"}  # for measurements, and for what keeps profiles from the beginning
+    assert SETTINGS - others <= declared
 
 
 def test_a_file_brings_a_method_and_a_policy(tmp_path, monkeypatch):

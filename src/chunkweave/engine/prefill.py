@@ -274,7 +274,7 @@ class PrefillJob:
         logger.warning("%s; its tokens are computed instead", lost)
         self._given_up.add(SegmentId(lost.segment))
         if not isinstance(lost, SegmentLate):
-            self._context.store.store.remove(SegmentId(lost.segment))
+            self._context.store.store.drop_damaged(SegmentId(lost.segment))
         elif not isinstance(lost, SegmentHeldUp):
             self._context.store.store.was_late(SegmentId(lost.segment))
         self.close()

@@ -9,7 +9,7 @@ import secrets
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,17 @@ def locked_folder(path: Path, refusal: type[Exception]) -> Iterator[None]:
     """Exclusive lock among processes. It is taken on the folder itself, so no lock file is left behind.
 
     Raises:
-        refusal: the folder cannot be opened.
+        refusal: the folder cannot be opened or locked.
     """
     try:
         folder = os.open(path, _FOLDER)
     except OSError as error:
         raise refusal(f"{path} cannot be opened: {error.strerror or error}") from error
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        except OSError as error:
+            raise refusal(f"{path} cannot be locked: {error.strerror or error}") from error
         yield
     finally:
         os.close(folder)
@@ -291,7 +294,8 @@ def _replace(path: Path, data: Mapping[str, Any]) -> None:
             os.fsync(file)
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # a folder that has become read-only lets nothing be removed either
+            partial.unlink(missing_ok=True)
         raise DocumentError(f"{path} cannot be written: {error}") from error
 
 

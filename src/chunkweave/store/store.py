@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Generic
 
-from chunkweave.errors import NotRemovedError, StoreError, UsageError
+from chunkweave.errors import ChunkweaveError, NotRemovedError, StoreError, UsageError
 from chunkweave.prompt.parts import Prompt, PromptPart
 from chunkweave.store.index import PromptLookup, RequestUse, StoreFollower, TieredLease, look_up
 from chunkweave.store.level import BackgroundWriter, Level, VariantKeeper, VariantLimits, Write
@@ -342,6 +342,12 @@ class TieredStore(Generic[PayloadT]):
         """Drop a segment on every level, pinned or not; False if no level had it."""
         return self.remove_where(lambda record: record.id == segment, among=[segment]) > 0
 
+    def drop_damaged(self, segment: SegmentId) -> None:
+        """Drop a segment whose payload is damaged or gone, on every level, and count it as lost where it was read."""
+        for level, _ in self._holders(segment)[:1]:
+            level.store.count_lost()
+        self.remove(segment)
+
     def remove_where(self, doomed: Callable[[SegmentRecord], bool], *, among: Sequence[SegmentId] | None = None) -> int:
         """Drop every segment for which `doomed` is true (only those in `among`, if given), pinned or not.
 
@@ -424,11 +430,12 @@ class TieredStore(Generic[PayloadT]):
     def _remove_all(self, doomed: Callable[[SegmentRecord], bool]) -> int:
         removals = self._withdraw(doomed)
         removed = sum(removal.removed for _, removal in removals)
-        left = [level for level, removal in removals for _ in removal.left]
+        left = {level: len(removal.left) for level, removal in removals if removal.left}
         unasked = [level.name for level, removal in removals if not removal.complete]
         if left or unasked:
             lasting = all(level.store.removals_last for level in left)
-            raise NotRemovedError(removed, len(left), unasked, lasting=lasting)
+            tiers = [level.name for level in left]
+            raise NotRemovedError(removed, sum(left.values()), unasked, tiers=tiers, lasting=lasting)
         return removed
 
     def _withdraw(
@@ -439,7 +446,7 @@ class TieredStore(Generic[PayloadT]):
             self._removals += 1
             self._writer.cancel(doomed)
         try:
-            return [(level, level.store.withdraw(doomed, among=among)) for level in reversed(self.levels)]
+            return [(level, _withdrawn(level, doomed, among)) for level in reversed(self.levels)]
         finally:
             with self._lock:
                 self._removals_done += 1
@@ -586,3 +593,14 @@ def _path_of(prompt: Prompt) -> dict[SegmentId, ChunkId]:
     """The segments of the prompt's exact path, in prompt order, with their chunks."""
     pairs = zip(prompt.parts, prompt.contexts(), strict=True)
     return {segment_id(part.id, context): part.id for part, context in pairs if part.id is not None}
+
+
+def _withdrawn(
+    level: Level[PayloadT], doomed: Callable[[SegmentRecord], bool], among: Sequence[SegmentId] | None
+) -> Removal:
+    """The removal from one level. If it fails, what the level holds is unknown; the other levels must not notice."""
+    try:
+        return level.store.withdraw(doomed, among=among)
+    except (OSError, ChunkweaveError):
+        logger.exception("segments could not be removed from the %s tier", level.name)
+        return Removal(0, (), complete=False)

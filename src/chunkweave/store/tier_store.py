@@ -361,6 +361,11 @@ class SegmentStore(Generic[PayloadT]):
         """Whether a store that is opened later ignores removed segments whose payloads are still there."""
         return self._removed.lasting
 
+    def count_lost(self) -> None:
+        """Count a payload that turned out to be damaged or gone when it was read."""
+        with self._lock:
+            self._counts["lost"] += 1
+
     def drop(self, segment: SegmentId) -> bool:
         """Evict a segment for another reason than room, without calling `on_evict`; False if it may not be evicted."""
         leaving: list[Claim] = []

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -125,16 +124,7 @@ class DiskTier:
         path = self._path(segment)
         if path is None:
             return
-        if self._header(segment) is None:
-            refused = self._problem(path)
-            if refused is None:
-                _require_known(path)
-                return
-            if refused.problem in (FileProblem.FOREIGN, FileProblem.FUTURE):
-                return
-            if refused.problem is FileProblem.UNREADABLE:
-                raise OSError(f"{path} is not removed: {refused.reason}")
-        if not self._remove(path):
+        if self._is_ours(segment, path) and not self._remove(path):
             raise OSError(f"{path} could not be removed")
 
     def nbytes(self, segment: SegmentId) -> int:
@@ -215,6 +205,25 @@ class DiskTier:
             if refused is not None and refused[1] == identity and not retried:
                 return None
         return self._examine(path, identity)
+
+    def _is_ours(self, segment: SegmentId, path: Path) -> bool:
+        """Whether there is a file that may be removed.
+
+        Raises:
+            OSError: the system does not say what is there. That is no reason to believe that nothing is.
+        """
+        for _ in range(2):  # a file that is there although it has no header may have appeared, or failed to be read
+            if self._header(segment) is not None:
+                return True
+            refused = self._problem(path)
+            if refused is not None and refused.problem is FileProblem.UNREADABLE:
+                raise OSError(f"{path} is not removed: {refused.reason}")
+            if refused is not None:
+                return refused.problem not in (FileProblem.FOREIGN, FileProblem.FUTURE)
+            folders = self.folder, path.parent
+            if not all(stat.S_ISDIR(_mode(folder)) for folder in folders) or not _mode(path):  # a link leads elsewhere
+                return False
+        raise OSError(f"{path} is not removed: it could not be examined")
 
     def _problem(self, path: Path) -> ProblemFile | None:
         """Why a file was refused when `_header` last looked at it."""
@@ -330,10 +339,12 @@ def _identity(path: Path) -> _Identity | None:
     return (found.st_ino, found.st_size, found.st_mtime_ns)
 
 
-def _require_known(path: Path) -> None:
-    """Raise `OSError` if the system cannot determine whether a file exists."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        path.lstat()
+def _mode(path: Path) -> int:
+    """The mode of a file, folder or link; 0 if there is none. Raises `OSError` if the system cannot determine it."""
+    try:
+        return path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def is_folder(path: Path) -> bool:

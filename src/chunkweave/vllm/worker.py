@@ -649,7 +649,7 @@ class ConnectorWorker:
             log, trace = (logger.warning, None) if lost else (logger.error, error)
             log("request %s could not be woven (%s); vLLM computes it", order.request_id, error, exc_info=trace)
         if isinstance(error, SegmentLost) and not isinstance(error, SegmentLate):
-            self._store.remove(SegmentId(error.segment))
+            self._store.drop_damaged(SegmentId(error.segment))
         self.forget([order.request_id])
         self._arrived.add(order.request_id)
         self._results.failed.add(order.request_id)
