@@ -325,22 +325,6 @@ def test_chunks_are_found_in_a_prompt_that_names_none():
             found(wrong)
 
 
-def test_a_front_of_the_version_before_may_send_what_is_no_longer_there_as_it_always_was():
-    before = {
-        "tail": 8,
-        "layers": "late",
-        "factor": "stored",
-        "rounds": 2,
-        "until": 1.0,
-        "widen": 3.0,
-        "over_heads": "max",
-    }
-    asked = read({**FINE, "method": "query", "query": before})
-    assert asked.reuse.query == QueryConfig(tail=8, layers=WatchedLayers.LATE, factor=DeviationFactor.STORED, rounds=2)
-    with pytest.raises(UsageError, match="unknown fields of query: until"):
-        read({**FINE, "method": "query", "query": {**before, "until": 0.5}})
-
-
 def test_a_prompt_without_token_ids_is_refused():
     with pytest.raises(UsageError, match="the last chunk ends at 6, but the prompt has 0 tokens"):
         read({"chunks": [[3, 6]]}, ())
@@ -527,15 +511,6 @@ def test_a_request_that_only_reads_keeps_nothing():
     for wrong in ("off", "", None, 1, ["read"]):
         with pytest.raises(UsageError, match="cache must be use or read"):
             read({**FINE, "cache": wrong})
-
-
-def test_a_front_of_the_version_before_sends_the_usual_ratio_with_every_method():
-    before = {**FINE, "start_tokens": 1, "method": "cachecraft", "recompute_ratio": 0.15}
-    assert read(before).method == "cachecraft"
-    assert not read(before).raisable
-    for said in ({**before, "recompute_ratio": 0.3}, {**FINE, "method": "cachecraft", "recompute_ratio": 0.15}):
-        with pytest.raises(UsageError, match="'cachecraft' takes no recompute_ratio"):
-            read(said)
 
 
 @pytest.mark.parametrize("kept", [None, (), (0, 2)])

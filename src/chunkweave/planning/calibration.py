@@ -225,22 +225,6 @@ def _target_of(data: Mapping[str, Any]) -> Target:
     return Target(Bounds(**data["bounds"]), data["least"], data["method"])
 
 
-NO_LONGER: dict[str, Any] = {
-    "focus_reading": "largest-gap",
-    "use_cci": True,
-    "use_overlap": True,
-    "use_coverage": False,
-    "over_heads": "max",
-    "over_tokens": "sum",
-    "over_layers": "sum",
-    "widen": 3.0,
-    "first_tokens": 0,
-    "mixed_share": 0.0,
-    "until": 1.0,
-}
-"""Settings of the previous version, still found in records and sent to vLLM, with the only value accepted now."""
-
-
 def _reuse_of(data: Mapping[str, Any]) -> ReuseConfig:
     """Parse a stored configuration."""
     reuse = _with_written(ReuseConfig(), {name: value for name, value in data.items() if name != "query"})
@@ -249,10 +233,7 @@ def _reuse_of(data: Mapping[str, Any]) -> ReuseConfig:
 
 def _with_written(usual: ConfigT, data: Mapping[str, Any]) -> ConfigT:
     """`usual` with the values of a record; JSON's lists and strings are converted to the fields' types."""
-    if other := [name for name in data if name in NO_LONGER and data[name] != NO_LONGER[name]]:
-        raise ValueError(f"this version lacks {', '.join(other)}")
-    kept = {name: value for name, value in data.items() if name not in NO_LONGER}
-    read: dict[str, Any] = {n: v if v is None else type(getattr(usual, n))(v) for n, v in kept.items()}
+    read: dict[str, Any] = {n: v if v is None else type(getattr(usual, n))(v) for n, v in data.items()}
     return replace(usual, **read)
 
 

@@ -134,9 +134,8 @@ class IndexConfig:
         return type(self)(**{**asdict(self), "lists": lists, "probes": probes})
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able; leaves out a `flat_up_to` of 0, as earlier versions did."""
-        written = {**asdict(self), "kind": str(self.kind)}
-        return written if self.flat_up_to else {name: value for name, value in written.items() if name != "flat_up_to"}
+        """JSON-able."""
+        return {**asdict(self), "kind": str(self.kind)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:

@@ -11,8 +11,8 @@ from chunkweave.config import CaptureConfig, QueryConfig, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.adaptive_methods import ContextMethod, promoted_length
-from chunkweave.planning.calibration import NO_LONGER, CalibrationRecord
-from chunkweave.planning.method import RATIO, method_named, parameters_of, reads_question, settings_changes
+from chunkweave.planning.calibration import CalibrationRecord
+from chunkweave.planning.method import RATIO, reads_question, settings_changes
 from chunkweave.planning.method_choice import (
     EXACT_METHODS,
     FIELD,
@@ -371,14 +371,9 @@ def _chunks(given: Any, tokens: int) -> list[Span]:
 
 
 def _method_request(params: Mapping[str, Any]) -> MethodRequest:
-    request = MethodRequest.of_fields(
+    return MethodRequest.of_fields(
         {name: value for name, value in params.items() if (name, value) != ("quality", None)}
     )
-    # A front of the previous version sends the default ratio with every method, together with `start_tokens`.
-    sent = "start_tokens" in params and request.recompute_ratio == ReuseConfig().recompute_ratio
-    if sent and request.method is not None and RATIO not in parameters_of(method_named(request.method)):
-        return replace(request, recompute_ratio=None)
-    return request
 
 
 def reads_only_of(params: Mapping[str, Any]) -> bool:
@@ -426,7 +421,6 @@ _MOST_GROUP = 200
 def _query(given: Any, usual: QueryConfig) -> QueryConfig:
     if not isinstance(given, Mapping):
         raise UsageError("query must be an object such as {'tail': 4, 'layers': 'late'}")
-    given = {name: value for name, value in given.items() if name not in NO_LONGER or value != NO_LONGER[name]}
     known = sorted(one.name for one in fields(QueryConfig))
     if unknown := sorted(str(key).encode("utf-8", "backslashreplace").decode() for key in given if key not in known):
         raise UsageError(f"unknown fields of query: {', '.join(unknown)}; there are {', '.join(known)}")
