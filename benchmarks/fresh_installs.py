@@ -19,7 +19,6 @@ BASE = "base"
 RUNS = {
     BASE: "from chunkweave import Chunk, Engine; "
     "e = Engine.load('reader'); assert e.generate('Who leads the choir?', [Chunk('Otto Gunmark.')]).text",
-    "adapt": "import peft, chunkweave_lab.adapt.distill, chunkweave_lab.cli.adapt",
     "bench": "import httpx, matplotlib, rouge_score, scipy, chunkweave_lab.plots, chunkweave_lab.cli.app",
     "dev": "import hypothesis, importlinter, mypy, openai, playwright, pytest, ruff, schemathesis, xdist",
     "documents": "from chunkweave.retrieval.file_kinds import FileKind; "

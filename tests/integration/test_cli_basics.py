@@ -18,7 +18,7 @@ COMMANDS = (
     "",
     *("ask", "chat", "demo", "serve", "vllm-serve", "status", "server", "server warm", "config", "config show", "keys"),
     *("ingest", "corpus", "corpus list", "cache", "cache warm", "cache clear", "models"),
-    *("calibrate", "adapt", "bench", "bench quality", "bench fidelity", "simulate", "analyze"),
+    *("calibrate", "bench", "bench quality", "bench fidelity", "simulate", "analyze"),
 )
 
 

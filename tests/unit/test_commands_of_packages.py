@@ -17,7 +17,7 @@ def looked_up_anew():
 
 
 @pytest.mark.parametrize(
-    ("name", "extra"), [("serve", "server"), ("vllm-serve", "server"), ("bench", "bench"), ("adapt", "adapt")]
+    ("name", "extra"), [("serve", "server"), ("vllm-serve", "server"), ("bench", "bench")]
 )
 def test_a_command_whose_package_is_missing_says_which_extra_brings_it(monkeypatch, name, extra):
     monkeypatch.setattr(app, "entry_points", lambda **_: ())

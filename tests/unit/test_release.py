@@ -61,7 +61,7 @@ def test_installing_beside_vllm_changes_no_version_of_vllms(release):
     assert {name: found for name, found in others.items() if found != {">="}} == {}, "a later vLLM may bring later ones"
 
 
-@pytest.mark.parametrize("extra", ["adapt", "gguf", "dev"])
+@pytest.mark.parametrize("extra", ["gguf", "dev"])
 def test_our_own_engine_gets_the_versions_that_it_was_tested_with(extra):
     bounded = {one.name for one in requirements("engine") if {each.operator for each in one.specifier} == {">=", "<"}}
     assert bounded == {"torch", "transformers"}

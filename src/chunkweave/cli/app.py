@@ -99,7 +99,6 @@ _ELSEWHERE = {
     "bench": (_MEASURE, "bench"),
     "simulate": (_MEASURE, "bench"),
     "analyze": (_MEASURE, "bench"),
-    "adapt": (_MODELS, "adapt"),
 }
 """Commands of the server and the laboratory: their group in the help, and the extra that installs them."""
 

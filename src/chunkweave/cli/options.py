@@ -327,10 +327,6 @@ class ModelOptions:
         """The same model with its checkpoint's own weights: without adapter, and not rounded."""
         return replace(self, model=replace(self.model, adapter=None, weights=Weights.AUTO))
 
-    def with_plain_weights(self) -> Self:
-        """The same model with plain weights, as training needs them."""
-        return replace(self, model=replace(self.model, weights=Weights.PLAIN))
-
     @property
     def how_to_calibrate(self) -> str:
         """The command that calibrates this model."""
