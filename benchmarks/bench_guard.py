@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from docs_tables import command_block, markdown_table, read_result
+from docs_tables import markdown_table, read_result
 from rich.console import Console
 
 from chunkweave.calibration.results import BenchmarkResult
@@ -87,30 +87,37 @@ PAIRS = {
 def measured() -> dict[str, list[float]]:
     """Seconds of each timed operation by round."""
     import torch
+    from first_tokens import comparison, contenders, tasks_of
 
     from chunkweave import Engine
-    from chunkweave.calibration.questions import bundled_examples
-    from chunkweave_lab.ttft import TtftConfig, make_workload, measure
+    from chunkweave.calibration.fidelity import prepare
 
     torch.set_num_threads(1)
-    config = TtftConfig(METHODS, chunks=CHUNKS, chunk_tokens=CHUNK_TOKENS, questions=ROUNDS)
-    times: dict[str, list[float]] = {}
+    config = comparison(METHODS, chunks=CHUNKS, chunk_tokens=CHUNK_TOKENS)
     with Engine.load_shape(SHAPE) as engine:
-        workload = make_workload(bundled_examples(ROUNDS, seed=config.seed), engine, config)
+        tasks, runs = tasks_of(engine, config, ROUNDS), contenders(engine, config)
+        times: dict[str, list[float]] = {name: [] for name in runs}
         with progress("first tokens") as report:
-            for sample in measure(engine, workload, config, report):
-                times.setdefault(sample.method, []).append(sample.ttft_s)
-        times |= _decoding(engine, workload.measured[0], config.contenders()[REUSE])
+            for index, task in enumerate(tasks):
+                prepare(engine, tasks, index, config.warm)
+                for name in () if index else runs:  # once uncounted
+                    runs[name](task.prompt)
+                turn = index % len(runs)
+                for name in [*runs][turn:] + [*runs][:turn]:
+                    started = time.perf_counter()
+                    runs[name](task.prompt)
+                    times[name].append(time.perf_counter() - started)
+                report(index + 1, len(tasks))
+        times |= _decoding(engine, tasks[0].prompt, config.contenders()[REUSE])
     return times
 
 
-def _decoding(engine: "Engine", prompt: "Prompt", method: "ReuseMethod | None") -> dict[str, list[float]]:
+def _decoding(engine: "Engine", prompt: "Prompt", method: "ReuseMethod") -> dict[str, list[float]]:
     """Times of decoding by the engine and by Hugging Face's forward, and of reading all weights once."""
     import torch
 
     from chunkweave.models.loading import load_shape
 
-    assert method is not None
     runner, plain = engine.runner, load_shape(SHAPE, weights="plain").model.model
     cache = runner.prefill(prompt, method, new_tokens=DECODED * (ROUNDS + 1), capture=False).cache
     weights = [one for one in plain.parameters() if one.dim() == 2]
@@ -167,12 +174,6 @@ def rows_of(times: Mapping[str, list[float]]) -> list[dict[str, Any]]:
         }
         for name, other in PAIRS.items()
     ]
-
-
-def tables(result: Mapping[str, Any]) -> dict[str, str]:
-    """The stored ratios for the documentation, below their command."""
-    cells = [[f"`{row['time']}`", f"`{row['over']}`", f"{row['value']:.3f}"] for row in result["rows"]]
-    return {"guard": f"{command_block(result['command'])}\n\n{markdown_table(HEADS, cells)}"}
 
 
 def main() -> None:

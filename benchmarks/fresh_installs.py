@@ -19,7 +19,6 @@ BASE = "base"
 RUNS = {
     BASE: "from chunkweave import Chunk, Engine; "
     "e = Engine.load('reader'); assert e.generate('Who leads the choir?', [Chunk('Otto Gunmark.')]).text",
-    "bench": "import httpx, matplotlib, rouge_score, scipy, chunkweave_lab.plots, chunkweave_lab.cli.app",
     "dev": "import hypothesis, importlinter, mypy, openai, playwright, pytest, ruff, schemathesis, xdist",
     "documents": "from chunkweave.retrieval.file_kinds import FileKind; "
     "from chunkweave.retrieval.formats import load_converters; "
@@ -32,7 +31,6 @@ RUNS = {
     "llama-index": "import chunkweave.integrations.llama_index",
     "minilm": "from chunkweave.retrieval.embedders import make_embedder; assert make_embedder('minilm')",
     "otel": "import opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http.trace_exporter",
-    "reference": "import libcachesim",
     "remote": "import fsspec, redis, chunkweave.tiers.blobs, chunkweave.tiers.remote",
     "retrieval": "import faiss, chunkweave.retrieval.faiss_indexes",
     "sentence-transformers": "import sentence_transformers",

@@ -6,7 +6,7 @@ all times count from the planned arrival, so a generator that falls behind hides
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from random import Random
@@ -56,13 +56,6 @@ class LoadedRequest:
     tokens: int
     error: str | None = None
 
-    @property
-    def tpot_s(self) -> float | None:
-        """Seconds a token after the first; None if there is only one."""
-        if self.ttft_s is None or self.tokens < 2:
-            return None
-        return (self.total_s - self.ttft_s) / (self.tokens - 1)
-
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
@@ -108,18 +101,9 @@ class LoadResult:
         last_s = self.requests[-1].arrival_s
         return len(self.requests) / last_s if last_s else None
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of whole answers a second."""
-        return sum(request.tokens for request in self.answered) / self.duration_s
-
     def ttft_s(self, percent: float) -> float:
         """A percentile of the time to the first token."""
         return percentile(self._ttfts(), percent / 100)
-
-    def tpot_s(self, percent: float) -> float:
-        """A percentile of the time per output token, over requests with more than one."""
-        return percentile([own for one in self.answered if (own := one.tpot_s) is not None], percent / 100)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able; undefined figures are None."""
@@ -129,14 +113,11 @@ class LoadResult:
             "duration_s": self.duration_s,
             "offered_per_s": self.offered_per_s,
             "requests_per_s": self.requests_per_s,
-            "tokens_per_s": self.tokens_per_s,
             "ttft_mean_s": self.ttft_mean_s if self.answered else None,
             **reuse_of(self.usages),
         }
-        several = any(one.tpot_s is not None for one in self.answered)
         for percent in (50, 90, 99):
             summary[f"ttft_p{percent}_s"] = self.ttft_s(percent) if self.answered else None
-            summary[f"tpot_p{percent}_s"] = self.tpot_s(percent) if several else None
         return summary
 
     def _ttfts(self) -> list[float]:
@@ -165,7 +146,6 @@ async def run_load(
     *,
     timeout_s: float | None = None,
     errors: tuple[type[Exception], ...] = (ChunkweaveError,),
-    done: Callable[[int, int], None] | None = None,
 ) -> LoadResult:
     """Send request n at `arrivals[n]` seconds from now, and return when all are answered or have failed.
 
@@ -174,7 +154,6 @@ async def run_load(
         arrivals: from `poisson_arrivals`, or of a trace; ascending.
         timeout_s: a request that is not answered so long after its arrival has failed.
         errors: exceptions that are failures of a request; others end the run.
-        done: called with (ended, all) whenever a request has ended.
 
     Raises:
         UsageError: no arrivals, or they are not ascending.
@@ -182,15 +161,9 @@ async def run_load(
     if not arrivals or list(arrivals) != sorted(arrivals) or arrivals[0] < 0:
         raise UsageError("a load needs arrivals, ascending, from 0 seconds on")
     start = time.perf_counter()
-    ended = 0
 
     async def one(number: int) -> LoadedRequest:
-        nonlocal ended
-        request = await _asked(ask, number, start + arrivals[number], timeout_s, errors)
-        ended += 1
-        if done is not None:
-            done(ended, len(arrivals))
-        return LoadedRequest(arrivals[number], *request)
+        return LoadedRequest(arrivals[number], *await _asked(ask, number, start + arrivals[number], timeout_s, errors))
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(number)) for number in range(len(arrivals))]
@@ -257,50 +230,3 @@ class Objective:
         offered = [(run["offered_per_s"], self.is_met(run)) for run in runs]
         best = max((rate for rate, met in offered if met), default=0.0)
         return best, min((rate for rate, met in offered if not met and rate > best), default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class SustainableRate:
-    """The highest tried rate that met the objective (0 if none did), and all runs by rate, in order.
-
-    `bounded` is whether a higher rate was tried and failed.
-    """
-
-    rate_per_s: float
-    trials: tuple[tuple[float, LoadResult], ...]
-    bounded: bool
-
-
-async def sustainable_rate(
-    run: Callable[[float], Awaitable[LoadResult]],
-    objective: Objective,
-    *,
-    low_per_s: float,
-    high_per_s: float,
-    trials: int = 6,
-) -> SustainableRate:
-    """The highest rate that meets the objective, by bisection (RAGCache §7, which uses only the mean TTFT).
-
-    Args:
-        run: runs a load at a rate, `objective.requests` long at least.
-        objective: what a run has to meet.
-        low_per_s: a rate assumed to be sustainable; not tried.
-        high_per_s: a rate assumed not to be; tried first, and doubled if it is sustained.
-        trials: number of runs; each halves the interval.
-
-    Raises:
-        UsageError: the rates are not positive and ascending, or there are no trials.
-    """
-    if not 0 <= low_per_s < high_per_s or trials < 1:
-        raise UsageError(f"{trials} trials between {low_per_s} and {high_per_s} requests a second")
-    low, high, rate, best, bounded = low_per_s, high_per_s, high_per_s, 0.0, False
-    tried: list[tuple[float, LoadResult]] = []
-    for _ in range(trials):
-        result = await run(rate)
-        tried.append((rate, result))
-        if objective.is_met(result.as_dict()):
-            best = low = rate
-        else:
-            high, bounded = rate, True
-        rate = (low + high) / 2 if bounded else 2 * rate
-    return SustainableRate(best, tuple(tried), bounded)

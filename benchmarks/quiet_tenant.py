@@ -41,7 +41,7 @@ import httpx
 from docs_tables import markdown_table
 from load_generator import LoadedRequest, poisson_arrivals, run_load
 from rich.console import Console
-from server_load_client import FAILURES, Asker, RefusedError, events
+from server_client import FAILURES, Asker, RefusedError, events
 from server_process import api_keys, serving
 from tenant_timing import SENTENCES, text_of
 

@@ -36,13 +36,7 @@ from chunkweave.errors import DocumentError
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = ("command", "commit", "machine")
 
-_READER = "says what the bundled reader answers: some minutes, to be measured anew"
-_WITH_VLLM = "takes an environment with vLLM, and half an hour"
-ALLOWED = {
-    "attention-mass-reader.json": _READER,
-    "soak.json": "a quarter of an hour, by make prove-soak",
-    "vllm-routing-reader.json": _WITH_VLLM,
-}
+ALLOWED = {"soak.json": "a quarter of an hour, by make prove-soak"}
 """Result files with an incomplete origin, and why they are not measured again."""
 
 
@@ -112,7 +106,7 @@ def _draws(result: Mapping[str, Any], picture: Path) -> bool:
 
 def program_of(command: str) -> tuple[str, str]:
     """The file (or folders by pattern) that a command needs, and an expression that it must match (empty: none)."""
-    if script := re.search(r"\bbenchmarks/\S+\.py\b", command):
+    if script := re.search(r"\b(?:benchmarks|lab)/\S+\.py\b", command):
         return script[0], ""
     if target := re.match(r"make ([\w-]+)", command):
         return "Makefile", f"^{target[1]}:"

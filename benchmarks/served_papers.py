@@ -39,17 +39,26 @@ from typing import Any
 
 from docs_tables import command_block, markdown_table
 from load_generator import LoadResult, Objective, reuse_of
-from peers import MODEL, Model, agreement, environment, finished_rows, without_folder
-from rich.console import Console
-from server_load import WITHIN, Contender, Target
-from server_load_client import FAILURES, server_counts, upload
-from server_load_workload import CORPUS, Way
+from server_client import (
+    FAILURES,
+    MODEL,
+    Contender,
+    Model,
+    Target,
+    agreement,
+    console,
+    environment,
+    finished_rows,
+    server_counts,
+    upload,
+    without_folder,
+)
 from server_process import peak_rss_bytes, serving
 
 from chunkweave.calibration.results import BenchmarkResult, commit
 from chunkweave.calibration.summaries import ratio_interval
 from chunkweave.cli.console import check_writable, write_json
-from chunkweave.errors import ChunkweaveError
+from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.settings import GIB
 from chunkweave_lab.datasets import load_dataset
@@ -57,13 +66,15 @@ from chunkweave_lab.simulator.workloads import recurring
 
 SERVE, VLLM_SERVE = BACKENDS = ("serve", "vllm-serve")
 FULL, PREFIX, RETRIEVAL = "full", "prefix caching", "retrieval"
+CORPUS = "load"
 BURST_PER_S = 1000.0
+WITHIN = 5.0
+"""RAGCache §7.1: a rate is sustained if the mean TTFT is at most so many times that of the unloaded server."""
+
 SHARES = (0.9, 0.75, 0.6)
 """Shares of the rate served of a burst that are offered until one is sustained."""
 HEADS = ["", "sustained", "TTFT p50, p99 under load", "tokens computed", "answers as", "TTFT under load against, paper"]
 QUICK = {"warm": 2, "unloaded": 2, "requests": 3, "least": 3, "new_tokens": 2, "chunks": 2}
-
-console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +153,14 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
     """All that are to be measured, backend by backend.
 
     Raises:
-        UsageError: as `Way.of`.
+        UsageError: `--flags` are not NAME: FLAGS.
     """
-    added = {way.name: way.flags for way in map(Way.of, args.flags)}
+    added = {}
+    for text in args.flags:
+        name, colon, flags = text.partition(":")
+        if not colon:
+            raise UsageError(f"{text!r} is not NAME: FLAGS")
+        added[name.strip()] = flags.strip()
     found = []
     for backend in args.backends:
         for one in MECHANISMS:
@@ -261,7 +277,7 @@ def _with_each(result: LoadResult) -> dict[str, Any]:
 
 def measure(run: Run, args: argparse.Namespace, model: Model, full: Mapping[str, Any] | None) -> dict[str, Any]:
     """A row: all that is measured, or why that cannot be."""
-    target = Target(f"http://127.0.0.1:{args.port}", "/v1/completions", "", args.timeout, None, args.seed)
+    target = Target(f"http://127.0.0.1:{args.port}", "/v1/completions", args.timeout, args.seed)
     try:
         if full is None and run.mechanism.name != FULL:
             raise ChunkweaveError(f"there is no row of {FULL} on this backend to compare with")

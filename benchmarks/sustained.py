@@ -1,30 +1,25 @@
 """Does reuse last? Many queries over a corpus that the store cannot hold (what LMCache's users see decay to 1x).
 
-    python benchmarks/sustained.py --engine own --out docs/results/sustained-own.json
-    python benchmarks/sustained.py --engine vllm --model smollm2 --dataset musique_150.json --every 5 ...
+    python benchmarks/sustained.py --shape smollm2-135m --threads 1 --out docs/results/sustained-own.json
 
 `--queries` queries of `--chunks` distinct documents in random order, drawn by Zipf's law from `--documents` of
-`--document-tokens` tokens; no query comes twice. The byte budget holds a quarter of them. The store begins empty, and
-nothing is computed beforehand. One of `--every` queries is also prefilled in full, after its own answer: a TTFT ratio
-is the median of these over a stretch of queries divided by the median of the queries' own. Each method has its own
-engine and store.
-
-Weights and tokens are random, or those of `--model` and `--dataset`: passages of a data set in a row, cut into
-documents, and its questions. Then the first tokens of those queries are compared too: how often both are the same, and
-the mean KL divergence.
+`--document-tokens` random tokens; no query comes twice. The byte budget holds a quarter of them. The store begins
+empty, and nothing is computed beforehand. One of `--every` queries is also prefilled in full, after its own answer: a
+TTFT ratio is the median of these over a stretch of queries divided by the median of the queries' own. Each method has
+its own engine and store. Weights are random.
 
 *Kept* is the ratio over the last hundred queries over that of queries 21 to 100, *reuse* the share of the documents'
 tokens that were found stored, the cold start included; Belady's rule, which knows the future, bounds it for any store
-of that size. With vLLM it needs an environment that has it (`make test-vllm` makes one).
+of that size.
 """
 
 import argparse
 import os
 import statistics
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate, cycle
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 from typing import Any
 
@@ -33,37 +28,43 @@ from bench_program import parse, settings, show, write
 from docs_tables import markdown_table
 from rich.console import Console
 from rich.progress import track
-from sustained_engines import FULL, FirstToken, Query, Sizes, opened
 
-from chunkweave.errors import ChunkweaveError, UsageError
-from chunkweave.models.gguf import checkpoint_folder
-from chunkweave_lab.datasets import load_dataset
+from chunkweave.config import ReuseConfig, StoreConfig
+from chunkweave.engine.engine import Engine
+from chunkweave.models.fingerprint import fingerprint_shape
+from chunkweave.models.huggingface import HuggingFaceModel, geometry_of
+from chunkweave.models.loading import LoadedModel, bundled_tokenizer, random_model, shape_config
+from chunkweave.planning.method import make_method
+from chunkweave.planning.plan import KVSource
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id
 from chunkweave_lab.simulator.simulation import bounds_of
 from chunkweave_lab.simulator.trace import Arrival, Part, build_trace
-from chunkweave_server.vllm_backend.prepare import load_tokenizer
 
 HEADS = ["method", "TTFT ratio, 21-100", "last 100", "kept", "reuse, 21-100", "last 100", "in all", "Belady bound"]
-FIDELITY_HEADS = ["KL, 21-100", "last 100", "same token, 21-100", "last 100"]
+FULL = "full"
 _EARLY = slice(20, 100)
 _LATE = slice(-100, None)
+_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Seconds to the first token, and the document tokens whose KV was stored."""
+
+    ttft_s: float
+    stored_tokens: int
 
 
 class Workload:
-    """The corpus and the queries: of random tokens, or of a data set's."""
+    """Documents of random tokens, and the queries over them."""
 
-    def __init__(self, args: argparse.Namespace, sizes: Sizes) -> None:
-        """Raises `UsageError` if the data set has too little text."""
+    def __init__(self, args: argparse.Namespace, vocab_size: int) -> None:
         self._rng = Random(f"sustained {args.seed}")
-        self._vocab = sizes.config().vocab_size
-        if args.dataset is None:
-            self.documents = [self._tokens(args.document_tokens) for _ in range(args.documents)]
-            self._questions = iter(lambda: self._tokens(args.question_tokens), ())
-        else:
-            self.documents, questions = _read(args)
-            self._questions = cycle(questions)
+        self._vocab_size = vocab_size
+        self.documents = [self._tokens(args.document_tokens) for _ in range(args.documents)]
         weights = list(accumulate((rank + 1) ** -args.zipf for rank in range(args.documents)))
         self.drawn = [self._draw(args.chunks, weights) for _ in range(args.queries)]
-        self.queries = [self._query(numbers) for numbers in self.drawn]
+        self.prompts = [self._prompt(numbers, args.question_tokens) for numbers in self.drawn]
 
     def bound(self, budget_bytes: int, token_bytes: int) -> float:
         """Belady's hit rate over the documents; a document is the same object in every context."""
@@ -78,87 +79,69 @@ class Workload:
             chosen[self._rng.choices(range(len(weights)), cum_weights=weights)[0]] = None
         return self._rng.sample(list(chosen), count)
 
-    def _query(self, numbers: Sequence[int]) -> Query:
-        return Query(tuple(self.documents[number] for number in numbers), next(self._questions))
+    def _prompt(self, numbers: Sequence[int], question_tokens: int) -> Prompt:
+        texts = (self.documents[number] for number in numbers)
+        chunks = (PromptPart(PartKind.CHUNK, ids, chunk_id("sustained", "", ids)) for ids in texts)
+        return Prompt((*chunks, PromptPart(PartKind.QUESTION, self._tokens(question_tokens))))
 
     def _tokens(self, count: int) -> tuple[int, ...]:
-        return tuple(self._rng.randrange(10, self._vocab) for _ in range(count))
+        return tuple(self._rng.randrange(10, self._vocab_size) for _ in range(count))
 
 
-def _read(args: argparse.Namespace) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """The documents and the questions of a data set as tokens of the model's."""
-    tokenizer = load_tokenizer(str(checkpoint_folder(args.model)), {})
-    examples = load_dataset(args.dataset, seed=args.seed)
-    texts = dict.fromkeys(chunk.text for example in examples for chunk in example.chunks)
-    size, ids, documents = args.document_tokens, list[int](), list[tuple[int, ...]]()
-    for text in texts:
-        ids += tokenizer.encode(f"{text}\n\n")
-        while len(ids) >= size and len(documents) < args.documents:
-            documents.append(tuple(ids[:size]))
-            del ids[:size]
-    if len(documents) < args.documents:
-        raise UsageError(
-            f"{args.dataset.name} makes {len(documents)} documents only: give that to --documents, or less"
-        )
-    return documents, [tuple(tokenizer.encode(f"\nQuestion: {one.question}\nAnswer:")) for one in examples]
+def first_token(engine: Engine, prompt: Prompt, method: str, ratio: float) -> FirstToken:
+    """Serve one query, and store its segments (`full` neither reuses nor stores)."""
+    chosen = make_method(method, ReuseConfig(recompute_ratio=ratio))
+    started = time.perf_counter()
+    prefilled = engine.runner.prefill(prompt, chosen, capture=method != FULL)
+    prefilled.logits.argmax().item()
+    ttft_s = time.perf_counter() - started
+    if method != FULL:
+        engine.runner.store_new(prefilled)
+    return FirstToken(ttft_s, prefilled.plan.tokens(KVSource.EXACT) + prefilled.plan.tokens(KVSource.REUSED))
 
 
-def measure(method: str, workload: Workload, sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    method: str, workload: Workload, config: Any, args: argparse.Namespace, budget_bytes: int
+) -> dict[str, Any]:
     """Run all queries through one engine; returns the row."""
     document_tokens = args.chunks * args.document_tokens
-    found: list[FirstToken] = []
-    full: dict[int, FirstToken] = {}
-    most = document_tokens + max(len(query.question) for query in workload.queries)
-    with opened(args.engine, sizes, most + 32, args.recompute_ratio) as engine:
+    model = random_model(config, dtype=getattr(torch, args.dtype), device="cpu", seed=args.seed)
+    fingerprint = fingerprint_shape(config, args.dtype, args.seed)
+    loaded = LoadedModel(HuggingFaceModel(model), bundled_tokenizer(), fingerprint, args.shape)
+    served: list[FirstToken] = []
+    full: dict[int, float] = {}
+    with Engine(loaded, store=StoreConfig(budget_bytes)) as engine:
         for _ in range(2):
-            engine.first_token(workload.queries[0], FULL)
-        for number, query in enumerate(track(workload.queries, method, console=Console(stderr=True))):
-            found.append(engine.first_token(query, method))
+            first_token(engine, workload.prompts[0], FULL, args.recompute_ratio)
+        for number, prompt in enumerate(track(workload.prompts, method, console=Console(stderr=True))):
+            served.append(first_token(engine, prompt, method, args.recompute_ratio))
             if number % args.every == 0:
-                full[number] = engine.first_token(query, FULL)
-    early, late = (_stretch(found, full, part, document_tokens) for part in (_EARLY, _LATE))
+                full[number] = first_token(engine, prompt, FULL, args.recompute_ratio).ttft_s
+        engine.store.check()
+    early, late = (_stretch(served, full, part, document_tokens) for part in (_EARLY, _LATE))
     return {
         "method": method,
         "early": early,
         "late": late,
         "kept": late["ttft_ratio"] / early["ttft_ratio"],
-        "reuse": statistics.fmean(one.stored_tokens for one in found) / document_tokens,
-        "ttft_s": [round(one.ttft_s, 6) for one in found],
-        "full_ttft_s": [round(one.ttft_s, 6) for one in full.values()],
-        "kl": [round(found[number].differs(one), 6) for number, one in full.items()],
-        "agreement": [found[number].token == one.token for number, one in full.items()],
+        "reuse": statistics.fmean(one.stored_tokens for one in served) / document_tokens,
+        "ttft_s": [round(one.ttft_s, 6) for one in served],
+        "full_ttft_s": [round(seconds, 6) for seconds in full.values()],
     }
 
 
 def _stretch(
-    found: Sequence[FirstToken], full: Mapping[int, FirstToken], part: slice, document_tokens: int
+    served: Sequence[FirstToken], full: Mapping[int, float], part: slice, document_tokens: int
 ) -> dict[str, float]:
-    numbers = range(len(found))[part]
-    both = [(found[number], one) for number, one in full.items() if number in numbers]
-    full_s = statistics.median(one.ttft_s for _, one in both)
-    own_s = statistics.median(found[number].ttft_s for number in numbers)
-    return {
-        "full_ttft_s": full_s,
-        "ttft_median_s": own_s,
-        "ttft_ratio": full_s / own_s,
-        "reuse": statistics.fmean(found[number].stored_tokens for number in numbers) / document_tokens,
-        "kl": statistics.fmean(own.differs(one) for own, one in both),
-        "agreement": statistics.fmean(own.token == one.token for own, one in both),
-    }
+    numbers = range(len(served))[part]
+    full_s = statistics.median(seconds for number, seconds in full.items() if number in numbers)
+    own_s = statistics.median(served[number].ttft_s for number in numbers)
+    reuse = statistics.fmean(served[number].stored_tokens for number in numbers) / document_tokens
+    return {"full_ttft_s": full_s, "ttft_median_s": own_s, "ttft_ratio": full_s / own_s, "reuse": reuse}
 
 
-def _heads(config: Mapping[str, Any]) -> list[str]:
-    """The table's heads; without fidelity for random weights."""
-    return [*HEADS, *(FIDELITY_HEADS if config.get("model") else ())]
-
-
-def _cells(row: dict[str, Any], bound: float, config: Mapping[str, Any]) -> list[str]:
+def _cells(row: Mapping[str, Any], bound: float) -> list[str]:
     early, late = row["early"], row["late"]
-    fidelity = (
-        [f"{part['kl']:.3f}" for part in (early, late)] + [f"{part['agreement']:.0%}" for part in (early, late)]
-        if config.get("model")
-        else []
-    )
     return [
         f"`{row['method']}`",
         f"{early['ttft_ratio']:.2f}x",
@@ -168,21 +151,23 @@ def _cells(row: dict[str, Any], bound: float, config: Mapping[str, Any]) -> list
         f"{late['reuse']:.1%}",
         f"{row['reuse']:.1%}",
         f"{bound:.1%}",
-        *fidelity,
     ]
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, str]:
+    """The table of a result for the documentation."""
+    cells = [_cells(row, result["belady_hit_rate"]) for row in result["rows"]]
+    return {"sustained": markdown_table(HEADS, cells)}
 
 
 def main() -> None:
     """Parse the command line, measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=["own", "vllm"], default="own")
     parser.add_argument("--methods", nargs="+", default=["query", "cacheblend", "cachecraft", "prefix"])
     parser.add_argument("--recompute-ratio", type=float, default=0.05)
-    parser.add_argument("--model", help="pretrained, in place of --shape and --layers with random weights")
-    parser.add_argument("--dataset", type=Path, help="whose texts and questions are asked about, with --model")
     parser.add_argument("--shape", default="qwen2.5-0.5b")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--layers", type=int, help="layers of the shape; default: all")
+    parser.add_argument("--dtype", choices=list(_BYTES), default="bfloat16")
     parser.add_argument("--queries", type=int, default=1000)
     parser.add_argument("--every", type=int, default=20, help="of so many queries one is prefilled in full too")
     parser.add_argument("--documents", type=int, default=1000)
@@ -196,38 +181,18 @@ def main() -> None:
     args = parse(parser)
     if args.queries < 200:
         parser.error("the first hundred queries are compared with the last: give --queries 200 or more")
-    if (args.model is None) != (args.dataset is None):
-        parser.error("--model and --dataset go together")
-    if args.engine == "vllm":
-        os.environ["OMP_NUM_THREADS"] = str(args.threads)
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     torch.set_num_threads(args.threads)
-    sizes = Sizes(args.model, args.shape, args.layers, args.dtype, 0, args.seed)
-    token_bytes = sizes.bytes_per_token()
+    config = shape_config(args.shape)
+    config.num_hidden_layers = args.layers or config.num_hidden_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    token_bytes = geometry_of(config).kv_elements_per_token() * _BYTES[args.dtype]
     budget = int(args.budget_share * args.documents * args.document_tokens * token_bytes)
-    sizes = replace(sizes, budget_bytes=budget)
-    try:
-        workload = Workload(args, sizes)
-    except ChunkweaveError as error:
-        parser.error(str(error))
+    workload = Workload(args, config.vocab_size)
     bound = workload.bound(budget, token_bytes)
-    rows = [measure(method, workload, sizes, args) for method in args.methods]
-    config = settings(args)
-    config["dataset"] = None if args.dataset is None else args.dataset.name
-    cells = [_cells(row, bound, config) for row in rows]
-    show(_heads(config), cells, f"{args.queries} queries, {args.engine}")
-    write("sustained", args, config, rows, {"budget_bytes": budget, "belady_hit_rate": bound})
-
-
-def tables(result: Mapping[str, Any]) -> dict[str, str]:
-    """The table of a result for the documentation."""
-    config = result["config"]
-    cells = [_cells(row, result["belady_hit_rate"], config) for row in result["rows"]]
-    return {
-        f"sustained-{config['model']}" if config.get("model") else "sustained": markdown_table(_heads(config), cells)
-    }
+    rows = [measure(method, workload, config, args, budget) for method in args.methods]
+    show(HEADS, [_cells(row, bound) for row in rows], f"{args.queries} queries")
+    write("sustained", args, settings(args), rows, {"budget_bytes": budget, "belady_hit_rate": bound})
 
 
 if __name__ == "__main__":

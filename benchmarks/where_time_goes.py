@@ -8,14 +8,11 @@ their calls: `products` is all linear maps with the norms before them, `attentio
 KV (with its rotation), `evidence` computes the inputs of rules; the rest is rotating and writing fresh KV, Python
 around all of them, look-up and plan. Decoding takes one step a round, at the prompt's end. Hugging Face decodes with
 its own weights, but what it prefills with are ours, packed. Rows `plain` and `int8` are of engines that keep their
-weights so (`--also-weights`), by the first kernel and with the methods of `--their-methods`. Those of `compiled` are of
-plain weights whose layers `torch.compile` has compiled for the shapes that come, if `--compiled` asks for them: that
-takes a C++ compiler and minutes.
+weights so (`--also-weights`), by the first kernel and with the methods of `--their-methods`.
 """
 
 import argparse
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,16 +20,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._dynamo.config as dynamo
-import torch._inductor.config as inductor
-from bench_program import parse, settings, write
+from bench_program import parse, settings, show, write
 from docs_tables import markdown_table
+from first_tokens import HUGGING_FACE, comparison, contenders, tasks_of
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from chunkweave import Engine
-from chunkweave.calibration.questions import bundled_examples
+from chunkweave.calibration.fidelity import REFERENCE, prepare
 from chunkweave.config import AttentionKernel, Weights
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import RequestCache, keep_freed_memory
@@ -42,14 +37,6 @@ from chunkweave.models.kernels.choice import make_attention
 from chunkweave.models.loading import load_folder
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import Prompt
-from chunkweave_lab.ttft import (
-    HF_REFERENCE,
-    REFERENCE,
-    TtftConfig,
-    company_of,
-    first_tokens,
-    make_workload,
-)
 
 METHODS = "full-reuse,epic@0.05,query@0.05,query@0.15,cacheblend@0.15"
 DECODING = (1, 8)
@@ -112,7 +99,6 @@ def main() -> None:
     parser.add_argument("--kernels", default="onednn,sdpa", help="of each its rows, if it runs here")
     parser.add_argument("--also-weights", default="plain,int8", help="engines with other weights beside the first")
     parser.add_argument("--their-methods", default="query@0.05")
-    parser.add_argument("--compiled", action="store_true", help="one more, its layers compiled")
     parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
@@ -123,7 +109,7 @@ def main() -> None:
     engine = Engine.load(arguments.model)
     rows = _measured(engine, arguments)
     table = _table(rows)
-    _show(table, arguments)
+    show(HEADS, table, f"{arguments.model}: {arguments.chunks} x {arguments.chunk_tokens} tokens, one thread, CPU time")
     dtype = str(engine.loaded.model.dtype).removeprefix("torch.")
     write("where_time_goes", arguments, settings(arguments, "seed") | {"dtype": dtype}, rows)
 
@@ -146,11 +132,6 @@ def _measured(engine: Engine, arguments: argparse.Namespace) -> list[dict[str, A
         other = Engine.load(arguments.model, weights=weights)
         runners.append(other.runner)
         _add_cases(cases, f"{weights} ", other, arguments.their_methods, [*kernels][:1], arguments)
-    if arguments.compiled:
-        compiled = Engine.load(arguments.model, weights=Weights.PLAIN.value)
-        _compile(compiled.loaded.model)
-        runners.append(compiled.runner)
-        _add_cases(cases, "compiled ", compiled, arguments.their_methods, [*kernels][:1], arguments)
     plain = load_folder(arguments.model, weights=Weights.PLAIN).model
     cases["hf-decode 1", ""] = _hugging_face_decode(plain, prompt.token_ids)
     samples: dict[tuple[str, str], list[tuple[float, dict[str, float]]]] = {case: [] for case in cases}
@@ -177,13 +158,12 @@ def _add_cases(
     arguments: argparse.Namespace,
 ) -> Prompt:
     """Add an engine's cases, named with a prefix; returns its prompt, whose chunks are then stored."""
-    sizes = {"chunks": arguments.chunks, "chunk_tokens": arguments.chunk_tokens}
-    config = TtftConfig(tuple(methods.split(",")), hf_reference=not prefix, questions=1, seed=arguments.seed, **sizes)
-    workload = make_workload(bundled_examples(1, seed=arguments.seed), engine, config)
-    prompt = workload.measured[0]
-    config.warm.prepare(engine, prompt, company_of(workload.measured, 0))
-    for name, contender in first_tokens(engine, config).items():
-        for kernel in [""] if name == HF_REFERENCE else kernels:
+    config = comparison(tuple(methods.split(",")), chunks=arguments.chunks, chunk_tokens=arguments.chunk_tokens)
+    tasks = tasks_of(engine, config, 1, arguments.seed)
+    prepare(engine, tasks, 0, config.warm)
+    prompt = tasks[0].prompt
+    for name, contender in contenders(engine, config, hugging_face=not prefix).items():
+        for kernel in [""] if name == HUGGING_FACE else kernels:
             cases[prefix + name, kernel] = lambda contender=contender: contender(prompt)
     steps, method = 2 * len(DECODING) * (arguments.rounds + 2), make_method("full-reuse")
     caches = [
@@ -199,14 +179,6 @@ def _add_cases(
 
             cases[f"{prefix}decode {count}", kernel] = decode
     return prompt
-
-
-def _compile(model: HuggingFaceModel) -> None:
-    """Compile the layers without attention, for every shape, with weights as constants."""
-    inductor.freezing = True
-    dynamo.cache_size_limit, dynamo.accumulated_cache_size_limit = 1 << 12, 1 << 20
-    for layer in model._layers:
-        layer.qkv, layer.finish = (torch.compile(step, dynamic=False) for step in (layer.qkv, layer.finish))
 
 
 def _hugging_face_decode(model: HuggingFaceModel, token_ids: tuple[int, ...]) -> Case:
@@ -250,16 +222,6 @@ def _table(rows: list[dict[str, Any]]) -> list[list[str]]:
         speed = f"{tokens * base / row['cpu_s']:.2f}x"
         lines.append([row["what"], row["kernel"] or "its own", f"{row['cpu_s'] * 1e3:.0f}", speed, *shares, rest])
     return lines
-
-
-def _show(rows: list[list[str]], arguments: argparse.Namespace) -> None:
-    title = f"{arguments.model}: {arguments.chunks} x {arguments.chunk_tokens} tokens, one thread, CPU time"
-    table = Table(title=title, title_justify="left")
-    for head in HEADS:
-        table.add_column(head, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    Console(file=sys.stdout).print(table)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ NOT_USED = (
 )
 """Words that are not used: plain English has another one, which readers know from other servers."""
 
-MODEL_INPUTS = ("src/chunkweave/assets", "src/chunkweave_lab/worlds/wording.py")
+MODEL_INPUTS = ("src/chunkweave/assets", "training/worlds/wording.py")
 """Texts that models read: their wording is data."""
 
 _TEXTS = {".css", ".html", ".js", ".md", ".py", ".toml", ".txt", ".yaml", ".yml"}

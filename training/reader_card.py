@@ -16,7 +16,7 @@ encyclopaedia-like passages about invented places and people. It exists to measu
 answers, and to make the first run of chunkweave need no download. It knows nothing about the real world and is no
 general assistant.
 
-- **Data**: passages and questions streamed from `chunkweave_lab.worlds` (training split), and random tokens to copy.
+- **Data**: passages and questions streamed from `training/worlds` (training split), and random tokens to copy.
   No other text. Names, combinations of names and some wordings are held out for testing.
 - **Prompt**: `<s>`, instruction (or none), passages each followed by a blank line, `Question: ...\\nAnswer:`; the parts
   are tokenized apart. 1 to 12 passages in random order. From some training questions that take two passages the

@@ -16,11 +16,11 @@ from random import Random
 
 from reader_tokenizer import SYSTEM_PROMPTS
 from tokenizers import Tokenizer
+from worlds.questions import ask_about, pick_passages
+from worlds.records import Passage, Question, QuestionKind, Split, World
+from worlds.world import WorldSize, generate_world
 
 from chunkweave.prompt.template import INSTRUCTION, plain_template
-from chunkweave_lab.worlds.questions import ask_about, pick_passages
-from chunkweave_lab.worlds.records import Passage, Question, QuestionKind, Split, World
-from chunkweave_lab.worlds.world import WorldSize, generate_world
 
 CROSSING = (
     QuestionKind.COMMON,

@@ -16,12 +16,12 @@ from pathlib import Path
 from random import Random
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from worlds import wording
+from worlds.questions import ask_about
+from worlds.records import Split
+from worlds.world import generate_world
 
 from chunkweave.prompt.template import INSTRUCTION
-from chunkweave_lab.worlds import wording
-from chunkweave_lab.worlds.questions import ask_about
-from chunkweave_lab.worlds.records import Split
-from chunkweave_lab.worlds.world import generate_world
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 SYSTEM_PROMPTS = (

@@ -1,7 +1,7 @@
 """The first run on a machine with a GPU: checks and measurements by part, within the time limit of one command.
 
     make first-gpu PART=engine       # or kernels, or vllm; PYTHON=python3: the environment at hand
-    make first-gpu PART=vllm MODEL=/models/llama-3-8b DATASET=musique.json
+    make first-gpu PART=vllm MODEL=/models/llama-3-8b
 
 A part is a list of tasks, the most important first, each a program of this repository in a process of its own. It ends
 within `--minutes`. The same command continues: finished tasks are not repeated, interrupted ones keep their rows,
@@ -66,16 +66,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=8.5, help="of the part")
     parser.add_argument("--model", help="checkpoint folder for the part vllm; none: random weights")
-    parser.add_argument("--dataset", help="file of questions for the model: EM and F1 of its answers")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "first-gpu")
     arguments = parser.parse_args(argv)
-    if arguments.part != "vllm" and (arguments.model or arguments.dataset):
-        parser.error("a model and a data set are for the part vllm: the others have models of their own")
-    if arguments.dataset and not arguments.model:
-        parser.error("random weights answer no question: name a checkpoint by --model (make: MODEL=) too")
-    for name in ("model", "dataset"):
-        if (path := getattr(arguments, name)) and not Path(path).exists():
-            parser.error(f"--{name}: there is no {path}")
+    if arguments.part != "vllm" and arguments.model:
+        parser.error("a model is for the part vllm: the others have models of their own")
+    if arguments.model and not Path(arguments.model).exists():
+        parser.error(f"--model: there is no {arguments.model}")
     (arguments.out / arguments.part).mkdir(parents=True, exist_ok=True)
     config = {name: value for name, value in vars(arguments).items() if name not in ("out", "minutes")}
     head = {"benchmark": "first-gpu", "command": f"make first-gpu PART={arguments.part}", "config": config}
@@ -137,8 +133,6 @@ def vllm_tasks(arguments: argparse.Namespace) -> list[Task]:
         command = ("benchmarks/vllm_ttft.py", *workload(arguments), "--out", "{out}")
         command += ("--compile",) if graphs else ()
         command += () if backend == "auto" else ("--attention-backend", backend)
-        if backend == "auto" and arguments.dataset:
-            command += ("--dataset", arguments.dataset)
         environment = {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "2")), "VLLM_LOGGING_LEVEL": "INFO"}
         tasks.append(Task(name, command, environment=environment, lacking=lacking))
     return tasks
@@ -148,10 +142,10 @@ def workload(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Options of the part vllm's program: contexts of 3k, 8k and 16k tokens, or small ones on a CPU."""
     methods = ("--methods", "cacheblend,query:0.05,epic:0.05,full-reuse,cacheblend:1", "--answers", "16")
     if arguments.device == "cpu":
-        sizes: tuple[str, ...] = ("--chunks", "3", "--chunk-tokens", "48", "--rounds", "1", "--busy-rounds", "0")
+        sizes: tuple[str, ...] = ("--chunks", "3", "--chunk-tokens", "48", "--rounds", "1")
         model: tuple[str, ...] = ("--shape", "demo", "--layers", "4", "--dtype", "float32")
     else:
-        sizes = ("--chunks", "6,15,32", "--rounds", "5", "--busy-rounds", "1", "--host-budget", "24GiB")
+        sizes = ("--chunks", "6,15,32", "--rounds", "5", "--host-budget", "24GiB")
         model = ("--shape", "llama-3-8b", "--layers", "32", "--gpu-memory-utilization", "0.8")
     if arguments.model:
         model = ("--model", arguments.model, *model[4:])
@@ -272,7 +266,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     if not text.startswith("<"):
         result = json.loads(text)
-        return [*result["rows"], *result.get("answers", ())]
+        return list(result["rows"])
     (suite,) = ElementTree.fromstring(text).iter("testsuite")  # noqa: S314 - written by pytest
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     bad = [case.attrib["name"] for case in suite.iter("testcase") if {one.tag for one in case} & {"failure", "error"}]

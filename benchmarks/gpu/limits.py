@@ -27,7 +27,7 @@ from chunkweave.planning.outcome import LayerWork, full_prefill_flops, prefill_f
 from chunkweave.types import Geometry
 
 CHUNK_TOKENS, QUESTION_TOKENS, BYTES = 512, 33, 2
-CONTEXTS, RATIOS, SHARES = (8192, 32768), (0.0, 0.05, 0.15, 0.3), (0.05, 0.15, 0.3)
+CONTEXTS, RATIOS = (8192, 32768), (0.0, 0.05, 0.15, 0.3)
 WEAVE_HEADS = [
     "shape, context, ratio",
     "full",
@@ -42,8 +42,6 @@ VLLM_CONTEXTS = (3072, 8192, 16384)
 VLLM_HEADS = ["method", "3k", "8k", "16k", "bound by, at 8k"]
 TILE_QUERIES = 32
 """Queries of a tile of our kernel: 128 rows for the four query heads of a key head."""
-
-KERNEL_HEADS = ["context, share of queries", "GFLOP", "limit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +106,10 @@ def tables(_: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tables_of(rates: Rates) -> dict[str, str]:
-    """Limits of weaving and of the kernel by their names on the page."""
+    """Limits of weaving, in our engine and inside vLLM, by their names on the page."""
     return {
         "weave-limits": markdown_table(WEAVE_HEADS, weave_rows("llama-3-8b", rates)),
         "vllm-limits": markdown_table(VLLM_HEADS, vllm_rows("llama-3-8b", rates)),
-        "kernel-limits": markdown_table(KERNEL_HEADS, kernel_rows(rates)),
     }
 
 
@@ -209,18 +206,6 @@ def tiled_keys(runs: Iterable[tuple[int, int]], queries: int = TILE_QUERIES) -> 
     """Keys that a kernel reads which takes tiles of `queries` active tokens, from any runs, for each head of keys."""
     positions = [position for start, stop in runs for position in range(start, stop)]
     return sum(max(positions[first : first + queries]) + 1 for first in range(0, len(positions), queries))
-
-
-def kernel_rows(rates: Rates) -> list[list[str]]:
-    """Attention of evenly spread queries: 32 heads of 128 dimensions."""
-    rows = []
-    for context in (8192, 32768):
-        for share in SHARES:
-            flops = 4 * 32 * 128 * share * context * context / 2
-            rows.append(
-                [f"{context // 1024}k, {share:.0%}", f"{flops / 1e9:.0f}", f"{flops / rates.flops * 1e3:.3f} ms"]
-            )
-    return rows
 
 
 if __name__ == "__main__":

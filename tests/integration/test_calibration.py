@@ -429,10 +429,10 @@ def test_calibrate_loads_neither_the_server_nor_the_laboratory(checkpoint, tmp_p
     assert (folder / CALIBRATION_FILE).exists() != documents
 
 
-def test_a_data_set_that_the_library_cannot_read_says_what_to_install(tmp_path, monkeypatch):
+def test_a_data_set_that_the_library_cannot_read_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("chunkweave.calibration.questions.entry_points", lambda **_: ())
-    with pytest.raises(UsageError, match="the reader for worlds is not installed: pip install"):
-        dataset_examples(Path("worlds"), count=1, chunks=2, seed=0)
+    with pytest.raises(UsageError, match="are read without chunkweave-lab"):
+        dataset_examples(Path("musique.json"), count=1, chunks=2, seed=0)
 
 
 @pytest.mark.parametrize(

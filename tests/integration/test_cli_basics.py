@@ -18,7 +18,7 @@ COMMANDS = (
     "",
     *("ask", "chat", "demo", "serve", "vllm-serve", "status", "server", "server warm", "config", "config show", "keys"),
     *("ingest", "corpus", "corpus list", "cache", "cache warm", "cache clear", "models"),
-    *("calibrate", "bench", "bench quality", "bench fidelity", "simulate", "analyze"),
+    *("calibrate", "bench", "bench ttft", "bench fidelity", "study", "simulate", "analyze"),
 )
 
 
@@ -47,7 +47,7 @@ def test_threads_are_an_option_of_what_computes(command):
         ("ask", "--max-new-tokens", 2, "Why?"),
         ("chat", "--max-new-tokens", 2),
         ("cache", "warm", "CACHE", "--docs", "DOC"),
-        ("bench", "quality", "--questions", 1, "--chunks", 3, "--max-new-tokens", 1, "--deviations", 0),
+        ("bench", "fidelity", "--questions", 1, "--chunks", 3, "--chunk-tokens", 16, "--new-tokens", 1),
     ],
 )
 def test_threads_are_what_torch_computes_with(command, tmp_path):

@@ -104,7 +104,7 @@ def test_an_error_after_computing_still_leaves_it_on_disk(documents, tmp_path, m
 
 
 def test_bench_takes_a_cache_dir_and_says_so(tmp_path):
-    small = ("--questions", 1, "--chunks", 2, "--chunk-tokens", 16, "--methods", "prefix", "--no-hf-reference")
+    small = ("--questions", 1, "--chunks", 2, "--chunk-tokens", 16, "--methods", "prefix")
     options = ("--cache-dir", tmp_path / "cache", "--codec", "int8")
     result = as_json("bench", "ttft", "--shape", "demo", *small, *options)
     assert (result["config"]["tiers"], result["config"]["codec"]) == (["host", "disk"], "int8")

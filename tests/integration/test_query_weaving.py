@@ -13,14 +13,11 @@ from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.planning.methods.query import QueryAware
-from chunkweave.planning.plan import KVSource, Pass, Plan
+from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.testing import TOY_FAMILIES, Link, ThrottledTier, toy_model
-from chunkweave.types import joined, spans_of
-from chunkweave_lab.baselines import WIDEN
-from tests.integration.test_weaving_oracles import kv_before_rope
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt, run_pass
 
 SIZES = (17, 23, 9, 31)
@@ -45,6 +42,7 @@ class Watching(QueryAware):
         made = super().plan(lookup, geometry)
         watching, *rest = made.passes
         watch = replace(watching.watch, **self.watched)
+        rest = [replace(one, watch=one.watch and watch) for one in rest]
         return replace(made, passes=(replace(watching, watch=watch, depth=watch.layers[-1] + 1), *rest))
 
 
@@ -168,71 +166,12 @@ def test_a_missing_chunk_is_hidden_from_the_first_pass(llama):
     assert {work.kept_tokens for work in woven.work[:4]} == {computed - len(missing)}
 
 
-@pytest.mark.parametrize("ratio", [0.1, 0.7])
-@pytest.mark.parametrize("check_layer", [1, 2])
-def test_measured_deviation_multiplies_what_was_read(llama, ratio, check_layer):
-    prompt = make_prompt(SIZES, system=6)
-    llama.precompute(prompt)
-    woven = llama.prefill(prompt, "query:measured", ratio=ratio, check_layers=(check_layer,))
-    candidates = candidates_of(woven.plan)
-    count = ceil(ratio * len(candidates))
-    read = explicit_reading(llama, prompt, watching(QueryConfig()))
-    started = best(read, candidates, ceil(WIDEN * count))
-    fresh = fresh_before_rope(llama, prompt, started, check_layer)
-    deviation = torch.zeros(len(prompt))
-    for part, span in zip(prompt.parts, prompt.spans(), strict=True):
-        if part.kind == "chunk":
-            cached = kv_before_rope(llama, (prompt.parts[0].token_ids[0], *part.token_ids), check_layer)[1:]
-            deviation[span.start : span.stop] = (fresh[span.start : span.stop] - cached).pow(2).sum((1, 2)).sqrt()
-    assert recomputed(woven) == best(read * deviation, started, count)
-    layers = llama.loaded.model.geometry.num_layers
-    assert woven.recompute_work == len(started) * check_layer + count * (layers - check_layer)
-
-
-def fresh_before_rope(bench: Bench, prompt, started: list[int], layer: int) -> torch.Tensor:
-    """K and V before RoPE of a weave in which just `started` are recomputed: what the check layer sees."""
-    model = bench.loaded.model
-    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    own = model.qkv
-
-    def noting(at, hidden):
-        q, k, v = own(at, hidden)
-        seen[at] = (k, v)
-        return q, k, v
-
-    method = QueryAware(ReuseConfig(recompute_ratio=0.1))
-    plan = method.plan(bench.runner.store.lookup(prompt), model.geometry)
-    required = joined([*plan.passes[1].required, *spans_of(started)])
-    plan = Plan("fixed", plan.parts, (Pass(required),))
-    model.qkv = noting
-    try:
-        bench.runner.prefill(prompt, Fixed(plan), capture=False)
-    finally:
-        del model.qkv
-    k, v = seen[layer]
-    active = torch.tensor([position for span in required for position in span.positions()])
-    fresh = torch.zeros(len(prompt), k.shape[1], 2 * k.shape[2])
-    fresh[active] = torch.cat((k, v), -1)
-    return fresh
-
-
-class Fixed:
-    """A method that says what it is told."""
-
-    name = "fixed"
-
-    def __init__(self, plan) -> None:
-        self._plan = plan
-
-    def plan(self, lookup, geometry):
-        return self._plan
-
-
 def test_the_second_round_asks_the_tokens_that_the_first_has_fixed(llama):
     prompt = make_prompt(SIZES, system=6)
     llama.precompute(prompt)
-    first = llama.prefill(prompt, "query:layers=0+1+2", ratio=0.1)
-    woven = llama.prefill(prompt, "query:layers=0+1+2:two-rounds", ratio=0.2)
+    watched = {"layers": (0, 1, 2)}
+    first = llama.runner.prefill(prompt, watching(QueryConfig(), watched), new_tokens=16)
+    woven = llama.runner.prefill(prompt, watching(QueryConfig(rounds=2), watched, ratio=0.2), new_tokens=16)
     weights = explicit_attention(llama, first)
     read = torch.stack([weights[layer] for layer in (0, 1, 2)])[:, :, -1].amax(1).sum(0)
     left = [position for position in candidates_of(woven.plan) if position not in recomputed(first)]
@@ -250,7 +189,7 @@ def test_its_work_is_a_question_and_the_chosen_tokens(bench):
     """No dense layer: the recomputed share of work is the ratio itself, and the first pass ends where it is watched."""
     prompt = make_prompt(SIZES)
     bench.precompute(prompt)
-    prefilled = bench.prefill(prompt, "query:layers=0+1", ratio=0.1)
+    prefilled = bench.runner.prefill(prompt, watching(QueryConfig(), {"layers": (0, 1)}), new_tokens=16)
     layers = bench.loaded.model.geometry.num_layers
     reused = prefilled.plan.tokens(KVSource.REUSED)
     assert prefilled.recompute_work == layers * ceil(0.1 * reused)
@@ -307,7 +246,7 @@ class Noting:
         return layer
 
 
-@pytest.mark.parametrize(("layers", "waits_for"), [("all-layers", 4), ("third", 2), ("layers=0", 1)])
+@pytest.mark.parametrize(("layers", "waits_for"), [("all-layers", 4), ("third", 2)])
 def test_the_question_follows_the_layers_as_they_load(layers, waits_for, monkeypatch):
     """Each layer of the first pass computes while later ones load, and the second pass waits for none that it had."""
     loaded = toy_model("llama")

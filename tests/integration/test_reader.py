@@ -7,8 +7,8 @@ from statistics import fmean
 import pytest
 
 from chunkweave.calibration.questions import bundled_corpus
+from chunkweave.calibration.summaries import f1
 from chunkweave.engine.engine import Engine
-from chunkweave_lab.summaries import best_scores
 
 READER = Path(str(files("chunkweave") / "assets" / "reader"))
 
@@ -33,10 +33,10 @@ def test_any_text_encodes(engine):
 
 
 def test_it_answers_most_questions_of_its_corpus(engine):
-    scores = [
-        best_scores(engine.generate(q.question, q.chunks, max_new_tokens=12, method="full").text, q.answers)["f1"]
-        for q in bundled_corpus().questions
-    ]
+    scores = []
+    for question in bundled_corpus().questions:
+        answer = engine.generate(question.question, question.chunks, max_new_tokens=12, method="full")
+        scores.append(max(f1(answer.text, right) for right in question.answers))
     assert fmean(scores) >= 0.6
 
 

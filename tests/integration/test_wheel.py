@@ -58,7 +58,7 @@ def test_a_wheel_has_the_package_the_licence_and_what_watches_it(brought: zipfil
     watching = {line.removeprefix("deploy/") for line in in_git("deploy/grafana", "deploy/prometheus-rules.yml")}
     assert "grafana/chunkweave.json" in watching
     assert {name.partition(".data/data/share/chunkweave/")[2] for name in shared} == watching
-    assert {name.partition("/")[0] for name in package} == {"chunkweave", "chunkweave_lab", "chunkweave_server"}
+    assert {name.partition("/")[0] for name in package} == {"chunkweave", "chunkweave_server"}
 
 
 def test_a_source_distribution_has_all_that_is_in_git(tmp_path: Path):

@@ -60,7 +60,7 @@ class Bench:
     tier: HostTier[SegmentSource]
 
     def prefill(self, prompt: Prompt, method: str, *, ratio: float = 0.15, keep: bool = False, **config) -> Prefilled:
-        """With a method by its name, a benchmark's baseline or ablation such as `query:until=0.5` among them."""
+        """With a method by its name, a baseline or ablation such as `cachecraft:no-cci` among them."""
         name, *settings = method.split(":")
         chosen = bench_method(name, settings, ReuseConfig(recompute_ratio=ratio, **config))
         prefilled = self.runner.prefill(prompt, chosen, new_tokens=16)

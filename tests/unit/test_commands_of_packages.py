@@ -16,9 +16,7 @@ def looked_up_anew():
     app._command_elsewhere.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("name", "extra"), [("serve", "server"), ("vllm-serve", "server"), ("bench", "bench")]
-)
+@pytest.mark.parametrize(("name", "extra"), [("serve", "server"), ("vllm-serve", "server")])
 def test_a_command_whose_package_is_missing_says_which_extra_brings_it(monkeypatch, name, extra):
     monkeypatch.setattr(app, "entry_points", lambda **_: ())
     done = invoke(name, "--whatever", "1")

@@ -7,7 +7,6 @@ from chunkweave.calibration.contenders import make_contenders
 from chunkweave.config import ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.planning.methods.query import QueryAware
-from chunkweave_lab.baselines import CacheCraftAblation, QueryAblation, bench_contenders, bench_method
 
 
 def test_each_method_comes_at_each_value_of_its_own_parameter():
@@ -33,31 +32,6 @@ def test_a_value_after_an_at_is_the_only_one():
 def test_the_name_of_a_row_stands_for_that_row_alone():
     rows = list(make_contenders(("full", "cachecraft:no-focus", "query:last"), ratios=(0.1, 0.2), alphas=(0.5, 1.0)))
     assert list(make_contenders(rows)) == rows
-
-
-def test_settings_follow_a_colon():
-    made = bench_contenders(("cachecraft:no-focus:no-cci", "cachecraft:no-focus"))
-    assert made["cachecraft:no-focus:no-cci@1"]._config.focus is False
-    assert made["cachecraft:no-focus:no-cci@1"].ablation == CacheCraftAblation(use_cci=False)
-    assert made["cachecraft:no-focus@1"]._config.focus is False
-
-
-def test_baselines_and_ablations_are_the_benchmarks_alone():
-    specs = ("random", "h2o", "set-cache")
-    assert list(bench_contenders(specs)) == ["random@0.15", "h2o@0.15", "set-cache"]
-    for name in specs:
-        with pytest.raises(UnknownMethodError, match=f"'{name}'; there are: cacheblend, cachecraft, epic, full"):
-            make_contenders((name,))
-    for spec in ("cachecraft:no-cci", "query:measured", "query:layers=1"):
-        assert bench_contenders((spec,))
-        with pytest.raises(UsageError, match="unknown setting"):
-            make_contenders((spec,))
-
-
-@pytest.mark.parametrize("spec", ["query:no-cci", "cachecraft:measured", "cacheblend:until=0.5", "random:printed"])
-def test_an_ablation_of_another_method_is_refused(spec):
-    with pytest.raises(UsageError, match="does not take all of"):
-        bench_contenders((spec,))
 
 
 def test_a_setting_wins_over_what_all_are_told():
@@ -90,26 +64,12 @@ def test_what_stands_for_no_contender_is_refused(spec, error, said):
         make_contenders((spec,))
 
 
-def test_settings_of_query_add_up():
-    made = bench_method("query", ("layers=1+2", "stored", "tail=3", "until=0.5"), ReuseConfig())
-    assert (made._query.tail, made._query.factor) == (3, "stored")
-    assert made.ablation == QueryAblation(layers=(1, 2), until=0.5)
-
-
 @pytest.mark.parametrize("name", sorted(name for name in QueryAware.settings if not name.endswith("=")))
 def test_every_setting_of_query_is_one(name):
     made = make_contenders((f"query:{name}",))
     assert list(made) == [f"query:{name}@0.15"]
     told, meant = made[f"query:{name}@0.15"]._query, QueryAware.settings[name]["query"]
     assert {field: getattr(told, field) for field in meant} == meant
-
-
-@pytest.mark.parametrize(
-    "setting", ["layers=", "layers=a", "layers=2+1", "layers=-1", "tail=0", "tail=x", "until=0", "until=1.5", "until=x"]
-)
-def test_settings_with_odd_numbers_are_refused(setting):
-    with pytest.raises(UsageError):
-        bench_contenders((f"query:{setting}",))
 
 
 def test_they_are_made_without_torch():

@@ -3,15 +3,12 @@
 import pytest
 
 from chunkweave.calibration.summaries import (
-    FidelitySample,
     f1,
     mean_interval,
     normalize,
+    percentile,
     ratio_interval,
-    rouge_l,
-    summarize_fidelity,
 )
-from chunkweave_lab.summaries import best_scores, exact_match, jaccard
 
 
 def test_normalization_is_that_of_squad():
@@ -32,22 +29,6 @@ def test_normalization_is_that_of_squad():
 )
 def test_f1(prediction, answer, score):
     assert f1(prediction, answer) == pytest.approx(score)
-
-
-def test_exact_match_and_jaccard():
-    assert exact_match("The pier", "pier!") == 1.0
-    assert exact_match("piers", "pier") == 0.0
-    assert jaccard("pier pier quay", "quay bell") == pytest.approx(1 / 3)
-
-
-def test_rouge_l_is_about_order():
-    assert rouge_l("quay of the north", "north quay") == pytest.approx(1 / 3)
-    assert rouge_l("north quay", "north quay") == 1.0
-
-
-def test_the_best_answer_counts_for_each_score():
-    scores = best_scores("Orla and Finn", ["Finn and Orla", "Orla and Finn"])
-    assert scores == {"f1": 1.0, "exact_match": 1.0, "rouge_l": 1.0, "jaccard": 1.0}
 
 
 def test_an_interval_holds_its_mean_and_narrows_with_more_questions():
@@ -79,18 +60,6 @@ def test_an_interval_is_repeatable_by_seed():
     assert mean_interval(values, seed=3) == mean_interval(values, seed=3) != mean_interval(values, seed=4)
 
 
-def test_free_answers_are_held_against_full_prefills_own_words():
-    pytest.importorskip("rouge_score")
-    common = {"kl": (0.0,), "agrees": (True,), "answer_nll": None, "identical": False, "f1": None}
-    common |= {"ttft_s": 1.0, "flops_limit": 1.0, "recompute_fraction": 0.0, "prompt_tokens": 9}
-    asked = [("the old harbour bell", "the old bell"), ("peat", "peat"), (None, None)]
-    rows = summarize_fidelity(
-        [
-            {"full": FidelitySample(**common, text=full), "full-reuse": FidelitySample(**common, text=reused)}
-            for full, reused in asked
-        ]
-    )
-    assert rows[0].rouge_l_of_full == 1.0
-    assert rows[1].rouge_l_of_full == pytest.approx((6 / 7 + 1) / 2)  # three words in order, of four and of three
-    unanswered = summarize_fidelity([{name: FidelitySample(**common) for name in ("full", "full-reuse")}])
-    assert unanswered[0].rouge_l_of_full is None
+@pytest.mark.parametrize(("share", "value"), [(0.0, 1.0), (0.5, 2.5), (1.0, 4.0), (0.1, 1.3)])
+def test_percentile_is_linear_between_neighbours(share, value):
+    assert percentile([3.0, 1.0, 4.0, 2.0], share) == pytest.approx(value)

@@ -50,7 +50,7 @@ def make_lookup(sizes, stored=(), exact=0) -> PromptLookup:
 
 
 def plan(method, lookup, **config) -> Plan:
-    """The plan of a method by its name, a benchmark's baseline or ablation such as `query:until=0.5` among them."""
+    """The plan of a method by its name, a baseline or ablation such as `cachecraft:no-cci` among them."""
     name, *settings = method.split(":")
     made = bench_method(name, settings, ReuseConfig(**config)).plan(lookup, GEOMETRY)
     made.validate(GEOMETRY.num_layers)

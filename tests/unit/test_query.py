@@ -12,7 +12,7 @@ from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import CalibrationRecord
 from chunkweave.planning.method import make_method
-from chunkweave.planning.plan import Evidence, KeepTop, KVSource, Pass, Plan, TopBy
+from chunkweave.planning.plan import KVSource, Pass, Plan, TopBy
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Span
 from tests.unit.test_cachecraft import lookup_of, record_of
@@ -21,12 +21,10 @@ from tests.unit.test_planning import GEOMETRY, make_lookup
 from tests.unit.test_planning import plan as plan_by
 
 
-def plan(
-    lookup: PromptLookup, ratio: float = 0.25, *, check_layers: tuple[int, ...] = (1,), also: str = "", **query
-) -> Plan:
-    """The plan of `query` with these settings, and with `also` of a benchmark, such as `until=0.5`."""
+def plan(lookup: PromptLookup, ratio: float = 0.25, *, check_layers: tuple[int, ...] = (1,), **query) -> Plan:
+    """The plan of `query` with these settings."""
     config = {"recompute_ratio": ratio, "check_layers": check_layers, "query": QueryConfig(**query)}
-    return plan_by(f"query:{also}" if also else "query", lookup, **config)
+    return plan_by("query", lookup, **config)
 
 
 def positions(spans) -> list[int]:
@@ -56,12 +54,10 @@ def test_it_watches_first_and_starts_from_that():
         (WatchedLayers.ALL, tuple(range(8))),
         (WatchedLayers.LATE, (4, 5, 6, 7)),
         (WatchedLayers.FIRST_THIRD, (0, 1, 2)),
-        ("layers=1+5", (1, 5)),
     ],
 )
 def test_the_question_runs_no_further_than_it_is_watched(layers, watched):
-    of_method = isinstance(layers, WatchedLayers)
-    watching, weaving = (plan(STORED, layers=layers) if of_method else plan(STORED, also=layers)).passes
+    watching, weaving = plan(STORED, layers=layers).passes
     assert watching.watch.layers == watched
     assert watching.depth == watched[-1] + 1
     assert weaving.depth is None
@@ -75,11 +71,6 @@ def test_the_end_of_the_question_can_stand_for_it(tail, start):
 def test_how_attention_is_combined_is_in_the_plan():
     watch = plan(STORED).passes[0].watch
     assert (watch.over_heads, watch.over_tokens, watch.over_layers) == (Combine.MAX, Combine.SUM, Combine.SUM)
-
-
-def test_a_layer_that_the_model_lacks_is_refused():
-    with pytest.raises(UsageError, match="the watch has layer 8"):
-        plan(STORED, also="layers=1+8")
 
 
 def test_missing_chunks_are_hidden_first_and_computed_then():
@@ -109,20 +100,6 @@ def test_a_prompt_without_a_question_is_one_pass():
 
 def test_one_chunk_and_the_smallest_budget_recompute_one_token():
     assert plan(make_lookup((5,), stored=(0,)), ratio=0.01).passes[1].starting_tokens == 1
-
-
-def test_measured_deviation_starts_wider_and_narrows_at_the_check_layer():
-    weaving = plan(STORED, also="measured", check_layers=(2,)).passes[1]
-    assert weaving.start.count == 24
-    assert weaving.rules == (KeepTop(2, 8, Evidence.READ_DEVIATION),)
-    assert plan(STORED, 0.5, also="measured").passes[1].start.count == 30
-
-
-def test_deviation_that_was_read_needs_something_read():
-    made = plan(STORED, also="measured")
-    weaving = replace(made.passes[1], start=None)
-    with pytest.raises(ValueError, match="does not start by it"):
-        replace(made, passes=(made.passes[0], weaving)).validate(8)
 
 
 def test_a_start_needs_a_watch_before_it_and_a_weight_for_each():
@@ -167,31 +144,17 @@ def test_without_any_profile_the_weights_are_equal():
     assert set(plan(STORED, factor=DeviationFactor.STORED).passes[1].start.weights) == {1.0}
 
 
-def test_first_tokens_of_each_chunk_come_out_of_the_budget():
-    weaving = plan(STORED, also="first-token").passes[1]
-    assert positions(weaving.required) == [0, 1, 11, *range(31, 35)]
-    assert weaving.start.count == 6
-
-
-def test_more_first_tokens_than_budget_leave_nothing_to_choose():
-    (only,) = plan(STORED, ratio=0.05, also="first-token").passes
-    assert positions(only.required) == [0, 1, 11, *range(31, 35)]
-
-
 @settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),
     ratio=st.floats(0.01, 1.0),
     rounds=st.sampled_from((1, 2)),
-    first_token=st.booleans(),
-    measured=st.booleans(),
     factor=st.sampled_from(DeviationFactor),
     data=st.data(),
 )
-def test_the_budget_is_spent_and_no_more(sizes, ratio, rounds, first_token, measured, factor, data):
+def test_the_budget_is_spent_and_no_more(sizes, ratio, rounds, factor, data):
     stored = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
-    also = ["measured"] * measured + ["first-token"] * (first_token and rounds == 1)
-    made = plan(make_lookup(sizes, stored=stored), ratio, rounds=rounds, factor=factor, also=":".join(also))
+    made = plan(make_lookup(sizes, stored=stored), ratio, rounds=rounds, factor=factor)
     reused = made.tokens(KVSource.REUSED)
     always = len(made.reused_among(positions(made.passes[-1].required)))
     chosen = sum(a_pass.candidates_at(GEOMETRY.num_layers - 1) for a_pass in made.passes if a_pass.start is not None)
@@ -205,17 +168,6 @@ def test_two_rounds_ask_again_about_the_other_half():
     assert first.watch == watching.watch
     assert second.watch is None
     assert first.depth is None
-
-
-@pytest.mark.parametrize("also", ["", ":measured"])
-def test_above_until_chosen_tokens_keep_what_is_stored(also):
-    layers, weaving = GEOMETRY.num_layers, plan(STORED, also=f"until=0.5{also}").passes[1]
-    counts = [weaving.candidates_at(layer) for layer in range(layers)]
-    half = ceil(layers / 2)
-    assert counts[half - 1] == 8
-    assert counts[half:] == [0] * (layers - half)
-    lower, whole = (plan(STORED, also=f"layers=0:until={until}{also}") for until in (0.5, 1.0))
-    assert lower.tokens_behind_loading(layers) < whole.tokens_behind_loading(layers)
 
 
 def test_a_budget_of_one_token_is_one_round():

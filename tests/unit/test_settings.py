@@ -68,9 +68,9 @@ NO_SETTINGS: dict[str, dict[str, str]] = {
     "config show": {**_OUTPUT, "config": "the file of settings"},
 }
 OTHER_MEANING = {
-    ("bench quality", "recompute-ratio"): "a list to compare",
-    ("bench quality", "alpha"): "a list to compare",
-    ("bench quality", "check-layers"): "of the methods that are compared",
+    ("study", "recompute-ratio"): "a list to compare",
+    ("study", "alpha"): "a list to compare",
+    ("study", "check-layers"): "of the methods that are compared",
     ("bench ttft", "recompute-ratio"): "a list to compare",
     ("bench ttft", "alpha"): "a list to compare",
     ("bench ttft", "check-layers"): "of the methods that are compared",
@@ -81,7 +81,6 @@ OTHER_MEANING = {
     ("calibrate", "alpha"): "a grid",
     ("calibrate", "check-layers"): "of the methods that are measured",
     ("calibrate", "cache-dir"): "where the record goes",
-    ("bench loading", "cost-model"): "for predictions",
     ("simulate", "cost-model"): "the clock of a simulation",
     ("simulate", "policy"): "a list to compare",
     ("simulate", "device-budget"): "of a simulated tier",
@@ -183,11 +182,12 @@ def test_options_say_what_their_setting_says(command: str):
     ("command", "name", "plugins"),
     [
         *((command, "method", METHODS) for command in ("ask", "serve", "vllm-serve")),
-        *((command, "policy", POLICIES) for command in ("ask", "serve", "vllm-serve", "simulate", "analyze")),
+        *((command, "policy", POLICIES) for command in ("ask", "serve", "vllm-serve", "simulate")),
         *((command, "ordering", ORDERINGS) for command in ("ask", "serve", "vllm-serve")),
         ("analyze", "orderings", ORDERINGS),
         ("calibrate", "methods", METHODS),
-        *((command, "methods", BENCH_METHODS) for command in ("bench ttft", "bench quality", "bench fidelity")),
+        *((command, "methods", METHODS) for command in ("bench ttft", "bench fidelity")),
+        ("study", "methods", BENCH_METHODS),
     ],
 )
 def test_the_help_lists_the_plugins_that_an_option_may_name(command: str, name: str, plugins: Plugins):

@@ -18,7 +18,7 @@ FILES = {
     "docs/some.md": "# Some\n",
     "src/one/a.py": '"""One reads docs/some.md and RAGCache §5.1."""\n',
     "src/chunkweave/assets/model.txt": "Nobody was told.\n",
-    "src/chunkweave_lab/worlds/wording.py": 'TEXT = "Whoever stands there"\n',
+    "training/worlds/wording.py": 'TEXT = "Whoever stands there"\n',
 }
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import chunkweave
 from chunkweave.calibration.questions import bundled_corpus
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "training"))
 
 from world_corpus import make_corpus, write_corpus
 

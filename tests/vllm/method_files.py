@@ -7,23 +7,10 @@ from tempfile import TemporaryDirectory
 from chunkweave.plugins import load_plugin_files
 
 _BASELINE = "from chunkweave_lab.baselines import {} as METHOD\n"
-_VARIANT = """
-from chunkweave_lab.baselines import QueryAblation, QueryVariant
-
-
-class METHOD(QueryVariant):
-    name = "{}"
-
-    def __init__(self, config):
-        super().__init__(config, QueryAblation({}))
-"""
 _FILES = {
     "random": _BASELINE.format("RandomTokens"),
     "h2o": _BASELINE.format("HeavyHitters"),
     "set-cache": _BASELINE.format("SetCache"),
-    "query-measured": _VARIANT.format("query-measured", "measured=True"),
-    "query-first-token": _VARIANT.format("query-first-token", "first_tokens=1"),
-    "query-until": _VARIANT.format("query-until", "until=0.5"),
 }
 
 _VARIABLE = "CHUNKWEAVE_TEST_METHOD_FILES"

@@ -15,7 +15,7 @@ from torch.nn import functional
 from chunkweave.calibration.contenders import make_contenders
 from chunkweave.calibration.prompts import ContextCorpus, PromptMaker, Warming, Warmth, company_of, prefill_and_store
 from chunkweave.calibration.questions import Example
-from chunkweave.calibration.summaries import FidelitySample, f1, has_rouge, rouge_l
+from chunkweave.calibration.summaries import FidelitySample, f1
 from chunkweave.config import DEFAULT_RECOMPUTE_RATIO, ReuseConfig, StoreConfig
 from chunkweave.conversation.answer import Durations
 from chunkweave.engine.decode import make_report
@@ -180,51 +180,40 @@ def measured_report(engine: Engine, prefilled: Prefilled, ttft_s: float) -> Reus
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ran:
-    """A contender's prefill (of its last prompt), its report, and its answer if there is one already.
-
-    It `follows` full prefill if its prompt asks the same question about the same passages.
-    """
+class Timed:
+    """A contender's prefill and its report."""
 
     prefilled: Prefilled
     report: ReuseReport
-    recompute_fraction: float | None
-    decoded: tuple[int, ...] | None = None
-    follows: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
     """The contenders over chunks that were computed in one way, with their own store; `tasks` are for their model.
 
-    `runs` prefill a question's prompt, `others` use another prompt; both by name of their rows.
+    `runs` prefill a question's prompt, by name of their rows.
     """
 
     warm: Warming
     engine: Engine
     tasks: Sequence[Task]
     runs: Mapping[str, FirstToken]
-    others: Mapping[str, Callable[[Prompt], Ran]] = field(default_factory=dict)
 
     @property
     def labels(self) -> list[str]:
         """Names of all contenders, in the order of rows."""
-        return [*self.runs, *self.others]
+        return list(self.runs)
 
     def run_once(self, prompt: Prompt, labels: Sequence[str]) -> None:
         """Run each prefill once for warm-up."""
         for label in labels:
-            if label in self.runs:
-                self.runs[label](prompt)
+            self.runs[label](prompt)
 
-    def run(self, prompt: Prompt, label: str) -> Ran:
+    def run(self, prompt: Prompt, label: str) -> Timed:
         """Run and time one contender."""
-        if label in self.others:
-            return self.others[label](prompt)
         started = time.perf_counter()
         prefilled = self.runs[label](prompt)
-        report = measured_report(self.engine, prefilled, time.perf_counter() - started)
-        return Ran(prefilled, report, report.recompute_fraction)
+        return Timed(prefilled, measured_report(self.engine, prefilled, time.perf_counter() - started))
 
 
 def way_of(
@@ -257,11 +246,10 @@ def compare(
     rows.
 
     Contenders run once for warm-up, then alternate, and take turns in running first. Measured runs store nothing, so
-    all contenders find the same store. The `reference` is in the first way. Contenders with another prompt run on the
-    tasks that are answered freely; contenders that are exact up to rounding (`EXACT`) run on the first `exact` tasks,
-    or also on those. Each contender is decoded separately, as an engine answers one request: in a bfloat16 batch, two
-    tokens of nearly equal probability may swap. `progress` counts contenders that have run, over all tasks; skipped
-    ones count with their task.
+    all contenders find the same store. The `reference` is in the first way. Contenders that are exact up to rounding
+    (`EXACT`) run on the first `exact` tasks, by default on those that are answered freely. Each contender is decoded
+    separately, as an engine answers one request: in a bfloat16 batch, two tokens of nearly equal probability may swap.
+    `progress` counts contenders that have run, over all tasks; skipped ones count with their task.
     """
     labels = [label for way in ways for label in way.labels]
     exactly = {label for label in labels if label.split(" ")[0] in EXACT}
@@ -269,9 +257,8 @@ def compare(
     warmed_up = False
     for index in range(len(ways[0].tasks)):
         if not skip(index):
-            free, floor = index < config.free, index < (config.free if exact is None else exact)
-            left_out = {*(() if floor else exactly), *(() if free else (label for way in ways for label in way.others))}
-            question = _Question(index, config, reference, free=free, ran=steps.ran)
+            left_out = set() if index < (config.free if exact is None else exact) else exactly
+            question = _Question(index, config, reference, free=index < config.free, ran=steps.ran)
             found: dict[str, FidelitySample] = {}
             for way in ways:
                 prepare(way.engine, way.tasks, index, way.warm)
@@ -333,14 +320,14 @@ class _Question:
     def samples(self, way: Way, order: Sequence[str]) -> dict[str, FidelitySample]:
         """The samples of all of `order`. Contenders before the reference are compared once it has run."""
         found: dict[str, FidelitySample] = {}
-        held: dict[str, Ran] = {}
+        held: dict[str, Timed] = {}
         for label in order:
             held[label] = way.run(way.tasks[self._index].prompt, label)
             self._ran()
             if label == self._reference:
                 full = held[label].prefilled
                 self._continuation = self._decoded(way.engine, full)
-                self._expected = self._behind(way, full, follows=True)[0]
+                self._expected = self._behind(way, full)[0]
             if self._continuation:
                 found |= {ran: self._sample(way, ran, one) for ran, one in held.items()}
                 held.clear()
@@ -349,42 +336,35 @@ class _Question:
     def _decoded(self, engine: Engine, prefilled: Prefilled) -> tuple[int, ...]:
         return decode_greedily(engine, [prefilled], self._config.new_tokens)[0].token_ids
 
-    def _behind(self, way: Way, one: Prefilled, *, follows: bool) -> list[torch.Tensor]:
-        """Distributions along full prefill's continuation, if the prompt is the same, and along the answer, if any.
+    def _behind(self, way: Way, prefilled: Prefilled) -> list[torch.Tensor]:
+        """Distributions along full prefill's continuation, and along the answer, if any.
 
         Always in one pass of one shape, so that full prefill compared with itself has no rounding differences.
         """
         answer_ids = way.tasks[self._index].answer_ids
-        wanted = [*([self._continuation] if follows else []), *([answer_ids] if answer_ids else [])]
-        return list(log_probabilities(way.engine.loaded.model, one, *wanted))
+        wanted = [self._continuation, *([answer_ids] if answer_ids else [])]
+        return list(log_probabilities(way.engine.loaded.model, prefilled, *wanted))
 
-    def _sample(self, way: Way, label: str, one: Ran) -> FidelitySample:
+    def _sample(self, way: Way, label: str, timed: Timed) -> FidelitySample:
         answers, answer_ids = way.tasks[self._index].answers, way.tasks[self._index].answer_ids
-        decoded = one.decoded
-        if self._free and decoded is None:
-            decoded = self._continuation if label == self._reference else self._decoded(way.engine, one.prefilled)
-        found = self._behind(way, one.prefilled, follows=one.follows)
-        kl: list[float] = []
-        agrees: list[bool] = []
-        if one.follows:
-            kl, agrees = divergence(self._expected, found.pop(0))
+        distributions = self._behind(way, timed.prefilled)
+        kl, agrees = divergence(self._expected, distributions[0])
+        decoded: tuple[int, ...] | None = None
+        if self._free:
+            decoded = self._continuation if label == self._reference else self._decoded(way.engine, timed.prefilled)
         text = None if decoded is None else answer_text(way.engine, decoded)
-        # Greedy decoding follows full prefill's answer as long as both expect the same token.
-        same = (all(agrees) if one.follows else None) if decoded is None else decoded == self._continuation
         return FidelitySample(
             kl=tuple(kl),
             agrees=tuple(agrees),
-            answer_nll=negative_log_likelihood(found.pop(), answer_ids) if answer_ids else None,
-            identical=same,
+            answer_nll=negative_log_likelihood(distributions[1], answer_ids) if answer_ids else None,
+            # Greedy decoding follows full prefill's answer as long as both expect the same token.
+            identical=all(agrees) if decoded is None else decoded == self._continuation,
             f1=None if text is None or not answers else max(f1(text, answer) for answer in answers),
-            ttft_s=one.report.ttft_s,
-            flops_limit=one.report.flops_limit,
-            recompute_fraction=one.recompute_fraction,
-            prompt_tokens=one.report.prompt_tokens,
+            ttft_s=timed.report.ttft_s,
+            flops_limit=timed.report.flops_limit,
+            recompute_fraction=timed.report.recompute_fraction,
+            prompt_tokens=timed.report.prompt_tokens,
             text=text,
-            rouge_l=max(rouge_l(text, one) for one in answers)
-            if text is not None and answers and has_rouge()
-            else None,
         )
 
 

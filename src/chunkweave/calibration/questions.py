@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from chunkweave.errors import DocumentError, UsageError, install_extra
+from chunkweave.errors import DocumentError, UsageError
 from chunkweave.retrieval.embedders import HashedNgramEmbedder
 from chunkweave.retrieval.indexes import FlatIndex
 from chunkweave.types import Chunk
@@ -135,7 +135,7 @@ _DATASETS = "chunkweave.datasets"
 def dataset_examples(name: Path, *, count: int, chunks: int, seed: int) -> list[Example]:
     """The questions of a data set: JSON lines in our format are read here, others by another package's reader.
 
-    A generated data set has `count` questions over `chunks` passages each.
+    Readers of other packages get `count`, and `chunks` passages a question where a data set does not say how many.
 
     Raises:
         DocumentError: the file cannot be read, has an unknown format, or has no question.
@@ -147,7 +147,7 @@ def dataset_examples(name: Path, *, count: int, chunks: int, seed: int) -> list[
             return [read_entry(where, entry, own_format) for where, entry in lines]
     readers = entry_points(group=_DATASETS)
     if not readers:
-        raise UsageError(f"the reader for {name} is not installed: {install_extra('bench')}")
+        raise UsageError(f"only JSON lines with `question` and `chunks` are read without chunkweave-lab, not {name}")
     examples: list[Example] = next(iter(readers)).load()(name, count=count, chunks=chunks, seed=seed)
     return examples
 

@@ -5,14 +5,10 @@ import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib.util import find_spec
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-
-from chunkweave.errors import UsageError, install_extra
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -41,29 +37,6 @@ def f1(prediction: str, answer: str) -> float:
         return 0.0
     precision, recall = shared / len(predicted), shared / len(wanted)
     return 2 * precision * recall / (precision + recall)
-
-
-def rouge_l(prediction: str, answer: str) -> float:
-    """F-measure of the longest common subsequence of words, by the package rouge-score.
-
-    Raises:
-        UsageError: the package is not installed.
-    """
-    return float(_rouge_scorer().score(answer, prediction)["rougeL"].fmeasure)
-
-
-def has_rouge() -> bool:
-    """Whether the package that `rouge_l` needs is installed."""
-    return find_spec("rouge_score") is not None
-
-
-@cache
-def _rouge_scorer() -> Any:
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise UsageError(f"ROUGE-L needs the package rouge-score: {install_extra('bench')}") from error
-    return RougeScorer(["rougeL"])
 
 
 RESAMPLES = 2000
@@ -137,10 +110,10 @@ class FidelitySample:
     """One contender on one question, compared with full prefill.
 
     At each position of full prefill's continuation, `kl` is the divergence D_KL(full || contender) of the next-token
-    distributions in nats, and `agrees` whether both have the same most likely token; both are empty if the prompt
-    differs. `answer_nll` is in nats per token of the first right answer. `identical` is whether the contender's greedy
-    answer equals full prefill's: decoded freely, or, if it was not, by all of `agrees`. `text` is the answer that was
-    decoded freely, and `f1` and `rouge_l` are its scores against the nearest right answer.
+    distributions in nats, and `agrees` whether both have the same most likely token. `answer_nll` is in nats per
+    token of the first right answer. `identical` is whether the contender's greedy answer equals full prefill's: decoded
+    freely, or, if it was not, by all of `agrees`. `text` is the answer that was decoded freely, and `f1` its score
+    against the nearest right answer.
     """
 
     kl: tuple[float, ...]
@@ -153,7 +126,6 @@ class FidelitySample:
     recompute_fraction: float | None
     prompt_tokens: int
     text: str | None = None
-    rouge_l: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """A JSON-able dictionary with rounded numbers."""
@@ -174,10 +146,9 @@ class FidelityRow:
     `kl` and `agreement` are means over questions of the mean over positions, `kl_p90` is over all positions.
     `kl_of_full_reuse` is the mean divergence divided by that of full KV reuse: the remaining share of its error.
     `speedup` is the median over questions of full prefill's time to first token divided by the contender's.
-    `answer_nll_minus_full`, `f1_minus_full` and `rouge_l_minus_full` are paired by question. Intervals resample
-    questions: 2.5th and 97.5th percentile of 2000 bootstrap samples. `rouge_l` compares the free answers with the right
-    ones, `rouge_l_of_full` with full prefill's answers, as in Cache-Craft §5.2; both need rouge-score. `decoded`
-    counts the answers that `identical` compares. `value` is the parameter's value if it was fitted.
+    `answer_nll_minus_full` and `f1_minus_full` are paired by question. Intervals resample questions: 2.5th and 97.5th
+    percentile of 2000 bootstrap samples. `decoded` counts the answers that `identical` compares. `value` is the
+    parameter's value if it was fitted.
     """
 
     method: str
@@ -202,13 +173,6 @@ class FidelityRow:
     f1_minus_full: float | None = None
     f1_minus_full_low: float | None = None
     f1_minus_full_high: float | None = None
-    rouge_l: float | None = None
-    rouge_l_minus_full: float | None = None
-    rouge_l_minus_full_low: float | None = None
-    rouge_l_minus_full_high: float | None = None
-    rouge_l_of_full: float | None = None
-    rouge_l_of_full_low: float | None = None
-    rouge_l_of_full_high: float | None = None
     speedup: float | None = None
     speedup_low: float | None = None
     speedup_high: float | None = None
@@ -256,8 +220,6 @@ def _fidelity_row(
     identical = [one.identical for one in own if one.identical is not None]
     nll = [(a.answer_nll, b.answer_nll) for a, b in pairs if a.answer_nll is not None and b.answer_nll is not None]
     f1 = [(a.f1, b.f1) for a, b in pairs if a.f1 is not None and b.f1 is not None]
-    rouge = [(a.rouge_l, b.rouge_l) for a, b in pairs if a.rouge_l is not None and b.rouge_l is not None]
-    texts = [(a.text, b.text) for a, b in pairs if a.text is not None and b.text is not None]
     speedup = median_interval([b.ttft_s / a.ttft_s for a, b in pairs])
     limit = median(one.flops_limit for one in own)
     fractions = [one.recompute_fraction for one in own if one.recompute_fraction is not None]
@@ -269,7 +231,6 @@ def _fidelity_row(
         decoded=len(identical),
         answer_nll=_mean([a for a, _ in nll]),
         f1=_mean([a for a, _ in f1]),
-        rouge_l=_mean([a for a, _ in rouge]),
         flops_limit=limit,
         limit_share=speedup.mean / limit,
         ttft_s=median(one.ttft_s for one in own),
@@ -281,8 +242,6 @@ def _fidelity_row(
         **_ends("agreement", [fmean(one.agrees) for one in compared]),
         **_ends("answer_nll_minus_full", [a - b for a, b in nll]),
         **_ends("f1_minus_full", [a - b for a, b in f1]),
-        **_ends("rouge_l_minus_full", [a - b for a, b in rouge]),
-        **_ends("rouge_l_of_full", [rouge_l(a, b) for a, b in texts] if has_rouge() else []),
         **_ends("speedup", speedup),
     )
 

@@ -11,7 +11,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 import chunkweave
-from chunkweave.cli import cache, corpus, running_server
+from chunkweave.cli import bench, cache, corpus, running_server
 from chunkweave.cli.ask import ask
 from chunkweave.cli.calibrate import calibrate
 from chunkweave.cli.chat import chat
@@ -50,11 +50,12 @@ class _Commands(typer.core.TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Own commands, then those of other packages."""
-        return [*super().list_commands(ctx), *_ELSEWHERE]
+        return [*super().list_commands(ctx), *_panels_elsewhere()]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of that name. Its module is imported on this call."""
-        return _command_elsewhere(cmd_name) if cmd_name in _ELSEWHERE else super().get_command(ctx, cmd_name)
+        command = super().get_command(ctx, cmd_name)
+        return _command_elsewhere(cmd_name) if command is None and cmd_name in _panels_elsewhere() else command
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command.
@@ -90,43 +91,40 @@ for about_models in (models, calibrate):
 app.add_typer(running_server.app, name="server", rich_help_panel=_SERVE)
 app.add_typer(corpus.app, name="corpus", rich_help_panel=_KEEP)
 app.add_typer(cache.app, name="cache", rich_help_panel=_KEEP)
+app.add_typer(bench.app, name="bench", rich_help_panel=_MEASURE)
 
-_ELSEWHERE = {
-    "serve": (_SERVE, "server"),
-    "vllm-serve": (_SERVE, "server"),
-    "config": (_SERVE, "server"),
-    "keys": (_SERVE, "server"),
-    "bench": (_MEASURE, "bench"),
-    "simulate": (_MEASURE, "bench"),
-    "analyze": (_MEASURE, "bench"),
-}
-"""Commands of the server and the laboratory: their group in the help, and the extra that installs them."""
+_OF_SERVER = ("serve", "vllm-serve", "config", "keys")
+
+
+def _panels_elsewhere() -> dict[str, str]:
+    """Commands of other packages with their group in the help: the server's always, others if they are installed."""
+    installed = dict.fromkeys((entry.name for entry in entry_points(group=_COMMANDS)), _MEASURE)
+    return installed | dict.fromkeys(_OF_SERVER, _SERVE)
 
 
 @cache_results
 def _command_elsewhere(name: str) -> Any:
-    """The command of another package, or one that says how to install it."""
-    panel, extra = _ELSEWHERE[name]
+    """The command of another package; for a command of the server that is missing, how to install it."""
     try:
         (entry,) = entry_points(group=_COMMANDS, name=name)
         found = entry.load()
     except (ImportError, ValueError) as error:
-        found = _missing(name, extra, error)
+        found = _missing(name, error)
     if not isinstance(found, typer.Typer):
         alone = typer.Typer()
         alone.command(name)(found)
         found = alone
     found._add_completion = False  # `chunkweave` itself has it
     command = typer.main.get_command(found)
-    command.name, command.rich_help_panel = name, panel  # type: ignore[attr-defined]
+    command.name, command.rich_help_panel = name, _panels_elsewhere()[name]  # type: ignore[attr-defined]
     return command
 
 
-def _missing(name: str, extra: str, error: Exception) -> typer.Typer:
+def _missing(name: str, error: Exception) -> typer.Typer:
     """A command that accepts any arguments, and fails with the way to install it."""
     app = typer.Typer()
 
-    how = f"not installed: {install_extra(extra)}"
+    how = f"not installed: {install_extra('server')}"
 
     @app.command(name, help=escape(how), context_settings=_FLAGS_OF_OTHERS)
     def fail() -> None:
@@ -150,7 +148,7 @@ def _configure(
 ) -> None:
     handler = RichHandler(console=stderr(), show_time=False, show_path=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-    for package in ("chunkweave", "chunkweave_server", "chunkweave_lab"):
+    for package in ("chunkweave", "chunkweave_server"):
         logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.WARNING)
 
 

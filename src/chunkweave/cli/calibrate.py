@@ -103,8 +103,8 @@ class PromptOptions:
     dataset: Annotated[
         Path | None,
         typer.Option(
-            help="MuSiQue, SQuAD 1.1 or JSONL file, or `worlds` (generated, held out). Without it and --docs: bundled "
-            "documents."
+            help="JSON lines of {question, chunks, answers}; published data sets with chunkweave-lab installed. "
+            "Without it and --docs: bundled documents."
         ),
     ] = None
     questions: Annotated[int, typer.Option(min=1, help="Number of measured questions.")] = 40
