@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "benchmarks" / "gpu"
 NOT_THERE = (
     *("charset_normalizer", "defusedxml", "faiss", "fastapi", "gguf", "html_to_markdown", "mammoth", "multipart"),
-    *("openai", "pydantic", "pypdf", "redis", "rouge_score", "semantic_text_splitter", "starlette", "uvicorn"),
+    *("openai", "pydantic", "pypdf", "redis", "semantic_text_splitter", "starlette", "uvicorn"),
 )
 
 
