@@ -3,8 +3,7 @@
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from chunkweave.page import asset
-from chunkweave.page.render import STATIC
+from chunkweave.page import STATIC, asset
 from chunkweave_server.errors import HttpError
 
 _INDEX = "page.html"

@@ -100,7 +100,7 @@ def test_only_assets_are_no_code(brought: zipfile.ZipFile):
     names = [name for name in package if not name.startswith((_ASSETS, _PAGE))]
     assert {Path(name).suffix for name in names if not name.endswith("/py.typed")} == {".py"}
     page = {name.removeprefix(_PAGE).partition("/")[0] for name in package if name.startswith(_PAGE)}
-    assert page == {"__init__.py", "render.py", "views.py", "static", "templates"}
+    assert page == {"__init__.py", "files.py", "views.py", "static"}
     kinds = {Path(name).suffix for name in package if name.startswith(_ASSETS)}
     assert kinds <= {".json", ".jsonl", ".md", ".safetensors", ".txt"}, "nothing that is executed by being loaded"
 

@@ -136,7 +136,8 @@ def _part_of(report: Report, number: int, count: int) -> Report:
 
 def _cost(shape: str | None, file: Path | None, teraflops: float, host_bytes_per_s: int) -> tuple["CostModel", str]:
     """The cost model and its name."""
-    from chunkweave.planning.cost import CostModel, analytic_cost, known_shape
+    from chunkweave.planning.cost import CostModel, known_shape
+    from chunkweave_lab.simulator.analytic_cost import analytic_cost
 
     if file is not None:
         if shape is not None:

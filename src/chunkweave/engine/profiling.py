@@ -1,8 +1,6 @@
 """Measures a cost model: prefill time over a grid of (cached, new) tokens, and read throughput of tiers."""
 
 import time
-from collections.abc import Callable, Sequence
-from itertools import product
 from random import Random
 from statistics import median
 
@@ -20,46 +18,6 @@ from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import Geometry
-
-CACHED_TOKENS = (0, 512, 2048)
-NEW_TOKENS = (32, 128, 512, 2048)
-
-Progress = Callable[[int, int], None]
-"""Called with (done, total)."""
-
-
-def profile_prefill(
-    model: HuggingFaceModel,
-    fingerprint: str,
-    *,
-    cached_tokens: Sequence[int] = CACHED_TOKENS,
-    new_tokens: Sequence[int] = NEW_TOKENS,
-    repeats: int = 3,
-    progress: Progress | None = None,
-) -> CostModel:
-    """Time every (cached, new) pair that fits the model's context: one warm-up run, then the median of `repeats`.
-
-    Loading of the cached part is excluded; the cost model has throughputs for that.
-    """
-    limit = model.geometry.max_positions
-    cached_axis = tuple(c for c in cached_tokens if c + min(new_tokens) < limit)
-    new_axis = tuple(n for n in new_tokens if n + max(cached_axis) < limit)
-    tier: HostTier[SegmentSource] = HostTier()
-    budget = 2 * (max(cached_axis) + 1) * kv_bytes_per_token(model.geometry, model.dtype)
-    runner = Runner(model, TieredStore([Level("host", SegmentStore(tier, budget_bytes=budget))]))
-    total = len(cached_axis) * len(new_axis)
-    times: dict[tuple[int, int], float] = {}
-    for done, (cached, new) in enumerate(product(cached_axis, new_axis), start=1):
-        times[cached, new] = _time_prefill(runner, cached, new, repeats)
-        if progress is not None:
-            progress(done, total)
-    return CostModel(
-        cached_tokens=cached_axis,
-        new_tokens=new_axis,
-        prefill_s=tuple(tuple(times[cached, new] for new in new_axis) for cached in cached_axis),
-        kv_bytes_per_token=kv_bytes_per_token(model.geometry, model.dtype),
-        fingerprint=fingerprint,
-    )
 
 
 def quick_profile(model: HuggingFaceModel, fingerprint: str) -> CostModel:

@@ -1,10 +1,9 @@
-"""HTML: the server's page, and answers and benchmarks as files. No network, no build step.
+"""The server's page: `static/page.html` and the script beside it, which calls the HTTP API. No build step.
 
-The server's page is static: `static/page.html` and the script beside it, which calls the HTTP API. `views` turns
-reports into bars; `render` fills the templates of files.
+`views` turns reports into bars.
 """
 
-from chunkweave.page.render import asset, render
+from chunkweave.page.files import STATIC, asset
 from chunkweave.page.views import AnswerView, Bar
 
-__all__ = ["AnswerView", "Bar", "asset", "render"]
+__all__ = ["STATIC", "AnswerView", "Bar", "asset"]

@@ -4,15 +4,13 @@ import json
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
 from math import ceil
 from pathlib import Path
 from typing import Any, Self
 
 from chunkweave.errors import DocumentError, UnknownMethodError, UsageError
-from chunkweave.planning.outcome import full_prefill_flops
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Geometry, SegmentId, Span
 
@@ -198,39 +196,6 @@ def measured_quickly(
     return CostModel(cached_tokens=(0, cached)[: len(rows)], new_tokens=tuple(axis), prefill_s=rows, **about)
 
 
-_CACHED_TOKENS = (0, *(1 << power for power in range(9, 19)))
-_NEW_TOKENS = (1, *(1 << power for power in range(5, 19)))
-
-
-def analytic_cost(
-    geometry: Geometry,
-    *,
-    flops_per_s: float,
-    overhead_s: float = 0.0,
-    element_bytes: int = 2,
-    tier_bytes_per_s: Mapping[str, float] | None = None,
-) -> CostModel:
-    """Prefill time as floating-point operations over `flops_per_s`, plus `overhead_s` per prefill.
-
-    The axes are powers of two up to 262 144 tokens; values between them are interpolated as for measured tables.
-
-    Raises:
-        ValueError: the speed is not positive.
-    """
-    if not flops_per_s > 0:
-        raise ValueError(f"the speed must be positive, not {flops_per_s} FLOP/s")
-    return CostModel(
-        cached_tokens=_CACHED_TOKENS,
-        new_tokens=_NEW_TOKENS,
-        prefill_s=tuple(
-            tuple(overhead_s + full_prefill_flops(geometry, new, cached) / flops_per_s for new in _NEW_TOKENS)
-            for cached in _CACHED_TOKENS
-        ),
-        kv_bytes_per_token=geometry.kv_elements_per_token() * element_bytes,
-        tier_bytes_per_s=dict(tier_bytes_per_s or {}),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class KnownShape:
     """A model's family, sizes, and RoPE base."""
@@ -348,35 +313,6 @@ class Loading:
     def pays(self, segment: SegmentId, span: Span) -> bool:
         """Whether loading a segment is no slower than computing its tokens at `span`."""
         return self.seconds(segment, len(span)) <= self.cost.prefill(len(span), span.start)
-
-
-def pipelined_s(layer_load_s: Sequence[float], layer_compute_s: Sequence[float], head_start_s: float = 0.0) -> float:
-    """Seconds to compute all layers, if layer l computes after layers 0..l are loaded.
-
-    Loading starts `head_start_s` earlier. Without a head start this is CacheBlend Figure 10 (a), layer by layer.
-
-    >>> pipelined_s([1.0, 1.0, 1.0], [2.0, 2.0, 2.0])
-    7.0
-    >>> pipelined_s([2.0, 2.0, 2.0], [1.0, 1.0, 1.0], head_start_s=2.0)
-    5.0
-    """
-    return staged_s(layer_load_s, [layer_compute_s], head_start_s)
-
-
-def staged_s(layer_load_s: Sequence[float], passes_s: Sequence[Sequence[float]], head_start_s: float = 0.0) -> float:
-    """The same over several passes, each of which may end early: each layer is loaded and waited for once.
-
-    >>> staged_s([1.0, 1.0, 1.0], [[0.5, 0.5, 0.5], [2.0, 2.0, 2.0]])  # the question over all layers, then recomputed
-    9.5
-    >>> staged_s([1.0, 1.0, 1.0], [[0.5], [2.0, 2.0, 2.0]])  # the question over the first: the rest loads meanwhile
-    7.5
-    """
-    loaded_s = [total - head_start_s for total in accumulate(layer_load_s)]
-    end_s = 0.0
-    for a_pass in passes_s:
-        for layer, compute_s in enumerate(a_pass):
-            end_s = max(end_s, loaded_s[layer]) + compute_s
-    return end_s
 
 
 def too_slow(lookup: PromptLookup, loading: Loading) -> frozenset[SegmentId]:

@@ -3,8 +3,9 @@
 import pytest
 
 from chunkweave.errors import UnknownMethodError
-from chunkweave.planning.cost import analytic_cost, known_shape
+from chunkweave.planning.cost import known_shape
 from chunkweave.planning.outcome import full_prefill_flops
+from chunkweave_lab.simulator.analytic_cost import analytic_cost
 
 MISTRAL = known_shape("mistral-7b").geometry
 
