@@ -24,11 +24,9 @@ RUNS = {
     "from chunkweave.retrieval.formats import load_converters; "
     "assert 'ferry' in load_converters()[FileKind.HTML](b'<p>The ferry.</p>')[1]",
     "engine": "from chunkweave import Engine; assert Engine.load('reader')",
-    "examples": "import openai, chunkweave.integrations.langchain, chunkweave.integrations.llama_index",
+    "examples": "import langchain_openai, litellm, llama_index.llms.openai_like, openai",
     "gguf": "import gguf, chunkweave.models.gguf, chunkweave.models.gguf_checkpoint",
     "gpu": "import triton",
-    "langchain": "import chunkweave.integrations.langchain",
-    "llama-index": "import chunkweave.integrations.llama_index",
     "minilm": "from chunkweave.retrieval.embedders import make_embedder; assert make_embedder('minilm')",
     "otel": "import opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "remote": "import fsspec, redis, chunkweave.tiers.blobs, chunkweave.tiers.remote",

@@ -1,1 +1,0 @@
-"""Classes for frameworks, each with its own extra. They call a server over HTTP and load no model."""
