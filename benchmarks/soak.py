@@ -22,11 +22,14 @@ from server_thread import ServerThread
 from chunkweave import Engine, ReuseConfig, StoreConfig
 from chunkweave.calibration.results import BenchmarkResult
 from chunkweave.cli.console import to_json, write_json
-from chunkweave.testing import toy_model
 from chunkweave_server.backend import Stage
 from chunkweave_server.engine_backend import EngineBackend
 from chunkweave_server.service import Service
 from chunkweave_server.settings import Settings, resolve
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.toys import toy_model
 
 _PASSAGES = [f"Passage {number}: the ferry leaves pier {number} at nine and at noon." for number in range(400)]
 _CLIENTS = 8

@@ -10,8 +10,8 @@ from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.prompt.request import Request
 from chunkweave.store.eviction import make_policy
 from chunkweave.store.records import SegmentRecord
-from chunkweave.testing import toy_model
 from chunkweave_lab.simulator.tree_cache import TreeCache, TreeTier
+from tests.toys import toy_model
 
 CHUNKS = {name: Chunk(f"{name} " * tokens, name) for name, tokens in {"a": 5, "b": 11, "c": 17, "d": 30}.items()}
 SYSTEM = "Answer."

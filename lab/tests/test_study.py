@@ -16,7 +16,7 @@ from chunkweave.calibration.prompts import Warmth
 from chunkweave.calibration.summaries import summarize_fidelity
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import make_method
-from chunkweave.testing import toy_model
+from tests.toys import toy_model
 from chunkweave_lab.fidelity import Base, FidelityConfig, fitted_values, judges_of, measure_fidelity, solved
 
 

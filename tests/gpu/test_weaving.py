@@ -10,9 +10,9 @@ from chunkweave.engine.runner import Runner
 from chunkweave.fusion.loop import PassRun
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method import make_method
-from chunkweave.testing import toy_model
 from chunkweave.weaving.stores import open_store
 from tests.integration.weaving import alone, make_bench, make_prompt
+from tests.toys import toy_model
 
 SIZES = [60, 44, 70]
 

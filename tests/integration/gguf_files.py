@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from chunkweave.testing import toy_model
+from tests.toys import toy_model
 
 SMALL = 272
 TEMPLATE = (

@@ -15,13 +15,13 @@ from chunkweave.errors import ModelNotFoundError, UnsupportedModelError
 from chunkweave.models.adapters import CONFIG_FILE, WEIGHTS_FILE, bundled_adapters, read_adapter
 from chunkweave.models.loading import load_folder
 from chunkweave.planning.calibration import CALIBRATION_FILE, read_records
-from chunkweave.testing import toy_model
 from chunkweave_server.engine_backend import EngineBackend, load_engine
 from chunkweave_server.settings import resolve
 from chunkweave_server.vllm_backend.prepare import chooser_for
 from tests.integration.adapter_files import LINEAR, write_adapter
 from tests.integration.command_line import invoke
 from tests.integration.test_loading import save_checkpoint
+from tests.toys import toy_model
 
 Q0 = "model.layers.0.self_attn.q_proj"
 DOWN2 = "model.layers.2.mlp.down_proj"

@@ -11,8 +11,8 @@ from chunkweave.models.huggingface import _halves_turned, _WideAngles
 from chunkweave.planning.method import make_method
 from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
 from chunkweave.prompt.parts import PartKind, Prompt
-from chunkweave.testing import toy_model
 from tests.integration.weaving import Bench, make_bench, make_prompt
+from tests.toys import toy_model
 
 WINDOWED = ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "olmo3", "exaone4", "cohere2", "gpt_oss")
 CASES = {

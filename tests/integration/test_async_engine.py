@@ -22,9 +22,9 @@ from chunkweave.errors import (
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing import Link, ThrottledTier, toy_model
 from chunkweave.tiers.host import HostTier
 from tests.integration.test_batching_core import CHUNKS, STORED
+from tests.toys import Link, ThrottledTier, toy_model
 
 REUSE = ReuseConfig(recompute_ratio=0.3, capture=CaptureConfig(neutral_tokens=0))
 

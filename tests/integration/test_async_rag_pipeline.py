@@ -25,8 +25,8 @@ from chunkweave.engine.runner import Runner
 from chunkweave.errors import ChunkweaveError, DeadlineError, QueueFullError, TopKError, UsageError
 from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
 from chunkweave.retrieval.speculation import SpeculationCounts
-from chunkweave.testing import toy_model
 from tests.integration.test_batching_core import CHUNKS
+from tests.toys import toy_model
 from tests.unit.retrieval_fakes import SubjectEmbedder, document
 
 QUESTION = "When does the ferry leave?"

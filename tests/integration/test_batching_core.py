@@ -22,7 +22,7 @@ from chunkweave.errors import (
 )
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.scheduling.budget import BatchingConfig
-from chunkweave.testing import toy_model
+from tests.toys import toy_model
 
 CHUNKS = [
     Chunk("The harbour of Skerrow was founded in 1871.", "history"),

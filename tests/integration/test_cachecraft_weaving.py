@@ -23,11 +23,11 @@ from chunkweave.store.index import PromptLookup, RequestUse
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing import TOY_FAMILIES, toy_model
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import Geometry, Scattered
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt, run_pass
+from tests.toys import TOY_FAMILIES, toy_model
 
 SIZES = (17, 23, 9, 31)
 EVERYTHING = CaptureConfig(profile=True, layers=None, heads=None, variant_fraction=0.5)

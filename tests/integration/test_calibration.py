@@ -31,8 +31,8 @@ from chunkweave.planning.calibration import (
     save_record,
     stored_calibration,
 )
-from chunkweave.testing import toy_model
 from tests.integration.command_line import invoke
+from tests.toys import toy_model
 
 TOKENIZER = Path(str(__import__("chunkweave").__file__)).parent / "assets" / "tokenizer"
 TEXTS = [

@@ -9,7 +9,7 @@ from chunkweave import AsyncEngine, Chunk, Engine, OrderingConfig, Request, Samp
 from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.store.records import segment_id
-from chunkweave.testing import toy_model
+from tests.toys import toy_model
 
 CHUNKS = [
     Chunk("The harbour of Skerrow was founded in 1871.", "history"),

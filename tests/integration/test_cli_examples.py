@@ -12,8 +12,8 @@ import torch
 
 from chunkweave.models.gguf import SMOLLM2_PIP, smollm2_file
 from chunkweave.models.loading import random_model
-from chunkweave.testing import toy_config
 from tests.integration.command_line import invoke
+from tests.toys import toy_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,9 +9,9 @@ from chunkweave.store.eviction import PGDSFPolicy
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing import toy_model
 from chunkweave.tiers.host import HostTier
 from tests.integration.test_batching_core import CHUNKS, Driver, asked
+from tests.toys import toy_model
 
 
 class Counted:

@@ -11,13 +11,13 @@ from chunkweave import Engine, StoreConfig
 from chunkweave.models import loading
 from chunkweave.models.loading import faster_dtype, load_folder
 from chunkweave.store.shared_folder import DTYPE_FILE, read_dtype, write_dtype
-from chunkweave.testing import toy_model
 from chunkweave.tiers import blobs
 from chunkweave.weaving.stores import agreed_dtype
 from chunkweave_server.engine_backend import load_engine
 from chunkweave_server.settings import resolve
 from tests.integration.command_line import invoke
 from tests.integration.test_loading import save_checkpoint
+from tests.toys import toy_model
 
 
 def never() -> str:

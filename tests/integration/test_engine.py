@@ -11,7 +11,7 @@ from chunkweave.config import CaptureConfig
 from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
 from chunkweave.planning.calibration import BOUNDS, CalibrationRecord, CurvePoint, choose_target
 from chunkweave.planning.cost import CostModel
-from chunkweave.testing import toy_model
+from tests.toys import toy_model
 
 CHUNKS = [
     Chunk("The harbour of Skerrow was founded in 1871.", "history"),

@@ -31,8 +31,8 @@ from chunkweave.calibration.summaries import FidelitySample, summarize_fidelity
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import Prompt
-from chunkweave.testing import toy_model
 from tests.integration.command_line import invoke
+from tests.toys import toy_model
 
 NAMES = ("Ada", "Bo", "Cy", "Dee")
 EXAMPLES = [

@@ -30,10 +30,10 @@ from chunkweave.models.gguf import (
 )
 from chunkweave.models.gguf_checkpoint import _Reader
 from chunkweave.models.loading import bundled_tokenizer, load_folder
-from chunkweave.testing import TOY_FAMILIES, toy_model
 from chunkweave_server.vllm_backend.process import VllmFlags
 from tests.integration.command_line import invoke
 from tests.integration.gguf_files import SMALL, byte_level_fields, sentencepiece_fields, write_gguf
+from tests.toys import TOY_FAMILIES, toy_model
 
 TEXTS = (
     "Ein Äther-Ölfaß kostet 1234 €, it's 漢字 \U0001f600.",

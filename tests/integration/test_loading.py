@@ -21,7 +21,7 @@ from chunkweave.models.anatomy import REFUSED
 from chunkweave.models.huggingface import HuggingFaceModel, check_config, geometry_of
 from chunkweave.models.loading import random_model, shape_config
 from chunkweave.planning.cost import KNOWN_SHAPES
-from chunkweave.testing import TOY_FAMILIES, toy_config, toy_model
+from tests.toys import TOY_FAMILIES, toy_config, toy_model
 
 TOKENIZER = Path(str(__import__("chunkweave").__file__)).parent / "assets" / "tokenizer"
 

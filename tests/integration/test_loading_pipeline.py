@@ -19,12 +19,12 @@ from chunkweave.planning.plan import KVSource
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing import Link, ThrottledTier, toy_model
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
 from chunkweave.types import Span
 from chunkweave.weaving.segments import PlanSources
 from tests.integration.weaving import alone, make_prompt
+from tests.toys import Link, ThrottledTier, toy_model
 
 SIZES = (17, 23, 9, 31)
 COST = CostModel((0, 512), (1, 512), ((0.01, 5.12), (0.01, 5.12)), kv_bytes_per_token=4 * 2 * 2 * 16 * 4)

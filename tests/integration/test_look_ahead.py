@@ -11,9 +11,9 @@ from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing import Link, ThrottledTier, toy_model
 from chunkweave.tiers.host import HostTier
 from tests.integration.test_batching_core import STORED, Driver, alone, asked, reference_engine
+from tests.toys import Link, ThrottledTier, toy_model
 
 
 class Below:

@@ -10,10 +10,10 @@ from chunkweave.config import StoreConfig
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.prompt.contexts import MeanShare
 from chunkweave.store.records import ANYTHING, SegmentRecord
-from chunkweave.testing import toy_model
 from chunkweave.types import ChunkId
 from chunkweave.weaving.means import Means
 from chunkweave.weaving.stores import open_store
+from tests.toys import toy_model
 
 LAYERS, TOKENS, HEADS, DIM = 2, 3, 1, 4
 

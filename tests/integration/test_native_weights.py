@@ -18,7 +18,6 @@ from chunkweave.models import gguf_native, linear_weights, loading
 from chunkweave.models.gguf import checkpoint_folder, dequantized_folder, models_folder
 from chunkweave.models.linear_weights import GROUP, Int4Embedding, Int4Linear, PackedLinear
 from chunkweave.models.loading import load_folder
-from chunkweave.testing import toy_model
 from chunkweave_server.app import create_app
 from chunkweave_server.backend import Stage
 from chunkweave_server.engine_backend import EngineBackend
@@ -28,6 +27,7 @@ from chunkweave_server.tenants import KeyRing
 from tests.integration.command_line import invoke
 from tests.integration.gguf_files import SMALL, write_gguf
 from tests.server.conftest import Client, wait_until
+from tests.toys import toy_model
 
 pytestmark = pytest.mark.skipif(not linear_weights.int4_half_block(), reason="PyTorch has no 4-bit products here")
 IDS = torch.arange(40) * 7919 % SMALL

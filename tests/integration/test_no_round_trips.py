@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chunkweave.fusion.loop import PassRun
 from chunkweave.models.attention import FlatResult
 from chunkweave.planning.method import make_method
-from chunkweave.testing import toy_model
 from tests.integration.weaving import make_bench, make_prompt
+from tests.toys import toy_model
 
 aten = torch.ops.aten
 ASKING = {

@@ -16,9 +16,9 @@ from chunkweave.planning.method import make_method
 from chunkweave.prompt.contexts import ContextPool
 from chunkweave.prompt.parts import Prompt, PromptPart, is_neutral
 from chunkweave.store.records import SegmentRecord
-from chunkweave.testing import toy_model
 from chunkweave.types import ChunkId
 from chunkweave.weaving.means import Means, mean_profile
+from tests.toys import toy_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,11 +12,11 @@ from chunkweave.kv.request_cache import RequestCache
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KeepTop, Pass, can_be_cut, cut
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing import toy_model
 from chunkweave.types import Span
 from chunkweave.weaving.segments import segments_of
 from chunkweave_lab.baselines import bench_method
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt
+from tests.toys import toy_model
 
 SIZES = (17, 23, 9, 31)
 METHODS = {

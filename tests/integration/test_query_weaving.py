@@ -17,8 +17,8 @@ from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing import TOY_FAMILIES, Link, ThrottledTier, toy_model
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt, run_pass
+from tests.toys import TOY_FAMILIES, Link, ThrottledTier, toy_model
 
 SIZES = (17, 23, 9, 31)
 RULES = [

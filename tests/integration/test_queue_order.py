@@ -3,8 +3,8 @@
 import pytest
 
 from chunkweave import Engine, ReuseConfig
-from chunkweave.testing import toy_model
 from tests.integration.test_batching_core import STORED, Driver, asked
+from tests.toys import toy_model
 
 
 @pytest.fixture

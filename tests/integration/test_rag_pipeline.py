@@ -19,7 +19,7 @@ from chunkweave.config import CaptureConfig
 from chunkweave.errors import TopKError, UsageError
 from chunkweave.retrieval.corpus import Corpus
 from chunkweave.retrieval.documents import CorpusDocument
-from chunkweave.testing import toy_model
+from tests.toys import toy_model
 from tests.unit.retrieval_fakes import SUBJECTS, SubjectEmbedder, document
 from tests.unit.test_retrievers import Document, LangChainRetriever, LlamaIndexRetriever, NodeWithScore, TextNode
 

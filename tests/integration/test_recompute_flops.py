@@ -6,8 +6,8 @@ import pytest
 
 from chunkweave.planning.outcome import prefill_flops
 from chunkweave.planning.plan import KVSource
-from chunkweave.testing import toy_model
 from tests.integration.weaving import make_bench, make_prompt
+from tests.toys import toy_model
 
 SIZES = (40, 40, 40, 40)
 

@@ -16,13 +16,13 @@ from chunkweave.store.level import Level
 from chunkweave.store.shared_folder import PinFile
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing import toy_model
 from chunkweave.tiers.blobs import RedisBlobs
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.remote import RemoteTier
 from chunkweave.weaving.stores import open_store
 from tests.integration.redis_server import Server
+from tests.toys import toy_model
 
 CHUNKS = [
     Chunk(f"The {place} of Skerrow was founded in {year}. " * 3, place)
@@ -33,7 +33,7 @@ QUESTION = "When was the mill founded?"
 ANSWER = """
 import json, sys
 from chunkweave import Chunk, Engine, StoreConfig
-from chunkweave.testing import toy_model
+from tests.toys import toy_model
 chunks = [Chunk(*pair) for pair in json.loads(sys.argv[2])]
 with Engine(toy_model(), store=StoreConfig(cache_dir=__import__("pathlib").Path(sys.argv[1]))) as engine:
     answer = engine.generate(sys.argv[3], chunks, method=sys.argv[4], max_new_tokens=8)

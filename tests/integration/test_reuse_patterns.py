@@ -13,8 +13,8 @@ from chunkweave.planning.method import make_method
 from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt
-from chunkweave.testing import toy_model
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt
+from tests.toys import toy_model
 
 SIZES = (17, 23, 9, 31)
 METHODS = ["full", "prefix", "full-reuse", "cacheblend", "epic", "random"]

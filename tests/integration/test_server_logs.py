@@ -10,7 +10,6 @@ import pytest
 from chunkweave import AsyncEngine, Chunk, Engine, Request, SamplingParams
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestFailedError
-from chunkweave.testing import toy_model
 from chunkweave_server.metrics import outcome_of
 from chunkweave_server.observability import (
     JsonFormatter,
@@ -21,6 +20,7 @@ from chunkweave_server.observability import (
     serving,
 )
 from chunkweave_server.settings import LogForm
+from tests.toys import toy_model
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,6 @@ from chunkweave.scheduling.shadow import ShadowConfig
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing import toy_model
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.remote import RemoteTier
 from chunkweave.tiers.remote_calls import CircuitBreaker
@@ -43,6 +42,7 @@ from chunkweave_server.metrics import (
 )
 from chunkweave_server.settings import ImprovingSettings
 from tests.integration.test_batching_core import CHUNKS, STORED
+from tests.toys import toy_model
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

@@ -5,9 +5,9 @@ import sys
 import pytest
 
 from chunkweave import Engine
-from chunkweave.testing import toy_model
 from chunkweave_server.metrics import ServerMetrics
 from chunkweave_server.observability import Observer, OtelTraces, RequestMeta, open_traces
+from tests.toys import toy_model
 
 pytest.importorskip("opentelemetry.sdk")
 

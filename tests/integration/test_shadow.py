@@ -15,8 +15,8 @@ from chunkweave.engine.shadow import ShadowCheck, Woven, kl_divergence
 from chunkweave.errors import ChunkweaveError
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.scheduling.shadow import ShadowConfig
-from chunkweave.testing import toy_model
 from tests.integration.test_batching_core import CHUNKS, STORED
+from tests.toys import toy_model
 
 QUESTIONS = [f"When does the ferry of day {day} leave?" for day in range(12)]
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from chunkweave import Answer, Engine, Request, SamplingParams
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError, RequestFailedError
-from chunkweave.testing import toy_model
 from tests.integration.test_batching_core import CHUNKS, Driver, alone, asked
+from tests.toys import toy_model
 
 
 def computed(answers: list[Answer]) -> Counter[tuple[str, ...]]:

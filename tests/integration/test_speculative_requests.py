@@ -15,9 +15,9 @@ from chunkweave.engine.runner import Runner
 from chunkweave.errors import DeadlineError, QueueFullError, RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method_choice import MethodRequest
-from chunkweave.testing import toy_model
 from tests.integration.test_async_engine import end_of, gate
 from tests.integration.test_batching_core import METHODS, STORED, Driver, alone, asked
+from tests.toys import toy_model
 
 __all__ = ["gate"]
 

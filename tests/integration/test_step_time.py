@@ -11,8 +11,8 @@ from chunkweave import Chunk, Engine, Request, ReuseConfig, SamplingParams
 from chunkweave.engine.request_state import RequestState
 from chunkweave.fusion.loop import PassRun
 from chunkweave.planning.method_choice import MethodRequest
-from chunkweave.testing import toy_model
 from tests.integration.test_batching_core import Driver
+from tests.toys import toy_model
 
 LAYER_S, ROW_S = 0.0005, 0.0001
 STEP_TIME_S = 0.02

@@ -16,7 +16,7 @@ from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import RequestFailedError, UsageError
 from chunkweave.fusion.capture import AttentionCapture, PartCapture
-from chunkweave.testing import toy_model
+from tests.toys import toy_model
 
 CHUNKS = [
     Chunk("The harbour of Skerrow was founded in 1871.", "history"),

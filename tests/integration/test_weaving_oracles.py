@@ -7,8 +7,8 @@ from transformers import DynamicCache
 from chunkweave.planning.method import RATIO, parameter_of
 from chunkweave.planning.plan import KVSource
 from chunkweave.plugins import METHODS
-from chunkweave.testing import TOY_FAMILIES, toy_model
 from tests.integration.weaving import BOS, Bench, alone, make_bench, make_prompt
+from tests.toys import TOY_FAMILIES, toy_model
 
 SIZES = (17, 23, 9, 31)
 WITH_RATIO = [name for name in METHODS.names if parameter_of(name) == RATIO]

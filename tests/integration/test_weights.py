@@ -12,7 +12,6 @@ from chunkweave.errors import UsageError
 from chunkweave.models import linear_weights
 from chunkweave.models.linear_weights import Int8Linear, PackedLinear
 from chunkweave.models.loading import load_folder, load_shape
-from chunkweave.testing import TOY_FAMILIES
 from chunkweave_server.app import create_app
 from chunkweave_server.backend import Stage
 from chunkweave_server.engine_backend import EngineBackend, load_engine
@@ -22,6 +21,7 @@ from chunkweave_server.tenants import KeyRing
 from tests.integration.adapter_files import write_adapter
 from tests.integration.test_loading import save_checkpoint
 from tests.server.conftest import Client, wait_until
+from tests.toys import TOY_FAMILIES
 
 CPU = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16)
 packs = pytest.mark.skipif(not linear_weights._packable(CPU), reason="oneDNN has no bfloat16 products here")

@@ -10,9 +10,9 @@ from chunkweave.planning.method import make_method
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing import Link, ThrottledTier, toy_model
 from chunkweave.tiers.host import HostTier
 from tests.integration.weaving import Bench, make_bench, make_prompt
+from tests.toys import Link, ThrottledTier, toy_model
 
 WINDOW = 16
 SIZES = (40, 33, 40, 21)

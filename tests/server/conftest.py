@@ -16,7 +16,6 @@ from chunkweave import Engine, ReuseConfig, StoreConfig
 from chunkweave.config import Backend as BackendName
 from chunkweave.models.loading import bundled_tokenizer
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
-from chunkweave.testing import toy_model
 from chunkweave_server.app import create_app
 from chunkweave_server.backend import Stage
 from chunkweave_server.engine_backend import EngineBackend, engine_options
@@ -26,6 +25,7 @@ from chunkweave_server.tenants import KeyRing, StoredKey, Tenant
 from chunkweave_server.vllm_backend.backend import VllmBackend
 from chunkweave_server.vllm_backend.process import VllmFlags
 from tests.server.fake_vllm import FakeVllm
+from tests.toys import toy_model
 
 KEYS = {"acme": "acme-key-that-is-long-enough", "bolt": "bolt-key-that-is-long-enough"}
 ADMIN_KEY = "admin-key-that-is-long-enough"

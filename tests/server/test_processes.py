@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from chunkweave.models.loading import random_model
-from chunkweave.testing import toy_config
 from tests.integration.command_line import invoke
 from tests.server.conftest import wait_until
 from tests.server.processes import ServerProcess
+from tests.toys import toy_config
 
 pytestmark = pytest.mark.slow
 

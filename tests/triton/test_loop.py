@@ -14,10 +14,10 @@ from chunkweave.models.triton_attention import Attended, TritonAttention
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.testing import toy_model
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import Geometry
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt
+from tests.toys import toy_model
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Tiny models of every supported family, and tiers of a given speed, for tests and measurements without downloads."""
+"""Tiny models of every supported family, and tiers of a given speed."""
 
 import threading
 import time
