@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from tests.toys import toy_model
 
 from chunkweave import Chunk, Engine, StoreConfig
 from chunkweave.planning.cost import CostModel
@@ -11,7 +12,6 @@ from chunkweave.prompt.request import Request
 from chunkweave.store.eviction import make_policy
 from chunkweave.store.records import SegmentRecord
 from chunkweave_lab.simulator.tree_cache import TreeCache, TreeTier
-from tests.toys import toy_model
 
 CHUNKS = {name: Chunk(f"{name} " * tokens, name) for name, tokens in {"a": 5, "b": 11, "c": 17, "d": 30}.items()}
 SYSTEM = "Answer."

@@ -8,6 +8,7 @@ from tests.integration.adapter_files import write_adapter
 from tests.integration.command_line import invoke
 from tests.integration.test_fidelity import EXAMPLES, _expected, _fully_reused
 from tests.integration.test_loading import save_checkpoint
+from tests.toys import toy_model
 from transformers import DynamicCache
 
 from chunkweave import Engine
@@ -16,7 +17,6 @@ from chunkweave.calibration.prompts import Warmth
 from chunkweave.calibration.summaries import summarize_fidelity
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import make_method
-from tests.toys import toy_model
 from chunkweave_lab.fidelity import Base, FidelityConfig, fitted_values, judges_of, measure_fidelity, solved
 
 
