@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from chunkweave.prompt.request import Request
     from chunkweave.retrieval.corpus import Corpus
     from chunkweave.retrieval.documents import CorpusDocument
-    from chunkweave.retrieval.pipeline import AsyncRagPipeline, RagAnswer, RagPipeline
     from chunkweave.scheduling.budget import BatchingConfig
     from chunkweave.types import Chunk
 
@@ -30,7 +29,6 @@ __all__ = [
     "Answer",
     "AnswerStream",
     "AsyncEngine",
-    "AsyncRagPipeline",
     "BatchingConfig",
     "Chunk",
     "ChunkweaveError",
@@ -38,8 +36,6 @@ __all__ = [
     "CorpusDocument",
     "Engine",
     "OrderingConfig",
-    "RagAnswer",
-    "RagPipeline",
     "Request",
     "ReuseConfig",
     "ReuseReport",
@@ -55,7 +51,6 @@ _HOMES = {
     "Answer": "chunkweave.conversation.answer",
     "AnswerStream": "chunkweave.engine.async_engine",
     "AsyncEngine": "chunkweave.engine.async_engine",
-    "AsyncRagPipeline": "chunkweave.retrieval.pipeline",
     "BatchingConfig": "chunkweave.scheduling.budget",
     "Chunk": "chunkweave.types",
     "ChunkweaveError": "chunkweave.errors",
@@ -63,8 +58,6 @@ _HOMES = {
     "CorpusDocument": "chunkweave.retrieval.documents",
     "Engine": "chunkweave.engine.engine",
     "OrderingConfig": "chunkweave.ordering.ordering",
-    "RagAnswer": "chunkweave.retrieval.pipeline",
-    "RagPipeline": "chunkweave.retrieval.pipeline",
     "Request": "chunkweave.prompt.request",
     "ReuseConfig": "chunkweave.config",
     "ReuseReport": "chunkweave.metrics",

@@ -351,7 +351,7 @@ class Answering:
             k = min(self._limits.settings.max_documents, wanted)
             if not k:
                 return Found()
-            return await self.retriever.search(served.corpus, question, k, on_stage=on_stage, wait_for_thread=True)
+            return await self.retriever.search(served.corpus, question, k, on_stage=on_stage)
 
     def _warn_of_unreadable(self, chunks: Sequence[Chunk]) -> None:
         """Log once that the model is the bundled reader and cannot read these chunks."""

@@ -59,19 +59,12 @@ def test_streaming(checkpoint, monkeypatch, capsys, tmp_path):
     assert f"{document}: reused" in capsys.readouterr().out
 
 
-def test_rag_pipeline(monkeypatch, capsys, tmp_path):
+def test_corpus(monkeypatch, capsys, tmp_path):
     for _ in range(2):  # makes the corpus, then opens it
-        run_example("rag_pipeline.py", monkeypatch, tmp_path / "corpus")
+        run_example("corpus.py", monkeypatch, tmp_path / "corpus")
         shown = capsys.readouterr().out
         assert shown.count("1. Greta Wisley (passage-") == 2
         assert "0 of" not in shown.splitlines()[-1]
-
-
-def test_pipelined_rag(monkeypatch, capsys):
-    run_example("pipelined_rag.py", monkeypatch)
-    shown = capsys.readouterr().out
-    assert shown.count("first token after") == 2
-    assert "SpeculationCounts(stages=" in shown
 
 
 def test_ask_without_documents_says_that_nothing_is_woven():

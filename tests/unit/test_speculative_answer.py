@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from chunkweave.errors import DeadlineError, QueueFullError, RequestAbortedError
+from chunkweave.errors import DeadlineError, QueueFullError
 from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
 from chunkweave.retrieval.speculation import Found, NotStarted, Retriever
 from chunkweave.types import Chunk
@@ -26,8 +26,8 @@ class Ranked:
 
 
 class FakeAnswer:
-    def __init__(self, text: str, *, broken: bool = False) -> None:
-        self.text, self.broken = text, broken
+    def __init__(self, text: str) -> None:
+        self.text = text
         self.begun = self.failed = False
         self.seen: list[str] = []
 
@@ -36,8 +36,6 @@ class FakeAnswer:
 
     async def __aiter__(self):
         self.seen.append("read")
-        if self.broken:
-            raise RequestAbortedError("a kernel failed")
         yield self.text
 
     async def aclose(self) -> None:
@@ -47,16 +45,15 @@ class FakeAnswer:
 class Backend:
     """Answers with the places of the chunks that it was given."""
 
-    def __init__(self, *, pending: int = 0, broken: bool = False) -> None:
+    def __init__(self, *, pending: int = 0) -> None:
         self.answers: list[tuple[FakeAnswer, bool]] = []
         self.pending = pending
-        self.broken = broken
         self.full = False
 
     async def submit(self, chunks: Sequence[RetrievedChunk], speculative: bool) -> FakeAnswer:
         if self.full:
             raise QueueFullError("too many wait")
-        answer = FakeAnswer(str([chunk.place for chunk in chunks]), broken=self.broken and speculative)
+        answer = FakeAnswer(str([chunk.place for chunk in chunks]))
         self.answers.append((answer, speculative))
         return answer
 
@@ -66,7 +63,12 @@ class Backend:
 
 
 async def text_of(question, chunks) -> list[str]:
-    return [event async for event in question.answer_over(chunks)]
+    answer = await question.final(chunks)
+    if answer is None:
+        answer = await question.start(chunks, speculative=False)
+    else:
+        answer.confirm()
+    return [event async for event in answer]
 
 
 def test_what_the_search_confirms_is_the_answer_and_is_not_read_before():
@@ -140,18 +142,6 @@ def test_it_says_why_nothing_was_computed_ahead(options, pending, stages, why):
         if why not in (NotStarted.ONE_STAGE, NotStarted.SHORT, NotStarted.OFF) and stages:
             await question.on_stage(found(1))
         assert question.not_started(Found(found(1), stages=stages)) is why
-
-    asyncio.run(main())
-
-
-def test_a_confirmed_one_that_fails_is_submitted_again():
-    async def main():
-        backend = Backend(broken=True)
-        question = backend.question()
-        await question.on_stage(found(1))
-        assert await text_of(question, found(1)) == ["[1]"]
-        assert [kind for _, kind in backend.answers] == [True, False]
-        assert not question.summary(5.0, 2.0, 4.0).matched
 
     asyncio.run(main())
 
@@ -243,7 +233,7 @@ def test_a_search_can_be_waited_for_however_it_ends(cancelled):
             if not cancelled:
                 raise DeadlineError("late")
 
-        search = asyncio.create_task(retriever.search(corpus, "?", 1, on_stage=on_stage, wait_for_thread=True))
+        search = asyncio.create_task(retriever.search(corpus, "?", 1, on_stage=on_stage))
         await staged.wait()
         if cancelled:
             await asyncio.sleep(0)

@@ -8,14 +8,14 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, Generic, TypeVar
 
 from chunkweave.conversation.answer import PendingAnswer
-from chunkweave.errors import ChunkweaveError, DeadlineError, RequestEndedError, UsageError
+from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.retrieval.faiss_indexes import search_in_one_thread
 from chunkweave.retrieval.retrievers import DocumentName, RetrievedChunk, StagedCorpus
@@ -229,7 +229,6 @@ class Retriever:
         *,
         speculate: bool = True,
         max_prefill_batch: int = 1,
-        max_searches: int | None = None,
     ) -> None:
         """Begin without searches.
 
@@ -238,20 +237,15 @@ class Retriever:
                 thread.
             speculate: whether to prefill during searches.
             max_prefill_batch: a speculation starts if fewer requests are pending.
-            max_searches: maximum searches at a time, each in a thread; others wait. None = one per core.
 
         Raises:
-            UsageError: `max_prefill_batch` or `max_searches` is not positive.
+            UsageError: `max_prefill_batch` is not positive.
         """
-        if max_searches is not None and max_searches < 1:
-            raise UsageError(f"max_searches must be at least 1, not {max_searches}")
         self.speculation: Speculation[object, DocumentName] = Speculation(max_prefill_batch=max_prefill_batch)
         self.pending = pending
         self.speculates: Final = speculate
         self._max_prefill_batch = max_prefill_batch
-        self._threads = ThreadPoolExecutor(
-            max_searches or os.cpu_count() or 1, "chunkweave-search", initializer=search_in_one_thread
-        )
+        self._threads = ThreadPoolExecutor(os.cpu_count() or 1, "chunkweave-search", initializer=search_in_one_thread)
 
     def question(self, submit: Submit[EventT], *, by_set: bool = False) -> "SpeculativeAnswer[EventT]":
         """The requests of one question, which `submit` submits. The caller closes it.
@@ -267,32 +261,25 @@ class Retriever:
         k: int,
         *,
         on_stage: Callable[[tuple[RetrievedChunk, ...]], Awaitable[None]] | None = None,
-        until_s: float | None = None,
-        wait_for_thread: bool = False,
     ) -> Found:
         """The `k` best chunks; `on_stage` receives the best so far after every stage but the last.
 
         Without `on_stage` there is one stage. A stage that ends while `on_stage` runs replaces an earlier unread one.
-        With `wait_for_thread`, no thread uses the corpus any more when this returns or raises; without it, a stage may
-        still run.
+        No thread uses the corpus any more when this returns or raises.
 
         Raises:
-            DeadlineError: the search did not end by `until_s`, by `time.perf_counter`.
             ChunkweaveError: what the corpus or `on_stage` raises.
         """
         staged = (lambda: False) if on_stage is None else self._worth_stages
         search = _SearchThread(self._threads, corpus, question, k, staged=staged)
         try:
-            while not (found := await asyncio.wait_for(search.next(), left_s(until_s))).last:
+            while not (found := await search.next()).last:
                 if on_stage is not None:
                     await on_stage(found.chunks)
             return found
-        except TimeoutError:
-            raise DeadlineError("the search did not end before the question's deadline") from None
         finally:
             search.cancel()
-            if wait_for_thread:
-                await search.left()
+            await search.left()
 
     async def close(self) -> None:
         """Wait for running searches, and end the threads."""
@@ -433,33 +420,6 @@ class SpeculativeAnswer(Generic[EventT]):
         self._matched = decision.action is Action.KEEP and self._answer is not None
         return self._answer if self._matched else None
 
-    async def answer_over(
-        self, chunks: Sequence[RetrievedChunk], *, until_s: float | None = None
-    ) -> AsyncGenerator[EventT, None]:
-        """After the last stage: the events of the answer over `chunks`, from a speculation or from a new request.
-
-        A confirmed speculation that fails before its first event is submitted again, unless `until_s` has passed.
-
-        Raises:
-            ChunkweaveError: what `submit` and its answers raise.
-        """
-        started = await self.final(chunks)
-        if started is not None:
-            started.confirm()
-            shown = False
-            try:
-                async for event in started:
-                    shown = True
-                    yield event
-                return
-            except RequestEndedError as error:
-                if shown or (until_s is not None and time.perf_counter() >= until_s):
-                    raise
-                logger.warning("a speculation failed (%s); its request is computed anew", error)
-                self._matched = False
-        async for event in await self.start(chunks, speculative=False):
-            yield event
-
     def summary(self, search_end_s: float, began_s: float, ended_s: float) -> Pipelining:
         """The question's speculations; its answer was computed from `began_s` to `ended_s`."""
         matched = self._matched and self._answer is not None and not self._answer.failed
@@ -512,17 +472,3 @@ class SpeculativeAnswer(Generic[EventT]):
         if self._answer is not None and self._answer.failed:
             self._answer = None
             self._speculation.failed(self)
-
-
-def left_s(until_s: float | None) -> float | None:
-    """Seconds until `until_s` by `time.perf_counter`; None if there is no deadline.
-
-    Raises:
-        DeadlineError: the deadline has passed.
-    """
-    if until_s is None:
-        return None
-    seconds = until_s - time.perf_counter()
-    if seconds <= 0:
-        raise DeadlineError("the question was not answered before its deadline")
-    return seconds

@@ -1,12 +1,12 @@
 """Retrieve from a corpus on disk and answer from what was found, with the bundled model and passages.
 
-Run: python examples/rag_pipeline.py [CORPUS_FOLDER]
+Run: python examples/corpus.py [CORPUS_FOLDER]
 """
 
 import sys
 from tempfile import mkdtemp
 
-from chunkweave import Corpus, CorpusDocument, Engine, RagPipeline, SamplingParams
+from chunkweave import Corpus, CorpusDocument, Engine
 from chunkweave.calibration.questions import bundled_corpus
 
 folder = sys.argv[1] if len(sys.argv) > 1 else mkdtemp()
@@ -17,16 +17,12 @@ else:
     corpus = Corpus.create(folder, tokenizer=engine.loaded.tokenizer)
     passages = enumerate(bundled_corpus().passages, start=1)
     corpus.add([CorpusDocument(f"passage-{number}", one.text, title=one.source) for number, one in passages])
-pipeline = RagPipeline(engine, corpus, top_k=3)
 questions = "What did Greta Wisley work as?", "What trade did Frank Lervold have?", "What job did Greta Wisley do?"
 for question in questions:
-    print(f"> {question}")
-    for event in pipeline.stream(question, sampling=SamplingParams(max_new_tokens=16)):
-        print(event.text, end="", flush=True)
-        if event.answer is not None:
-            print()
-            for found in event.answer.retrieved:
-                print(f"  {found.rank}. {found.title} ({found.document}), score {found.score:.2f}")
-            report = event.answer.report
-            stored = report.prefix_exact_tokens + report.reused_tokens
-            print(f"  {stored} of {report.prompt_tokens} tokens from the store")
+    retrieved = corpus.search(question, 3)
+    answer = engine.generate(question, [hit.chunk for hit in retrieved], max_new_tokens=16)
+    print(f"> {question}\n{answer.text}")
+    for hit in retrieved:
+        print(f"  {hit.rank}. {hit.title} ({hit.document}), score {hit.score:.2f}")
+    stored = answer.report.prefix_exact_tokens + answer.report.reused_tokens
+    print(f"  {stored} of {answer.report.prompt_tokens} tokens from the store")
