@@ -225,6 +225,14 @@ def test_half_of_one_is_refused(base, weights, tmp_path):
         load_folder(base, adapter=adapter)
 
 
+def test_whole_weights_of_the_base_are_refused(base, weights, tmp_path):
+    adapter = write_adapter(tmp_path / "a", weights)
+    whole = {**load_file(adapter / WEIGHTS_FILE), f"base_model.model.{Q0}.weight": weights.state_dict()[f"{Q0}.weight"]}
+    save_file(whole, adapter / WEIGHTS_FILE)
+    with pytest.raises(UnsupportedModelError, match="which is no LoRA weight"):
+        load_folder(base, adapter=adapter)
+
+
 def test_files_that_are_missing_or_damaged(base, weights, tmp_path):
     adapter = write_adapter(tmp_path / "a", weights)
     (adapter / WEIGHTS_FILE).write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
