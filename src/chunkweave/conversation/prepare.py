@@ -128,11 +128,11 @@ class RequestPreparer:
             choice = self.shadow.allowed(choice)
         most = min(self.context_tokens, most_tokens or self.context_tokens)
         request, prompt, not_sent = self.turn_builder.build(request, build or self._built, most)
+        room = min(request.sampling.max_new_tokens, prompt.room_in(self.context_tokens))  # may refuse: before counting
         stores = request.cache is CacheUse.USE
         counted = stores and not speculative
         arranged = Arranged(prompt) if found else self._arrange(prompt, order, request.tenant, counted=counted)
         kept = self.chooser.kept(choice) if stores else Kept(kv=False)
-        room = min(request.sampling.max_new_tokens, prompt.room_in(self.context_tokens))
         method = method_for(choice, arranged.promotion, None)
         return PreparedRequest(request, order, arranged, choice, method, kept, room, raisable, not_sent)
 
