@@ -233,6 +233,8 @@ def _reuse_of(data: Mapping[str, Any]) -> ReuseConfig:
 
 def _with_written(usual: ConfigT, data: Mapping[str, Any]) -> ConfigT:
     """`usual` with the values of a record; JSON's lists and strings are converted to the fields' types."""
+    if unknown := data.keys() - asdict(usual).keys():
+        raise ValueError(f"this version has no setting {min(unknown)}")
     read: dict[str, Any] = {n: v if v is None else type(getattr(usual, n))(v) for n, v in data.items()}
     return replace(usual, **read)
 
