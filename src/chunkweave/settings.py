@@ -343,6 +343,10 @@ def configuration(places: frozenset[Place] = EVERYWHERE) -> Callable[[type[Confi
             plain(self, *args, **values)
             for one in known.values():
                 one.refuse_out_of_range(getattr(self, one.attribute))
+            for plain_field in fields(self):
+                name, value = plain_field.name, getattr(self, plain_field.name)
+                if name not in by_attribute and isinstance(value, int | float) and not value >= 0:
+                    raise UsageError(f"{name} is at least 0, not {value}")
 
         config.__init__ = init
         return config
