@@ -39,7 +39,8 @@ def toy_engine(store: StoreConfig | None = None, settings: Settings | None = Non
 
 CONSTANTS = {
     "shadow": {"shadow_window": "window", "shadow_max_divergence": "max_divergence"},
-    "capture": ("variant_generations",),
+    "capture": {"variant_generations": "variant_generations", "capture": "profile"},
+    "listen": ("stalled_s",),
     "store": ("admission", "max_instances"),
     "ordering": {"ordering_window": "window"},
     "batching": ("max_waiting",),

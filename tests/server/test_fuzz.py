@@ -23,9 +23,8 @@ from chunkweave_server.app import create_app
 from chunkweave_server.backend import Stage
 from chunkweave_server.engine_backend import EngineBackend
 from chunkweave_server.service import Service
-from chunkweave_server.settings import resolve
 from chunkweave_server.tenants import KeyRing
-from tests.server.conftest import audit, toy_service, vllm_service, wait_until
+from tests.server.conftest import audit, settings_of, toy_service, vllm_service, wait_until
 from tests.server.fake_vllm import FakeVllm
 from tests.server.test_refusals import INSIDE
 
@@ -47,7 +46,7 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     with ExitStack() as stack:
         if request.param == "engine":
             places = {"cache_dir": str(folder / "cache"), "data_dir": str(folder / "data")}
-            settings = resolve({"model": "reader", **places, **LIMITS}, {}).settings
+            settings = settings_of(model="reader", shape=None, served_model_name="reader", **places, **LIMITS)
             service = Service(settings, EngineBackend(settings), KeyRing())
         else:
             fake = stack.enter_context(FakeVllm(str(folder / "reports")))
