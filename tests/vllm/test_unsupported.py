@@ -248,7 +248,7 @@ def test_memory_that_is_not_there_is_a_reason_with_its_number():
     with pytest.raises(ModelError, match=reason):
         room_for_weaves(layers, config, store, kept=GIB // 2, spare=int(2.4 * GIB))
     assert room_for_weaves(layers, config, store, kept=GIB // 2, spare=3 * GIB) == 1.25 * GIB
-    assert room_for_weaves(layers, config, StoreConfig(device_staging=0), kept=0, spare=GIB) == GIB
+    assert room_for_weaves(layers, config, StoreConfig(device_staging_bytes=0), kept=0, spare=GIB) == GIB
 
 
 @pytest.mark.parametrize(
