@@ -42,7 +42,7 @@ CONSTANTS = {
     "capture": {"variant_generations": "variant_generations", "capture": "profile"},
     "listen": ("stalled_s",),
     "store": ("admission", "max_instances"),
-    "ordering": {"ordering_window": "window"},
+    "ordering": {"ordering_window": "window", "path_chunks": "path_chunks"},
     "batching": ("max_waiting",),
     "fleet": ("replica_requests", "max_prefill_batch"),
     "limits": (

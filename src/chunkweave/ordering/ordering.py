@@ -76,11 +76,8 @@ class OrderingConfig:
         defaults={Place.COMMANDS: None},
         least=1,
     )
-    path_chunks: int | None = setting(
-        None,
-        "With full and prefix, number of a prompt's first chunks that are stored (RAGCache §8); none: all.",
-        least=1,
-    )
+    path_chunks: int | None = None
+    """With full and prefix, number of a prompt's first chunks that are stored (RAGCache §8); none: all."""
     deduplicate: bool = setting(
         False, "Leave out chunks that an earlier turn of the conversation has (CRAFT §4.3); it changes what is read."
     )
