@@ -229,6 +229,7 @@ def test_the_sketch_keeps_hot_pieces_and_forgets_old_ones():
     assert len(sketch.see(ChunkId(f"novel-{n}") for n in range(1000))) < 300
 
 
+@pytest.mark.timed
 def test_finding_takes_less_than_a_millisecond_for_8000_tokens():
     words = " ".join(PASSAGES).split()
     rng = random.Random(1)
