@@ -333,4 +333,4 @@ def test_prompts_may_be_bounded(engine):
 
     asyncio.run(main())
     with pytest.raises(UsageError, match="max_prompt_tokens"):
-        BatchingConfig(max_prompt_tokens=-1)
+        BatchingConfig(max_prompt_tokens=0)

@@ -159,6 +159,8 @@ class BatchingConfig:
         TokenBudget(tokens=self.step_tokens, max_running=self.max_running)
         if self.speculation_tokens is not None:
             TokenBudget(tokens=self.speculation_tokens, max_running=self.max_running)
+        if self.max_prompt_tokens == 0:
+            raise UsageError("max_prompt_tokens is at least 1, not 0")
         if not 1 <= self.block_tokens <= self.kv_tokens:
             raise UsageError(f"kv_tokens ({self.kv_tokens}) cannot hold one block of {self.block_tokens} tokens")
 
