@@ -20,7 +20,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 import chunkweave
 from chunkweave.errors import UsageError
 from chunkweave_server import page, routes
-from chunkweave_server.activity import activity
 from chunkweave_server.backend import Stage
 from chunkweave_server.embeddings import embeddings
 from chunkweave_server.errors import install_error_handlers
@@ -61,8 +60,8 @@ def create_app(service: Service) -> FastAPI:
     app.state.service, app.state.limits, app.state.threads = service, service.limits, service.threads
     for router in (routes.completions, routes.corpora, routes.cache, routes.operation, routes.open_to_all):
         app.include_router(router)
-    app.include_router(activity)
     app.include_router(embeddings)
+    app.include_router(page.activity)
     app.include_router(page.shell)
     install_error_handlers(app)
     if passthrough is None:

@@ -138,16 +138,6 @@ def http_error_of(error: Exception) -> HttpError:
     return HttpError(500, message, code="internal_error")
 
 
-def message_of(error: BaseException) -> str:
-    """The message that the client gets for an error. Unlike `http_error_of` it logs nothing."""
-    if isinstance(error, HttpError):
-        return error.message
-    if isinstance(error, tuple(_CLIENTS)):
-        return _sendable(str(error))
-    known = (message for kind, (_, message, *_) in _SERVERS.items() if isinstance(error, kind))
-    return next(known, _FAILED)
-
-
 def _not_stored(error: Exception) -> HttpError | None:
     """A 507 for an error caused by a full or read-only disk; None for other errors."""
     cause = error.__cause__

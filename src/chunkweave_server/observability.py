@@ -12,14 +12,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import chain
 from typing import TYPE_CHECKING, Any, TextIO
 
 from chunkweave.errors import install_extra
 from chunkweave.metrics import ReuseReport
-from chunkweave_server.errors import HttpError, message_of
+from chunkweave_server.errors import HttpError
 from chunkweave_server.metrics import Outcome, ServerMetrics, outcome_of
 from chunkweave_server.settings import LogForm
 from chunkweave_server.tenants import Tenant
@@ -239,21 +238,15 @@ def _attributes(report: ReuseReport, request_id: str, finish_reason: str) -> dic
 
 MOST = 200
 MOST_UNANSWERED = 50
-MOST_BYTES = 16 << 20
-"""Limits of the requests that are kept. Bytes are of all reports, by `_bytes_of`: fewer are kept of long prompts."""
-
-_BYTES_OF_A_CHUNK = 500
-_BYTES_OF_A_SPAN = 120
-"""Approximate memory of these objects."""
+"""Limits of the requests that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecentRequest:
-    """An ended request, without its texts: only the names of its parts are kept. `report` is None without an answer.
+    """An ended request, without its texts and the names of its parts. `report` is None without an answer.
 
-    `key` identifies it on the page; it is random, since a number would reveal the number of other requests. `ended_s`
-    is a Unix time. `error` is the status and code of a refusal, else the error's class. `message` is the error message
-    that the client got; it may quote the request, so only its tenant may see it.
+    `key` is random, since a number would reveal the number of other requests. `ended_s` is a Unix time. `error` is the
+    status and code of a refusal, else the error's class.
     """
 
     id: str
@@ -262,59 +255,33 @@ class RecentRequest:
     report: ReuseReport | None = None
     finish_reason: str = ""
     error: str = ""
-    message: str = ""
     ended_s: float = field(default_factory=time.time)
     key: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 class RecentRequests:
-    """The last requests of all tenants: up to `MOST` answered ones within `MOST_BYTES`, and `MOST_UNANSWERED` others.
+    """The last requests of all tenants: up to `MOST` answered ones and `MOST_UNANSWERED` others.
 
     Both are kept apart, so that refusals do not displace answers. Used in the event loop's thread only.
     """
 
     def __init__(self) -> None:
-        self._answered: deque[RecentRequest] = deque()
+        self._answered: deque[RecentRequest] = deque(maxlen=MOST)
         self._unanswered: deque[RecentRequest] = deque(maxlen=MOST_UNANSWERED)
-        self._nbytes = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Approximate memory of the reports."""
-        return self._nbytes
 
     def answered(self, request_id: str, tenant: str, report: ReuseReport, *, finish_reason: str = "") -> None:
         """Keep a request with a complete answer."""
+        report = replace(report, chunks=())
         self._answered.append(RecentRequest(request_id, tenant, Outcome.FINISHED, report, finish_reason))
-        self._nbytes += _bytes_of(report)
-        while len(self._answered) > MOST or (self._nbytes > MOST_BYTES and len(self._answered) > 1):
-            self._nbytes -= _bytes_of(self._answered.popleft().report)
 
     def unanswered(self, request_id: str, tenant: str, outcome: str, error: BaseException | None) -> None:
         """Keep a request without a complete answer. `error` is None if the client closed the connection."""
-        message = _CLIENT_GONE if error is None else message_of(error)
-        self._unanswered.append(
-            RecentRequest(request_id, tenant, outcome, error=_short(error), message=message[:MOST_MESSAGE_CHARACTERS])
-        )
+        self._unanswered.append(RecentRequest(request_id, tenant, outcome, error=_short(error)))
 
     def seen_by(self, tenant: "Tenant", *, answered: bool = True) -> Iterator[RecentRequest]:
         """The answered or unanswered requests that a tenant may see, newest first: its own; an admin sees all."""
-        kept = self._answered if answered else self._unanswered
-        return (one for one in reversed(kept) if tenant.admin or one.tenant == tenant.name)
-
-    def find(self, tenant: "Tenant", key: str) -> RecentRequest | None:
-        """A request by key or id, or None if it is not kept or the tenant may not see it. Answered ones come first."""
-        seen = chain(self.seen_by(tenant), self.seen_by(tenant, answered=False))
-        return next((one for one in seen if key in (one.key, one.id)), None)
-
-
-_CLIENT_GONE = "the client closed the connection before the end of its answer"
-MOST_MESSAGE_CHARACTERS = 500
-
-
-def _bytes_of(report: ReuseReport | None) -> int:
-    chunks = () if report is None else report.chunks
-    return sum(_BYTES_OF_A_CHUNK + sys.getsizeof(one.source) + _BYTES_OF_A_SPAN * len(one.recomputed) for one in chunks)
+        requests = self._answered if answered else self._unanswered
+        return (request for request in reversed(requests) if tenant.admin or request.tenant == tenant.name)
 
 
 def _short(error: BaseException | None) -> str:

@@ -20,7 +20,6 @@ pytest.importorskip("hatch_fancy_pypi_readme", reason=NO_HATCH)
 ROOT = Path(__file__).resolve().parents[2]
 _MIB = 1 << 20
 _ASSETS = "chunkweave/assets/"
-_PAGE = "chunkweave/page/"
 _MODEL = f"{_ASSETS}reader/model.safetensors"
 
 
@@ -97,10 +96,9 @@ def test_the_engines_image_loads_gguf_files_and_starts_with_a_model_that_needs_t
 
 def test_only_assets_are_no_code(brought: zipfile.ZipFile):
     package, _, _ = parts_of(brought)
-    names = [name for name in package if not name.startswith((_ASSETS, _PAGE))]
-    assert {Path(name).suffix for name in names if not name.endswith("/py.typed")} == {".py"}
-    page = {name.removeprefix(_PAGE).partition("/")[0] for name in package if name.startswith(_PAGE)}
-    assert page == {"__init__.py", "files.py", "views.py", "static"}
+    names = [name for name in package if not name.startswith(_ASSETS)]
+    others = {name for name in names if Path(name).suffix != ".py"}
+    assert others == {"chunkweave/py.typed", "chunkweave_server/py.typed", "chunkweave_server/page.html"}
     kinds = {Path(name).suffix for name in package if name.startswith(_ASSETS)}
     assert kinds <= {".json", ".jsonl", ".md", ".safetensors", ".txt"}, "nothing that is executed by being loaded"
 

@@ -15,9 +15,7 @@ import pytest
 from benchmarks.server_thread import ServerThread
 
 from chunkweave import StoreConfig
-from chunkweave.types import MOST_SOURCE_CHARACTERS
 from chunkweave_server.backend import Stage
-from chunkweave_server.observability import MOST_BYTES
 from chunkweave_server.service import Service
 from tests.server.conftest import Client, Serve, toy_service, vllm_service, wait_until
 from tests.server.fake_vllm import FakeVllm
@@ -246,9 +244,5 @@ def test_names_of_documents_take_no_more_room_than_their_bound(
     # The server's thread may still hold the last body when its answer is here.
     wait_until(lambda: (gc.collect(), tracemalloc.get_traced_memory()[0] < 12 << 20)[1], timeout_s=30)
     tracemalloc.stop()
-    recent = client.parts.observer.recent
-    assert recent.nbytes <= MOST_BYTES
-    reports = [one.report for one in recent.seen_by(client.service.keys.tenant_of(None)) if one.report is not None]
-    assert all(len(chunk.source) <= MOST_SOURCE_CHARACTERS for report in reports for chunk in report.chunks)
     files = [file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file()]
     assert sum(files) < 8 << 20

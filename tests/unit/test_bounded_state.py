@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from chunkweave.conversation.turns import SentChunks
 from chunkweave.metrics import ChunkReport
 from chunkweave.ordering.arrangement import COUNTS_FILE, Arranger
@@ -13,8 +11,8 @@ from chunkweave.prompt.request import Request
 from chunkweave.prompt.tokenizer import TokenCache
 from chunkweave.scheduling.routing import ReplicaContents
 from chunkweave.store.records import SegmentRecord
-from chunkweave.types import MOST_SOURCE_CHARACTERS, Chunk, ChunkId, Span
-from chunkweave_server.observability import MOST, MOST_BYTES, RecentRequests
+from chunkweave.types import MOST_SOURCE_CHARACTERS, Chunk, ChunkId
+from chunkweave_server.observability import MOST, RecentRequests
 from chunkweave_server.tenants import Tenant
 from tests.unit.test_explain import REPORT
 
@@ -70,27 +68,14 @@ def test_short_chunks_do_not_fill_a_mirror_with_paths():
     assert contents.segments == 4000
 
 
-@pytest.mark.parametrize(
-    "chunk",
-    [
-        {"source": "漢" * MOST_SOURCE_CHARACTERS},
-        {"recomputed": tuple(Span(place, place + 1) for place in range(0, 4000, 2))},
-    ],
-    ids=["sources", "spans"],
-)
-def test_reports_of_long_prompts_leave_fewer_requests_on_the_page(chunk):
-    recent, report = RecentRequests(), REPORT
-    usual = ChunkReport(ChunkId("c"), "notes", "reused", None, None, 10, 0)
-    large = replace(report, chunks=(replace(usual, **chunk),) * 64)
+def test_of_answered_requests_the_last_are_kept_without_their_parts():
+    recent = RecentRequests()
+    chunk = ChunkReport(ChunkId("c"), "notes", "reused", None, None, 10, 0)
     for number in range(2 * MOST):
-        recent.answered(str(number), "", large)
-        assert recent.nbytes <= MOST_BYTES
-    kept = list(recent.seen_by(Tenant(admin=True)))
-    assert kept[0].id == str(2 * MOST - 1)
-    assert len(kept) < MOST
-    for number in range(MOST):
-        recent.answered(str(number), "", replace(report, chunks=(usual,)))
-    assert len(list(recent.seen_by(Tenant(admin=True)))) == MOST
+        recent.answered(str(number), "", replace(REPORT, chunks=(chunk,)))
+    requests = list(recent.seen_by(Tenant(admin=True)))
+    assert [request.id for request in requests] == [str(number) for number in reversed(range(MOST, 2 * MOST))]
+    assert not any(request.report.chunks for request in requests if request.report is not None)
 
 
 def test_requests_are_counted_of_so_many_tenants_and_a_damaged_file_counts_nothing(tmp_path, caplog):

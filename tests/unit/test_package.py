@@ -16,7 +16,6 @@ TORCH_FREE = (
     "chunkweave.config",
     "chunkweave.settings",
     "chunkweave.metrics",
-    "chunkweave.page",
     "chunkweave.prompt",
     "chunkweave.store",
     "chunkweave.ordering",
