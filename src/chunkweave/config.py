@@ -160,16 +160,6 @@ class RequestDefaults:
         "Order of chunks: fixed, as given; free, reordered to maximize reuse (changes the prompt).",
         places=PROGRAMS | {Place.REQUEST},
     )
-    document_tag: str = setting(
-        "",
-        "Tag of documents inside messages, for clients that cannot send `documents`: doc reads `<doc>...</doc>`; "
-        "empty: off.",
-        places=SERVERS,
-    )
-
-    def __post_init__(self) -> None:
-        if self.document_tag and not re.fullmatch(r"[A-Za-z][\w-]*", self.document_tag):
-            raise UsageError(f"document_tag must be a name such as doc, without brackets, not {self.document_tag!r}")
 
 
 @configuration()

@@ -30,7 +30,6 @@ from chunkweave_server.corpora import joined
 from chunkweave_server.errors import NOT_READY_AGAIN_S, STREAMED, HttpError, error_responses, invalid_request
 from chunkweave_server.fields import CAPPED_HEADER, UNKNOWN_HEADER, as_header
 from chunkweave_server.gate import NEEDS_KEY, OfTenant
-from chunkweave_server.markers import with_marked_documents
 from chunkweave_server.metrics import CONTENT_TYPE
 from chunkweave_server.observability import RequestMeta
 from chunkweave_server.replies import EventStream, ReplyForm
@@ -93,8 +92,6 @@ async def complete(
 
 async def _answered(body: CompletionBody, request: Request, service: Service, parts: Parts, tenant: Tenant) -> Response:
     model = body.model or parts.backend.name
-    if tag := service.settings.requests.document_tag:
-        body = with_marked_documents(body, tag, service.settings.limits)
     form = ReplyForm(isinstance(body, ChatBody), model, body.with_usage, body.return_token_ids, body.alternatives)
     meta = _meta(request)
     running = await unless_gone(request.receive, parts.answering.start(tenant, body, meta))

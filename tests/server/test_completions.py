@@ -7,7 +7,7 @@ import pytest
 from chunkweave import Request, SamplingParams
 from chunkweave_server.bodies import NOTHING_NAMED, say_that_nothing_was_named
 from chunkweave_server.replies import ReplyForm
-from tests.server.conftest import Client, Serve, toy_engine
+from tests.server.conftest import Client, toy_engine
 
 FERRY = "The ferry leaves the northern pier at nine and again at noon. "
 CHOIR = "The choir sings on Sundays in the hall behind the church. "
@@ -65,57 +65,6 @@ def test_an_answer_over_nothing_says_so(client: Client, caplog):
         assert client.ask(**more).headers[name] == words
         assert name not in client.ask(documents=[FERRY], **more).headers
     assert sum("named no documents" in record.message for record in caplog.records) == 1
-
-
-MARKED = f"<doc>{FERRY}</doc><doc title='The choir' id='c-1'>{CHOIR}</doc>"
-NAMED = [FERRY.strip(), {"text": CHOIR.strip(), "title": "The choir", "id": "c-1"}]
-QUESTION = "When does the ferry leave?"
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [{"role": "user", "content": f"{MARKED}\n{QUESTION}"}],
-        [{"role": "user", "content": [{"type": "text", "text": MARKED}, {"type": "text", "text": QUESTION}]}],
-        [{"role": "system", "content": MARKED}, {"role": "user", "content": QUESTION}],
-    ],
-)
-def test_documents_between_tags_are_documents(serve: Serve, messages):
-    client = serve(document_tag="doc")
-    named = [message for message in messages if message["role"] == "system"]
-    asked = [{"role": "system", "content": ""}] * len(named) + [{"role": "user", "content": QUESTION}]
-    plain = client.ask(messages=asked, documents=NAMED).json()
-    marked = client.ask(messages=messages).json()
-    sources, same = ([one["source"] for one in told["chunkweave"]["chunks"]] for told in (marked, plain))
-    assert sources == same
-    assert sources[-2:] == ["document 0", "c-1"]
-    assert marked["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
-    assert marked["choices"][0]["message"] == plain["choices"][0]["message"]
-
-
-def test_a_prompt_may_have_tags_too(serve: Serve):
-    client = serve(document_tag="doc")
-    body = {"prompt": f"{MARKED} {QUESTION}", "max_tokens": 4, "temperature": 0}
-    report = client.post("/v1/completions", json=body).json()["chunkweave"]
-    assert [one["rank"] for one in report["chunks"]].count(None) == len(report["chunks"]) - 2
-
-
-@pytest.mark.parametrize(
-    ("question", "more", "said"),
-    [
-        (f"<doc>{FERRY} When?", {}, "<doc> is not closed"),
-        (f"{MARKED} When?", {"documents": [CHOIR]}, "do not also give documents"),
-        (MARKED, {}, "the question is empty"),
-    ],
-)
-def test_marked_documents_that_make_no_request_are_refused(serve: Serve, question, more, said):
-    refused = serve(document_tag="doc").ask(question, **more)
-    assert refused.status_code == 400
-    assert said in refused.json()["error"]["message"]
-
-
-def test_tags_mean_nothing_unless_the_server_says_so(client: Client):
-    assert client.ask(f"{MARKED} When?").headers[NOTHING_NAMED[0]] == NOTHING_NAMED[1]
 
 
 @pytest.mark.backend("engine")

@@ -76,8 +76,7 @@ class VllmBackend:
         self.name = flags.name
         self.first_stage = Stage.STARTING_VLLM
         model = None if flags.adapter is None else self.name  # vLLM's default is the model without the adapter
-        tag, finds = settings.requests.document_tag, settings.finding.find_chunks
-        self.passthrough = Passthrough(self._started_fleet, tag, model=model, finds=finds)
+        self.passthrough = Passthrough(self._started_fleet, model=model, finds=settings.finding.find_chunks)
         self.shadow: ShadowMonitor | None = None
         self.context: AnswerContext
         self.cache: VllmCache

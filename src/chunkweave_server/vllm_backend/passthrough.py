@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -29,7 +29,6 @@ from chunkweave_server.bodies import (
 )
 from chunkweave_server.errors import HttpError
 from chunkweave_server.gate import OfTenant
-from chunkweave_server.markers import marks_documents
 from chunkweave_server.requests import ReuseField
 from chunkweave_server.tenants import Tenant
 from chunkweave_server.threads import ClientGoneError, unless_gone
@@ -47,9 +46,6 @@ _OURS = ("documents", FIELD)
 
 _FINDING = REQUEST_FIELDS & ReuseField.model_fields.keys()
 """Our fields of a request that the plug-in reads too."""
-
-_TEXTS = ("messages", "prompt")
-"""Fields of a completion request that contain texts."""
 
 _GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Endpoints that can use an adapter."""
@@ -130,17 +126,14 @@ _RESETS = ("/pause", "/reset_prefix_cache", "/sleep")
 class Passthrough:
     """Forwards requests to the least loaded server."""
 
-    def __init__(
-        self, fleet: Callable[[], Fleet], document_tag: str = "", *, model: str | None = None, finds: bool = False
-    ) -> None:
+    def __init__(self, fleet: Callable[[], Fleet], *, model: str | None = None, finds: bool = False) -> None:
         """`fleet` is called for each request; it raises `HttpError` before the fleet has started.
 
-        Requests with a `document_tag` in a text are answered here, too. `model` is set in completion requests that name
-        no model; None: vLLM's default. `finds`: the plug-in finds chunks in requests that do not say otherwise.
+        `model` is set in completion requests that name no model; None: vLLM's default. `finds`: the plug-in finds
+        chunks in requests that do not say otherwise.
         """
         self._model = model
         self._finds = finds
-        self._document_tag = document_tag
         self.router = APIRouter()
         self.router.add_api_route("/ping", self._ping, include_in_schema=False)
         for paths, handler in ((_FOR_ALL, self._for_all), (_FOR_ADMINS, self._for_admins)):
@@ -172,7 +165,7 @@ class Passthrough:
         if body is not None and (finding := self._finding(body)) is not None:
             body, found = finding
             raw = json.dumps(body).encode()
-        if body is not None and (any(body.get(name) for name in _OURS) or self._marked(body)):
+        if body is not None and any(body.get(name) for name in _OURS):
             return None
         return self._completed(path, raw, body, tenant), found
 
@@ -197,10 +190,6 @@ class Passthrough:
             # A new salt, so that vLLM's own prefix cache is not used.
             found, ours, left["cache_salt"] = False, {FIND: False}, f"{salt}|{uuid.uuid4().hex}"
         return {**left, "kv_transfer_params": {FIELD: ours}}, found
-
-    def _marked(self, body: dict[str, Any]) -> bool:
-        said = [body.get(name) for name in _TEXTS]
-        return bool(self._document_tag) and marks_documents(_texts(said), self._document_tag)
 
     async def _ping(self, request: Request) -> Response:
         """Health of vLLM; needs no key."""
@@ -270,15 +259,6 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
     refuse_costly(raw, _MOST_VALUES)
     body = parsed_json(raw)
     return body if isinstance(body, dict) else None
-
-
-def _texts(value: Any, levels: int = 5) -> Iterator[str]:
-    """All texts in a value, down to the depth of a message's content parts."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list) and levels:
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _texts(one, levels - 1)
 
 
 class PassedThrough(Response):
