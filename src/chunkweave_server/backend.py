@@ -102,29 +102,11 @@ class Forgotten:
 class CacheCommands(Protocol):
     """The commands of `/v1/cache` on a backend's stored chunks. Chunks of different salts are separate."""
 
-    @property
-    def pins(self) -> bool:
-        """Whether chunks can be pinned."""
-
     async def warm(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
         """Compute chunks ahead of requests, with lower priority than all requests; returns how many were computed.
 
         Raises:
             ChunkweaveError, HttpError: a chunk is too long or was not computed; chunks before it are computed.
-        """
-
-    async def pin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
-        """Pin the stored segments of chunks; returns the number of pinned segments.
-
-        Raises:
-            HttpError: 403, the tenant's pins would exceed its budget; 501, the backend has no pins.
-        """
-
-    async def unpin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
-        """Remove pins; returns how many of the chunks were pinned.
-
-        Raises:
-            HttpError: 501, the backend has no pins.
         """
 
     @property

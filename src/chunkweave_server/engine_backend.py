@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -31,9 +30,8 @@ from chunkweave.prompt.rendering import rendered_chat
 from chunkweave.prompt.request import Request
 from chunkweave.prompt.template import INSTRUCTION, calls_in_template
 from chunkweave.scheduling.shadow import ShadowMonitor
-from chunkweave.store.index import TieredLease
 from chunkweave.store.records import SegmentRecord
-from chunkweave.types import Chunk, ChunkId, Context, SegmentId
+from chunkweave.types import Chunk, ChunkId, Context
 from chunkweave.weaving.stores import eviction_order
 from chunkweave_server.backend import (
     BackendParts,
@@ -122,7 +120,6 @@ class EngineBackend:
         await self.cache.improving.close()
         await in_thread(self.batching.close)
         await in_thread(lambda: self.engine.preparer.save_counts(self._counts_file))
-        self.cache.release_all()
         await in_thread(self._close)
 
     def check(self, body: CompletionBody) -> None:
@@ -233,23 +230,17 @@ class EngineBackend:
 
 
 class EngineCache:
-    """The commands of `/v1/cache` on the engine's chunks. Pins last until the server stops.
+    """The commands of `/v1/cache` on the engine's chunks.
 
-    There is one lease for each pinned chunk of each tenant, on the segments at the time of pinning. Used in the event
-    loop's thread only, except for work that it runs in the tenants' threads.
+    Used in the event loop's thread only, except for work that it runs in the tenants' threads.
     """
-
-    pins = True
 
     def __init__(self, engine: Engine, batching: AsyncEngine, threads: TenantThreads, settings: Settings) -> None:
         self.improving = Improver(settings.improving, engine.preparer, self)
         self._engine = engine
         self._batching = batching
         self._threads = threads
-        self._budget_bytes = settings.limits.pin_budget_bytes
         self._warmings = Warmings()
-        self._pinning = threading.Lock()
-        self._leases: dict[str, dict[ChunkId, TieredLease]] = {}
 
     async def warm(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
         """Compute missing chunks one by one, with lower priority than requests; returns how many were computed.
@@ -310,11 +301,6 @@ class EngineCache:
         assert part.id is not None, "a chunk has an id"
         return next((record.contexts for record in self._engine.store.means(part.id)), ())
 
-    def keeps(self, part: PromptPart) -> bool:
-        """Whether a chunk is pinned; a pin protects the segments at the time of pinning."""
-        with self._pinning:
-            return any(part.id in own for own in self._leases.values())
-
     async def compute(self, prepared: PreparedRequest, tenant: str, place: str = "") -> tuple[str, float]:
         """Compute and store a prompt with lower priority than requests.
 
@@ -335,16 +321,6 @@ class EngineCache:
         chunks = {part.id for part in parts if part.id is not None}
         alone = not self._engine.preparer.neutral_tokens
         await in_thread(partial(self._engine.store.drop_first_passes, chunks, alone=alone))
-
-    async def pin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
-        """Pin the stored segments of chunks; returns the number of pinned segments."""
-        ids = await self._ids(chunks, salt, tenant)
-        return await self._threads.run(tenant, lambda: self._pin(tenant, ids))
-
-    async def unpin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:
-        """Remove pins; returns how many of the chunks were pinned."""
-        ids = await self._ids(chunks, salt, tenant)
-        return await self._threads.run(tenant, lambda: self._unpin(tenant, ids))
 
     async def forget(self, tenant: str, texts: Sequence[str], salt: str) -> Forgotten:
         """Remove the KV of chunks in a thread, while the engine steps: the store is thread-safe."""
@@ -378,14 +354,6 @@ class EngineCache:
         counts = {"store": asdict(store.stats), "engine": asdict(self._batching.stats)}
         return {**counts, "eviction": {"engine": eviction_order(store)}, **self.improving.stats()}
 
-    def release_all(self) -> None:
-        """Remove all pins."""
-        with self._pinning:
-            for leases in self._leases.values():
-                for lease in leases.values():
-                    lease.release()
-            self._leases.clear()
-
     def _forget(self, ids: Sequence[ChunkId], readers: list[SegmentRecord]) -> int:
         """Remove chunks and the segments computed from them. Appends the records of the latter to `readers`."""
         store, gone = self._engine.store, frozenset(ids)
@@ -398,33 +366,6 @@ class EngineCache:
         """The ids of chunks, each once, without chunks that fit no context: they are never stored."""
         parts = await storable_parts(self._engine.preparer, self._threads, tenant, chunks, salt)
         return list(dict.fromkeys(part.id for part in parts if part.id is not None))
-
-    def _pin(self, tenant: str, ids: Sequence[ChunkId]) -> int:
-        with self._pinning:
-            own = self._leases.setdefault(tenant, {})
-            wanted = {*ids, *own}
-            records = [record for record in self._engine.store.records() if record.chunk_id in wanted]
-            if sum(record.nbytes for record in records) > self._budget_bytes:
-                message = f"more than {self._budget_bytes} bytes would be pinned"
-                raise HttpError(403, message, code="pin_budget_exceeded")
-            segments: dict[ChunkId, list[SegmentId]] = defaultdict(list)
-            for record in records:
-                segments[record.chunk_id].append(record.id)
-            pinned = 0
-            for chunk in ids:
-                lease = self._engine.store.lease(segments[chunk])
-                if lease.ids:
-                    own[chunk] = lease
-                    pinned += len(lease.ids)
-            return pinned
-
-    def _unpin(self, tenant: str, ids: Sequence[ChunkId]) -> int:
-        with self._pinning:
-            own = self._leases.get(tenant, {})
-            found = [lease for chunk in ids if (lease := own.pop(chunk, None)) is not None]
-            for lease in found:
-                lease.release()
-            return len(found)
 
 
 async def _end(stream: AnswerStream | None) -> None:

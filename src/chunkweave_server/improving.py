@@ -66,9 +66,6 @@ class MeanComputer(Protocol):
     def stored(self, part: PromptPart) -> Sequence[Context] | None:
         """The contexts of a chunk's stored mean, empty if it has none; None if this is not known."""
 
-    def keeps(self, part: PromptPart) -> bool:
-        """Whether a chunk's stored segments must not be replaced: it is pinned."""
-
     async def compute(self, prepared: PreparedRequest, tenant: str, place: str) -> tuple[str, float]:
         """Compute and store a prompt with lower priority than requests, at `place` if possible.
 
@@ -440,11 +437,9 @@ class Improver:
             if not all(self._known.has(chunk.salt, one) for one in behind):
                 continue
             anew = chunk.mean is not None
-            requests: Iterator[PreparedRequest] = iter(())
-            if not (anew and self._computer.keeps(chunk.part)):
-                requests = self._preparer.beforehand(
-                    chunk.part, contexts, cache_salt=chunk.salt, most_tokens=self._computer.most_tokens, anew=anew
-                )
+            requests = self._preparer.beforehand(
+                chunk.part, contexts, cache_salt=chunk.salt, most_tokens=self._computer.most_tokens, anew=anew
+            )
             self._work = _Work(chunk, behind, requests)
             return True
         if self._pool is not None:

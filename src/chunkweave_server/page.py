@@ -65,7 +65,6 @@ async def server(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
         "methods": [described for name in METHODS.names if (described := _method(name)) is not None],
         "admin": tenant.admin,
         "tenants": not tenant.anonymous,
-        "pins": parts.backend.cache.pins,
     }
 
 

@@ -365,26 +365,6 @@ async def warm(body: ChunksBody, request: Request, parts: ReadyParts, tenant: Of
     return {"chunks": len(chunks), "computed": computed}
 
 
-@cache.post("/pin", responses=error_responses(400, 403, 404, 501, 503))
-async def pin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
-    """Protect the stored KV of documents or of a corpus from eviction, until it is unpinned or the server stops."""
-    commands = parts.backend.cache
-    with parts.limits.occupy(tenant.name):
-        chunks = await _chunks(body, parts, tenant)
-        pinned = await commands.pin(tenant.name, chunks, tenant.salt(body.cache_salt))
-    return {"chunks": len(chunks), "segments_pinned": pinned}
-
-
-@cache.post("/unpin", responses=error_responses(400, 404, 501, 503))
-async def unpin(body: ChunksBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
-    """Remove pins."""
-    commands = parts.backend.cache
-    with parts.limits.occupy(tenant.name):
-        chunks = await _chunks(body, parts, tenant)
-        unpinned = await commands.unpin(tenant.name, chunks, tenant.salt(body.cache_salt))
-    return {"chunks": len(chunks), "chunks_unpinned": unpinned}
-
-
 @cache.post("/clear", responses=error_responses(400, 403, 404, 503))
 async def clear(body: ClearBody, parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Remove the KV of documents or of a corpus from every tier; for admins, `everything` of all tenants."""

@@ -117,7 +117,7 @@ class LimitSettings:
 
     max_body_bytes: int = setting(4 * _MIB, "Most bytes of a request body, except uploads.")
     max_upload_bytes: int = setting(64 * _MIB, "Most bytes of a request that ingests documents.")
-    max_documents: int = setting(64, "Most documents of a request, also to warm, pin or clear.", least=1)
+    max_documents: int = setting(64, "Most documents of a request, also to warm or clear.", least=1)
     max_answer_tokens: int = setting(1024, "Most tokens of an answer; a request for more gets this many.", least=1)
     default_answer_tokens: int = 256
     """Tokens of an answer if the request sets no limit."""
@@ -133,8 +133,6 @@ class LimitSettings:
     """Most chunks of a corpus created over HTTP."""
     max_corpus_bytes: int = 2 << 30
     """Most memory of a corpus created over HTTP: texts, metadata, vectors."""
-    pin_budget_bytes: int = 256 * _MIB
-    """Most bytes of segments that a tenant pins."""
 
 
 class CorpusIndex(StrEnum):

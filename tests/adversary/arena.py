@@ -25,7 +25,6 @@ class Arena:
     backend = ""
     faults: tuple[str, ...] = ()
     starter: Callable[[], AbstractContextManager[Starter]] = Forks
-    pins = False
     growth_bytes = 192 << 20
     """By so much a server's memory may be above what it is at first."""
     settled_s = 60.0
@@ -273,15 +272,12 @@ class Arena:
     # --- the cache ------------------------------------------------------------------------------------------------
 
     def command(self, tenant: str, name: str, numbers: list[int]) -> None:
-        """warm, pin, unpin or clear."""
-        allowed = (200, 403) if name == "pin" else (200,)
-        if not self.pins and name in ("pin", "unpin"):
-            allowed = (501,)
+        """warm or clear."""
 
         def given(swapped: bool) -> Any:
             return {"documents": [text(number, swapped=swapped) for number in numbers]}
 
-        reply = self.both(tenant, "POST", f"/v1/cache/{name}", given, allowed=allowed)
+        reply = self.both(tenant, "POST", f"/v1/cache/{name}", given)
         if name == "warm":
             self.warmed(tenant, numbers)
         if name != "clear" or reply.status != 200:

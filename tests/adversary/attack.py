@@ -95,7 +95,7 @@ class Attack(RuleBasedStateMachine):
         self.act(f"ask {VICTIM} {numbers}", self.arena.ask, VICTIM, numbers, 0, method, stream=False)
         self.act(f"ask {tenant} {numbers} {method}", self.arena.ask, tenant, numbers, 0, method, stream=False)
 
-    @rule(tenant=tenants, name=st.sampled_from(["warm", "pin", "unpin", "clear"]), numbers=documents)
+    @rule(tenant=tenants, name=st.sampled_from(["warm", "clear"]), numbers=documents)
     def command(self, tenant: str, name: str, numbers: list[int]) -> None:
         self.act(f"{name} {tenant} {numbers}", self.arena.command, tenant, name, numbers)
 

@@ -19,7 +19,6 @@ class EngineArena(Arena):
     """Our own engine with the bundled reader. KV is in memory, on disk, and in Valkey or Redis if that is there."""
 
     backend = "engine"
-    pins = True
     faults: tuple[str, ...] = ("full", "readonly", "slow")
 
     def open(self, stack: ExitStack) -> list[Server]:

@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 
 from chunkweave.engine.engine import Engine
-from chunkweave.errors import DocumentError
 from chunkweave.planning.cost import CostModel, cost_model_path, stored_cost_model
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.shared_folder import PinFile, pinned_segments
 from chunkweave.tiers.segment_file import read_header
-from chunkweave.types import SegmentId
 from tests.integration.command_line import invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -208,13 +205,10 @@ def test_clear_asks_before_it_removes_everything(cache):
 
 
 def test_clear_by_chunk_and_fingerprint(cache):
-    record, other, _ = records_in(cache)
-    PinFile(cache).add(segment_files(cache)[0].parents[1].name, [record.id, other.id])
-    assert as_json("cache", "stats", cache)["models"][0]["pinned"] == 2
+    record, *_ = records_in(cache)
     assert as_json("cache", "clear", cache, "--chunk", record.chunk_id[:12])["removed"] == 1
     (fingerprint,) = {path.parents[1].name for path in segment_files(cache)}
     assert as_json("cache", "clear", cache, "--fingerprint", fingerprint[:6])["removed"] == 2
-    assert PinFile(cache).read() == {}
 
 
 def test_clear_is_honest_about_files_that_cannot_be_read(cache):
@@ -374,15 +368,6 @@ def test_clear_finds_the_readers_of_a_chunk_that_is_evicted(notes, tmp_path):
     readers = readers_of(cache, chunk)
     assert readers, "one segment is no text to forget"
     assert as_json("cache", "clear", cache, "--chunk", chunk)["readers"] == len(readers)
-
-
-def test_a_damaged_pin_file_pins_nothing_and_is_not_overwritten(tmp_path, caplog):
-    (tmp_path / "pins.json").write_text("{", encoding="utf-8")
-    assert pinned_segments(tmp_path, "f") == frozenset()
-    assert "pins.json" in caplog.text
-    with pytest.raises(DocumentError):
-        PinFile(tmp_path).add("f", [SegmentId("0" * 32)])
-    assert (tmp_path / "pins.json").read_text(encoding="utf-8") == "{"
 
 
 @pytest.mark.parametrize("command", ["stats", "verify", "clear"])

@@ -13,7 +13,6 @@ import pytest
 from chunkweave import Chunk, Engine, StoreConfig
 from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.store.level import Level
-from chunkweave.store.shared_folder import PinFile
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.blobs import RedisBlobs
@@ -215,18 +214,6 @@ def test_the_factory_opens_the_levels_that_are_asked_for(tmp_path):
     assert [level.name for level in store.levels] == ["host", "disk"]
     assert isinstance(store.levels[1].store.tier, DiskTier)
     store.close()
-
-
-def test_pinned_segments_outlive_eviction_and_their_time(tmp_path):
-    warm(tmp_path)
-    fingerprint = toy_model().fingerprint
-    paths = {path.stem: path for path in segment_files(tmp_path)}
-    pinned = sorted(paths)[0]
-    PinFile(tmp_path).add(fingerprint, [pinned])
-    config = StoreConfig(cache_dir=tmp_path, disk_budget_bytes=paths[pinned].stat().st_size, ttl_s=1e-6)
-    with Engine(toy_model(), store=config) as engine:
-        assert {record.id for record in engine.store.records()} == {pinned}
-    assert [path.stem for path in segment_files(tmp_path)] == [pinned]
 
 
 def test_a_time_to_live_counts_from_when_the_file_was_written(tmp_path):

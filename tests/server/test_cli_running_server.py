@@ -69,12 +69,10 @@ def test_status_shows_what_reuse_has_saved_for_all_tenants_to_an_admin(url: str)
     assert "time saved not known yet" in in_words(invoke("status", url, "--key", KEYS["acme"]).output)
 
 
-def test_a_cache_is_warmed_pinned_and_emptied(url: str, docs: Path, monkeypatch):
+def test_a_cache_is_warmed_and_emptied(url: str, docs: Path, monkeypatch):
     monkeypatch.setenv("CHUNKWEAVE_API_KEY", KEYS["acme"])
     assert told("server", "warm", url, "--docs", docs) == {"chunks": 2, "computed": 2}
     assert told("server", "warm", url, "--docs", docs) == {"chunks": 2, "computed": 0}
-    assert told("server", "pin", url, "--docs", docs)["segments_pinned"] == 2
-    assert told("server", "unpin", url, "--docs", docs)["chunks_unpinned"] == 2
     assert told("server", "clear", url, "--docs", docs)["segments_removed"] == 2
     assert "computed 2 of 2 chunks" in invoke("server", "warm", url, "--docs", docs).output
 
@@ -87,7 +85,7 @@ def test_what_is_refused_says_why(url: str, docs: Path):
         (("server", "clear", url, "--all", "--key", KEYS["acme"]), 1, "only an admin"),
         (("status", url), 1, "needs an API key: set CHUNKWEAVE_API_KEY, or give --key"),
         (("status", url, "--key", "not-a-key"), 1, "does not know this API key: set CHUNKWEAVE_API_KEY"),
-        (("server", "pin", url), 2, "--docs or --corpus"),
+        (("server", "clear", url), 2, "--docs or --corpus"),
         (("server", "warm", url, "--corpus", "none", "--key", KEYS["acme"]), 1, "(404)"),
     ):
         result = invoke(*arguments)

@@ -411,22 +411,6 @@ def test_an_empty_corpus_answers_nothing(client: Client):
 
 
 @pytest.mark.backend("engine")
-def test_pinned_chunks_stay(serve: Serve):
-    client = serve(store=StoreConfig(host_budget_bytes=300_000))
-    body = {"documents": [FERRY]}
-    client.post("/v1/cache/warm", json=body)
-    assert client.post("/v1/cache/pin", json=body).json() == {"chunks": 1, "segments_pinned": 1}
-    for number in range(20):
-        client.ask(documents=[f"Passage {number}. {CHOIR}"])
-    assert client.engine.store.stats.evictions > 0
-    assert client.post("/v1/cache/warm", json=body).json()["computed"] == 0
-    assert client.post("/v1/cache/unpin", json=body).json()["chunks_unpinned"] == 1
-    for number in range(20):
-        client.ask(documents=[f"Page {number}. {CHOIR}"])
-    assert client.post("/v1/cache/warm", json=body).json()["computed"] == 1
-
-
-@pytest.mark.backend("engine")
 @pytest.mark.parametrize("neutral_tokens", [0, 400])
 def test_what_is_warmed_is_computed_behind_neutral_passages_and_woven_from_there(serve: Serve, neutral_tokens: int):
     client = serve(contexts="bundled", neutral_tokens=neutral_tokens, method="full-reuse")
@@ -439,16 +423,8 @@ def test_what_is_warmed_is_computed_behind_neutral_passages_and_woven_from_there
 
 
 @pytest.mark.backend("engine")
-def test_pins_have_a_budget(serve: Serve):
-    client = serve(pin_budget_bytes=1000)
-    client.post("/v1/cache/warm", json={"documents": [FERRY]})
-    refused = client.post("/v1/cache/pin", json={"documents": [FERRY]})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "pin_budget_exceeded")
-
-
-@pytest.mark.backend("engine")
 def test_cache_commands_want_to_know_what(client: Client):
-    for command in ("warm", "pin", "unpin", "clear"):
+    for command in ("warm", "clear"):
         assert client.post(f"/v1/cache/{command}", json={}).status_code == 400
         both = {"documents": ["x"], "corpus": "y"}
         assert client.post(f"/v1/cache/{command}", json=both).status_code == 400

@@ -223,14 +223,6 @@ def test_many_chunks_are_several_commands_and_each_is_named_once(fakes, start):
         assert len(sent) == len(set(sent)) >= 110
 
 
-def test_pins_are_not_there(start):
-    front = start()
-    for command in ("pin", "unpin"):
-        refused = front.post(f"/v1/cache/{command}", json={"documents": DOCUMENTS})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (501, "needs_engine")
-        assert "--backend engine" in refused.json()["error"]["message"]
-
-
 def test_a_replica_that_does_not_answer_in_time_costs_no_more_than_that(fakes, start, monkeypatch):
     monkeypatch.setattr(removal, "RemovalTimes", partial(RemovalTimes, answer_s=0.3, pause_s=0.1))
     front = start()

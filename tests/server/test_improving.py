@@ -395,9 +395,6 @@ def test_it_pauses_for_the_rest_of_the_time(share: float, pause_s: float):
         def stored(self, part: PromptPart) -> None:
             return None
 
-        def keeps(self, part: PromptPart) -> bool:
-            return False
-
         async def compute(self, prepared: Any, tenant: str, place: str) -> tuple[str, float]:
             now[0] += 3.0  # one of them it waits for others
             return place, 2.0

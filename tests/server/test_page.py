@@ -129,11 +129,11 @@ def test_the_server_says_which_methods_there_are_what_they_do_and_take(client):
     assert (shown["model"], shown["admin"], shown["tenants"]) == ("toy", True, False)
 
 
-def test_the_server_says_who_may_pin_and_clear(serve: Serve, server_backend):
+def test_the_server_says_who_is_an_admin(serve: Serve):
     client = serve(keys=key_ring())
     for key, admin in ((ADMIN_KEY, True), (KEYS["acme"], False)):
         shown = seen(client, "server", key)
-        assert (shown["admin"], shown["tenants"], shown["pins"]) == (admin, True, server_backend == "engine")
+        assert (shown["admin"], shown["tenants"]) == (admin, True)
 
 
 def test_totals_count_what_reuse_saved_and_status_has_the_same(client):

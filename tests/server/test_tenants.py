@@ -170,11 +170,10 @@ def test_what_all_share_is_for_admins(tenants: Client):
 
 
 @pytest.mark.backend("engine")
-def test_clearing_and_pinning_reach_ones_own_only(tenants: Client):
+def test_clearing_reaches_ones_own_only(tenants: Client):
     acme, bolt = auth(KEYS["acme"]), auth(KEYS["bolt"])
     body = {"documents": [LONG]}
     assert tenants.post("/v1/cache/warm", json=body, headers=acme).json() == {"chunks": 1, "computed": 1}
-    assert tenants.post("/v1/cache/pin", json=body, headers=bolt).json()["segments_pinned"] == 0
     assert tenants.post("/v1/cache/clear", json=body, headers=bolt).json()["segments_removed"] == 0
     assert tenants.post("/v1/cache/warm", json=body, headers=acme).json()["computed"] == 0
     assert tenants.post("/v1/cache/clear", json=body, headers=acme).json()["segments_removed"] == 1
@@ -292,21 +291,20 @@ def slow_tokenizer(client: Client, monkeypatch) -> threading.Event:
 
 
 @pytest.mark.backend("engine")
-@pytest.mark.parametrize("command", ["clear", "pin", "unpin"])
-def test_no_step_waits_for_the_documents_of_a_command(serve: Serve, monkeypatch, command: str):
+def test_no_step_waits_for_the_documents_of_a_command(serve: Serve, monkeypatch):
     client = serve(keys=key_ring(), max_concurrent=1)
     gate, done = slow_tokenizer(client, monkeypatch), []
     body = {"documents": ["slow to tokenize"]}
 
     def act() -> None:
-        done.append(client.post(f"/v1/cache/{command}", json=body, headers=auth(KEYS["acme"])).json())
+        done.append(client.post("/v1/cache/clear", json=body, headers=auth(KEYS["acme"])).json())
 
     acting = threading.Thread(target=act)
     acting.start()
     try:
         wait_until(lambda: client.service.limits.running("acme") == 1)
         assert client.ask(key=KEYS["bolt"]).status_code == 200
-        assert client.post(f"/v1/cache/{command}", json=body, headers=auth(KEYS["acme"])).status_code == 429
+        assert client.post("/v1/cache/clear", json=body, headers=auth(KEYS["acme"])).status_code == 429
         assert not done
     finally:
         gate.set()
@@ -443,7 +441,7 @@ def test_whoever_goes_while_warming_leaves_nothing_under_way(serve: Serve):
 
 
 @pytest.mark.backend("engine")
-@pytest.mark.parametrize("command", ["clear", "pin", "unpin", "warm"])
+@pytest.mark.parametrize("command", ["clear", "warm"])
 def test_commands_on_far_too_long_documents_are_refused(client: Client, monkeypatch, command: str):
     read = watched_tokenizer(client, monkeypatch)
     refused = client.post(f"/v1/cache/{command}", json={"documents": ["Short.", LONG * 1000]})

@@ -22,7 +22,7 @@ from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import OWN_FILES
 from chunkweave.planning.method import prefer_mean
 from chunkweave.store.records import ANYTHING
-from chunkweave.store.shared_folder import DTYPE_FILE, PIN_FILE, REMOVED_FILE, PinFile, Tombstones
+from chunkweave.store.shared_folder import DTYPE_FILE, REMOVED_FILE, Tombstones
 from chunkweave.types import Chunk, SegmentId
 
 if TYPE_CHECKING:
@@ -58,9 +58,8 @@ class CacheFolder:
         except OSError as error:
             raise UsageError(f"the cache directory {root} cannot be read: {error.strerror or error}") from error
         self.root = root
-        self.pins = PinFile(root)
         self.fingerprints = tuple(sorted(name for name, is_ours in names.items() if is_ours))
-        if not self.fingerprints and names.keys() - {PIN_FILE, REMOVED_FILE, DTYPE_FILE}:
+        if not self.fingerprints and names.keys() - {REMOVED_FILE, DTYPE_FILE}:
             raise UsageError(f"{root} is no cache directory: it holds other files, and no model's folder of segments")
 
     def tiers(self, fingerprint: str | None = None) -> Iterator["DiskTier"]:
@@ -118,7 +117,6 @@ def stats(cache_dir: CacheFolderPath, *, fingerprint: Fingerprint = None, output
 
 def _about_model(folder: CacheFolder, tier: "DiskTier", now_s: float) -> dict[str, Any]:
     headers = sorted(folder.headers(tier).values(), key=lambda header: header.record.document)
-    pinned = folder.pins.read().get(tier.folder.name, frozenset())
     ages = [max(0.0, now_s - header.created_s) for header in headers]
     documents = groupby(headers, key=lambda header: header.record.document)
     return {
@@ -126,7 +124,6 @@ def _about_model(folder: CacheFolder, tier: "DiskTier", now_s: float) -> dict[st
         "chunks": len({header.record.chunk_id for header in headers}),
         **_sums(headers),
         "means": sum(bool(header.record.contexts) for header in headers),
-        "pinned": sum(header.record.id in pinned for header in headers),
         "oldest_s": max(ages, default=None),
         "newest_s": min(ages, default=None),
         "documents": [{"document": name, **_sums(list(own))} for name, own in documents],
@@ -147,7 +144,6 @@ def stats_tables(report: dict[str, Any]) -> list[RenderableType]:
         report["models"],
         *((name, name) for name in ("fingerprint", "segments", "chunks", "means", "tokens")),
         ("size", lambda model: size(model["bytes"])),
-        ("pinned", "pinned"),
         ("oldest", lambda model: age(model["oldest_s"])),
         ("newest", lambda model: age(model["newest_s"])),
         title="By model",
@@ -431,7 +427,6 @@ def _clear_model(
     cleared.removed += len(doomed_here - left)
     cleared.removed_bytes += sum(on_disk[segment].record.nbytes for segment in doomed_here - left)
     cleared.unknown += sum(problem.problem.value in ("corrupt", "unreadable") for problem in tier.problems())
-    folder.pins.discard(name, doomed_here - left)
 
 
 def _deleted(tier: "DiskTier", segment: SegmentId) -> bool:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "CHUNKWEAVE_API_KEY"
 _QUICK_S, _LONG_S = 10.0, 3600.0
 
-app = typer.Typer(no_args_is_help=True, help="Fill, pin and empty the cache of a running server.")
+app = typer.Typer(no_args_is_help=True, help="Fill and empty the cache of a running server.")
 
 USUAL_URL = "http://127.0.0.1:8000"
 """The default address of a server."""
@@ -106,24 +106,6 @@ def warm(*, chosen: ServedChunks) -> None:
         "warm",
         lambda done: f"computed {done['computed']} of {counted(done['chunks'], 'chunk')}; the others were stored",
     )
-
-
-def _pinned(done: Mapping[str, int]) -> str:
-    return f"pinned {counted(done['segments_pinned'], 'segment')} of {counted(done['chunks'], 'chunk')}"
-
-
-@app.command()
-@with_blocks
-def pin(*, chosen: ServedChunks) -> None:
-    """Protect stored chunks of documents, or of a corpus, from eviction, until unpinned or until the server stops."""
-    chosen.change("pin", _pinned)
-
-
-@app.command()
-@with_blocks
-def unpin(*, chosen: ServedChunks) -> None:
-    """Remove pins from chunks of documents, or of a corpus."""
-    chosen.change("unpin", lambda done: f"unpinned {done['chunks_unpinned']} of {counted(done['chunks'], 'chunk')}")
 
 
 @app.command()

@@ -380,13 +380,11 @@ class Ages:
         ttl_s: float,
         clock: Callable[[], float],
         stored_at_s: Callable[[SegmentId], float | None],
-        ageless: frozenset[SegmentId] = frozenset(),
     ) -> None:
-        """No ages yet; `ageless` segments never expire."""
+        """No ages yet."""
         self._ttl_s = ttl_s
         self._clock = clock
         self._stored_at_s = stored_at_s
-        self._ageless = ageless
         self._born_s: dict[SegmentId, float] = {}
 
     def born(self, segment: SegmentId) -> None:
@@ -396,7 +394,7 @@ class Ages:
     def expired(self, segments: Iterable[SegmentId], now_s: float | None = None) -> list[SegmentId]:
         """Those of `segments` that exceed the time to live."""
         oldest_s = (self._clock() if now_s is None else now_s) - self._ttl_s
-        return [s for s in segments if s not in self._ageless and self._since_s(s) <= oldest_s]
+        return [s for s in segments if self._since_s(s) <= oldest_s]
 
     def keep_only(self, segments: Iterable[SegmentId]) -> None:
         """Forget all others."""

@@ -1,4 +1,4 @@
-"""Files that several processes share: durable changes of a folder, pins, and tombstones of removed segments."""
+"""Files that several processes share: durable changes of a folder, and tombstones of removed segments."""
 
 import errno
 import fcntl
@@ -75,80 +75,9 @@ def locked_folder(path: Path, refusal: type[Exception]) -> Iterator[None]:
         os.close(folder)
 
 
-PIN_FILE = "pins.json"
 REMOVED_FILE = "removed.json"
 DTYPE_FILE = "auto-dtype.json"
 _FORMAT = 1
-
-_Pins = dict[str, frozenset[SegmentId]]
-
-
-class PinFile:
-    """`<cache-dir>/pins.json`: segment ids by model fingerprint. Replaced whole, one writer at a time.
-
-    A pin names an id, whether or not a segment with that id is stored; removing a segment unpins it.
-    """
-
-    def __init__(self, cache_dir: Path) -> None:
-        self._folder = cache_dir
-        self._path = cache_dir / PIN_FILE
-
-    def read(self) -> _Pins:
-        """All pins; empty if there is no file.
-
-        Raises:
-            DocumentError: the file cannot be read or is not a pin file.
-        """
-        try:
-            data = json.loads(self._path.read_text(encoding="utf-8"))
-            if data["format"] != _FORMAT:
-                raise ValueError(f"format {data['format']!r}")
-            return {str(name): frozenset(SegmentId(str(i)) for i in ids) for name, ids in data["pins"].items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DocumentError(f"{self._path} is not a pin file ({error}); repair or remove it") from error
-
-    def add(self, fingerprint: str, segments: Iterable[SegmentId]) -> int:
-        """Pin segments of a model; returns how many were not pinned before.
-
-        Raises:
-            DocumentError: the file is not a pin file, or cannot be written.
-        """
-        added = frozenset(segments)
-        return self._update(fingerprint, lambda pinned: pinned | added)
-
-    def discard(self, fingerprint: str, segments: Iterable[SegmentId]) -> int:
-        """Unpin segments of a model; returns how many were pinned.
-
-        Raises:
-            DocumentError: the file is not a pin file, or cannot be written.
-        """
-        dropped = frozenset(segments)
-        if not self._path.exists():
-            return 0
-        return self._update(fingerprint, lambda pinned: pinned - dropped)
-
-    def _update(self, fingerprint: str, change: Callable[[frozenset[SegmentId]], frozenset[SegmentId]]) -> int:
-        with locked_folder(self._folder, DocumentError):
-            pins = self.read()
-            before = pins.get(fingerprint, frozenset())
-            after = change(before)
-            if after != before:
-                self._write({name: ids for name, ids in {**pins, fingerprint: after}.items() if ids})
-        return len(after ^ before)
-
-    def _write(self, pins: _Pins) -> None:
-        _replace(self._path, {"pins": {name: sorted(ids) for name, ids in sorted(pins.items())}})
-
-
-def pinned_segments(cache_dir: Path, fingerprint: str) -> frozenset[SegmentId]:
-    """Pins of one model. An unreadable file is logged and pins nothing."""
-    try:
-        return PinFile(cache_dir).read().get(fingerprint, frozenset())
-    except DocumentError as error:
-        logger.warning("%s; nothing is pinned", error)
-        return frozenset()
 
 
 _Paths = dict[SegmentId, tuple[ChunkId, ...]]

@@ -59,7 +59,6 @@ class TieredStore(Generic[PayloadT]):
         *,
         admission: int = 1,
         ttl_s: float | None = None,
-        ageless: frozenset[SegmentId] = frozenset(),
         limits: VariantLimits | None = None,
         clock: Callable[[], float] = time.time,
         writer: BackgroundWriter[PayloadT] | None = None,
@@ -72,7 +71,6 @@ class TieredStore(Generic[PayloadT]):
             admission: how often a segment must have been seen (stored or used) to be written to a slow level; a novel
                 one once more.
             ttl_s: segments older than this are dropped; None keeps them.
-            ageless: segments exempt from the time to live.
             limits: maximum number of variants; None sets no limit.
             clock: seconds since the epoch.
             writer: writes to the slow levels; a new one if None. The store closes it.
@@ -96,7 +94,7 @@ class TieredStore(Generic[PayloadT]):
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._sightings = Sightings()
-        self._ages = None if ttl_s is None else Ages(ttl_s, clock, self._stored_at_s, ageless)
+        self._ages = None if ttl_s is None else Ages(ttl_s, clock, self._stored_at_s)
         limited = limits is not None and limits != VariantLimits()
         self._keeper = VariantKeeper(self.levels, self._writer, limits) if limits is not None and limited else None
         self._removals = self._removals_done = 0

@@ -56,7 +56,6 @@ class SegmentStore(Generic[PayloadT]):
         policy: EvictionPolicy | None = None,
         shared: bool = False,
         load: bool = True,
-        kept: frozenset[SegmentId] = frozenset(),
         removed: Tombstones | None = None,
     ) -> None:
         """A store of the segments in `tier`, evicted down to the budget.
@@ -67,7 +66,6 @@ class SegmentStore(Generic[PayloadT]):
             policy: a new policy; LRU if None.
             shared: other processes also change the tier. Then the budget applies to the segments known here, and a
                 missing payload does not break an invariant.
-            kept: segments that are never evicted, whether or not they are stored yet.
             load: list the tier now; if False, only `probe` finds the segments of a shared tier.
             removed: records removed segments whose payloads could not be deleted; in memory only if None.
 
@@ -90,7 +88,6 @@ class SegmentStore(Generic[PayloadT]):
         """An owner's share of the budget; owners above theirs are evicted first. None: owners are ignored."""
         self._shared = shared
         self._finder = tier if isinstance(tier, SharedTier) else None
-        self._kept = kept
         self._index = SegmentIndex(policy)
         self._pins = Pins()
         self._claims = Claims()
@@ -432,8 +429,8 @@ class SegmentStore(Generic[PayloadT]):
             if _is_sound(record) and record.id not in self._index.records and record.id not in self._removed:
                 self._index.add(record)
         leaving: list[Claim] = []
-        while self._index.used_bytes > self.budget_bytes and not self._index.records.keys() <= self._kept:
-            self._evict(self._index.victim(kept=self._kept, spared=frozenset()), leaving)
+        while self._index.used_bytes > self.budget_bytes:
+            self._evict(self._index.victim(kept=frozenset(), spared=frozenset()), leaving)
         self._delete(leaving)
         self._try_again(None)
 
@@ -476,7 +473,7 @@ class SegmentStore(Generic[PayloadT]):
         more_bytes = record.nbytes + self._claims.extra_bytes(records)
         if index.used_bytes - replaced_bytes + more_bytes <= self.budget_bytes:
             return True
-        kept = self._pins.ids() | self._claims.ids() | self._kept
+        kept = self._pins.ids() | self._claims.ids()
         staying_bytes = sum(records[segment].nbytes for segment in kept - {record.id} if segment in records)
         if staying_bytes + more_bytes > self.budget_bytes:
             return False
@@ -645,7 +642,7 @@ class SegmentStore(Generic[PayloadT]):
         return record.nbytes if self._shared else self.tier.nbytes(record.id)
 
     def _is_claimed(self, segment: SegmentId) -> bool:
-        return segment in self._kept or segment in self._claims or segment in self._pins.ids()
+        return segment in self._claims or segment in self._pins.ids()
 
     def _taken_bytes(self) -> int:
         """Bytes stored, and bytes reserved for pending inserts."""

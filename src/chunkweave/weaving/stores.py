@@ -20,12 +20,12 @@ from chunkweave.prompt.parts import chunk_id
 from chunkweave.store.eviction import PrefillSeconds, make_policy, weighs_cost
 from chunkweave.store.level import BackgroundWriter, Level, VariantLimits
 from chunkweave.store.records import SegmentRecord
-from chunkweave.store.shared_folder import Tombstones, locked_folder, pinned_segments, read_dtype, write_dtype
+from chunkweave.store.shared_folder import Tombstones, locked_folder, read_dtype, write_dtype
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier import SharedTier, Tier
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.segment_file import DiskSegment
-from chunkweave.types import Geometry, SegmentId
+from chunkweave.types import Geometry
 
 if TYPE_CHECKING:
     from chunkweave.tiers.device import Streams
@@ -160,14 +160,12 @@ def open_store(
     writer: BackgroundWriter[SegmentSource] = BackgroundWriter(
         max_bytes=min(max(config.host_budget_bytes // 4, _LEAST_QUEUE_BYTES), _MOST_QUEUE_BYTES)
     )
-    pinned = frozenset[SegmentId]() if config.cache_dir is None else pinned_segments(config.cache_dir, fingerprint)
     prefill_s = None if cost is None else cost.prefill
-    levels = [*_memory(config, device, prefill_s, streams), *_slow(config, fingerprint, pinned, prefill_s)]
+    levels = [*_memory(config, device, prefill_s, streams), *_slow(config, fingerprint, prefill_s)]
     store = TieredStore(
         levels,
         admission=config.admission,
         ttl_s=config.ttl_s,
-        ageless=pinned,
         limits=VariantLimits(config.max_variants, config.max_instances),
         writer=writer,
         replicas=config.replicated_nodes,
@@ -261,15 +259,13 @@ def _memory(
     yield Level("host", _store(config, host, config.host_budget_bytes, prefill_s))
 
 
-def _slow(
-    config: StoreConfig, fingerprint: str, pinned: frozenset[SegmentId], prefill_s: PrefillSeconds | None
-) -> Iterator[Level[SegmentSource]]:
+def _slow(config: StoreConfig, fingerprint: str, prefill_s: PrefillSeconds | None) -> Iterator[Level[SegmentSource]]:
     if config.cache_dir is not None:
         from chunkweave.tiers.disk import DiskTier
 
         disk = DiskTier(config.cache_dir, fingerprint, codec=config.codec)
         removed = Tombstones(config.cache_dir, fingerprint, "disk")
-        store = _store(config, disk, config.disk_budget_bytes, prefill_s, shared=True, kept=pinned, removed=removed)
+        store = _store(config, disk, config.disk_budget_bytes, prefill_s, shared=True, removed=removed)
         yield Level("disk", store, background=True)
     if config.remote_url is not None:
         from chunkweave.kv.segment import make_codec
@@ -296,10 +292,7 @@ def _store(
     *,
     shared: bool = False,
     load: bool = True,
-    kept: frozenset[SegmentId] = frozenset(),
     removed: Tombstones | None = None,
 ) -> SegmentStore[SegmentSource]:
     policy = make_policy(config.policy, prefill_s=prefill_s)
-    return SegmentStore(
-        tier, budget_bytes=budget_bytes, policy=policy, shared=shared, load=load, kept=kept, removed=removed
-    )
+    return SegmentStore(tier, budget_bytes=budget_bytes, policy=policy, shared=shared, load=load, removed=removed)

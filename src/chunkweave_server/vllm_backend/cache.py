@@ -30,8 +30,6 @@ _POLL_S = 0.5
 class VllmCache:
     """`CacheCommands` on a fleet. Used in the event loop's thread only, except for work in the tenants' threads."""
 
-    pins = False
-
     def __init__(
         self,
         context: AnswerContext,
@@ -96,10 +94,6 @@ class VllmCache:
         """None: only the plug-in knows."""
         return None
 
-    def keeps(self, part: PromptPart) -> bool:  # noqa: ARG002
-        """False: there are no pins."""
-        return False
-
     async def compute(self, prepared: PreparedRequest, tenant: str, place: str) -> tuple[str, float]:
         """Compute a prompt on the replica named `place` if it is up; returns the replica's name and the seconds."""
         replica = next((one for one in self._context.fleet.replicas if one.name == place), None)
@@ -129,16 +123,6 @@ class VllmCache:
     def _body(self, salt: str) -> dict[str, Any]:
         """The fields `model` and `cache_salt` for vLLM."""
         return {"model": self._model, **({"cache_salt": salt} if salt else {})}
-
-    async def pin(self, tenant: str, chunks: Sequence[Chunk], salt: str) -> int:  # noqa: ARG002
-        """Always refused: vLLM's cache has no pins.
-
-        Raises:
-            HttpError: 501.
-        """
-        raise HttpError(501, "this needs --backend engine: vLLM's cache has no pins", code="needs_engine")
-
-    unpin = pin
 
     async def forget(self, tenant: str, texts: Sequence[str], salt: str) -> Forgotten:
         """Remove chunks from the stores of every replica, and their salt's blocks from vLLM's own prefix cache."""
