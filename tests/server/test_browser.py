@@ -182,6 +182,30 @@ def test_the_first_run_shows_a_curl_that_works_as_it_is(opened, url, fresh_url, 
     expect(page, "#first-run").to_be_hidden()
 
 
+def test_files_are_added_to_a_new_corpus_which_is_asked(page, tmp_path):
+    for name, text in zip(("ferry.txt", "pilots.md"), PASSAGES.split("\n\n"), strict=True):
+        (tmp_path / name).write_text(text)
+    page.fill("#name", "uploads")
+    page.set_input_files("#files", [tmp_path / "ferry.txt", tmp_path / "pilots.md"])
+    page.click("#upload button")
+    expect(page, "#outcome").to_contain_text("uploads has 2 documents in 2 chunks.", timeout=WAIT_MS)
+    page.select_option("#corpus", "uploads")
+    sent = []
+    page.on("request", lambda one: sent.append(one.post_data_json) if "chat/completions" in one.url else None)
+    ask(page, "full")
+    expect(page, "#answers article").to_have_count(1, timeout=WAIT_MS)
+    assert sent[0]["chunkweave"] == {"method": "full", "corpus": "uploads"}
+    page.select_option("#corpus", "")
+
+
+def test_an_upload_that_is_refused_says_what_the_server_says(page, tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    page.fill("#name", "No Name!")
+    page.set_input_files("#files", [tmp_path / "notes.txt"])
+    page.click("#upload button")
+    expect(page, "#outcome [role=alert]").to_contain_text("'No Name!' is not a valid corpus name", timeout=WAIT_MS)
+
+
 def test_rejected_requests_are_apart_with_their_code(page, url):
     body = {"messages": [{"role": "user", "content": "When?"}], "chunkweave": {"corpus": "nowhere"}}
     assert httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(ADMIN_KEY)).status_code == 404
