@@ -169,7 +169,7 @@ class EngineBackend:
         )
         assert self._threads is not None, "it has started"
         stream = await self._threads.run(submission.tenant, work, undo=AnswerStream.aclose)
-        return ParsedAnswer(stream, form, stream=body.stream) if form is not None and form.calls else stream
+        return ParsedAnswer(stream, form) if form is not None and form.calls else stream
 
     def samples(self) -> Iterator[MetricSample]:
         """Metrics of the engine, the store and idle-time work."""

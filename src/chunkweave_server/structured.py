@@ -26,6 +26,7 @@ from chunkweave_server.threads import TenantThreads
 BEGIN, END = "<tool_call>", "</tool_call>"
 _ARGUMENTS = re.compile(r'\s*\{"name": "([^"\\]+)", "arguments": ')
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_JSON = json.JSONDecoder()
 _MOST_BYTES = 64 << 10
 """Most bytes of a request's schemas as JSON."""
 _MOST_CALLS = 8
@@ -216,20 +217,14 @@ def _said(message: Message) -> str:
 
 @dataclass(slots=True, eq=False)
 class _Parsed:
-    """The state of one choice: text that is not parsed yet, and the call that is being read."""
+    """The state of one choice: text that is not parsed yet, and the number of calls."""
 
     text: str = ""
     calls: int = 0
     content: bool = False
     """Whether it is content to its end: one of `AnswerForm.either` that did not begin with a call."""
     inside: bool = False
-    arguments: str | None = None
-    """What is known of the arguments of the call that is being read; None before them."""
-    depth: int = 0
-    quoted: bool = False
-    escaped: bool = False
-    id: str = ""
-    name: str = ""
+    """Whether the text is that of a call."""
     logprobs: dict[str, Any] | None = None
 
 
@@ -242,16 +237,15 @@ class ParsedEvent:
 
 
 class ParsedAnswer:
-    """An answer whose text is split into content and tool calls. In a stream, calls come in pieces.
+    """An answer whose text is split into content and tool calls; a call comes whole, also in a stream.
 
     All else is that of the answer inside.
     """
 
-    def __init__(self, answer: PendingAnswer[Event], form: AnswerForm, *, stream: bool) -> None:
+    def __init__(self, answer: PendingAnswer[Event], form: AnswerForm) -> None:
         self._answer = answer
         self._events = aiter(answer)
         self._form = form
-        self._stream = stream
         self._choices: dict[int, _Parsed] = {}
 
     @property
@@ -292,8 +286,6 @@ class ParsedAnswer:
             state.logprobs = joined_logprobs(state.logprobs, choice["logprobs"])
         reason = choice.get("finish_reason")
         text, calls = self._read(state, ends=reason is not None)
-        if reason is not None and not self._stream and state.arguments:  # it was cut off in a call
-            calls.append(self._call(state, state.arguments))
         if reason == "stop" and state.calls and not self._form.named:
             reason = "tool_calls"
         if not text and not calls and reason is None:
@@ -303,14 +295,16 @@ class ParsedAnswer:
         return {"index": choice["index"], "text": text, **{name: one for name, one in given.items() if one}}
 
     def _read(self, state: _Parsed, *, ends: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Read as much as is certain: the content, and the calls or their pieces."""
+        """Read as much as is certain: the content, and whole calls."""
         content = ""
         calls: list[dict[str, Any]] = []
         while True:
             if not state.inside:
                 content += self._content(state, ends=ends)
-            if not state.inside or not self._read_call(state, calls):
+            call = _next_call(state, ends=ends) if state.inside else None
+            if call is None:
                 return content, calls
+            calls.append(call)
 
     def _content(self, state: _Parsed, *, ends: bool) -> str:
         """The text up to the next call, which is then begun; between calls there is none."""
@@ -327,55 +321,27 @@ class ParsedAnswer:
             before, state.text = state.text[: len(state.text) - held], state.text[len(state.text) - held :]
         return "" if state.calls else before
 
-    def _read_call(self, state: _Parsed, calls: list[dict[str, Any]]) -> bool:
-        """Read a call, or a piece of it in a stream, into `calls`; returns whether the call has ended."""
-        if state.arguments is None:
-            match = _ARGUMENTS.match(state.text)
-            if match is None:
-                return False
-            state.text, state.arguments = state.text[match.end() :], ""
-            state.id, state.name = f"call_{uuid.uuid4().hex[:24]}", match[1]
-            state.calls += 1
-            if self._stream:
-                calls.append(self._call(state, ""))
-        length = _value_length(state)
-        new, state.text = state.text[:length], state.text[length:]
-        state.arguments += new
-        if self._stream and new:
-            calls.append({"index": state.calls - 1, "function": {"arguments": new}})
-        _, closed, behind = state.text.partition(END)
-        if state.depth or not state.arguments or not closed:
-            return False
-        if not self._stream:
-            calls.append(self._call(state, state.arguments))
-        state.inside, state.arguments, state.text = False, None, behind
-        return True
-
-    def _call(self, state: _Parsed, arguments: str) -> dict[str, Any]:
-        function = {"name": state.name, "arguments": arguments}
-        return {"index": state.calls - 1, "id": state.id, "type": "function", "function": function}
-
 
 def _held_back(text: str) -> int:
     """Characters at the end that may begin a call."""
     return next((size for size in range(min(len(BEGIN), len(text)), 0, -1) if BEGIN.startswith(text[-size:])), 0)
 
 
-def _value_length(state: _Parsed) -> int:
-    """Characters of the unparsed text that belong to the arguments, a JSON object; follows its nesting."""
-    for at, character in enumerate(state.text):
-        if state.arguments and not state.depth:
-            return 0
-        if state.escaped:
-            state.escaped = False
-        elif state.quoted:
-            state.escaped, state.quoted = character == "\\", character != '"'
-        elif character == '"':
-            state.quoted = True
-        elif character in "{[":
-            state.depth += 1
-        elif character in "}]":
-            state.depth -= 1
-            if not state.depth:
-                return at + 1
-    return len(state.text)
+def _next_call(state: _Parsed, *, ends: bool) -> dict[str, Any] | None:
+    """Take the next whole call from the text, or, if the answer `ends` in it, as much as there is."""
+    begun = _ARGUMENTS.match(state.text)
+    if begun is None or not (ends or END in state.text):
+        return None
+    try:
+        _, stop = _JSON.raw_decode(state.text, begun.end())
+    except (ValueError, RecursionError):  # its end is text inside the arguments, or it was cut off
+        if not ends or begun.end() == len(state.text):
+            return None
+        stop = len(state.text)
+    function = {"name": begun[1], "arguments": state.text[begun.end() : stop]}
+    _, closed, behind = state.text[stop:].partition(END)
+    if not (ends or closed):
+        return None
+    state.text, state.inside = behind, not closed
+    state.calls += 1
+    return {"index": state.calls - 1, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

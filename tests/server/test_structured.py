@@ -1,13 +1,17 @@
 """Answers in a given form from the engine backend: JSON, schemas, and calls of tools, also in streams."""
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chunkweave.engine import grammar
 from chunkweave.models.loading import bundled_tokenizer
-from chunkweave_server.structured import Grammars
+from chunkweave_server.structured import BEGIN, END, AnswerForm, Grammars, ParsedAnswer, ParsedEvent
 from tests.server.conftest import KEYS, Client, Serve, engine_of, key_ring
 
 pytestmark = pytest.mark.backend("engine")
@@ -99,13 +103,9 @@ def test_a_forced_call_is_a_call(serve: Serve, choice: Any, ends: str, template:
     assert whole["finish_reason"] == ends
 
     found = events(client.ask(**body, max_tokens=80, stream=True))
-    deltas = [one for event in found for one in event["choices"][0]["delta"].get("tool_calls", [])]
-    assert (deltas[0]["index"], deltas[0]["function"]["name"], deltas[0]["type"]) == (0, "get_time", "function")
-    assert deltas[0]["id"].startswith("call_")
-    assert len(deltas) > 2, "not in pieces"
-    assert all(set(one) == {"index", "function"} for one in deltas[1:])
-    assert "".join(one["function"]["arguments"] for one in deltas) == call["function"]["arguments"]
-    assert [event["choices"][0]["finish_reason"] for event in found][-1] == ends
+    (streamed,) = [one for event in found for one in event["choices"][0]["delta"].get("tool_calls", [])]
+    assert (streamed["index"], streamed["type"], streamed["function"]) == (0, "function", call["function"])
+    assert streamed["id"].startswith("call_")
     assert all("content" not in event["choices"][0]["delta"] for event in found[1:])
 
 
@@ -317,3 +317,42 @@ def test_grammars_are_compiled_once_for_each_tenant(serve: Serve, monkeypatch: p
         answered(client.ask(key=KEYS["acme"], response_format=schema(of), max_tokens=1))
     answered(client.ask(key=KEYS["acme"], response_format=schema(TOWN), max_tokens=1))
     assert len(compiled) == 43, "the oldest was dropped"
+
+
+values = st.recursive(
+    st.text(max_size=8) | st.sampled_from(["</tool_call>", '"}', "\\", "<tool_call>"]) | st.integers() | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    arguments=st.lists(st.dictionaries(st.text(max_size=6), values, max_size=3), min_size=1, max_size=3),
+    size=st.integers(1, 40),
+    cut=st.integers(0, 30),
+)
+def test_calls_are_read_whole_however_the_text_is_cut_into_pieces(arguments: list[dict], size: int, cut: int):
+    written = [json.dumps(one) for one in arguments]
+    text = "\n".join(f'{BEGIN}{{"name": "f", "arguments": {one}}}{END}' for one in written)
+    ends = len(written[-1]) + len(END) + 1 if cut else 0  # cut off in the last call's arguments
+    text = text[: len(text) - min(cut, ends)]
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+
+    async def events() -> AsyncIterator[ParsedEvent]:
+        for number, piece in enumerate(pieces, start=1):
+            ended = {"finish_reason": "stop"} if number == len(pieces) else {}
+            yield ParsedEvent([{"index": 0, "text": piece, **ended}], None)
+
+    async def read() -> list[dict]:
+        parsed = ParsedAnswer(events(), AnswerForm("", calls=True))  # type: ignore[arg-type]
+        return [
+            call
+            for event in [one async for one in parsed]
+            for one in event.choices
+            for call in one.get("tool_calls", [])
+        ]
+
+    calls = [call["function"]["arguments"] for call in asyncio.run(read())]
+    assert calls[: len(written) - 1] == written[:-1]
+    assert written[-1].startswith("".join(calls[len(written) - 1 :]))
+    assert cut or calls == written
