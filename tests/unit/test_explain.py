@@ -1,4 +1,4 @@
-"""A plan explained as data, and shown as a table with strips."""
+"""A plan explained as data, and shown as a table."""
 
 import json
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from chunkweave.cli.ask import explanation, strip_lines, token_strip, variant_words
+from chunkweave.cli.ask import explanation, variant_words
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.outcome import PartExplanation, Stop, describe_pass, explain_plan
 from chunkweave.planning.plan import KeepTop, KVSource, PartPlan, Pass, Plan, RecomputeScore, StopUnfocused
@@ -145,36 +145,6 @@ def test_passes_in_words():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "recomputed", "partly", "cells", "strip"),
-    [
-        (4, [], [], 64, "····"),
-        (4, [Span(1, 3)], [], 64, "·██·"),
-        (1, [Span(0, 1)], [], 64, "█"),
-        (4, [Span(0, 1)], [Span(1, 2), Span(3, 4)], 64, "█▁·▁"),
-        (12, [Span(0, 4), Span(4, 7), Span(8, 9), Span(11, 12)], [], 3, "█▓▒"),
-        (100, [Span(0, 1)], [Span(99, 100)], 10, "░········▁"),
-        (7, [Span(0, 2), Span(5, 7)], [], 3, "█·▓"),
-        (65, [Span(64, 65)], [], 64, "·" * 63 + "▒"),
-    ],
-)
-def test_a_strip_shows_which_tokens_were_recomputed(tokens, recomputed, partly, cells, strip):
-    assert token_strip(tokens, recomputed, partly, cells=cells) == strip
-
-
-@pytest.mark.parametrize("tokens", [1, 5, 63, 64, 65, 127, 500, 1001])
-def test_every_token_is_in_one_cell(tokens):
-    whole = token_strip(tokens, [Span(0, tokens)])
-    assert whole == "█" * min(tokens, 64)
-    for place in (0, tokens // 2, tokens - 1):
-        strip = token_strip(tokens, [Span(place, place + 1)])
-        assert len(strip.replace("·", "")) == 1
-
-
-def test_only_reused_parts_have_a_strip_and_names_line_up():
-    assert strip_lines(explained().parts) == ["tides   ███·········", "storms  ·······█", "boats   █·········"]
-
-
-@pytest.mark.parametrize(
     ("part", "words"),
     [
         (PartExplanation(PartKind.QUESTION, "question", 0, 3, KVSource.COMPUTED), "-"),
@@ -197,9 +167,6 @@ def test_the_whole_plan_on_a_screen():
         "cachecraft (calibrated): 49 tokens: 10 prefix-exact, 20 reused, 10 recomputed, 9 computed\nalpha 0.5\n",
         "in context of 2 chunks (storms, 01234567)",
         "0.75",
-        "tides   ███·········",
-        "boats   ▁·▁·······",
-        "▁ recomputed below layer 5 only",
         "0 + 2 below layer 5",
         "pass 1 of 1: 9 tokens at every layer; 6 more from layer 0 on",
         "stopped at layer 5 of 8; focused: tides",
@@ -209,20 +176,12 @@ def test_the_whole_plan_on_a_screen():
         assert said in shown
 
 
-def test_a_plan_without_reuse_has_no_strips():
-    plan = Plan("full", (PartPlan(QUESTION, Span(0, 9), KVSource.COMPUTED),), (Pass((Span(0, 9),)),))
-    made = explain_plan(plan, num_layers=8, recomputed=(), records={})
-    shown = rendered(explanation(made, replace(REPORT, why="", parameters={})))
-    assert "kept" not in shown
-    assert "cachecraft: 49 tokens" in shown
-
-
 def test_source_names_are_no_markup():
     part = PartExplanation(
         PartKind.CHUNK, "[red]x[/red]", 0, 3, KVSource.REUSED, "ab" * 16, ("[b]",), recomputed=(Span(0, 1),)
     )
     shown = rendered(explanation(replace(explained(), parts=(part,)), REPORT))
-    assert shown.count("[red]x[/red]") == 2
+    assert shown.count("[red]x[/red]") == 1
     assert "([b])" in shown
 
 

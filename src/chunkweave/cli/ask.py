@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -239,22 +238,11 @@ def _exists(text: str) -> bool:
         return False
 
 
-STRIP_CELLS = 64
-"""Maximum cells of a strip; a longer chunk has several tokens per cell."""
-
-KEPT, PARTLY = "·", "▁"
-SHADES = "░▒▓█"
-"""Share of a cell's tokens that is recomputed: under 1/3, under 2/3, more, all."""
-
-
 def explanation(plan: PlanExplanation, report: ReuseReport) -> RenderableType:
-    """The whole plan: totals, parts, strips, passes, times."""
+    """The whole plan: totals, parts, passes, times."""
     shown: list[RenderableType] = [token_line(report), part_table(plan.parts)]
     if report.parameters:
         shown.insert(1, ", ".join(f"{name} {parameter_text(value)}" for name, value in report.parameters.items()))
-    lines = strip_lines(plan.parts)
-    if lines:
-        shown += [Text("\n".join([*lines, strip_legend(plan)])), ""]
     for place, words in enumerate(plan.passes, start=1):
         shown.append(f"pass {place} of {len(plan.passes)}: {words}")
     if plan.stop is not None:
@@ -300,48 +288,6 @@ def variant_words(part: PartExplanation) -> str:
     count = f"{len(part.context)} chunk{'s' if len(part.context) > 1 else ''}"
     where = f"mean over {part.contexts} contexts of" if part.contexts else "in context of"
     return f"{part.variant[:8]} {where} {count} ({', '.join(part.context)})"
-
-
-def strip_lines(parts: Sequence[PartExplanation], cells: int = STRIP_CELLS) -> list[str]:
-    """A named strip for every reused part."""
-    reused = [part for part in parts if part.kv_source is KVSource.REUSED]
-    width = max((len(part.source) for part in reused), default=0)
-    return [
-        f"{part.source:<{width}}  {token_strip(part.tokens, part.recomputed, part.partly, cells=cells)}"
-        for part in reused
-    ]
-
-
-def token_strip(
-    tokens: int, recomputed: Sequence[Span], partly: Sequence[Span] = (), *, cells: int = STRIP_CELLS
-) -> str:
-    """The recomputed tokens of a part, from its first token to its last, in at most `cells` characters.
-
-    >>> token_strip(8, [Span(0, 2), Span(7, 8)], cells=4)
-    '█··▒'
-    >>> token_strip(4, [Span(0, 1)], [Span(2, 4)])
-    '█·▁▁'
-    """
-    width = min(tokens, cells)
-    edges = [tokens * cell // width for cell in range(width + 1)]
-    return "".join(_cell(Span(*edge), recomputed, partly) for edge in pairwise(edges))
-
-
-def strip_legend(plan: PlanExplanation) -> str:
-    """What the characters of the strips mean."""
-    legend = f"{KEPT} kept   {SHADES} some to all of a cell's tokens recomputed"
-    return f"{legend}   {PARTLY} recomputed below layer {plan.stop.layer} only" if plan.stop is not None else legend
-
-
-def _cell(cell: Span, recomputed: Sequence[Span], partly: Sequence[Span]) -> str:
-    tokens = _overlap(cell, recomputed)
-    if not tokens:
-        return PARTLY if _overlap(cell, partly) else KEPT
-    return SHADES[tokens * (len(SHADES) - 1) // len(cell)]
-
-
-def _overlap(cell: Span, spans: Sequence[Span]) -> int:
-    return sum(len(span.within(cell.start, cell.stop)) for span in spans)
 
 
 def _score(value: float | None) -> str:
