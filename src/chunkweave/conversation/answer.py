@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol, Self, TypeVar
@@ -20,7 +20,7 @@ from chunkweave.types import SegmentId, spans_of
 class Answer:
     """The text, its token ids, the finish reason (`stop` or `length`), and the reuse report.
 
-    `explanation` describes the plan part by part, with reasons.
+    `explain` makes the `explanation`.
 
     >>> from chunkweave import Chunk, Engine
     >>> choir = Chunk("The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.", source="choir")
@@ -34,7 +34,12 @@ class Answer:
     token_ids: tuple[int, ...]
     finish_reason: str
     report: ReuseReport
-    explanation: PlanExplanation
+    explain: Callable[[], PlanExplanation] = field(repr=False, compare=False)
+
+    @property
+    def explanation(self) -> PlanExplanation:
+        """The plan part by part, with reasons; made at each call, because few callers read it."""
+        return self.explain()
 
 
 Choice = dict[str, Any]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -322,7 +323,8 @@ class DecodeState:
             prepared.arranged,
             not_sent=prepared.not_sent,
         )
-        explanation = explain_plan(
+        explain = partial(
+            explain_plan,
             self.prefilled.plan,
             num_layers=geometry.num_layers,
             recomputed=self.prefilled.recomputed,
@@ -330,7 +332,7 @@ class DecodeState:
             stop=self.prefilled.stop,
         )
         report = replace(report, draft_tokens=self._drafted, accepted_tokens=self._accepted)
-        return Answer(self.text, tuple(self.token_ids), self.finish_reason or "length", report, explanation)
+        return Answer(self.text, tuple(self.token_ids), self.finish_reason or "length", report, explain)
 
 
 def make_report(
