@@ -136,12 +136,12 @@ def test_requests_of_every_kind_share_one_step(bench):
 
 
 def test_only_passes_without_rules_are_cut():
-    a_pass = Pass((Span(4, 9), Span(0, 2), Span(8, 10)))
-    head, tail = cut(a_pass, 5)
+    pass_ = Pass((Span(4, 9), Span(0, 2), Span(8, 10)))
+    head, tail = cut(pass_, 5)
     assert head.required == (Span(0, 2), Span(4, 7))
     assert tail.required == (Span(7, 10),)
     assert cut(tail, 3) == (tail, None)
-    assert can_be_cut(a_pass)
+    assert can_be_cut(pass_)
     assert not can_be_cut(Pass((Span(0, 4),), candidates=(Span(4, 6),), rules=(KeepTop(1, 1),)))
     assert not can_be_cut(Pass((Span(0, 4),), depth=2))
     assert not can_be_cut(Pass((Span(0, 4),), hidden=(Span(5, 6),)))

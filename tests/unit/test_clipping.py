@@ -7,16 +7,16 @@ CHUNKS = (Span(2, 10), Span(10, 20))
 
 
 def test_what_lies_outside_is_left_out():
-    a_pass = Pass((Span(0, 2), Span(20, 25)), CHUNKS)
-    cut = clipped(a_pass, 6, 22)
+    pass_ = Pass((Span(0, 2), Span(20, 25)), CHUNKS)
+    cut = clipped(pass_, 6, 22)
     assert cut.required == (Span(20, 22),)
     assert cut.candidates == (Span(6, 10), Span(10, 20))
-    assert clipped(a_pass, 12, 20).required == ()
+    assert clipped(pass_, 12, 20).required == ()
 
 
 def test_a_pass_that_lies_inside_stays_as_it_is():
-    a_pass = Pass((Span(20, 25),), CHUNKS, (KeepTop(1, 5),), TopBy(9))
-    assert clipped(a_pass, 0, 25) == a_pass
+    pass_ = Pass((Span(20, 25),), CHUNKS, (KeepTop(1, 5),), TopBy(9))
+    assert clipped(pass_, 0, 25) == pass_
 
 
 def test_counts_shrink_with_the_candidates():
@@ -28,8 +28,8 @@ def test_counts_shrink_with_the_candidates():
 
 
 def test_weights_go_with_their_candidates():
-    a_pass = Pass((Span(20, 25),), (Span(2, 4), Scattered(10, (5, 0, 7))), start=TopBy(2, weights=(1, 2, 3, 4, 5)))
-    cut = clipped(a_pass, 3, 16)
+    pass_ = Pass((Span(20, 25),), (Span(2, 4), Scattered(10, (5, 0, 7))), start=TopBy(2, weights=(1, 2, 3, 4, 5)))
+    cut = clipped(pass_, 3, 16)
     assert cut.candidates == (Span(3, 4), Scattered(10, (5, 0)))
     assert cut.start is not None
     assert cut.start.weights == (2, 3, 4)

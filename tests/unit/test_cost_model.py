@@ -221,8 +221,8 @@ def test_every_budget_starts_at_nothing(name):
     plan = make_method(name, replace(ReuseConfig(), **{budget.parameter: 0.0}), BENCH_METHODS).plan(
         fixed_lookup(), GEOMETRY
     )
-    assert [a_pass.required for a_pass in plan.passes] == [(Span(300, 301),)]
-    assert not any(a_pass.candidate_tokens for a_pass in plan.passes)
+    assert [pass_.required for pass_ in plan.passes] == [(Span(300, 301),)]
+    assert not any(pass_.candidate_tokens for pass_ in plan.passes)
 
 
 def plan_of(name, lookup, geometry):

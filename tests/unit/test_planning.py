@@ -78,7 +78,7 @@ def test_every_plan_covers_its_prompt(sizes, data, method, ratio):
     made = plan(method, lookup, recompute_ratio=ratio)
     assert [part.span for part in made.parts] == [entry.span for entry in lookup.parts]
     assert sum(made.tokens(kv_source) for kv_source in KVSource) == lookup.prompt_tokens
-    required = [{p for span in a_pass.required for p in span.positions()} for a_pass in made.passes]
+    required = [{p for span in pass_.required for p in span.positions()} for pass_ in made.passes]
     assert {p for span in made.spans(KVSource.COMPUTED) for p in span.positions()} <= required[-1]
     assert not {p for span in made.spans(KVSource.EXACT) for p in span.positions()} & set().union(*required)
     again = plan(method, lookup, recompute_ratio=ratio)
@@ -303,7 +303,7 @@ def test_a_layer_is_unseen_only_if_no_window_of_what_is_computed_there_or_behind
 ):
     stored = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
     made = plan(method, make_lookup(sizes, stored, exact=data.draw(st.integers(0, len(sizes)))))
-    several = [span for a_pass in made.passes for span in (*a_pass.required, *a_pass.candidates)]
+    several = [span for pass_ in made.passes for span in (*pass_.required, *pass_.candidates)]
     queries = {made.prompt_tokens, *(position for span in several for position in span.positions())}
     for part in made.parts:
         keys = part.span.positions()

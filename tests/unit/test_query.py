@@ -157,7 +157,7 @@ def test_the_budget_is_spent_and_no_more(sizes, ratio, rounds, factor, data):
     made = plan(make_lookup(sizes, stored=stored), ratio, rounds=rounds, factor=factor)
     reused = made.tokens(KVSource.REUSED)
     always = len(made.reused_among(positions(made.passes[-1].required)))
-    chosen = sum(a_pass.candidates_at(GEOMETRY.num_layers - 1) for a_pass in made.passes if a_pass.start is not None)
+    chosen = sum(pass_.candidates_at(GEOMETRY.num_layers - 1) for pass_ in made.passes if pass_.start is not None)
     assert always + chosen == ceil(ratio * reused)
     assert len(made.passes) <= 1 + rounds
 

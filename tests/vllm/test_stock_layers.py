@@ -114,14 +114,14 @@ def woven(layers, *, paused: bool) -> list[torch.Tensor]:
     start, chunk = PromptPart(PartKind.START, (3,)), Span(1, TOKENS)
     with layers.paged.preserved(torch.cat(slots)), layers.adapters.using(0), torch.inference_mode():
         jobs = []
-        for own, tokens, a_pass in zip(blocks, ids, PASSES, strict=True):
+        for own, tokens, pass_ in zip(blocks, ids, PASSES, strict=True):
             part = PromptPart(PartKind.CHUNK, tuple(tokens[1:].tolist()), ChunkId("a"))
             parts = (
                 PartPlan(start, Span(0, 1), KVSource.COMPUTED),
                 PartPlan(part, chunk, KVSource.REUSED, SegmentId("a")),
             )
             placed = [Placement(chunk, SegmentKV(stored))]
-            plan = Plan("cacheblend", parts, (a_pass,))
+            plan = Plan("cacheblend", parts, (pass_,))
             jobs.append(WeaveJob(layers, own, plan, placed, tokens.tolist(), first=0, stop=TOKENS))
         while not all(job.done for job in jobs):
             for job in jobs:

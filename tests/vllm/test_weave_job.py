@@ -85,7 +85,7 @@ def test_keys_are_read_once_for_each_tile_of_a_run():
 
 
 @pytest.mark.parametrize(
-    ("a_pass", "scattered"),
+    ("pass_", "scattered"),
     [
         (Pass((EVEN,)), False),
         (Pass(tuple(Span(n, n + 40) for n in range(0, 4096, 400))), False),  # the beginnings of chunks, as `epic` does
@@ -99,20 +99,20 @@ def test_keys_are_read_once_for_each_tile_of_a_run():
     ],
     ids=["prefill", "epic", "scattered", "few", "cacheblend", "narrowed", "nothing-kept", "query", "query-few"],
 )
-def test_scattered_is_what_reads_several_times_the_keys_of_a_prefill(a_pass, scattered):
+def test_scattered_is_what_reads_several_times_the_keys_of_a_prefill(pass_, scattered):
     """15 % of 4,096 tokens are; a twentieth of these, long runs, and the whole prompt are not."""
-    assert too_scattered(a_pass, EVEN) is scattered
+    assert too_scattered(pass_, EVEN) is scattered
 
 
 def test_the_rest_of_a_prompt_is_compared_with_its_own_prefill():
     """vLLM has the first part: prefilling the rest reads less."""
-    a_pass = Pass((), (Scattered(3000, tuple(range(0, 1000, 20))),))
-    assert not too_scattered(a_pass, EVEN)
-    assert too_scattered(a_pass, Span(3000, 4096))
+    pass_ = Pass((), (Scattered(3000, tuple(range(0, 1000, 20))),))
+    assert not too_scattered(pass_, EVEN)
+    assert too_scattered(pass_, Span(3000, 4096))
 
 
 @pytest.mark.parametrize(
-    ("device", "a_pass", "taken"),
+    ("device", "pass_", "taken"),
     [
         ("cuda", Pass((), (RAGGED,)), "LoopPass"),
         ("cuda", Pass((), (Span(0, 4096),), rules=(KeepTop(1, 600),)), "LoopPass"),
@@ -121,18 +121,18 @@ def test_the_rest_of_a_prompt_is_compared_with_its_own_prefill():
     ],
     ids=["scattered", "by-a-rule", "dense", "on-a-cpu"],
 )
-def test_on_a_gpu_our_kernel_attends_for_scattered_tokens(monkeypatch, device, a_pass, taken):
+def test_on_a_gpu_our_kernel_attends_for_scattered_tokens(monkeypatch, device, pass_, taken):
     for name in ("StockPass", "LoopPass"):
         monkeypatch.setattr(weave, name, lambda *_given, name=name: name)
     monkeypatch.setattr(weave.ActiveRows, "of_pass", lambda *_given, **_more: None)
     job = WeaveJob.__new__(WeaveJob)
     job._first, job._stop, job.captured = 0, 4096, None
-    job._plan = SimpleNamespace(passes=[a_pass], prompt_tokens=4096)
+    job._plan = SimpleNamespace(passes=[pass_], prompt_tokens=4096)
     job._passes, job._decided = {}, {}
     layers = SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16, ranks=None)
     cache, blocks = SimpleNamespace(), SimpleNamespace(whole=True)
     job._input = SimpleNamespace(layers=layers, blocks=blocks, cache=cache, token_ids=None)
-    assert job._begin(0, a_pass) == taken
+    assert job._begin(0, pass_) == taken
 
 
 def test_a_layer_that_is_left_no_tokens_leaves_vllms_modules_alone():
@@ -152,7 +152,7 @@ def sums(*_args, **_kwargs):
     raise CollectiveError
 
 
-def made(a_pass: Pass, first: int = 0) -> WeaveJob:
+def made(pass_: Pass, first: int = 0) -> WeaveJob:
     """A job over layers whose embedding sums over the ranks; its prompt is one question."""
     geometry, paged = Geometry(2, 8, 2, 1, 2, 16, 64, 256), FakePaged()
     layers = SimpleNamespace(
@@ -171,7 +171,7 @@ def made(a_pass: Pass, first: int = 0) -> WeaveJob:
     table = SimpleNamespace(slots=lambda positions: positions, begins=0)
     blocks = SimpleNamespace(of=lambda _layer: table, whole=True, begins=0)
     part = PromptPart(PartKind.QUESTION, tuple(range(20)))
-    plan = Plan("full", (PartPlan(part, Span(0, 20), KVSource.COMPUTED),), (a_pass,))
+    plan = Plan("full", (PartPlan(part, Span(0, 20), KVSource.COMPUTED),), (pass_,))
     return WeaveJob(layers, blocks, plan, (), part.token_ids, first=first, stop=20)
 
 

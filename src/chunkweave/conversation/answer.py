@@ -97,8 +97,8 @@ class StreamEvent:
         if not self.text and ends is None:
             return []
         more = {"finish_reason": ends, "logprobs": self.logprobs}
-        given = {name: value for name, value in more.items() if value is not None}
-        return [{"index": self.index, "text": self.text, **given}]
+        fields = {name: value for name, value in more.items() if value is not None}
+        return [{"index": self.index, "text": self.text, **fields}]
 
     @property
     def end(self) -> AnswerEnd | None:
@@ -178,12 +178,12 @@ class WholeChoices:
         return [self._choices[index] for index in sorted(self._choices)]
 
 
-def joined_logprobs(before: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
+def joined_logprobs(previous: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
     """The log-probabilities of two consecutive pieces, joined."""
-    if before is None:
+    if previous is None:
         return {name: list(values) if isinstance(values, list) else values for name, values in more.items()}
     return {
-        name: [*(before.get(name) or []), *values] if isinstance(values, list) else values
+        name: [*(previous.get(name) or []), *values] if isinstance(values, list) else values
         for name, values in more.items()
     }
 
@@ -293,13 +293,13 @@ def build_report(
 
 def _chunk_reports(arranged: Arranged, outcome: Outcome) -> tuple[ChunkReport, ...]:
     """The reports of all parts that can be stored."""
-    found = []
+    reports = []
     prompt, recomputed = arranged.prompt, outcome.recomputed
     for number, (part, span, source) in enumerate(zip(prompt.parts, prompt.spans(), outcome.sources, strict=True)):
         if part.id is None:
             continue
         inside = spans_of(recomputed[bisect_left(recomputed, span.start) : bisect_left(recomputed, span.stop)])
-        found.append(
+        reports.append(
             ChunkReport(
                 id=part.id,
                 source=part.source or str(part.kind),
@@ -315,4 +315,4 @@ def _chunk_reports(arranged: Arranged, outcome: Outcome) -> tuple[ChunkReport, .
                 contexts=source.contexts,
             )
         )
-    return tuple(found)
+    return tuple(reports)

@@ -200,10 +200,10 @@ class RequestPreparer:
             return
         if not anew and self._has_mean(part):
             return
-        for before in {one.id: one for context in contexts for one in context}.values():
-            found = prefer_least_read(self._stored(Prompt((before,))))
+        for context_part in {part.id: part for context in contexts for part in context}.values():
+            found = prefer_least_read(self._stored(Prompt((context_part,))))
             if found is None or (found.alone and self.neutral_tokens):
-                yield self._computing(first_pass(before), cache_salt)
+                yield self._computing(first_pass(context_part), cache_salt)
         prompts = [Prompt((*opening, *context, part)) for context in contexts]
         group = f"{mean_id(prompt.contexts()[-1] for prompt in prompts)} {part.id}"
         for prompt in prompts:

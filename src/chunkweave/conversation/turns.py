@@ -57,7 +57,7 @@ class SentChunks:
                 self._turns.setdefault(salt, OrderedDict())[key] = self._clock(), tuple(chunks)
                 self._characters[salt] += _characters(chunks)
             while len(self) > self._most_turns or self._characters.total() > _MOST_SENT_CHARACTERS:
-                most = max(self._turns, key=lambda one: self._characters[one])
+                most = max(self._turns, key=lambda key: self._characters[key])
                 self._forget(most, next(iter(self._turns[most])))
 
     def _found(self, salt: str, key: bytes) -> tuple[Chunk, ...]:
@@ -114,28 +114,28 @@ class TurnBuilder:
         """
         if self._sent is None or request.cache is CacheUse.OFF:
             return request, build(request, PromptLimit(most_tokens)), ()
-        held, given = self._sent.before(request), [_chunk(one) for one in request.chunks]
+        held, given = self._sent.before(request), [_chunk(chunk) for chunk in request.chunks]
         room = most_tokens - min(request.sampling.max_new_tokens, most_tokens // _ANSWER_SHARE)
         for cut in range(len(held) + 1):
-            kept = (*((),) * cut, *held[cut:])
-            sent = {chunk.text for chunks in kept for chunk in chunks}
+            remaining = (*((),) * cut, *held[cut:])
+            sent = {chunk.text for chunks in remaining for chunk in chunks}
             new = list({chunk.text: chunk for chunk in reversed(given) if chunk.text not in sent}.values())[::-1]
-            asked = replace(request, chunks=new, history_chunks=kept)
+            asked = replace(request, chunks=new, history_chunks=remaining)
             try:
                 prompt = build(asked, PromptLimit(most_tokens))
             except PromptTooLongError:
-                if not any(kept):
+                if not any(remaining):
                     raise
                 continue
-            if len(prompt) <= room or not any(kept):
+            if len(prompt) <= room or not any(remaining):
                 break
-        others = Counter(chunk.text for chunk in given) - Counter(chunk.text for chunk in new)
-        return asked, prompt, self._builder.chunk_parts([*others.elements()], cache_salt=request.cache_salt)
+        repeated = Counter(chunk.text for chunk in given) - Counter(chunk.text for chunk in new)
+        return asked, prompt, self._builder.chunk_parts([*repeated.elements()], cache_salt=request.cache_salt)
 
     def answered(self, request: Request, chunks: Sequence[Chunk | str]) -> None:
         """Note that a request was answered with these new `chunks`, in this order."""
         if self._sent is not None:
-            self._sent.note(request, [_chunk(one) for one in chunks])
+            self._sent.note(request, [_chunk(chunk) for chunk in chunks])
 
 
 def _chunk(chunk: Chunk | str) -> Chunk:

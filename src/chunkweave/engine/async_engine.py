@@ -190,13 +190,13 @@ class AsyncEngine:
         with self._changed:
             stats = self._core.stats
             waiting = max(0, len(self._open) - stats.running)
-            unconfirmed = [one for one in self._open.values() if not one.confirmed]
+            unconfirmed = [entry for entry in self._open.values() if not entry.confirmed]
             return replace(
                 stats,
                 waiting=waiting,
                 pending=stats.pending - stats.waiting + waiting,
                 speculating=len(unconfirmed),
-                speculations_running=sum(one.request.runs for one in unconfirmed),
+                speculations_running=sum(entry.request.runs for entry in unconfirmed),
             )
 
     @property
@@ -331,8 +331,8 @@ class AsyncEngine:
             QueueFullError: it would be pending, and the queue is full. It stays a speculation.
         """
         with self._changed:
-            one = self._known(number)
-        self._confirm(one)
+            entry = self._known(number)
+        self._confirm(entry)
 
     def abort(self, number: int) -> None:
         """Abort a request; its stream raises `RequestAbortedError`.
@@ -391,28 +391,28 @@ class AsyncEngine:
                 self._refuse_if_closed()
             else:
                 self._refuse_if_full(state.tenant, speculative=state.speculative)
-            self._open[number] = one = _Open(state, stream, confirmed=not state.speculative)
-            stream.on_confirm = partial(self._confirm, one)
+            self._open[number] = entry = _Open(state, stream, confirmed=not state.speculative)
+            stream.on_confirm = partial(self._confirm, entry)
             self._urgent = self._urgent or not state.yields
             self._arrived.append(state)
             self._commands.append(lambda: self._core.submit(state))
             self._changed.notify()
             return stream
 
-    def _confirm(self, one: _Open) -> None:
+    def _confirm(self, entry: _Open) -> None:
         """Confirm a speculation, running or finished; a failed one is ignored."""
         with self._changed:
-            number = one.request.id
-            if one.confirmed or (one.stream.failed and number not in self._open):
+            number = entry.request.id
+            if entry.confirmed or (entry.stream.failed and number not in self._open):
                 return
-            if not one.stream.begun:
-                self._refuse_if_full(one.request.tenant)
-            one.confirmed = True
+            if not entry.stream.begun:
+                self._refuse_if_full(entry.request.tenant)
+            entry.confirmed = True
             self._commands.append(
-                lambda: self._core.confirm(number) if number in self._open else self._core.count(one.request)
+                lambda: self._core.confirm(number) if number in self._open else self._core.count(entry.request)
             )
             self._changed.notify()
-        self._preparer.confirm(one.request.prepared)
+        self._preparer.confirm(entry.request.prepared)
 
     def _refuse_if_closed(self) -> None:
         if self._closing:
@@ -420,15 +420,17 @@ class AsyncEngine:
 
     def _refuse_if_full(self, tenant: str, *, speculative: bool = False) -> None:
         self._refuse_if_closed()
-        others = [one for one in tuple(self._open.values()) if one.request.waits and not one.request.background]
-        waiting = Counter(one.request.tenant for one in others if speculative or one.confirmed)
+        pending = [
+            entry for entry in tuple(self._open.values()) if entry.request.waits and not entry.request.background
+        ]
+        waiting = Counter(entry.request.tenant for entry in pending if speculative or entry.confirmed)
         self._weights.refuse_if_full(tenant, waiting, self._config.max_waiting)
 
     def _known(self, number: int) -> _Open:
-        one = self._open.get(number)
-        if one is None:
+        entry = self._open.get(number)
+        if entry is None:
             raise UnknownRequestError(f"request {number} is neither pending nor running: unknown id, or it has ended")
-        return one
+        return entry
 
     def _run_errand(self, future: "Future[ResultT]", work: Callable[[], ResultT]) -> None:
         self._errands.remove(future)
@@ -469,8 +471,8 @@ class AsyncEngine:
         self._core.close()
         for errand in self._errands:
             errand.cancel()
-        for number, one in list(self._open.items()):
-            self._deliver(one.stream, RequestAbortedError(f"request {number} ended with the engine"))
+        for number, entry in list(self._open.items()):
+            self._deliver(entry.stream, RequestAbortedError(f"request {number} ended with the engine"))
         if self._checks is not None:
             self._checks.close()
 

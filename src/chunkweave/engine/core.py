@@ -161,10 +161,10 @@ class BatchingCore:
             UnknownRequestError: it is neither pending nor running.
         """
         request = self._active(number)
-        for one in _together(request):
-            if one.speculative:
-                self._scheduler.confirm(one)
-                one.waits_since_s = self._clock()
+        for sibling in _together(request):
+            if sibling.speculative:
+                self._scheduler.confirm(sibling)
+                sibling.waits_since_s = self._clock()
         self.count(request if request.siblings is None else request.siblings.first)
 
     def count(self, request: RequestState) -> None:
@@ -223,7 +223,7 @@ class BatchingCore:
 
     def _expire(self) -> None:
         now, timeout_s = self._clock(), self._config.queue_timeout_s
-        for request in [one for one in self._scheduler.requests.values() if one.unwanted()]:
+        for request in [request for request in self._scheduler.requests.values() if request.unwanted()]:
             self.abort(request.id)
         for request in list(self._scheduler.requests.values()):
             not_begun = request.admitted_s is None and not request.yields
@@ -239,18 +239,18 @@ class BatchingCore:
     @property
     def _prefetched_bytes(self) -> int:
         """Bytes prefetched for pending requests; those of running ones are allocated anyway. Safe from any thread."""
-        waiting = (one.prefetch for one in tuple(self._scheduler.requests.values()) if not one.runs)
+        waiting = (request.prefetch for request in tuple(self._scheduler.requests.values()) if not request.runs)
         return sum(prefetch.nbytes for prefetch in waiting if prefetch is not None)
 
     def _look_ahead(self) -> None:
         """Prefetch segments of the next requests from slow tiers (Cache-Craft §3.5), within the byte limit."""
         for request in self._scheduler.queue.next(self._config.prefetch_requests):
-            left = self._prefetch_bytes - self._prefetched_bytes
-            if left <= 0:
+            bytes_left = self._prefetch_bytes - self._prefetched_bytes
+            if bytes_left <= 0:
                 return
             if not request.looked_ahead and request.prepared.request.cache is not CacheUse.OFF:
                 request.looked_ahead = True
-                self._prefetch(request, left)
+                self._prefetch(request, bytes_left)
 
     def _prefetch(self, request: RequestState, max_bytes: int) -> None:
         prepared = request.prepared
@@ -289,8 +289,8 @@ class BatchingCore:
         """The method of an admitted request. Its recompute ratio is raised only if no other request would wait for
         that.
         """
-        others = (one for one in self._scheduler.requests.values() if one is not request and not one.yields)
-        alone = next(others, None) is None
+        requests = (one for one in self._scheduler.requests.values() if one is not request and not one.yields)
+        alone = next(requests, None) is None
         return request.prepared.raised(self._runner.loading(request.prefetch) if alone else None)
 
     def _groups(self) -> list[StepGroup]:
@@ -347,9 +347,9 @@ class BatchingCore:
         group = replace(group, pieces=done)
         self._scheduler.computed(group, map(len, drafts))
         self._count(decoded_tokens=len(decodes), prefilled_tokens=sum(tokens for _, tokens in pieces))
-        rows = torch.split(logits, [one.answering for one in decodes])
-        for request, own, draft in zip(group.decoding, rows, drafts, strict=True):
-            self._guarded([request], partial(self._advance, request, own, draft))
+        rows = torch.split(logits, [decode.answering for decode in decodes])
+        for request, own_rows, draft in zip(group.decoding, rows, drafts, strict=True):
+            self._guarded([request], partial(self._advance, request, own_rows, draft))
         if self._planner.holds:
             self._runner.wait()
             self._planner.ran(group, since_s)
@@ -364,8 +364,8 @@ class BatchingCore:
     def _drafts(self, group: StepGroup) -> list[tuple[int, ...]]:
         """Draft tokens of each decoding request, as many as pay and as the step's budget leaves room for."""
         requests, most = group.decoding, self._runner.compute.draft_tokens
-        left = self._config.step_tokens - len(requests) - sum(tokens for _, tokens in group.pieces)
-        if not most or left <= 0 or self._costs.stale(len(requests)):
+        tokens_left = self._config.step_tokens - len(requests) - sum(tokens for _, tokens in group.pieces)
+        if not most or tokens_left <= 0 or self._costs.stale(len(requests)):
             return [()] * len(requests)
         found, chances = [], []
         for request in requests:
@@ -373,12 +373,12 @@ class BatchingCore:
             drafts, acceptance = request.decode.find_drafts(most)
             found.append(drafts[: self._scheduler.room_for_drafts(request, len(drafts))])
             chances.append(acceptance)
-        counts = self._costs.allot(list(zip(map(len, found), chances, strict=True)), left)
+        counts = self._costs.allot(list(zip(map(len, found), chances, strict=True)), tokens_left)
         return [drafts[:count] for drafts, count in zip(found, counts, strict=True)]
 
     def _stopping(self) -> RequestState | None:
         """The request that arrived since the step began and stops it; None if there is none."""
-        return next((one for one in tuple(self._arrived()) if self._scheduler.stops(one)), None)
+        return next((request for request in tuple(self._arrived()) if self._scheduler.stops(request)), None)
 
     def _prefilled(self, request: RequestState) -> None:
         """After a prefill: choose the next token, and store new segments unless the request was preempted before."""
@@ -406,8 +406,8 @@ class BatchingCore:
             logger.exception("segments of request %d could not be stored", request.id)
         decode.without_captures()
         try:
-            for one in () if request.siblings is None else request.siblings.made():
-                self._branch(one, decode)
+            for sibling in () if request.siblings is None else request.siblings.made():
+                self._branch(sibling, decode)
         except Exception as error:  # noqa: BLE001 - a fault of these answers alone ends them
             failed = RequestFailedError(f"the further answers of request {request.id} failed with {error!r}")
             failed.__cause__ = error
@@ -499,16 +499,20 @@ class BatchingCore:
         """End a request; after an error, all answers to its prompt. No effect on an ended one."""
         if request.status is RequestStatus.FINISHED:
             return
-        for one in _together(request) if isinstance(last, Exception) else [request]:
-            self._scheduler.end(one)
-            if one.siblings is not None:
-                one.siblings.running.remove(one)
+        for sibling in _together(request) if isinstance(last, Exception) else [request]:
+            self._scheduler.end(sibling)
+            if sibling.siblings is not None:
+                sibling.siblings.running.remove(sibling)
         request.deliver(last)
 
     def _active(self, number: int) -> RequestState:
         requests = self._scheduler.requests
-        others = (one for one in requests.values() if one.siblings is not None and one.siblings.first.id == number)
-        request = requests.get(number) or next(others, None)
+        siblings = (
+            request
+            for request in requests.values()
+            if request.siblings is not None and request.siblings.first.id == number
+        )
+        request = requests.get(number) or next(siblings, None)
         if request is None:
             raise UnknownRequestError(f"request {number} is neither pending nor running: unknown id, or it has ended")
         return request

@@ -146,9 +146,9 @@ def _decoder(prepared: PreparedRequest, tokenizer: TextTokenizer) -> Callable[[S
     """Decodes an answer. One that continues a text is decoded together with its end: tokenizers drop a first space."""
     if not prepared.request.continued:
         return tokenizer.decode
-    before = prepared.prompt.token_ids[-_CONTINUED_TOKENS:]
-    length = len(tokenizer.decode(before))
-    return lambda token_ids: tokenizer.decode((*before, *token_ids))[length:]
+    end_ids = prepared.prompt.token_ids[-_CONTINUED_TOKENS:]
+    length = len(tokenizer.decode(end_ids))
+    return lambda token_ids: tokenizer.decode((*end_ids, *token_ids))[length:]
 
 
 class DecodeState:
@@ -240,22 +240,22 @@ class DecodeState:
         if not taken:
             return None
         return {
-            "tokens": [one.text for one in taken],
-            "token_logprobs": [one.logprob for one in taken],
-            "top_logprobs": [dict(one.alternatives) for one in taken],
-            "text_offset": [one.offset for one in taken],
+            "tokens": [token.text for token in taken],
+            "token_logprobs": [token.logprob for token in taken],
+            "top_logprobs": [dict(token.alternatives) for token in taken],
+            "text_offset": [token.offset for token in taken],
         }
 
     def _logprobs_of(self, token: int, logits: torch.Tensor, most: int) -> _TokenLogprobs:
         logprobs = torch.log_softmax(logits.float(), dim=-1)
-        before = self.token_ids[-1] if self.token_ids else self.prefilled.prompt.token_ids[-1]
+        previous_id = self.token_ids[-1] if self.token_ids else self.prefilled.prompt.token_ids[-1]
         values, ids = logprobs.topk(most)
-        texts = [self._tokenizer.token_text(int(one), before) for one in ids]
+        texts = [self._tokenizer.token_text(int(token_id), previous_id) for token_id in ids]
         alternatives: dict[str, float] = {}
         for text, value in zip(texts, values.tolist(), strict=True):
             alternatives.setdefault(text, value)  # incomplete characters have the same text
-        own = self._tokenizer.token_text(token, before)
-        return _TokenLogprobs(own, self._detokenizer.length, float(logprobs[token]), alternatives)
+        chosen_text = self._tokenizer.token_text(token, previous_id)
+        return _TokenLogprobs(chosen_text, self._detokenizer.length, float(logprobs[token]), alternatives)
 
     def sibling(self, prepared: PreparedRequest, store: TieredStore[SegmentSource]) -> "DecodeState":
         """Another answer to the same prompt, without tokens and with an empty cache of its own."""
@@ -280,8 +280,8 @@ class DecodeState:
         that the model gives it, as in rejection sampling. Returns the number of accepted drafts.
         """
         accepted = 0
-        for own, draft in zip(logits, (*drafts, None), strict=True):
-            self.advance(own)
+        for row, draft in zip(logits, (*drafts, None), strict=True):
+            self.advance(row)
             if self.finish_reason is not None or self.token_ids[-1] != draft:
                 break
             accepted += 1

@@ -149,8 +149,8 @@ class Engine:
         staging: Staging | None = None
         if not isinstance(store, TieredStore):
             config = store or StoreConfig()
-            given = given_cost_model(config.cost_model, loaded.fingerprint)
-            cost = given or stored_cost_model(config.cache_dir, loaded.fingerprint)
+            cost_model = given_cost_model(config.cost_model, loaded.fingerprint)
+            cost = cost_model or stored_cost_model(config.cache_dir, loaded.fingerprint)
             measure = partial(quick_profile, loaded.model, loaded.fingerprint)
             weighed = eviction_cost(config, loaded.fingerprint, cost, measure, MEASURED_BY_ENGINE)
             store = open_store(config, loaded.fingerprint, loaded.model.device, cost=weighed)
@@ -316,13 +316,13 @@ class Engine:
         answers: list[Answer] = []
         with self._core() as core:
             for request in requests:
-                one = self.preparer.prepare(request, method_request)
+                prepared_request = self.preparer.prepare(request, method_request)
                 # A higher recompute ratio would hide this one's loading, but the rest of the batch would wait for it.
-                prepared.append(replace(one, raisable=one.raisable and len(requests) == 1))
+                prepared.append(replace(prepared_request, raisable=prepared_request.raisable and len(requests) == 1))
             arrived_s = time.perf_counter()
             inboxes = []
-            for number, one in enumerate(prepared):
-                inboxes.append(_submit(core, number, one, arrived_s))
+            for number, prepared_request in enumerate(prepared):
+                inboxes.append(_submit(core, number, prepared_request, arrived_s))
                 while not inboxes[-1]:  # so that the next request finds what this one stores
                     core.step()
             while core.busy and not any(isinstance(events[-1], Exception) for events in inboxes):
@@ -357,11 +357,11 @@ class Engine:
         for index, chunk in enumerate(chunks):
             stored: frozenset[SegmentId] = frozenset()
             shares: list[PreparedRequest] = []
-            for one in self.preparer.prepare_beforehand(chunk, pool=pool, cache_salt=cache_salt):
-                if one.mean is None:
-                    stored = self.compute(one)
+            for prepared in self.preparer.prepare_beforehand(chunk, pool=pool, cache_salt=cache_salt):
+                if prepared.mean is None:
+                    stored = self.compute(prepared)
                 else:
-                    shares.append(one)
+                    shares.append(prepared)
             stored = self.compute(*shares) if shares else stored
             computed += bool(stored)
             if progress is not None:
@@ -374,10 +374,10 @@ class Engine:
         stored: frozenset[SegmentId] = frozenset()
         with ExitStack() as jobs:
             started = []
-            for one in beforehand:
-                looked_at = one.kept.profiles if profiles is None else profiles
-                options = PrefillOptions(profiles=looked_at, mean=one.mean)
-                started.append(jobs.enter_context(self.runner.start(one.prompt, one.method, options)))
+            for prepared in beforehand:
+                looked_at = prepared.kept.profiles if profiles is None else profiles
+                options = PrefillOptions(profiles=looked_at, mean=prepared.mean)
+                started.append(jobs.enter_context(self.runner.start(prepared.prompt, prepared.method, options)))
             for prefilled in self.runner.run(started):
                 stored |= self.runner.store_new(prefilled)
         return stored

@@ -97,8 +97,8 @@ class Matching:
         if self._matcher.is_error():
             raise UsageError(f"this form of answers is too costly: {_first_line(self._matcher.get_error())}")
         allowed = torch.zeros(len(logits), dtype=torch.bool)
-        known = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: len(logits)])
-        allowed[: len(known)] = known.bool()
+        bitmask = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: len(logits)])
+        allowed[: len(bitmask)] = bitmask.bool()
         return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
 
     def take(self, token: int) -> None:

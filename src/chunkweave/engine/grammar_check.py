@@ -31,9 +31,9 @@ def main(read: Callable[[], str], write: Callable[[str], Any]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_S, MOST_S))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    is_wrong, found = LLMatcher.validate_grammar_with_warnings(read(), None, limits=LLParserLimits(**LIMITS))
+    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(read(), None, limits=LLParserLimits(**LIMITS))
     if is_wrong:
-        write(found[0])
+        write(messages[0])
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class PrefillOptions:
 class _Step:
     """A pass or a slice of one. Parts are captured for the store in the prompt's last pass."""
 
-    a_pass: Pass
+    pass_: Pass
     captures: bool
     in_slices: bool = False
 
@@ -171,8 +171,8 @@ class PrefillJob:
     @property
     def next_tokens(self) -> int:
         """Tokens in the first layer of the next pass, or of what is left of it."""
-        a_pass = self._steps[0].a_pass
-        return a_pass.required_tokens + a_pass.starting_tokens
+        pass_ = self._steps[0].pass_
+        return pass_.required_tokens + pass_.starting_tokens
 
     @property
     def remaining_tokens(self) -> int:
@@ -180,7 +180,7 @@ class PrefillJob:
 
         Of a started pass: its active tokens, times the share of layers left.
         """
-        steps = [step.a_pass.required_tokens + step.a_pass.starting_tokens for step in self._steps]
+        steps = [step.pass_.required_tokens + step.pass_.starting_tokens for step in self._steps]
         if self.open_pass is not None:
             steps[0] = self.tokens_through(self._num_layers - self.open_pass.run.layer)
         return sum(steps)
@@ -206,7 +206,7 @@ class PrefillJob:
     @property
     def can_be_cut(self) -> bool:
         """Whether the next pass can run in slices by position."""
-        return can_be_cut(self._steps[0].a_pass)
+        return can_be_cut(self._steps[0].pass_)
 
     @property
     def loading(self) -> bool:
@@ -222,16 +222,16 @@ class PrefillJob:
         """The rows of the next step: at most `max_tokens` of the next pass if it can be cut, else all of it."""
         started = time.perf_counter()
         step = self._steps[0]
-        if max_tokens is not None and max_tokens < self.next_tokens and can_be_cut(step.a_pass):
-            head, tail = cut(step.a_pass, max_tokens)
+        if max_tokens is not None and max_tokens < self.next_tokens and can_be_cut(step.pass_):
+            head, tail = cut(step.pass_, max_tokens)
             if tail is not None:
-                step = replace(step, a_pass=head, in_slices=True)
-                self._steps[0] = replace(step, a_pass=tail)
+                step = replace(step, pass_=head, in_slices=True)
+                self._steps[0] = replace(step, pass_=tail)
                 self._steps.appendleft(step)
         rows = ActiveRows.of_pass(
             self._cache,
             self._ids,
-            step.a_pass,
+            step.pass_,
             dtype=self._context.model.dtype,
             evidence=self._progress.evidence,
             recomputed=self._progress.recomputed,
@@ -244,15 +244,15 @@ class PrefillJob:
 
     def take(self, rows: ActiveRows, logits: torch.Tensor | None, *, weave_s: float, load_s: float) -> None:
         """Record a finished step: its rows, its times in seconds, and for the last step its `logits` `[vocab]`."""
-        a_pass = self._steps.popleft().a_pass
+        pass_ = self._steps.popleft().pass_
         so_far = self._progress
         so_far.weave_s += weave_s
         so_far.load_s += load_s
         so_far.work += rows.work
         so_far.stop, so_far.evidence = rows.stop or so_far.stop, rows.evidence
-        fixed = self.plan.computed_tokens_of(a_pass)
+        fixed = self.plan.computed_tokens_of(pass_)
         so_far.recompute_work += sum(layer.kept_tokens - fixed for layer, _ in rows.work)
-        if a_pass.depth is None:
+        if pass_.depth is None:
             recomputed = spans_of(self.plan.reused_among(rows.where))
             so_far.recomputed = joined([*so_far.recomputed, *recomputed])
         if not self._steps:
@@ -291,8 +291,8 @@ class PrefillJob:
         """
         if self._options.mean is not None:
             return iter(())
-        complete = [one for one in self._captures if one.woven_from is None and one.complete]
-        self._captures = [one for one in self._captures if one not in complete]
+        complete = [capture for capture in self._captures if capture.woven_from is None and capture.complete]
+        self._captures = [capture for capture in self._captures if capture not in complete]
         store, owner = self._context.store.store, self._options.owner
         return segments_of(self._prompt, self.plan, complete, self._attention, store=store, owner=owner)
 
@@ -315,12 +315,12 @@ class PrefillJob:
         """Tokens to compute until the KV of all positions below `stop` is final; of a pass that cannot be cut, all."""
         tokens = 0
         for step in self._steps:
-            a_pass = step.a_pass
-            if step.captures and can_be_cut(a_pass):
-                inside = (span.within(0, stop) for span in a_pass.required)
+            pass_ = step.pass_
+            if step.captures and can_be_cut(pass_):
+                inside = (span.within(0, stop) for span in pass_.required)
                 tokens += sum(len(span) for span in inside if span)
             else:
-                tokens += a_pass.required_tokens + a_pass.starting_tokens
+                tokens += pass_.required_tokens + pass_.starting_tokens
         return tokens
 
     def close(self) -> None:
@@ -332,15 +332,15 @@ class PrefillJob:
         options, model, store = self._options, self._context.model, self._context.store
         if plan is None:
             looks_up = options.looks_up
-            found = store.store.lookup(self._prompt) if looks_up else look_up(self._prompt, (), lambda _: ())
+            lookup = store.store.lookup(self._prompt) if looks_up else look_up(self._prompt, (), lambda _: ())
             plan = store.plan(
-                found,
+                lookup,
                 self._method,
                 given_up=self._given_up,
                 loading=store.loading(options.prefetched),
             )
             if looks_up:
-                self.use = self.use or RequestUse.of(found, plan.segments(), plan.saved())
+                self.use = self.use or RequestUse.of(lookup, plan.segments(), plan.saved())
         self.plan = plan
         # Before segments are sent: the device copies in order.
         self._ids = torch.tensor((*self._prompt.token_ids, *options.generated), device=model.device)
@@ -402,7 +402,7 @@ class PrefillJob:
 def _steps_of(plan: Plan, *, behind: int) -> list[_Step]:
     """The plan's passes, and one over the `behind` tokens after the prompt."""
     last = len(plan.passes) - 1
-    steps = [_Step(a_pass, captures=number == last) for number, a_pass in enumerate(plan.passes)]
+    steps = [_Step(pass_, captures=number == last) for number, pass_ in enumerate(plan.passes)]
     if behind:
         rest = Span(plan.prompt_tokens, plan.prompt_tokens + behind)
         steps.append(_Step(Pass(required=(rest,)), captures=False))

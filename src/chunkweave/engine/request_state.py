@@ -294,7 +294,7 @@ class RequestQueue:
 
     def pop(self, fits: Fits, promised: Mapping[str, float], may: Callable[[str], bool]) -> RequestState | None:
         """Pop the next confirmed request among those that fit; see `FairQueue.pop`."""
-        place = self._queue.pop(lambda one: fits(one.request), promised, may)
+        place = self._queue.pop(lambda waiting: fits(waiting.request), promised, may)
         return None if place is None else place.request
 
     def pop_yielding(self, fits: Fits) -> RequestState | None:

@@ -126,12 +126,12 @@ class Runner:
 
     def run(self, jobs: Sequence[PrefillJob]) -> list[Prefilled]:
         """Run prefills to their end: together, except those whose segments are still being read."""
-        while left := [job for job in jobs if job.prefilled is None]:
-            reading = [job for job in left if job.loading or job.lost is not None]
+        while unfinished := [job for job in jobs if job.prefilled is None]:
+            reading = [job for job in unfinished if job.loading or job.lost is not None]
             try:
-                self.step([], [(job, None) for job in (reading[:1] or left)])
+                self.step([], [(job, None) for job in (reading[:1] or unfinished)])
             except SegmentLost as lost:
-                (reading or left)[0].plan_without(lost)
+                (reading or unfinished)[0].plan_without(lost)
         return [job.prefilled for job in jobs if job.prefilled is not None]
 
     def start(self, prompt: Prompt, method: ReuseMethod, options: PrefillOptions) -> PrefillJob:
@@ -158,16 +158,16 @@ class Runner:
             PassInterrupted: `interrupt` stopped the step. Nothing has changed; the same step may run again.
             SegmentLost: a segment of a job that was still loading is lost; a step with such a job has no other job.
         """
-        plain = all(len(one.token_ids) == 1 for one in decoding)  # a graph has one row per request
+        plain = all(len(decode.token_ids) == 1 for decode in decoding)  # a graph has one row per request
         if self.graphed is not None and not prefilling and plain:
-            decodes_one = ((one.cache, one.token_ids[0], one.position) for one in decoding)
+            decodes_one = ((decode.cache, decode.token_ids[0], decode.position) for decode in decoding)
             logits = self.graphed.decode(*zip(*decodes_one, strict=True))
             if logits is not None:
                 return logits
         if interrupt is not None:
             for job, _ in prefilling:
                 job.mark()
-        decodes = [self._row(one) for one in decoding]
+        decodes = [self._row(decode) for decode in decoding]
         pieces = [(job, job.next_rows(tokens)) for job, tokens in prefilling]
         made = time.perf_counter()
         times = LoopTimes()
@@ -185,20 +185,20 @@ class Runner:
         hidden = run.hidden
         logits = self.model.logits(hidden) if len(hidden) else hidden
         ended = time.perf_counter()
-        answering = sum(one.answering for one in decoding)
+        answering = sum(decode.answering for decode in decoding)
         answers = iter(logits[answering:])
         for job, rows in pieces:
-            own = next(answers) if rows.answers else None
-            job.take(rows, own, weave_s=ended - made - times.load_s, load_s=times.load_s)
+            answer_logits = next(answers) if rows.answers else None
+            job.take(rows, answer_logits, weave_s=ended - made - times.load_s, load_s=times.load_s)
         return logits[:answering]
 
     def _left(self, job: PrefillJob, rows: ActiveRows, run: PassRun, times: LoopTimes, since_s: float) -> bool:
         """Take a job out of a run, to be resumed by layers in a later step; False if its pass has ended."""
-        own = LoopTimes(times.load_s)
-        rest = run.take_out(rows, own)
+        request_times = LoopTimes(times.load_s)
+        rest = run.take_out(rows, request_times)
         if rest is None:
             return False
-        job.open_pass = LayeredPass(rows, rest, own, time.perf_counter() - since_s)
+        job.open_pass = LayeredPass(rows, rest, request_times, time.perf_counter() - since_s)
         return True
 
     @torch.inference_mode()
@@ -278,7 +278,7 @@ class Runner:
                 self.store.promote(segment, kv)
             new = segments_of(prompt, plan, prefilled.captures, prefilled.attention, store=self.store, owner=owner)
             if prefilled.mean is not None:
-                last = [one for one in new if one[0].path == (*prompt.contexts()[-1], prompt.parts[-1].id)]
+                last = [entry for entry in new if entry[0].path == (*prompt.contexts()[-1], prompt.parts[-1].id)]
                 return self.means.store_shares(self.store, prefilled.mean, last)
             return frozenset(record.id for record, kv in new if self.store.insert(record, kv))
 
@@ -309,16 +309,16 @@ class Runner:
 
         return GraphedDecode(self.model, dtype=self.model.dtype, device=device)
 
-    def _row(self, one: Decoding) -> ActiveRows:
-        device, stop = self.model.device, one.position + len(one.token_ids)
-        where = list(range(one.position, stop))
-        tokens, positions = torch.tensor(one.token_ids, device=device), torch.tensor(where, device=device)
+    def _row(self, decode: Decoding) -> ActiveRows:
+        device, stop = self.model.device, decode.position + len(decode.token_ids)
+        where = list(range(decode.position, stop))
+        tokens, positions = torch.tensor(decode.token_ids, device=device), torch.tensor(where, device=device)
         return ActiveRows(
-            one.cache,
+            decode.cache,
             tokens,
             positions,
             dtype=self.model.dtype,
             stop=stop,
             where=where,
-            answering=one.answering,
+            answering=decode.answering,
         )

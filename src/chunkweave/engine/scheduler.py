@@ -151,12 +151,12 @@ class StepPlanner:
         """
         chosen: list[RequestState] = []
         now, wait_s = self._clock(), min(self._step_time_s, _LONGEST_S)
-        longest = min(answers, key=lambda one: one.last_token_s, default=None)
-        for one in sorted(answers, key=lambda one: (self._shares.of(one.tenant), one.last_token_s)):
-            waits_s = now - one.last_token_s
-            fits = self.pace.decoding_s(len(chosen) + 1) <= self._fair_s(one)
-            if fits or (one is longest and waits_s >= wait_s):
-                chosen.append(one)
+        longest = min(answers, key=lambda answer: answer.last_token_s, default=None)
+        for answer in sorted(answers, key=lambda answer: (self._shares.of(answer.tenant), answer.last_token_s)):
+            waits_s = now - answer.last_token_s
+            fits = self.pace.decoding_s(len(chosen) + 1) <= self._fair_s(answer)
+            if fits or (answer is longest and waits_s >= wait_s):
+                chosen.append(answer)
         return chosen
 
     def _fair_s(self, request: RequestState) -> float:
@@ -345,18 +345,18 @@ class Scheduler:
                 self._wait_no_longer(waiting)
         while True:
             request = self.queue.pop(
-                lambda one: self._giving_way(one) is not None, self._promised(), self._may_have_place
+                lambda candidate: self._giving_way(candidate) is not None, self._promised(), self._may_have_place
             )
             if request is None:
                 break
             # Waiting is checked before preempting, so that no request loses its memory for one that then waits.
             if self._waits_for_parts(request):
                 continue
-            for other in self._giving_way(request) or ():
-                self._preempt(other)
+            for preempted in self._giving_way(request) or ():
+                self._preempt(preempted)
             yield self._admitted(request)
         while len(self._running) < self._budget.max_running:
-            request = self.queue.pop_yielding(lambda one: self.pool.fits(one.tokens))
+            request = self.queue.pop_yielding(lambda waiting: self.pool.fits(waiting.tokens))
             if request is None:
                 break
             if not self._waits_for_parts(request):
@@ -368,13 +368,13 @@ class Scheduler:
         If no ordinary request can run: speculations, or else background requests alone.
         """
         self._make_room(speculative=False)
-        if any(not one.yields for one in self._running):
-            groups = self._groups([one for one in self._running if not one.speculative], self._budget)
+        if any(not request.yields for request in self._running):
+            groups = self._groups([request for request in self._running if not request.speculative], self._budget)
             if groups:
                 return groups
         self._make_room(speculative=True)
-        speculations = self._groups([one for one in self._running if one.speculative], self._spare)
-        return speculations or self._groups([one for one in self._running if one.background], self._budget)
+        speculations = self._groups([request for request in self._running if request.speculative], self._spare)
+        return speculations or self._groups([request for request in self._running if request.background], self._budget)
 
     def room_for_drafts(self, request: RequestState, most: int) -> int:
         """How many tokens behind a decoding request's pending ones fit its blocks, at most `most`.
@@ -422,12 +422,12 @@ class Scheduler:
             StoreError: a request that does not run holds blocks, or a cache is larger than its blocks.
         """
         self.pool.check(self.requests.values())
-        runs = {one for one in self.requests.values() if one.runs}
+        runs = {request for request in self.requests.values() if request.runs}
         if runs != set(self._running) or len(self.queue) + len(self.awaiting) + len(runs) != len(self.requests):
             raise StoreError("a request is neither pending nor running, or both")
-        if any(one.owner is None or one.owner is one for one in self.awaiting.values()):
+        if any(request.owner is None or request.owner is request for request in self.awaiting.values()):
             raise StoreError("a request waits for parts that no other request computes")
-        if {one for one in self.requests.values() if one.blocks} != runs:
+        if {request for request in self.requests.values() if request.blocks} != runs:
             raise StoreError("KV blocks are not held by exactly the running requests")
         for request in self._running:
             decode = request.decode
@@ -447,8 +447,8 @@ class Scheduler:
             serves = (request.yields or not owner.yields) and (owner.prepared.kept.profiles or not needs_profiles)
             parts = self._parts_of(owner) if owner.job is not None and serves else ()
             saving = saving_of(wanted, self._store, parts, without=request.waited_for)
-            left = 0 if owner.job is None else owner.job.remaining_tokens
-            if saving.tokens > most.tokens and saving.sooner(left):
+            tokens_left = 0 if owner.job is None else owner.job.remaining_tokens
+            if saving.tokens > most.tokens and saving.sooner(tokens_left):
                 best, most = owner, saving
         if best is None:
             return False
@@ -484,9 +484,9 @@ class Scheduler:
     def _promised(self) -> dict[str, float]:
         """By tenant, prefill tokens left of its running requests."""
         promised: dict[str, float] = {}
-        for one in self._running:
-            if one.job is not None and not one.yields:
-                promised[one.tenant] = promised.get(one.tenant, 0.0) + one.job.remaining_tokens
+        for request in self._running:
+            if request.job is not None and not request.yields:
+                promised[request.tenant] = promised.get(request.tenant, 0.0) + request.job.remaining_tokens
         return promised
 
     def _may_have_place(self, tenant: str) -> bool:
@@ -500,9 +500,9 @@ class Scheduler:
         while len(self._running) - len(leaving) >= self._budget.max_running or not self.pool.fits(
             request.tokens, without=leaving
         ):
-            staying = [one for one in self._running if one not in leaving]
+            staying = [running for running in self._running if running not in leaving]
             more = self.pool.blocks_for(request.tokens)
-            candidates = [one for one in staying if one.yields] or self._lent(
+            candidates = [running for running in staying if running.yields] or self._lent(
                 request.tenant, staying, places=1, blocks=more
             )
             if not candidates:
@@ -516,26 +516,26 @@ class Scheduler:
         Empty if `tenant`, with `places` and `blocks` more, would exceed its own share, unless it runs nothing.
         """
         by_tenant: dict[str, list[RequestState]] = {}
-        for one in running:
-            if not one.yields:
-                by_tenant.setdefault(one.tenant, []).append(one)
+        for request in running:
+            if not request.yields:
+                by_tenant.setdefault(request.tenant, []).append(request)
         own = by_tenant.pop(tenant, [])
         if not by_tenant or (own and self._held(own, places, blocks) > self._time.share(tenant)):
             return []
         least = self._budget.tokens if own else 0  # preemption repeats a prefill: not worth it for small differences
         promised = self._promised()
-        times = {one: self._time.of(one, promised.get(one, 0.0)) for one in {*by_tenant, tenant}}
-        above = {one: self._held(ones) / self._time.share(one, tenant) for one, ones in by_tenant.items()}
+        times = {name: self._time.of(name, promised.get(name, 0.0)) for name in {*by_tenant, tenant}}
+        above = {name: self._held(requests) / self._time.share(name, tenant) for name, requests in by_tenant.items()}
         lent = [
-            one
-            for one, ratio in above.items()
-            if ratio > 1 and len(by_tenant[one]) > 1 and times[one] - times[tenant] >= least
+            name
+            for name, ratio in above.items()
+            if ratio > 1 and len(by_tenant[name]) > 1 and times[name] - times[tenant] >= least
         ]
         return by_tenant[max(lent, key=above.__getitem__)] if lent else []
 
     def _held(self, requests: Sequence[RequestState], places: int = 0, blocks: int = 0) -> float:
         """The larger of the requests' shares of slots and of blocks, with `places` and `blocks` added."""
-        blocks += sum(one.blocks for one in requests)
+        blocks += sum(request.blocks for request in requests)
         return max((len(requests) + places) / self._budget.max_running, blocks / self.pool.blocks)
 
     def _admitted(self, request: RequestState) -> RequestState:
@@ -551,17 +551,20 @@ class Scheduler:
         If nothing can run, the first loading prefill waits for its next layer; a background one only if alone.
         """
         self.planner.begin(requests)
-        batches = [[one for one in requests if not one.apart], *([one] for one in requests if one.apart)]
+        batches = [
+            [request for request in requests if not request.apart],
+            *([request] for request in requests if request.apart),
+        ]
         groups = [group for batch in batches for group in self.planner.share(batch, budget)]
         if not groups and requests:
-            first = min(requests, key=lambda one: one.background)
+            first = min(requests, key=lambda request: request.background)
             return [StepGroup((), [(first, budget.tokens)], by_layers=True)]
         return groups
 
     def _make_room(self, *, speculative: bool) -> None:
         """Reserve blocks for the pending KV of decoding requests of one kind, oldest first; may preempt others."""
         kind = [request for request in self._running if request.speculative is speculative]
-        for request in sorted(kind, key=lambda one: one.number):
+        for request in sorted(kind, key=lambda piece: piece.number):
             # The oldest grow first and the youngest are preempted, possibly `request` itself: then the loop ends. The
             # oldest request thus always grows, because the pool holds any single request.
             while request.status is RequestStatus.DECODING:

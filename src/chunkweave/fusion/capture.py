@@ -88,11 +88,11 @@ class PartCapture:
         """Copy one layer's fresh `keys` and `values` of the part's active tokens, `[rows, kv_heads, head_dim]`."""
         assert self._kv is not None, "a dropped part is not followed"
         layer = self._kv[self._layer]
-        for kept, fresh in zip(layer, (keys, values), strict=True):
+        for stored, fresh in zip(layer, (keys, values), strict=True):
             if len(self._offsets) == self._tokens:
-                kept.copy_(fresh)
+                stored.copy_(fresh)
             elif len(self._offsets):
-                kept.index_copy_(0, self._rows, fresh)
+                stored.index_copy_(0, self._rows, fresh)
         self._fresh[self._layer, self._offsets] = True
         self._layer += 1
 
@@ -162,13 +162,13 @@ class AttentionCapture:
         self._parts = tuple(parts)
         below_last = geometry.num_layers - 1
         self._layers = frozenset(evenly_spread(config.layers, below_last))
-        own = ranks.own_heads(geometry.num_heads)
+        own_heads = ranks.own_heads(geometry.num_heads)
         captured = evenly_spread(config.heads, geometry.num_heads)
-        heads = tuple(head - own.start for head in captured if head in own)
-        self._heads = None if len(heads) == len(own) else heads  # None: all heads, without a copy of their keys
+        heads = tuple(head - own_heads.start for head in captured if head in own_heads)
+        self._heads = None if len(heads) == len(own_heads) else heads  # None: all heads, without a copy of their keys
         self._num_heads = len(heads)
         self._ranks = ranks
-        self._weight = geometry.num_heads / len(own) * len(heads) / len(captured)
+        self._weight = geometry.num_heads / len(own_heads) * len(heads) / len(captured)
         self._tokens = parts[-1].span.stop
         self._by_part = torch.zeros(self._tokens, len(self._parts), device=device)
         self._received = torch.zeros(self._tokens, device=device)
@@ -254,7 +254,7 @@ class AttentionCapture:
         return self._key_parts
 
     def profile(
-        self, part: PartPlan, recomputed: Sequence[int], before: AttentionProfile | None = None
+        self, part: PartPlan, recomputed: Sequence[int], stored: AttentionProfile | None = None
     ) -> AttentionProfile | None:
         """The profile of a part whose tokens were followed through all layers.
 
@@ -264,10 +264,10 @@ class AttentionCapture:
         """
         if not self._layers_read:
             return None
-        own = self._parts.index(part)
-        earlier = range(own)
+        number = self._parts.index(part)
+        earlier = range(number)
         chunks = [index for index in earlier if self._parts[index].part.kind in (PartKind.CHUNK, PartKind.TURN)]
-        others = [index for index in earlier if index not in chunks]
+        instructions = [index for index in earlier if index not in chunks]
         rows = slice(part.span.start, part.span.stop)
         mass = torch.zeros(len(part.span), len(self._parts), dtype=torch.float64)
         by_part, by_all = self.over_ranks()
@@ -279,12 +279,12 @@ class AttentionCapture:
             chunks=tuple(_id_of(self._parts[index]) for index in chunks),
             lengths=tuple(len(self._parts[index].span) for index in chunks),
             inter=tuple(mass[:, chunks].sum(0).tolist()),
-            intra=float(mass[:, own].sum()),
-            sink=float(mass[:, others].sum()),
+            intra=float(mass[:, number].sum()),
+            sink=float(mass[:, instructions].sum()),
             outward=tuple(mass[:, chunks].sum(1).tolist()),
             received=tuple(received.tolist()),
         )
-        return woven_profile(fresh, before, recomputed)
+        return woven_profile(fresh, stored, recomputed)
 
     def over_ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The sums over captured heads of all ranks: by part `[tokens, parts]`, and received `[tokens]`.
@@ -314,7 +314,7 @@ def _id_of(part: PartPlan) -> ChunkId:
 
 
 def woven_profile(
-    fresh: AttentionProfile, before: AttentionProfile | None, recomputed: Collection[int]
+    fresh: AttentionProfile, stored: AttentionProfile | None, recomputed: Collection[int]
 ) -> AttentionProfile:
     """The profile of a variant: `fresh` for the tokens `recomputed`, estimated from `before` for the others.
 
@@ -334,18 +334,18 @@ def woven_profile(
     >>> woven.inter, woven.outward, woven.intra
     ((2.75,), (0.5, 2.25), 1.3)
     """
-    known = frozenset(recomputed)
-    others = [token for token in range(fresh.tokens) if token not in known]
-    if not others or not (known or before):
+    recomputed_tokens = frozenset(recomputed)
+    kept_tokens = [token for token in range(fresh.tokens) if token not in recomputed_tokens]
+    if not kept_tokens or not (recomputed_tokens or stored):
         return fresh
-    share = len(others) / fresh.tokens
-    rest = _times(fresh, 1.0 / (1.0 - share)) if before is None else before
-    looked_out = sum(rest.outward) if before is not None else 0.0
+    share = len(kept_tokens) / fresh.tokens
+    rest = _times(fresh, 1.0 / (1.0 - share)) if stored is None else stored
+    looked_out = sum(rest.outward) if stored is not None else 0.0
     if looked_out:
         carried, kept = _carried(fresh, rest)
-        by_others = sum(rest.outward[token] for token in others) / looked_out
+        by_others = sum(rest.outward[token] for token in kept_tokens) / looked_out
     else:
-        carried, kept, by_others = (list(fresh.inter), 0.0, share / (1.0 - share) if known else 0.0)
+        carried, kept, by_others = (list(fresh.inter), 0.0, share / (1.0 - share) if recomputed_tokens else 0.0)
     return AttentionProfile(
         chunks=fresh.chunks,
         lengths=fresh.lengths,
@@ -353,7 +353,7 @@ def woven_profile(
         intra=fresh.intra + share * rest.intra,
         sink=fresh.sink + share * rest.sink,
         outward=tuple(
-            new if token in known else kept * old
+            new if token in recomputed_tokens else kept * old
             for token, (new, old) in enumerate(zip(fresh.outward, rest.outward, strict=True))
         ),
         received=tuple(new + share * old for new, old in zip(fresh.received, rest.received, strict=True)),
@@ -366,29 +366,29 @@ def _times(profile: AttentionProfile, factor: float) -> AttentionProfile:
     return replace(profile, intra=factor * profile.intra, sink=factor * profile.sink, received=received)
 
 
-def _carried(fresh: AttentionProfile, before: AttentionProfile) -> tuple[list[float], float]:
+def _carried(fresh: AttentionProfile, stored: AttentionProfile) -> tuple[list[float], float]:
     """The mass of `before` by the chunks of `fresh`, as in `woven_profile`, and its share of the total."""
-    there, known = _mass_on(before, fresh.chunks), frozenset(before.chunks)
-    new = [chunk not in known for chunk in fresh.chunks]
+    stored_mass, stored_chunks = _mass_on(stored, fresh.chunks), frozenset(stored.chunks)
+    new = [chunk not in stored_chunks for chunk in fresh.chunks]
     weights = [mass if is_new else 0.0 for mass, is_new in zip(fresh.inter, new, strict=True)]
     if not sum(weights):
         weights = [length if is_new else 0.0 for length, is_new in zip(fresh.lengths, new, strict=True)]
-    total = sum(before.inter)
-    moved = max(0.0, total - sum(there)) / sum(weights) if any(new) else 0.0
-    carried = [mass + moved * weight for mass, weight in zip(there, weights, strict=True)]
+    total = sum(stored.inter)
+    moved = max(0.0, total - sum(stored_mass)) / sum(weights) if any(new) else 0.0
+    carried = [mass + moved * weight for mass, weight in zip(stored_mass, weights, strict=True)]
     return carried, sum(carried) / total if total else 0.0
 
 
 def _mass_on(profile: AttentionProfile, chunks: Sequence[ChunkId]) -> list[float]:
     """The profile's mass on each of `chunks`; duplicates in the profile are matched in order, each once."""
-    left = list(zip(profile.chunks, profile.inter, strict=True))
-    found: list[float] = []
+    remaining = list(zip(profile.chunks, profile.inter, strict=True))
+    masses: list[float] = []
     for chunk in chunks:
-        match = next((entry for entry in left if entry[0] == chunk), None)
-        found.append(0.0 if match is None else match[1])
+        match = next((entry for entry in remaining if entry[0] == chunk), None)
+        masses.append(0.0 if match is None else match[1])
         if match is not None:
-            left.remove(match)
-    return found
+            remaining.remove(match)
+    return masses
 
 
 class QuestionWatch:
@@ -413,7 +413,7 @@ class QuestionWatch:
         Both are after RoPE; a query sees the `window` keys up to its own (None: all). `scores` is the layer's rule.
         """
         watch = self.watch
-        found = self._meter(window).combined(
+        combined = self._meter(window).combined(
             queries,
             keys,
             over_heads=watch.over_heads,
@@ -422,9 +422,9 @@ class QuestionWatch:
             ranks=self._ranks,
         )
         if watch.over_layers is Combine.MAX:
-            self.attention = torch.maximum(self.attention, found)
+            self.attention = torch.maximum(self.attention, combined)
         else:
-            self.attention += found
+            self.attention += combined
 
 
 class FocusWatch:

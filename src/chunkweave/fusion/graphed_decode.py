@@ -56,13 +56,13 @@ def decode_step(model: LayerwiseModel, buffers: DecodeBuffers, stop: int) -> tor
     Only queues work on the device, without waiting; `stop` is above every position.
     """
     token_ids, positions = buffers.inputs
-    ones = (1,) * len(token_ids)
+    row_counts = (1,) * len(token_ids)
     hidden = model.embed(token_ids)
     for layer in range(model.geometry.num_layers):
         q, k, v = model.qkv(layer, hidden)
         places = buffers.places[layer]
         write_rows(model.rotate_keys(layer, k, positions), v, positions, places)
-        queries = FlatQueries(model.rotate_queries(layer, q, positions).contiguous(), positions, ones, stop)
+        queries = FlatQueries(model.rotate_queries(layer, q, positions).contiguous(), positions, row_counts, stop)
         kv_places = KeyPlaces(places, model.geometry.num_kv_heads)
         window = model.geometry.window(layer)
         states = attend(queries, kv_places, blocks=buffers.blocks, tiles=buffers.tiles, window=window).states

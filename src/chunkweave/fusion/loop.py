@@ -144,18 +144,18 @@ def _run_layer(
     # All K and V are written before any attention, because survivors attend to each other within the layer.
     starts = accumulate(active, initial=0)
     for rows, row in zip(batch, starts, strict=False):
-        mine = slice(row, row + len(rows))
-        rows.write(layer, k[mine], rotated_k[mine], v[mine])
+        own_rows = slice(row, row + len(rows))
+        rows.write(layer, k[own_rows], rotated_k[own_rows], v[own_rows])
     states, measured = _attend(attention, layer, rotated_q, batch)
     # `stay` has request rows among the finishing ones, which are all active rows unless the pass ends here.
     stay = []
     query = 0
-    for rows, ends, before, mass in zip(batch, last, entered, measured, strict=True):
+    for rows, ends, entered_tokens, mass in zip(batch, last, entered, measured, strict=True):
         queries = rotated_q[query : query + rows.queried]
         query += rows.queried
-        rows.record(before)
-        kept = None if ends and rows.answers else rows.look(layer, queries, mass)
-        stay.append(None if ends else kept)
+        rows.record(entered_tokens)
+        kept_rows = None if ends and rows.answers else rows.look(layer, queries, mass)
+        stay.append(None if ends else kept_rows)
     if not len(states):
         return hidden[:0]
     hidden = hidden if finished is None else hidden[finished]
@@ -178,8 +178,8 @@ def _attend(
         parts = torch.split(queries, [rows.queried for rows in batch])
         queries = torch.cat([mine for mine, rows in zip(parts, batch, strict=True) if rows.finishing])
     result = attention.attend(queries, [rows.own_queries(layer) for rows in finishing])
-    found = iter(result.measured)
-    return result.states, [next(found) if rows.finishing else None for rows in batch]
+    measured = iter(result.measured)
+    return result.states, [next(measured) if rows.finishing else None for rows in batch]
 
 
 def _tails(lengths: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor | None:

@@ -111,7 +111,7 @@ class ActiveRows:
         dtype: torch.dtype,
         stop: int,
         where: Sequence[int] | None = None,
-        a_pass: Pass = _NO_RULES,
+        pass_: Pass = _NO_RULES,
         candidates: torch.Tensor | None = None,
         read: torch.Tensor | None = None,
         hidden: torch.Tensor | None = None,
@@ -122,16 +122,16 @@ class ActiveRows:
     ) -> None:
         """`token_ids` and `positions` are `[rows]`, on the model's device; all positions are below `stop`.
 
-        `where` are the positions on the host, if known there. `a_pass` has the rules, the watch, and the depth;
+        `where` are the positions on the host, if known there. `pass_` has the rules, the watch, and the depth;
         `candidates` are the rows, ascending, that its rules may drop. `read` `[positions]` is the question's attention
         to each position in the pass before; `hidden` `[positions]` flags those that no query sees. Only with `answers`
         do the last `answering` rows get logits. `decided` has, by layer, the positions that a rule keeps if that was
         decided earlier. Heads of keys and queries are this rank's among all `ranks`.
         """
         device = positions.device
-        unfocused, watch = a_pass.stop_unfocused, a_pass.watch
+        unfocused, watch = pass_.stop_unfocused, pass_.watch
         self._candidates = candidates if candidates is not None else positions.new_empty(0)
-        self.depth = a_pass.depth
+        self.depth = pass_.depth
         self.answers = answers
         self.answering = answering
         self.cache = cache
@@ -141,7 +141,7 @@ class ActiveRows:
         self.kept: dict[int, torch.Tensor] = {}
         self.work: list[CountedWork] = []
         """Work of each finished layer."""
-        self._rules = {rule.layer: rule for rule in a_pass.keep_top}
+        self._rules = {rule.layer: rule for rule in pass_.keep_top}
         self._decided = decided or {}
         self._ranks = ranks
         focuses = unfocused is not None and len(self._candidates) > 0
@@ -161,7 +161,7 @@ class ActiveRows:
         cls,
         cache: PassCache,
         prompt_ids: torch.Tensor,
-        a_pass: Pass,
+        pass_: Pass,
         *,
         dtype: torch.dtype,
         evidence: torch.Tensor | None = None,
@@ -170,17 +170,17 @@ class ActiveRows:
         decided: Mapping[int, torch.Tensor] | None = None,
         ranks: Ranks = ALONE,
     ) -> Self:
-        """The rows that `a_pass` starts with; `prompt_ids` `[tokens]` is the whole prompt, on the model's device.
+        """The rows that `pass_` starts with; `prompt_ids` `[tokens]` is the whole prompt, on the model's device.
 
         If the pass starts by `evidence` `[tokens]` from the pass before, the rows are chosen on the device: the highest
         ranked candidates, earlier ones among equals, none that earlier passes `recomputed`. Only the last pass gives
         `answers`.
         """
         tokens, device = len(prompt_ids), prompt_ids.device
-        required = flags_of(a_pass.required, tokens)
-        candidate = flags_of(a_pass.candidates, tokens) & ~required
+        required = flags_of(pass_.required, tokens)
+        candidate = flags_of(pass_.candidates, tokens) & ~required
         where: list[int] | None = None
-        if a_pass.start is None:
+        if pass_.start is None:
             positions = torch.nonzero(required | candidate).squeeze(1)
             candidates = torch.nonzero(candidate[positions]).squeeze(1).to(device)
             where = positions.tolist()
@@ -188,7 +188,7 @@ class ActiveRows:
             positions = positions.to(device)
         else:
             assert evidence is not None, "a pass that starts by evidence follows one that watched"
-            evidence = _weighted(evidence, a_pass, a_pass.start)
+            evidence = _weighted(evidence, pass_, pass_.start)
             candidate &= ~flags_of(recomputed, tokens)
             last = torch.nonzero(required | candidate)[-1:]
             stop = int(last) + 1 if len(last) else 0
@@ -196,7 +196,7 @@ class ActiveRows:
             # `order` indexes `from_which`, not positions. The sort is stable: among equals the earlier positions win,
             # on every device and rank.
             order = torch.sort(evidence[from_which], descending=True, stable=True).indices
-            chosen = from_which[order[: a_pass.start.count]].sort().values
+            chosen = from_which[order[: pass_.start.count]].sort().values
             positions = torch.cat((torch.nonzero(required).squeeze(1).to(device), chosen)).sort().values
             candidates = torch.searchsorted(positions, chosen)
         return cls(
@@ -206,10 +206,10 @@ class ActiveRows:
             dtype=dtype,
             stop=stop,
             where=where,
-            a_pass=a_pass,
+            pass_=pass_,
             candidates=candidates,
             read=evidence,
-            hidden=flags_of(a_pass.hidden, tokens).to(device) if a_pass.hidden else None,
+            hidden=flags_of(pass_.hidden, tokens).to(device) if pass_.hidden else None,
             answers=answers,
             decided=decided,
             ranks=ranks,
@@ -362,7 +362,7 @@ class ActiveRows:
         """
         geometry = self.cache.geometry
         reaches = geometry.sees_all(layer, self.key_stop)
-        return reaches or not any(geometry.sees_all(other, self.key_stop) for other in range(geometry.num_layers))
+        return reaches or not any(geometry.sees_all(layer, self.key_stop) for layer in range(geometry.num_layers))
 
     def _note_evidence(self, question: Span, layer: int) -> None:
         """Add the keys read for evidence to the work of the layer just finished."""
@@ -434,11 +434,11 @@ class ActiveRows:
         return bisect_left(self.where, position)
 
 
-def _weighted(evidence: torch.Tensor, a_pass: Pass, start: TopBy) -> torch.Tensor:
+def _weighted(evidence: torch.Tensor, pass_: Pass, start: TopBy) -> torch.Tensor:
     """The evidence, multiplied by the candidates' weights; values at other positions are not used."""
     if not start.weights:
         return evidence
-    where = [position for span in a_pass.candidates for position in span.positions()]
+    where = [position for span in pass_.candidates for position in span.positions()]
     result = evidence.clone()
     result[where] *= evidence.new_tensor(start.weights)
     return result

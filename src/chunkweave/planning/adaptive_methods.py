@@ -62,12 +62,14 @@ class ContextMethod:
 
     def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
         """One pass over the last part and all parts that are not stored."""
-        return _last_computed(self.name, lookup, lambda before: reuse_every_hit(before, prefer_least_read))
+        return _last_computed(
+            self.name, lookup, lambda lookup_before: reuse_every_hit(lookup_before, prefer_least_read)
+        )
 
 
 def _last_computed(name: str, lookup: PromptLookup, reuse: Callable[[PromptLookup], tuple[PartPlan, ...]]) -> Plan:
-    *before, last = lookup.parts
-    parts = (*reuse(PromptLookup(tuple(before))), PartPlan(last.part, last.span, KVSource.COMPUTED))
+    *earlier, last = lookup.parts
+    parts = (*reuse(PromptLookup(tuple(earlier))), PartPlan(last.part, last.span, KVSource.COMPUTED))
     return one_pass(name, parts)
 
 
@@ -144,8 +146,8 @@ class PrefixGrowingMethod:
         if self.name not in EXACT_METHODS:
             return self._method.plan(continuing(lookup, self._promotion.continued), geometry)
         plan = self._method.plan(lookup, geometry)
-        kept = self._promotion.kept
-        return plan if kept is None else admitting(plan, lookup, kept)
+        promoted = self._promotion.kept
+        return plan if promoted is None else admitting(plan, lookup, promoted)
 
 
 def promoted_length(hot: Sequence[bool], stored: int) -> int:

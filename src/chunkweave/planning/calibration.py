@@ -85,8 +85,8 @@ class Bounds:
 
     def excess(self, point: "CurvePoint") -> float:
         """A point's deviation relative to the allowed one, at the pessimistic interval ends; within bounds up to 1."""
-        apart = 0.0 if self.agreement is None else (1.0 - point.agreement_low) / max(1.0 - self.agreement, 1e-9)
-        return max(apart, 0.0 if self.kl is None else point.kl_high / self.kl)
+        disagreement = 0.0 if self.agreement is None else (1.0 - point.agreement_low) / max(1.0 - self.agreement, 1e-9)
+        return max(disagreement, 0.0 if self.kl is None else point.kl_high / self.kl)
 
 
 BOUNDS: dict[Quality, Bounds] = {Quality.BALANCED: Bounds(0.95, 0.05), Quality.FAST: Bounds(0.9, 0.1)}
@@ -250,11 +250,14 @@ def choose_target(points: Sequence[CurvePoint], bounds: Bounds) -> Target:
     least: dict[str, float | None] = {}
     costs: dict[str, tuple[float, float]] = {}
     for method in dict.fromkeys(point.method for point in points):
-        own = [point for point in points if point.method == method]
-        within = [_within([point for point in own if point.warm == warm], bounds) for warm in {p.warm for p in own}]
-        least[method] = found = min(set.intersection(*within), default=None)
-        if found is not None:
-            taken = [point for point in own if point.value == found]
+        method_points = [point for point in points if point.method == method]
+        within = [
+            _within([point for point in method_points if point.warm == warm], bounds)
+            for warm in {p.warm for p in method_points}
+        ]
+        least[method] = value = min(set.intersection(*within), default=None)
+        if value is not None:
+            taken = [point for point in method_points if point.value == value]
             spent = max(point.recompute_fraction for point in taken)
             costs[method] = (round(spent, 2), max(point.kl for point in taken))
     return Target(bounds, least, min(costs, key=lambda method: costs[method], default=None))
@@ -319,7 +322,7 @@ def stored_calibration(cache_dir: Path | None, folder: Path | None, fingerprint:
     Files that cannot be read, or have only records of other models, are logged and skipped.
     """
     folders = (cache_dir and cache_dir / fingerprint, folder)
-    for path in (one / CALIBRATION_FILE for one in folders if one is not None):
+    for path in (folder / CALIBRATION_FILE for folder in folders if folder is not None):
         if not path.exists():
             continue
         try:
@@ -327,15 +330,17 @@ def stored_calibration(cache_dir: Path | None, folder: Path | None, fingerprint:
         except DocumentError as error:
             logger.warning("%s; it is not used", error)
             continue
-        record = next((one for one in records if one.fingerprint == fingerprint), None)
+        record = next((candidate for candidate in records if candidate.fingerprint == fingerprint), None)
         if record is None:
-            others = ", ".join(f"{one.model} in {one.dtype}" for one in records) or "nothing"
-            logger.warning("%s is not used: made for other weights or another dtype (%s)", path, others)
+            described = (
+                ", ".join(f"{other_record.model} in {other_record.dtype}" for other_record in records) or "nothing"
+            )
+            logger.warning("%s is not used: made for other weights or another dtype (%s)", path, described)
         elif unknown := {method_named(t.method) for t in record.targets.values() if t.method} - {*METHODS.names}:
             logger.warning("%s is not used: it names methods that this version lacks: %s", path, ", ".join(unknown))
         else:
             return record
-    return next((one for one in shipped_records() if one.fingerprint == fingerprint), None)
+    return next((record for record in shipped_records() if record.fingerprint == fingerprint), None)
 
 
 @cache
@@ -377,9 +382,11 @@ def save_record(path: Path, record: CalibrationRecord) -> None:
         OtherFormatError: another version of chunkweave wrote the file.
         UsageError: the file cannot be written.
     """
-    others = existing_records(path)
-    kept = [one for one in others if one.fingerprint != record.fingerprint and one.dtype != record.dtype]
-    data = {"format": _FORMAT, "records": [one.as_dict() for one in (*kept, record)]}
+    stored_records = existing_records(path)
+    remaining = [
+        stored for stored in stored_records if stored.fingerprint != record.fingerprint and stored.dtype != record.dtype
+    ]
+    data = {"format": _FORMAT, "records": [stored.as_dict() for stored in (*remaining, record)]}
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -105,8 +105,8 @@ def make_method(name: str, config: ReuseConfig | None = None, known: Plugins = M
             raise UsageError(f"the reuse method {name!r} has no `{needed}`: set it to {what}")
     if method.name != name:
         raise UsageError(f"the reuse method {name!r} calls itself {method.name!r}: its `name` must be {name!r}")
-    if others := sorted({*getattr(method, "parameters", ())} - _PARAMETERS):
-        raise UsageError(f"the reuse method {name!r} names parameters that ReuseConfig lacks: {', '.join(others)}")
+    if unknown := sorted({*getattr(method, "parameters", ())} - _PARAMETERS):
+        raise UsageError(f"the reuse method {name!r} names parameters that ReuseConfig lacks: {', '.join(unknown)}")
     return method
 
 
@@ -136,8 +136,8 @@ def parameters_of(name: str, known: Plugins = METHODS) -> tuple[str, ...]:
     (('recompute_ratio', 'check_layers'), ('alpha', 'focus'), ())
     """
     method = make_method(name, known=known)
-    own = () if method.budget is None else (method.budget.parameter,)
-    return tuple(dict.fromkeys((*own, *getattr(method, "parameters", ()))))
+    budget = () if method.budget is None else (method.budget.parameter,)
+    return tuple(dict.fromkeys((*budget, *getattr(method, "parameters", ()))))
 
 
 def about_method(name: str, known: Plugins = METHODS) -> str:
@@ -172,39 +172,41 @@ def settings_changes(spec: str, known: Plugins = METHODS, others: Sequence[str] 
     name, *names = spec.split(":")
     settings: MethodSettings = getattr(make_method(name, known=known), "settings", {}) if names else {}
     changes: dict[str, Any] = {}
-    for one in names:
-        for field, value in _setting_changes(name, one, settings, others).items():
-            before = changes.get(field)
-            if before is not None and not (isinstance(value, Mapping) and value.keys().isdisjoint(before)):
-                raise UsageError(f"{spec!r} sets twice what {one!r} sets: leave out one of the two")
-            changes[field] = {**(before or {}), **value} if isinstance(value, Mapping) else value
+    for setting_text in names:
+        for field, value in _setting_changes(name, setting_text, settings, others).items():
+            earlier_value = changes.get(field)
+            if earlier_value is not None and not (
+                isinstance(value, Mapping) and value.keys().isdisjoint(earlier_value)
+            ):
+                raise UsageError(f"{spec!r} sets twice what {setting_text!r} sets: leave out one of the two")
+            changes[field] = {**(earlier_value or {}), **value} if isinstance(value, Mapping) else value
     return changes
 
 
 def _setting_changes(name: str, one: str, settings: MethodSettings, others: Sequence[str]) -> Mapping[str, Any]:
     """The fields that one setting of a method changes."""
     key, equals, text = one.partition("=")
-    found = settings.get(key + equals)
-    if found is None or (equals and not text):
-        shown = [f"{known}NUMBER" if known.endswith("=") else known for known in settings]
-        there_are = ", ".join((*shown, *others)) or "none"
+    declared = settings.get(key + equals)
+    if declared is None or (equals and not text):
+        choices = [f"{key_text}NUMBER" if key_text.endswith("=") else key_text for key_text in settings]
+        there_are = ", ".join((*choices, *others)) or "none"
         raise UsageError(f"unknown setting {one!r} of {name}; there are: {there_are}")
-    return _with_number(one, text, found)
+    return _with_number(one, text, declared)
 
 
 def _with_number(one: str, text: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    numbered: dict[str, Any] = {}
     for field, value in changes.items():
         if isinstance(value, Mapping):
-            found[field] = _with_number(one, text, value)
+            numbered[field] = _with_number(one, text, value)
         elif isinstance(value, type):
             try:
-                found[field] = value(text)
+                numbered[field] = value(text)
             except ValueError as error:
                 raise UsageError(f"{one!r} needs a number after =, such as 4") from error
         else:
-            found[field] = value
-    return found
+            numbered[field] = value
+    return numbered
 
 
 def changed(reuse: ReuseConfig, changes: Mapping[str, Any]) -> ReuseConfig:

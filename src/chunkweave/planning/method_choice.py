@@ -176,9 +176,9 @@ class Kept:
     def by(cls, own: MethodChoice, usual: MethodChoice, profiles: bool | None) -> "Kept":
         """What a request answered by `own` keeps; `profiles`, if set (`CaptureConfig.profile`), takes precedence."""
         choices = (own, usual)
-        kv = bool(profiles) or not all(reuses_nothing(one.method, one.reuse) for one in choices)
+        kv = bool(profiles) or not all(reuses_nothing(choice.method, choice.reuse) for choice in choices)
         if profiles is None:
-            profiles = any(needs_profiles(one.method, one.reuse) for one in choices)
+            profiles = any(needs_profiles(choice.method, choice.reuse) for choice in choices)
         return cls(kv, profiles)
 
 
@@ -209,44 +209,46 @@ class MethodChooser:
         method, quality = request.method, request.quality
         if method is None and quality is None:
             method, quality = self.usual.method, self.usual.quality
-        given = request.parameters
-        replace(self.reuse, **given)  # raises for a value out of range
+        parameters = request.parameters
+        replace(self.reuse, **parameters)  # raises for a value out of range
         if method is not None:
             if quality is not None:
                 raise UsageError(f"quality {quality.value!r} and method {method!r} are both given: give one of them")
-            return self._named(method, given, of_request=request.method is not None)
-        if quality is not None and given:
-            raise UsageError(f"quality {quality.value!r} sets what is recomputed: give no {', '.join(given)} with it")
+            return self._named(method, parameters, of_request=request.method is not None)
+        if quality is not None and parameters:
+            raise UsageError(
+                f"quality {quality.value!r} sets what is recomputed: give no {', '.join(parameters)} with it"
+            )
         if quality is Quality.EXACT or (quality is None and self.record is None):
-            return self._exact(Why.EXACT, given)
+            return self._exact(Why.EXACT, parameters)
         found = self._calibrated(quality)
         if found is None:
-            return self._exact(Why.OUT_OF_REACH, given)
+            return self._exact(Why.OUT_OF_REACH, parameters)
         method, calibrated = found[0], replace(found[1], capture=self.reuse.capture)
-        own = parameter_of(method)
-        if others := given.keys() - {own}:
+        parameter = parameter_of(method)
+        if untaken := parameters.keys() - {parameter}:
             raise UsageError(
-                f"{', '.join(sorted(others))} can only be given with a method: what was calibrated is {method}, "
-                f"and takes {own or 'no parameters'}"
+                f"{', '.join(sorted(untaken))} can only be given with a method: what was calibrated is {method}, "
+                f"and takes {parameter or 'no parameters'}"
             )
-        if own in given:
-            return MethodChoice(method, replace(calibrated, **{own: given[own]}), Why.ASKED_FOR)
+        if parameter in parameters:
+            return MethodChoice(method, replace(calibrated, **{parameter: parameters[parameter]}), Why.ASKED_FOR)
         return MethodChoice(method, calibrated, Why.CALIBRATED)
 
-    def _named(self, spec: str, given: Mapping[str, Any], *, of_request: bool) -> MethodChoice:
+    def _named(self, spec: str, parameters: Mapping[str, Any], *, of_request: bool) -> MethodChoice:
         """The choice of a named method, with settings after its name and the parameters `given`."""
         method, changes = method_named(spec), settings_changes(spec)
-        refuse_untaken(method, given)
-        if twice := sorted(given.keys() & changes.keys()) if of_request else []:
+        refuse_untaken(method, parameters)
+        if twice := sorted(parameters.keys() & changes.keys()) if of_request else []:
             raise UsageError(f"method {spec!r} sets {', '.join(twice)} already: leave out one of the two")
-        return MethodChoice(method, replace(changed(self.reuse, changes), **given), Why.ASKED_FOR)
+        return MethodChoice(method, replace(changed(self.reuse, changes), **parameters), Why.ASKED_FOR)
 
-    def _exact(self, why: Why, given: Mapping[str, Any]) -> MethodChoice:
+    def _exact(self, why: Why, parameters: Mapping[str, Any]) -> MethodChoice:
         """The choice of the exact method."""
-        if given:
+        if parameters:
             raise UsageError(
-                f"{', '.join(given)} can only be given with a method that takes it: {EXACT_METHOD!r}, which answers "
-                "where none is named, takes no parameters"
+                f"{', '.join(parameters)} can only be given with a method that takes it: {EXACT_METHOD!r}, which "
+                "answers where none is named, takes no parameters"
             )
         return MethodChoice(EXACT_METHOD, self.reuse, why)
 
@@ -285,7 +287,10 @@ class MethodChooser:
 def _plain(value: Any) -> Any:
     """A parameter's value, JSON-compatible."""
     if isinstance(value, QueryConfig):
-        return {name: str(one) if isinstance(one, StrEnum) else one for name, one in asdict(value).items()}
+        return {
+            name: str(field_value) if isinstance(field_value, StrEnum) else field_value
+            for name, field_value in asdict(value).items()
+        }
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -296,8 +301,8 @@ def refuse_untaken(method: str, given: Iterable[str]) -> None:
         UsageError: the method does not take one of `given`; the message lists those it takes.
     """
     taken = parameters_of(method)
-    if others := sorted({*given} - {*taken}):
-        raise UsageError(f"method {method!r} takes no {', '.join(others)}: it takes {', '.join(taken) or 'none'}")
+    if untaken := sorted({*given} - {*taken}):
+        raise UsageError(f"method {method!r} takes no {', '.join(untaken)}: it takes {', '.join(taken) or 'none'}")
 
 
 FIELD = "chunkweave"

@@ -86,7 +86,7 @@ def reasons_of(part: PartPlan) -> dict[str, float]:
 
 def check_layers_of(plan: Plan) -> tuple[int, ...]:
     """Layers at which a plan's rules choose among the active tokens (CacheBlend §4.3), ascending."""
-    return tuple(sorted({rule.layer for one in plan.passes for rule in one.keep_top}))
+    return tuple(sorted({rule.layer for pass_ in plan.passes for rule in pass_.keep_top}))
 
 
 _NEUTRAL = "neutral passages"
@@ -204,26 +204,26 @@ def explain_plan(
     return PlanExplanation(plan.method, num_layers, tuple(parts), tuple(map(describe_pass, plan.passes)), stop)
 
 
-def describe_pass(a_pass: Pass) -> str:
+def describe_pass(pass_: Pass) -> str:
     """A pass in words.
 
     >>> describe_pass(Pass((Span(0, 7),)))
     '7 tokens at every layer'
     """
-    said = [f"{a_pass.required_tokens} tokens at every layer"]
-    if a_pass.candidates:
-        said.append(f"{a_pass.starting_tokens} more from layer 0 on")
-    if a_pass.start is not None:
-        said.append(f"those of {a_pass.candidate_tokens} with the most question attention in the pass before")
-    said += [
+    phrases = [f"{pass_.required_tokens} tokens at every layer"]
+    if pass_.candidates:
+        phrases.append(f"{pass_.starting_tokens} more from layer 0 on")
+    if pass_.start is not None:
+        phrases.append(f"those of {pass_.candidate_tokens} with the most question attention in the pass before")
+    phrases += [
         f"of these the {rule.count} with the most {str(rule.by).replace('_', ' ')} from layer {rule.layer} on"
-        for rule in a_pass.keep_top
+        for rule in pass_.keep_top
     ]
-    if a_pass.stop_unfocused is not None:
-        said.append(f"only focused chunks continue once {a_pass.stop_unfocused.window} layers agree which they are")
-    if a_pass.watch is not None:
-        said.append("the question's attention is summed up for the next pass")
-    return "; ".join(said)
+    if pass_.stop_unfocused is not None:
+        phrases.append(f"only focused chunks continue once {pass_.stop_unfocused.window} layers agree which they are")
+    if pass_.watch is not None:
+        phrases.append("the question's attention is summed up for the next pass")
+    return "; ".join(phrases)
 
 
 def _context(
@@ -234,14 +234,14 @@ def _context(
     """
     if record.neutral:
         return (_NEUTRAL,)
-    before: Sequence[ChunkId] = record.attention.chunks if record.attention is not None else record.context
+    context: Sequence[ChunkId] = record.attention.chunks if record.attention is not None else record.context
     if record.contexts:
-        read = before if record.attention is not None else chain(*record.contexts)
-        before = tuple(dict.fromkeys(read))
-    return tuple(names.get(chunk, chunk[:_SHOWN_ID]) for chunk in before if chunk not in instructions)
+        read = context if record.attention is not None else chain(*record.contexts)
+        context = tuple(dict.fromkeys(read))
+    return tuple(names.get(chunk, chunk[:_SHOWN_ID]) for chunk in context if chunk not in instructions)
 
 
 def _inside(part: Span, spans: Iterable[Span]) -> tuple[Span, ...]:
     """The intersection of `spans` with `part`, relative to its start."""
     cut = (span.within(part.start, part.stop) for span in spans)
-    return tuple(Span(one.start - part.start, one.stop - part.start) for one in cut if one)
+    return tuple(Span(span.start - part.start, span.stop - part.start) for span in cut if span)

@@ -171,8 +171,8 @@ class Pass:
 
     def candidates_at(self, layer: int) -> int:
         """Most candidates that are active at a layer: those that `start` picks, less those dropped by `KeepTop`."""
-        left = (rule.count for rule in self.keep_top if rule.layer <= layer)
-        return min(left, default=self.starting_tokens)
+        counts = (rule.count for rule in self.keep_top if rule.layer <= layer)
+        return min(counts, default=self.starting_tokens)
 
     @property
     def starting_tokens(self) -> int:
@@ -215,10 +215,10 @@ class Plan:
         Passes after the first one through all layers are not counted: by then all layers are loaded.
         """
         tokens = 0.0
-        for a_pass in self.passes:
-            depth = num_layers if a_pass.depth is None else a_pass.depth
-            active = sum(map(a_pass.candidates_at, range(depth)))
-            tokens += (a_pass.required_tokens * depth + active) / num_layers
+        for pass_ in self.passes:
+            depth = num_layers if pass_.depth is None else pass_.depth
+            active = sum(map(pass_.candidates_at, range(depth)))
+            tokens += (pass_.required_tokens * depth + active) / num_layers
             if depth == num_layers:
                 break
         return tokens
@@ -250,8 +250,8 @@ class Plan:
         if part.segment is None or not any(windows):
             return frozenset()
         start, stop, nearest = part.span.start, part.span.stop, self.prompt_tokens
-        for a_pass in self.passes:
-            for some in (*a_pass.required, *a_pass.candidates):
+        for pass_ in self.passes:
+            for some in (*pass_.required, *pass_.candidates):
                 if len(some):
                     span = some.hull() if isinstance(some, Scattered) else some
                     if span.start < stop and start < span.stop:
@@ -282,9 +282,9 @@ class Plan:
         reused = {position for span in self.spans(KVSource.REUSED) for position in span.positions()}
         return [position for position in positions if position in reused]
 
-    def computed_tokens_of(self, a_pass: Pass) -> int:
+    def computed_tokens_of(self, pass_: Pass) -> int:
         """Required tokens of a pass outside reused parts: active at all its layers, and not a recomputation."""
-        required = {position for span in a_pass.required for position in span.positions()}
+        required = {position for span in pass_.required for position in span.positions()}
         return len(required) - len(self.reused_among(required))
 
     def validate(self, num_layers: int) -> None:
@@ -299,14 +299,14 @@ class Plan:
             raise ValueError(f"{self.method}: the last token must be computed by the last pass")
         reused = self.spans(KVSource.REUSED)
         _validate_watches(self.method, self.passes, num_layers)
-        for a_pass in self.passes:
-            if not _cover(self.spans(KVSource.COMPUTED), *a_pass.hidden):
+        for pass_ in self.passes:
+            if not _cover(self.spans(KVSource.COMPUTED), *pass_.hidden):
                 raise ValueError(f"{self.method}: only parts that a later pass computes can be hidden")
-            tokens = (span.hull() if isinstance(span, Scattered) else span for span in a_pass.candidates if len(span))
+            tokens = (span.hull() if isinstance(span, Scattered) else span for span in pass_.candidates if len(span))
             if not _cover(reused, *tokens):
                 raise ValueError(f"{self.method}: only tokens of reused chunks can be candidates")
-            _validate_rules(self.method, a_pass, num_layers)
-        if not _cover([span for a_pass in self.passes for span in a_pass.required], *self.spans(KVSource.COMPUTED)):
+            _validate_rules(self.method, pass_, num_layers)
+        if not _cover([span for pass_ in self.passes for span in pass_.required], *self.spans(KVSource.COMPUTED)):
             raise ValueError(f"{self.method}: tokens that are not stored must be required by some pass")
 
 
@@ -314,16 +314,16 @@ def _validate_watches(method: str, passes: Sequence[Pass], num_layers: int) -> N
     if passes[-1].depth is not None or passes[-1].hidden or passes[-1].watch is not None:
         raise ValueError(f"{method}: the last pass sees everything, runs all layers, and watches for no other")
     watched = False
-    for a_pass in passes:
-        if a_pass.start is not None and not watched:
+    for pass_ in passes:
+        if pass_.start is not None and not watched:
             raise ValueError(f"{method}: what starts a pass must have been watched in the one before")
-        if a_pass.start is not None and len(a_pass.start.weights) not in (0, a_pass.candidate_tokens):
+        if pass_.start is not None and len(pass_.start.weights) not in (0, pass_.candidate_tokens):
             raise ValueError(f"{method}: a start needs one weight for each candidate token, or none")
-        watch, depth = a_pass.watch, num_layers if a_pass.depth is None else a_pass.depth
+        watch, depth = pass_.watch, num_layers if pass_.depth is None else pass_.depth
         watched = watch is not None
         if watch is None:
             continue
-        if not (watch.question and _cover(a_pass.required, watch.question)):
+        if not (watch.question and _cover(pass_.required, watch.question)):
             raise ValueError(f"{method}: the question that is watched must be required")
         if not 0 <= watch.layers[-1] < num_layers:
             raise UsageError(f"{method}: the watch has layer {watch.layers[-1]}, but the model has {num_layers} layers")
@@ -331,26 +331,26 @@ def _validate_watches(method: str, passes: Sequence[Pass], num_layers: int) -> N
             raise ValueError(f"{method}: a watched layer is after the last layer of its pass")
 
 
-def _validate_rules(method: str, a_pass: Pass, num_layers: int) -> None:
-    layers = [rule.layer for rule in a_pass.keep_top]
-    counts = [a_pass.starting_tokens, *(rule.count for rule in a_pass.keep_top)]
+def _validate_rules(method: str, pass_: Pass, num_layers: int) -> None:
+    layers = [rule.layer for rule in pass_.keep_top]
+    counts = [pass_.starting_tokens, *(rule.count for rule in pass_.keep_top)]
     if layers != sorted(set(layers)) or counts != sorted(counts, reverse=True):
         raise ValueError(f"{method}: rules must go up in layers and down in counts")
     if layers and not 0 <= layers[-1] < num_layers:
         raise UsageError(f"{method}: a rule checks layer {layers[-1]}, but the model has {num_layers} layers")
-    if a_pass.start is None and any(rule.by is Evidence.READ_DEVIATION for rule in a_pass.keep_top):
+    if pass_.start is None and any(rule.by is Evidence.READ_DEVIATION for rule in pass_.keep_top):
         raise ValueError(f"{method}: a rule needs what the question read, but the pass does not start by it")
-    if len(a_pass.rules) > len(layers) + 1:
+    if len(pass_.rules) > len(layers) + 1:
         raise ValueError(f"{method}: only one rule may stop unfocused chunks")
-    if a_pass.stop_unfocused is not None:
-        _validate_focus(method, a_pass.stop_unfocused, a_pass)
+    if pass_.stop_unfocused is not None:
+        _validate_focus(method, pass_.stop_unfocused, pass_)
 
 
-def _validate_focus(method: str, rule: StopUnfocused, a_pass: Pass) -> None:
+def _validate_focus(method: str, rule: StopUnfocused, pass_: Pass) -> None:
     spans = (*rule.chunks, rule.question)
-    if rule.window < 1 or any(before.stop > after.start for before, after in pairwise(spans)):
+    if rule.window < 1 or any(earlier.stop > after.start for earlier, after in pairwise(spans)):
         raise ValueError(f"{method}: focus needs a window, and chunks in order before the question")
-    if not rule.question or not _cover(a_pass.required, rule.question):
+    if not rule.question or not _cover(pass_.required, rule.question):
         raise ValueError(f"{method}: the question whose attention is followed must be required")
 
 
@@ -362,53 +362,53 @@ def _cover(outer: Iterable[Span], *inner: Span) -> bool:
     return all(place >= 0 and span.stop <= runs[place].stop for span, place in places)
 
 
-def can_be_cut(a_pass: Pass) -> bool:
+def can_be_cut(pass_: Pass) -> bool:
     """Whether the tokens of a pass depend on each other only by causal attention.
 
     Then lower positions may run through all layers first. Rules, a start by evidence and a watched question need all
     active tokens of a layer together; so such a pass runs whole, as does one that ends early or hides keys.
     """
-    looks_around = a_pass.candidates or a_pass.rules or a_pass.start or a_pass.watch
-    return not looks_around and a_pass.depth is None and not a_pass.hidden
+    looks_around = pass_.candidates or pass_.rules or pass_.start or pass_.watch
+    return not looks_around and pass_.depth is None and not pass_.hidden
 
 
-def cut(a_pass: Pass, tokens: int) -> tuple[Pass, Pass | None]:
+def cut(pass_: Pass, tokens: int) -> tuple[Pass, Pass | None]:
     """The first `tokens` (at least 1) positions of a pass that can be cut, and the rest, None if empty."""
     head: list[Span] = []
     tail: list[Span] = []
-    left = tokens
-    for span in joined(a_pass.required):
-        middle = min(span.stop, span.start + left)
-        left -= middle - span.start
+    tokens_left = tokens
+    for span in joined(pass_.required):
+        middle = min(span.stop, span.start + tokens_left)
+        tokens_left -= middle - span.start
         head += [Span(span.start, middle)] if middle > span.start else []
         tail += [Span(middle, span.stop)] if span.stop > middle else []
-    return replace(a_pass, required=tuple(head)), replace(a_pass, required=tuple(tail)) if tail else None
+    return replace(pass_, required=tuple(head)), replace(pass_, required=tuple(tail)) if tail else None
 
 
-def clipped(a_pass: Pass, first: int, stop: int) -> Pass:
+def clipped(pass_: Pass, first: int, stop: int) -> Pass:
     """The pass restricted to positions in `[first, stop)`.
 
     Counts of rules and start shrink to this range's share of the candidates, rounded up. A watched or followed question
     must be within the range.
     """
-    required = tuple(inside for span in a_pass.required if (inside := span.within(first, stop)))
-    flags = [first <= position < stop for span in a_pass.candidates for position in span.positions()]
+    required = tuple(inside for span in pass_.required if (inside := span.within(first, stop)))
+    flags = [first <= position < stop for span in pass_.candidates for position in span.positions()]
     if all(flags):
-        return replace(a_pass, required=required)
+        return replace(pass_, required=required)
     share = sum(flags) / len(flags)
     return replace(
-        a_pass,
+        pass_,
         required=required,
-        candidates=tuple(part for span in a_pass.candidates if (part := _candidates(span, first, stop))),
+        candidates=tuple(part for span in pass_.candidates if (part := _candidates(span, first, stop))),
         rules=(
-            *(replace(rule, count=ceil(rule.count * share)) for rule in a_pass.keep_top),
-            *([a_pass.stop_unfocused] if a_pass.stop_unfocused is not None else []),
+            *(replace(rule, count=ceil(rule.count * share)) for rule in pass_.keep_top),
+            *([pass_.stop_unfocused] if pass_.stop_unfocused is not None else []),
         ),
-        start=a_pass.start
+        start=pass_.start
         and replace(
-            a_pass.start,
-            count=ceil(a_pass.start.count * share),
-            weights=tuple(compress(a_pass.start.weights, flags)),
+            pass_.start,
+            count=ceil(pass_.start.count * share),
+            weights=tuple(compress(pass_.start.weights, flags)),
         ),
     )
 

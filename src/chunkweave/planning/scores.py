@@ -128,8 +128,8 @@ class FocusTracker:
         """
         if self._last is not None and len(layer_mass) != len(self._cumulated):
             raise ValueError(f"attention mass on {len(layer_mass)} chunks after that on {len(self._cumulated)}")
-        before = self._cumulated or [0.0] * len(layer_mass)
-        self._cumulated = [total + more for total, more in zip(before, layer_mass, strict=True)]
+        cumulated = self._cumulated or [0.0] * len(layer_mass)
+        self._cumulated = [total + more for total, more in zip(cumulated, layer_mass, strict=True)]
         focused = self._focused(self._cumulated)
         self._layers_in_a_row = self._layers_in_a_row + 1 if focused == self._last else 1
         self._last = focused

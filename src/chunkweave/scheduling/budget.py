@@ -78,30 +78,38 @@ class TokenBudget:
 
     def pieces(self, decoding: int, prefilling: Sequence[Prefilling]) -> list[Piece]:
         """The prefills that a step continues beside `decoding` requests, with their tokens."""
-        left = self.tokens - decoding
+        tokens_left = self.tokens - decoding
         chosen: list[Piece] = []
         latest = inf
-        for one in sorted(prefilling, key=self._rank):
-            if left <= 0 or one.due > latest:
+        for candidate in sorted(prefilling, key=self._rank):
+            if tokens_left <= 0 or candidate.due > latest:
                 break
-            room = min(left, one.most_tokens - sum(piece.tokens for piece in chosen))
+            room = min(tokens_left, candidate.most_tokens - sum(piece.tokens for piece in chosen))
             if room <= 0:
                 continue
-            if one.can_be_cut:
-                tail = 0 if one.background else min(self.tokens, one.most_tokens) // _TAIL
-                chosen.append(Piece(one.number, one.next_tokens if one.next_tokens <= room + tail else room))
-            elif one.next_tokens <= room or not chosen:
-                chosen.append(Piece(one.number, one.next_tokens))
+            if candidate.can_be_cut:
+                tail = 0 if candidate.background else min(self.tokens, candidate.most_tokens) // _TAIL
+                chosen.append(
+                    Piece(candidate.number, candidate.next_tokens if candidate.next_tokens <= room + tail else room)
+                )
+            elif candidate.next_tokens <= room or not chosen:
+                chosen.append(Piece(candidate.number, candidate.next_tokens))
             else:
                 continue
-            left -= chosen[-1].tokens
-            if one.lone and chosen[-1].tokens == one.remaining_tokens:
-                latest = min(latest, one.due)
+            tokens_left -= chosen[-1].tokens
+            if candidate.lone and chosen[-1].tokens == candidate.remaining_tokens:
+                latest = min(latest, candidate.due)
         return chosen
 
-    def _rank(self, one: Prefilling) -> tuple[bool, float, bool, int, int]:
-        overdue = one.passed_over >= self.patience
-        return one.background, one.due, not overdue, -one.passed_over if overdue else one.remaining_tokens, one.number
+    def _rank(self, candidate: Prefilling) -> tuple[bool, float, bool, int, int]:
+        overdue = candidate.passed_over >= self.patience
+        return (
+            candidate.background,
+            candidate.due,
+            not overdue,
+            -candidate.passed_over if overdue else candidate.remaining_tokens,
+            candidate.number,
+        )
 
 
 _ENGINE = frozenset({Place.ENGINE})
@@ -214,13 +222,13 @@ class StepPace:
         Linear between and above measured numbers, proportional below the smallest. The latter underestimates: fewer
         requests then join these few, and the next measurement corrects it.
         """
-        known = sorted(self._decoding_s)
-        if not requests or not known:
+        measured = sorted(self._decoding_s)
+        if not requests or not measured:
             return 0.0
-        if requests <= known[0] or len(known) == 1:
-            return self._decoding_s[known[0]] * requests / known[0]
-        high = min(bisect_left(known, requests), len(known) - 1)
-        first, second = known[high - 1], known[high]
+        if requests <= measured[0] or len(measured) == 1:
+            return self._decoding_s[measured[0]] * requests / measured[0]
+        high = min(bisect_left(measured, requests), len(measured) - 1)
+        first, second = measured[high - 1], measured[high]
         low_s, high_s = self._decoding_s[first], self._decoding_s[second]
         return max(low_s, low_s + (high_s - low_s) * (requests - first) / (second - first))
 

@@ -56,18 +56,18 @@ class Drafts:
         tokens = self._tokens[: self._count]
         if most < 1 or not len(tokens):
             return ()
-        found = np.flatnonzero(tokens[:-1] == tokens[-1])
+        matches = np.flatnonzero(tokens[:-1] == tokens[-1])
         for length in range(1, _LONGEST_MATCH):
-            longer = found[found >= length]
+            longer = matches[matches >= length]
             longer = longer[tokens[longer - length] == tokens[-1 - length]] if len(tokens) > length else longer[:0]
             if not len(longer):
                 break
-            found = longer
-        if not len(found):
+            matches = longer
+        if not len(matches):
             return ()
         self._accepted *= _KEPT
         self._tried *= _KEPT
-        follows = int(found[-1]) + 1
+        follows = int(matches[-1]) + 1
         return tuple(tokens[follows : follows + most].tolist())
 
     def checked(self, drafted: int, accepted: int) -> None:
@@ -98,28 +98,28 @@ class StepCosts:
         """Record a step of `requests` decoding requests with `drafted` draft tokens in all, and nothing else."""
         self._steps += 1
         if not drafted:
-            before, _ = self._plain.get(requests, (seconds, 0))
-            self._plain[requests] = _blended(before, seconds), self._steps
+            average, _ = self._plain.get(requests, (seconds, 0))
+            self._plain[requests] = _blended(average, seconds), self._steps
             return
         plain_s, _ = self._plain.get(requests, (0.0, 0))
         if plain_s > 0:
             factor = min(max(seconds / plain_s, 1.0), 1.0 + drafted)
             factors = self._factors.setdefault(requests, {})
-            before, _ = factors.get(drafted, (1.0 + _ROW_COST * drafted, 0))
-            factors[drafted] = _blended(before, factor), self._steps
+            average, _ = factors.get(drafted, (1.0 + _ROW_COST * drafted, 0))
+            factors[drafted] = _blended(average, factor), self._steps
 
     def stale(self, requests: int) -> bool:
         """Whether a step of `requests` requests without drafts was not measured recently."""
         return self._steps - self._plain.get(requests, (0.0, -_REMEASURED))[1] >= _REMEASURED
 
-    def allot(self, found: Sequence[tuple[int, float]], most: int) -> list[int]:
+    def allot(self, drafts: Sequence[tuple[int, float]], most: int) -> list[int]:
         """How many drafts each request gets, at most `most` in all, so that the step gives most tokens per second.
 
         Each request has a number of drafts and the probability that one is accepted if those before it are.
         """
-        requests = len(found)
+        requests = len(drafts)
         ranked = sorted(
-            ((chance**place, index) for index, (count, chance) in enumerate(found) for place in range(1, 1 + count)),
+            ((chance**place, index) for index, (count, chance) in enumerate(drafts) for place in range(1, 1 + count)),
             reverse=True,
         )[:most]
         expected = requests + np.cumsum([0.0, *(chance for chance, _ in ranked)])
@@ -134,11 +134,11 @@ class StepCosts:
             for number, (factor, step) in self._factors.get(requests, {}).items()
             if self._steps - step < _FORGOTTEN
         }
-        known = np.array([0, *sorted(recent)])
+        counts = np.array([0, *sorted(recent)])
         numbers = np.arange(1 + most)
-        factors = np.interp(numbers, known, [1.0, *(recent[number] for number in sorted(recent))])
-        return np.asarray(factors + _ROW_COST * np.maximum(0, numbers - known[-1]))
+        factors = np.interp(numbers, counts, [1.0, *(recent[number] for number in sorted(recent))])
+        return np.asarray(factors + _ROW_COST * np.maximum(0, numbers - counts[-1]))
 
 
-def _blended(before: float, measured: float) -> float:
-    return before + (_UP if measured > before else _DOWN) * (measured - before)
+def _blended(average: float, measured: float) -> float:
+    return average + (_UP if measured > average else _DOWN) * (measured - average)

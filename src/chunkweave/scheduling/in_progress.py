@@ -94,7 +94,7 @@ def saving_of(
     behind = {(*part.context, part.chunk): part.tokens_left for part in usable if part.exact}
     anywhere = {part.chunk: part.tokens_left for part in usable}
     stored = store.tree.match(wanted.chunks)
-    cached, saved, left, chunks = float(stored.tokens), 0.0, 0, set[ChunkId]()
+    cached, saved, tokens_left, chunks = float(stored.tokens), 0.0, 0, set[ChunkId]()
     path, exact = tuple(wanted.chunks[: stored.nodes]), True
     for chunk, tokens in zip(wanted.chunks[stored.nodes :], wanted.tokens[stored.nodes :], strict=True):
         path = (*path, chunk)
@@ -105,6 +105,6 @@ def saving_of(
         cached += now
         if later > now:
             saved += later - now
-            left = max(left, behind[path] if exact else anywhere[chunk])
+            tokens_left = max(tokens_left, behind[path] if exact else anywhere[chunk])
             chunks.add(chunk)
-    return Saving(frozenset(chunks), saved, left, wanted.prompt_tokens - cached)
+    return Saving(frozenset(chunks), saved, tokens_left, wanted.prompt_tokens - cached)

@@ -165,7 +165,7 @@ class CacheAwareQueue(Generic[RequestT]):
         oldest = self._by_number[self._numbers[0]]
         overdue = self.passed_over(oldest.request) >= self._window
         return heapq.nsmallest(
-            count, self._waiting.values(), key=lambda one: (not (overdue and one is oldest), *one._entry)
+            count, self._waiting.values(), key=lambda waiting: (not (overdue and waiting is oldest), *waiting._entry)
         )
 
     def remove(self, request: RequestT) -> bool:
@@ -237,24 +237,24 @@ class CacheAwareQueue(Generic[RequestT]):
         waiting._entry = (-waiting.priority, waiting.number)
         heapq.heappush(self._heap, waiting._entry)
         if len(self._heap) > 2 * len(self._waiting) + 64:
-            self._heap = [other._entry for other in self._waiting.values()]
+            self._heap = [waiting_request._entry for waiting_request in self._waiting.values()]
             heapq.heapify(self._heap)
 
     def _best(self, fits: Callable[[Waiting[RequestT]], bool]) -> Waiting[RequestT] | None:
         passed = []
-        found = None
-        while self._heap and found is None:
+        chosen = None
+        while self._heap and chosen is None:
             entry = self._heap[0]
             waiting = self._by_number.get(entry[1])
             if waiting is None or waiting._entry != entry:
                 heapq.heappop(self._heap)
             elif fits(waiting):
-                found = waiting
+                chosen = waiting
             else:
                 passed.append(heapq.heappop(self._heap))  # valid but unfit now: pushed again below
         for entry in passed:
             heapq.heappush(self._heap, entry)
-        return found
+        return chosen
 
 
 Path = tuple[ChunkId, ...]
@@ -341,9 +341,9 @@ class TenantWeights:
         """
         weights: dict[str, float] = {}
         for entry in entries:
-            name, _, given = entry.rpartition("=")
+            name, _, weight_text = entry.rpartition("=")
             try:
-                weight = float(given)
+                weight = float(weight_text)
             except ValueError:
                 weight = 0.0
             if not name or not isfinite(weight) or weight <= 0:
@@ -356,7 +356,7 @@ class TenantWeights:
 
     def share(self, tenant: str, among: Iterable[str]) -> float:
         """A tenant's share of the whole if it and those `among` want some: above 0, at most 1."""
-        return self[tenant] / sum(self[one] for one in {tenant, *among})
+        return self[tenant] / sum(self[member] for member in {tenant, *among})
 
     def refuse_if_full(self, tenant: str, waiting: Mapping[str, int], most: int) -> None:
         """Refuse another request if `most` are pending in total and its tenant has its share of them.
@@ -364,8 +364,8 @@ class TenantWeights:
         Raises:
             QueueFullError: the queue is full for this tenant.
         """
-        total, own = sum(waiting.values()), waiting.get(tenant, 0)
-        if total >= most and own >= self.share(tenant, waiting) * most:
+        total, own_count = sum(waiting.values()), waiting.get(tenant, 0)
+        if total >= most and own_count >= self.share(tenant, waiting) * most:
             raise QueueFullError(f"{total} requests are already pending, the maximum; retry later or raise max_waiting")
 
 
@@ -433,10 +433,10 @@ class VirtualTime:
         return max(self.of(tenant), self._floor - saved)
 
     def _note_floor(self) -> None:
-        times = [self._served[one] for one in self._active]
+        times = [self._served[member] for member in self._active]
         self._floor = max(self._floor, min(times, default=self._floor))
-        kept = self._floor - self._burst / min((self.weights[one] for one in self._served), default=1.0)
-        self._served = {one: t for one, t in self._served.items() if t > kept or one in self._active}
+        least_time = self._floor - self._burst / min((self.weights[member] for member in self._served), default=1.0)
+        self._served = {member: t for member, t in self._served.items() if t > least_time or member in self._active}
 
 
 class FairQueue(Generic[RequestT]):
@@ -485,11 +485,11 @@ class FairQueue(Generic[RequestT]):
         """
         unfit: list[str] = []
         for tenant in filter(may, self._by_time(promised or {})):
-            found = self._queues[tenant].pop(fits)
-            if found is not None:
+            waiting = self._queues[tenant].pop(fits)
+            if waiting is not None:
                 self._passed_over.update(unfit)
                 del self._passed_over[tenant]
-                return found
+                return waiting
             if self._passed_over[tenant] >= self._window:
                 return None
             unfit.append(tenant)

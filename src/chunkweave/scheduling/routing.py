@@ -88,14 +88,14 @@ class ReplicaContents:
         self._fit()
 
     def correct(
-        self, path: Sequence[ChunkId], tokens: Sequence[int], found: Sequence[KVSource | None], *, weaves: bool
+        self, path: Sequence[ChunkId], tokens: Sequence[int], sources: Sequence[KVSource | None], *, weaves: bool
     ) -> None:
         """Apply a replica's report of each part's KV source; None: no information about that part.
 
         What it reused is there. What it computed was not: for an exact request, no exact segment at this index; for one
         that `weaves`, no segment of the chunk. Call it before `note`, which adds what was stored since.
         """
-        for place, (chunk, size, source) in enumerate(zip(path, tokens, found, strict=True)):
+        for place, (chunk, size, source) in enumerate(zip(path, tokens, sources, strict=True)):
             prefix = tuple(path[: place + 1])
             if source is KVSource.EXACT:
                 self._add(prefix, size, exact=True)
@@ -129,8 +129,8 @@ class ReplicaContents:
             return self.tree.stored_tokens(keys)
         path = keys[2:]
         exact = self.tree.match(path)
-        found = (self._of_chunk.get(chunk) for chunk in path[exact.nodes :])
-        return exact.tokens + int(share_reused(keys) * sum(next(iter(one.values())) for one in found if one))
+        stored = (self._of_chunk.get(chunk) for chunk in path[exact.nodes :])
+        return exact.tokens + int(share_reused(keys) * sum(next(iter(sizes.values())) for sizes in stored if sizes))
 
     def subscribe(self, listener: Listener) -> None:
         """Call `listener` with each waiting path, or prefix of waiting paths, whose contents changed."""
@@ -139,7 +139,7 @@ class ReplicaContents:
 
     def unsubscribe(self, listener: Listener) -> None:
         """Stop calling `listener`."""
-        self._listeners = [other for other in self._listeners if other != listener]
+        self._listeners = [subscribed for subscribed in self._listeners if subscribed != listener]
         self.tree.unsubscribe(listener)
 
     def check(self) -> None:
@@ -226,12 +226,14 @@ class Router:
 
 
 def _affinity(tokens: int, chunks: Collection[ChunkId], candidates: Sequence[Candidate]) -> Candidate:
-    bound = _MOST_LOAD * (tokens + sum(one.outstanding_tokens for one in candidates)) / len(candidates)
-    free = [one for one in candidates if one.outstanding_tokens <= bound]  # never empty: one is at or below the mean
+    bound = _MOST_LOAD * (tokens + sum(candidate.outstanding_tokens for candidate in candidates)) / len(candidates)
+    free = [
+        candidate for candidate in candidates if candidate.outstanding_tokens <= bound
+    ]  # never empty: one is at or below the mean
     if not chunks:
-        return min(free, key=lambda one: one.outstanding_tokens)
+        return min(free, key=lambda candidate: candidate.outstanding_tokens)
     key = min(chunks)
-    return max(free, key=lambda one: hashlib.blake2b(f"{one.name} {key}".encode(), digest_size=8).digest())
+    return max(free, key=lambda candidate: hashlib.blake2b(f"{candidate.name} {key}".encode(), digest_size=8).digest())
 
 
 ROUTING: Mapping[str, Callable[[int, Collection[ChunkId], Sequence[Candidate]], Candidate]] = {

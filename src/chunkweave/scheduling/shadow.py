@@ -115,10 +115,12 @@ class ShadowMonitor:
     def stats(self) -> ShadowStats:
         """A snapshot."""
         with self._lock:
-            found = sorted(self._divergences)
-            if not found:
+            divergences = sorted(self._divergences)
+            if not divergences:
                 return self._stats
-            return replace(self._stats, mean_kl=_mean(found), p99_kl=found[ceil(0.99 * len(found)) - 1])
+            return replace(
+                self._stats, mean_kl=_mean(divergences), p99_kl=divergences[ceil(0.99 * len(divergences)) - 1]
+            )
 
     @property
     def weaving(self) -> bool:
@@ -160,8 +162,8 @@ class ShadowMonitor:
             )
             self._divergences.append(kl)
             self._window.append(replace(divergence, kl=kl))
-            window_kl = _mean([one.kl for one in self._window])
-            agreement = _mean([float(one.agrees) for one in self._window])
+            window_kl = _mean([comparison.kl for comparison in self._window])
+            agreement = _mean([float(comparison.agrees) for comparison in self._window])
             self._stats = replace(self._stats, window_kl=window_kl, window_agreement=agreement)
             reason = self._too_far(window_kl, agreement)
         if reason is not None:

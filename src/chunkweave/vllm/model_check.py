@@ -307,8 +307,8 @@ def _check_all_active(layers: StockLayers, blocks: RequestBlocks, ids: torch.Ten
         "the layers driven one by one": Pass((span,)),
         "the layers' modules with attention that is watched": Pass((span,), watch=Watch(span, (0, last))),
     }
-    for way, a_pass in ways.items():
-        plan = Plan("full", (PartPlan(part, span, KVSource.COMPUTED),), (a_pass,))
+    for way, pass_ in ways.items():
+        plan = Plan("full", (PartPlan(part, span, KVSource.COMPUTED),), (pass_,))
         WeaveJob(layers, blocks, plan, (), part.token_ids, first=0, stop=len(ids)).run()
         _compare(f"with every token computed, {way}", layers, expected, layers.paged.read(last, slots))
 

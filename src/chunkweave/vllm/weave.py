@@ -270,12 +270,12 @@ class RunningPass:
     run.
     """
 
-    def __init__(self, weave: WeaveInput, rows: ActiveRows, a_pass: Pass) -> None:
+    def __init__(self, weave: WeaveInput, rows: ActiveRows, pass_: Pass) -> None:
         self._weave = weave
         self.rows = rows
         self.started = rows.candidates
         self.layer = 0
-        self._depth = weave.layers.num_layers if a_pass.depth is None else a_pass.depth
+        self._depth = weave.layers.num_layers if pass_.depth is None else pass_.depth
         self._computed = len(rows) - len(self.recomputed)
 
     @property
@@ -311,10 +311,10 @@ class RunningPass:
 class StockPass(RunningPass):
     """A pass through vLLM's own layers and kernels: it reads only keys and values, and all tokens have blocks."""
 
-    def __init__(self, weave: WeaveInput, rows: ActiveRows, a_pass: Pass, decided: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, weave: WeaveInput, rows: ActiveRows, pass_: Pass, decided: Mapping[int, torch.Tensor]) -> None:
         """With `decided`, the positions that a layer's rule keeps, no evidence is computed."""
-        super().__init__(weave, rows, a_pass)
-        self._rules = {rule.layer for rule in a_pass.keep_top}
+        super().__init__(weave, rows, pass_)
+        self._rules = {rule.layer for rule in pass_.keep_top}
         self._decided = decided.keys()
         self._hidden: torch.Tensor | None = None
         self._residual: torch.Tensor | None = None
@@ -396,9 +396,9 @@ class LoopPass(RunningPass):
     before `stop` have blocks, vLLM's kernel attends for these on a CPU; on a GPU our kernel also measures attention.
     """
 
-    def __init__(self, weave: WeaveInput, rows: ActiveRows, a_pass: Pass, stop: int) -> None:
-        super().__init__(weave, rows, a_pass)
-        paged = weave.layers.device.type == "cpu" and weave.blocks.whole and not a_pass.hidden
+    def __init__(self, weave: WeaveInput, rows: ActiveRows, pass_: Pass, stop: int) -> None:
+        super().__init__(weave, rows, pass_)
+        paged = weave.layers.device.type == "cpu" and weave.blocks.whole and not pass_.hidden
         self._paged = PagedAttention(weave, stop) if paged else None
         self._loop: PassRun | None = None
 
@@ -431,16 +431,16 @@ def keys_read(runs: Iterable[Span]) -> int:
     return sum(min(first + tile, run.stop) for run in runs for first in range(run.start, run.stop, tile))
 
 
-def too_scattered(a_pass: Pass, whole: Span) -> bool:
+def too_scattered(pass_: Pass, whole: Span) -> bool:
     """Whether vLLM's kernel reads more than `_MOST_READS` times the keys for a pass that it reads to prefill `whole`.
 
     The positions that a start or a rule will pick are not known yet; as many are assumed, evenly spread over the
     candidates. Windows are left out, since they shorten both.
     """
-    candidates = [position for span in a_pass.candidates for position in span.positions()]
-    left = min((rule.count for rule in a_pass.keep_top), default=a_pass.starting_tokens)
+    candidates = [position for span in pass_.candidates for position in span.positions()]
+    left = min((rule.count for rule in pass_.keep_top), default=pass_.starting_tokens)
     spread = (candidates[n * len(candidates) // left] for n in range(left))
-    return keys_read(joined((*a_pass.required, *spans_of(spread)))) > _MOST_READS * keys_read([whole])
+    return keys_read(joined((*pass_.required, *spans_of(spread)))) > _MOST_READS * keys_read([whole])
 
 
 class OpenedSegment:
@@ -557,8 +557,8 @@ class WeaveJob:
         """
         self.first = self._first = first
         self._plan, self._stop = plan, stop
-        passes = [clipped(a_pass, first, plan.prompt_tokens) for a_pass in plan.passes]
-        active = max(a_pass.required_tokens + a_pass.starting_tokens for a_pass in passes)
+        passes = [clipped(pass_, first, plan.prompt_tokens) for pass_ in plan.passes]
+        active = max(pass_.required_tokens + pass_.starting_tokens for pass_ in passes)
         itemsize, captures = layers.dtype.itemsize, () if captured is None else captured.captures
         self.scratch_bytes = scratch_bytes(layers.own_geometry, itemsize, tokens=plan.prompt_tokens, active=active)
         self.device_bytes = self.scratch_bytes + sum(capture.nbytes for capture in captures)
@@ -645,27 +645,27 @@ class WeaveJob:
     def _next_pass(self) -> None:
         """Start the next pass, skipping passes that would only read what is already known."""
         for number in range(max(self._passes, default=-1) + 1, len(self._plan.passes)):
-            a_pass = self._plan.passes[number]
-            known = a_pass.watch is not None and (number + 1, START) in self._decided
-            if known and not a_pass.candidates:
+            pass_ = self._plan.passes[number]
+            known = pass_.watch is not None and (number + 1, START) in self._decided
+            if known and not pass_.candidates:
                 continue
-            self._passes[number] = self._begin(number, replace(a_pass, watch=None) if known else a_pass)
+            self._passes[number] = self._begin(number, replace(pass_, watch=None) if known else pass_)
             return
 
-    def _begin(self, number: int, a_pass: Pass) -> RunningPass:
+    def _begin(self, number: int, pass_: Pass) -> RunningPass:
         self._input.cache.last_pass = last = number == len(self._plan.passes) - 1
         start = self._decided.get((number, START))
-        if a_pass.start is not None and start is not None:
-            a_pass = replace(a_pass, start=None, candidates=(Scattered(0, tuple(start.tolist())),))
+        if pass_.start is not None and start is not None:
+            pass_ = replace(pass_, start=None, candidates=(Scattered(0, tuple(start.tolist())),))
         captures = self.captured.captures if last and self.captured is not None else ()
-        reads_question = a_pass.watch is not None or (a_pass.stop_unfocused is not None and a_pass.starting_tokens > 0)
+        reads_question = pass_.watch is not None or (pass_.stop_unfocused is not None and pass_.starting_tokens > 0)
         stop = max([self._stop, *(capture.part.span.stop for capture in captures)])
-        a_pass = clipped(a_pass, self._first, self._plan.prompt_tokens if reads_question else stop)
+        pass_ = clipped(pass_, self._first, self._plan.prompt_tokens if reads_question else stop)
         decided = {layer: kept for (of, layer), kept in self._decided.items() if of == number and layer != START}
         rows = ActiveRows.of_pass(
             self._input.cache,
             self._input.token_ids,
-            a_pass,
+            pass_,
             dtype=self._input.layers.dtype,
             evidence=self._running.rows.evidence if self._passes else None,
             recomputed=self._recomputed,
@@ -673,12 +673,12 @@ class WeaveJob:
             decided=decided,
             ranks=self._input.layers.ranks,
         )
-        reads = any(rule.by is Evidence.READ_DEVIATION for rule in a_pass.keep_top)
-        by_row = reads_question or captures or reads or a_pass.hidden or not self._input.blocks.whole
+        reads = any(rule.by is Evidence.READ_DEVIATION for rule in pass_.keep_top)
+        by_row = reads_question or captures or reads or pass_.hidden or not self._input.blocks.whole
         if self._input.layers.device.type == "cuda":
-            by_row = by_row or too_scattered(a_pass, Span(self._first, self._stop))
-        if not by_row or not (a_pass.required or a_pass.candidates):
-            return StockPass(self._input, rows, a_pass, decided)
+            by_row = by_row or too_scattered(pass_, Span(self._first, self._stop))
+        if not by_row or not (pass_.required or pass_.candidates):
+            return StockPass(self._input, rows, pass_, decided)
         if captures and self.captured is not None:
             rows.keep(captures, self.captured.attention)
-        return LoopPass(self._input, rows, a_pass, self._stop)
+        return LoopPass(self._input, rows, pass_, self._stop)

@@ -392,10 +392,10 @@ def _least_recomputed(part: PartPlan, fraction: float) -> int:
     return max(1, ceil(fraction * len(part.span)), part.score.tokens)
 
 
-def _active_tokens(a_pass: Pass, tokens: int) -> torch.Tensor:
+def _active_tokens(pass_: Pass, tokens: int) -> torch.Tensor:
     """Probability that each token is active at the last layer of a pass, `[tokens]` on the host."""
-    required, candidates = flags_of(a_pass.required, tokens), flags_of(a_pass.candidates, tokens)
-    share = a_pass.candidates_at(maxsize) / max(1, a_pass.candidate_tokens)
+    required, candidates = flags_of(pass_.required, tokens), flags_of(pass_.candidates, tokens)
+    share = pass_.candidates_at(maxsize) / max(1, pass_.candidate_tokens)
     return required.double().maximum(candidates * share)
 
 

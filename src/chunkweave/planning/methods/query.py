@@ -111,20 +111,20 @@ class QueryWhole(QueryAware):
 
 def _profiles(parts: Sequence[PartPlan], lookup: PromptLookup) -> dict[Span, AttentionProfile]:
     """Attention profiles of reused parts: the reused variant's, else another variant's."""
-    found = {}
+    masses = {}
     for part, entry in zip(parts, lookup.parts, strict=True):
         records = sorted(entry.variants, key=lambda record: record.id != part.segment)
         profiles = (record.attention for record in records if record.attention and record.attention.inter_total)
         profile = next(profiles, None)
         if part.kv_source is KVSource.REUSED and profile is not None:
-            found[part.span] = profile
-    return found
+            masses[part.span] = profile
+    return masses
 
 
 def _weights(parts: Sequence[PartPlan], profiles: dict[Span, AttentionProfile]) -> tuple[float, ...]:
     """Each candidate's attention to earlier chunks when it was stored; if unknown, the mean of the known ones."""
-    known = [mass for profile in profiles.values() for mass in profile.outward]
-    unknown = fmean(known) if known else 1.0
+    outward = [mass for profile in profiles.values() for mass in profile.outward]
+    unknown = fmean(outward) if outward else 1.0
     return tuple(
         profiles[part.span].outward[offset] if part.span in profiles else unknown
         for part in parts
