@@ -265,7 +265,7 @@ class FindConfig:
     def exact_kinds(self) -> Set[PieceKind]:
         """Kinds of pieces that are never woven."""
         always = {PieceKind.QUESTION, PieceKind.CONTROL}
-        return always.union(PieceKind(one) for one in self.exact_pieces if one != "none")
+        return always.union(PieceKind(piece) for piece in self.exact_pieces if piece != "none")
 
 
 class AttentionKernel(StrEnum):

@@ -53,8 +53,8 @@ def unknown_names(given: Iterable[Any], known: Collection[str], form: str = "{}"
     unknown = sorted(str(name).encode("utf-8", "backslashreplace").decode() for name in given if name not in known)
     close = [get_close_matches(name, known, n=1, cutoff=0.75) for name in unknown]
     return ", ".join(
-        f"{form.format(name)} (did you mean {form.format(found[0])}?)" if found else form.format(name)
-        for name, found in zip(unknown, close, strict=True)
+        f"{form.format(name)} (did you mean {form.format(matches[0])}?)" if matches else form.format(name)
+        for name, matches in zip(unknown, close, strict=True)
     )
 
 
@@ -183,15 +183,15 @@ class NotRemovedError(ChunkweaveError):
         lasting: bool,
     ) -> None:
         until = "any more" if lasting else "until this process ends, because the removal could not be recorded on disk"
-        said = [f"{removed} stored segments were removed"]
+        sentences = [f"{removed} stored segments were removed"]
         if left:
             where = f" from {' and '.join(tiers)}" if tiers else ""
-            said.append(f"{left} cannot be removed{where} now, are not used {until}, and their removal is retried")
+            sentences.append(f"{left} cannot be removed{where} now, are not used {until}, and their removal is retried")
         if unasked:
-            said.append(f"the {' and '.join(unasked)} tier could not list what it holds: retry")
+            sentences.append(f"the {' and '.join(unasked)} tier could not list what it holds: retry")
         if silent:
-            said.append(f"{' and '.join(silent)} did not answer, and must remove it before answering again")
-        super().__init__("; ".join(said))
+            sentences.append(f"{' and '.join(silent)} did not answer, and must remove it before answering again")
+        super().__init__("; ".join(sentences))
         self.removed = removed
         self.left = left
         self.unasked = tuple(unasked)

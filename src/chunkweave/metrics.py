@@ -40,7 +40,7 @@ def parameter_text(value: Any) -> str:
     ('0.15', 'on', '1 2', 'tail all, rounds 1')
     """
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {parameter_text(one)}" for name, one in value.items())
+        return ", ".join(f"{name} {parameter_text(field_value)}" for name, field_value in value.items())
     if isinstance(value, list):
         return " ".join(map(parameter_text, value))
     if isinstance(value, bool):
@@ -167,12 +167,12 @@ class ReuseReport:
 
         Phases are laid end to end, although loading and weaving alternate layer by layer.
         """
-        found, at = [], 0.0
+        phases, at = [], 0.0
         for name in ("queue", "lookup", "load", "weave"):
             until = min(at + getattr(self, f"{name}_s"), self.ttft_s)
-            found.append((name, at, until))
+            phases.append((name, at, until))
             at = until
-        return tuple(found)
+        return tuple(phases)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-compatible values, with `effective_method` and `flops_limit`."""

@@ -36,20 +36,20 @@ class Plugins:
 
     @cached_property
     def _entries(self) -> tuple[EntryPoint, ...]:
-        own = [EntryPoint(name, value, "") for name, value in self.bundled.items()]
-        return (*own, *(entry for group in self.groups for entry in _installed().select(group=group)))
+        bundled = [EntryPoint(name, value, "") for name, value in self.bundled.items()]
+        return (*bundled, *(entry for group in self.groups for entry in _installed().select(group=group)))
 
     @cached_property
     def _by_name(self) -> dict[str, EntryPoint]:
-        found: dict[str, EntryPoint] = {}
+        by_name: dict[str, EntryPoint] = {}
         for entry in self._entries:
-            if entry.name in found:
+            if entry.name in by_name:
                 raise UsageError(
-                    f"two {self.kind}s are called {entry.name!r}: one of {_origin(found[entry.name])} and one of "
+                    f"two {self.kind}s are called {entry.name!r}: one of {_origin(by_name[entry.name])} and one of "
                     f"{_origin(entry)}; uninstall that package, or rename its entry point"
                 )
-            found[entry.name] = entry
-        return found
+            by_name[entry.name] = entry
+        return by_name
 
     @cached_property
     def _loaded(self) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Unit(StrEnum):
             steps = [("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10), ("", 1)]
         else:
             steps = [("d", 86400), ("h", 3600), ("m", 60), ("s", 1)]
-        unit, size = next((one for one in steps if value and value % one[1] == 0), steps[-1])
+        unit, size = next((step for step in steps if value and value % step[1] == 0), steps[-1])
         return f"{value / size:g}{unit}" if self is Unit.SECONDS else f"{int(value) // size}{unit}"
 
 
@@ -148,7 +148,7 @@ class Setting:
         """The type without None, and without the element type of a tuple."""
         kind = self.kind
         if get_origin(kind) in (Union, types.UnionType):
-            kind = next(one for one in get_args(kind) if one is not type(None))
+            kind = next(argument for argument in get_args(kind) if argument is not type(None))
         return get_origin(kind) or kind
 
     @property
@@ -234,7 +234,7 @@ class Setting:
         """
         if issubclass(self.plain, StrEnum):
             self.parse(value)
-        if self.choices and (wrong := [one for one in value if one not in self.choices]):
+        if self.choices and (wrong := [text for text in value if text not in self.choices]):
             raise UsageError(f"{self.attribute} takes {', '.join(self.choices)}, not {wrong[0]!r}")
         if not isinstance(value, int | float) or (self.least is None and self.above is None):
             return
@@ -253,10 +253,10 @@ class Setting:
 
     def _no_value(self, value: Any, origin: str | None, why: str = "") -> UsageError:
         if issubclass(self.plain, StrEnum):
-            said = f"no such {self.name}: {value!r}; there are: {', '.join(self.plain)}"
+            message = f"no such {self.name}: {value!r}; there are: {', '.join(self.plain)}"
         else:
-            said = f"{value!r} is not a valid {self.name}: {self.meaning}" + (f" ({why})" if why else "")
-        return UsageError(f"{origin or self.name}: {said}")
+            message = f"{value!r} is not a valid {self.name}: {self.meaning}" + (f" ({why})" if why else "")
+        return UsageError(f"{origin or self.name}: {message}")
 
 
 def setting(default: Any, meaning: str, **more: Any) -> Any:
@@ -276,36 +276,38 @@ def settings_of(config: type[Any]) -> Mapping[str, Setting]:
 @cache
 def _declared(config: Any) -> Mapping[str, Setting]:
     hints = get_type_hints(config)
-    found = {}
-    for one in fields(config):
-        declared: Setting | None = one.metadata.get("setting")
+    declared_settings = {}
+    for config_field in fields(config):
+        declared: Setting | None = config_field.metadata.get("setting")
         if declared is None:
             continue
-        unit = next((unit for unit in Unit if one.name.endswith(unit.suffix)), None)
-        name = declared.name or (one.name.removesuffix(unit.suffix) if unit is not None else one.name)
+        unit = next((unit for unit in Unit if config_field.name.endswith(unit.suffix)), None)
+        name = declared.name or (config_field.name.removesuffix(unit.suffix) if unit is not None else config_field.name)
         meaning = declared.meaning
         if declared.plugins is not None:
             meaning += f" There are: {declared.plugins.listed}."
-        found[name] = replace(
+        declared_settings[name] = replace(
             declared,
             name=name,
-            attribute=one.name,
-            kind=hints[one.name],
+            attribute=config_field.name,
+            kind=hints[config_field.name],
             unit=unit,
             meaning=meaning,
             places=declared.places or config.places,
         )
-    return found
+    return declared_settings
 
 
 def settings_at(config: type[Any], place: Place) -> dict[str, Setting]:
     """The settings of a class that can be changed in one place, by name."""
-    return {name: one for name, one in settings_of(config).items() if place in one.places}
+    return {name: declared for name, declared in settings_of(config).items() if place in declared.places}
 
 
 def by_name(given: Mapping[str, Any], known: Mapping[str, Setting]) -> dict[str, Any]:
     """`given`, keyed by the names of `known` settings; a key may also be the field's name with its unit."""
-    with_unit = {one.name + one.unit.suffix: name for name, one in known.items() if one.unit is not None}
+    with_unit = {
+        declared.name + declared.unit.suffix: name for name, declared in known.items() if declared.unit is not None
+    }
     return {with_unit.get(name, name): value for name, value in given.items()}
 
 
@@ -332,17 +334,17 @@ def configuration(places: frozenset[Place] = EVERYWHERE) -> Callable[[type[Confi
 
         @wraps(plain)
         def init(self: Any, *args: Any, **given: Any) -> None:
-            known = settings_of(config)
-            by_attribute = {one.attribute: one for one in known.values()}
+            declared_settings = settings_of(config)
+            by_attribute = {declared.attribute: declared for declared in declared_settings.values()}
             values = {}
             for name, value in given.items():
-                one = by_attribute.get(name) or known.get(name)
-                values[name if one is None else one.attribute] = (
-                    one.parse(value) if one is not None and one.is_parsed(value) else value
+                declared = by_attribute.get(name) or declared_settings.get(name)
+                values[name if declared is None else declared.attribute] = (
+                    declared.parse(value) if declared is not None and declared.is_parsed(value) else value
                 )
             plain(self, *args, **values)
-            for one in known.values():
-                one.refuse_out_of_range(getattr(self, one.attribute))
+            for declared in declared_settings.values():
+                declared.refuse_out_of_range(getattr(self, declared.attribute))
             for plain_field in fields(self):
                 name, value = plain_field.name, getattr(self, plain_field.name)
                 if name not in by_attribute and isinstance(value, int | float) and not value >= 0:
@@ -360,6 +362,9 @@ def read(config: type[ConfigT], given: Mapping[str, Any], place: Place) -> Confi
     Raises:
         UsageError: a value has the wrong type, or the configuration refuses it.
     """
-    known = settings_at(config, place)
-    values = {name: one.check(given[name]) if name in given else one.default_at(place) for name, one in known.items()}
-    return config(**{known[name].attribute: value for name, value in values.items()})
+    declared_settings = settings_at(config, place)
+    values = {
+        name: declared.check(given[name]) if name in given else declared.default_at(place)
+        for name, declared in declared_settings.items()
+    }
+    return config(**{declared_settings[name].attribute: value for name, value in values.items()})

@@ -160,8 +160,10 @@ class BeforeRope:
 def before_rope(placements: Sequence[Placement], unrotate: Rotate, device: torch.device) -> list[Placement]:
     """The same placements with all keys before RoPE (see `BeforeRope`)."""
     return [
-        one if one.segment.keys_at is None else replace(one, segment=BeforeRope(one.segment, unrotate, device))
-        for one in placements
+        placement
+        if placement.segment.keys_at is None
+        else replace(placement, segment=BeforeRope(placement.segment, unrotate, device))
+        for placement in placements
     ]
 
 
@@ -264,21 +266,21 @@ class RequestCache:
         """
         if capacity <= self.capacity:
             return
-        before, self.capacity = self.capacity, capacity
+        old_capacity, self.capacity = self.capacity, capacity
         self.version = next(_versions)
         self._shape = (2, capacity, *self._shape[2:])
         self._spare = []
         for layer, old in enumerate(self._layers):
             if old is not None:
                 self._layers[layer] = None
-                self._layer(layer)[:, :before] = old
+                self._layer(layer)[:, :old_capacity] = old
 
     def copy(self, tokens: int, capacity: int) -> "RequestCache":
         """A cache of its own with the KV of the first `tokens` positions, which all layers have, and this capacity."""
-        found = RequestCache(self.geometry, capacity, dtype=self._dtype, device=self._device)
+        copied = RequestCache(self.geometry, capacity, dtype=self._dtype, device=self._device)
         for layer in range(self.geometry.num_layers if tokens else 0):
-            found._layer(layer)[:, :tokens] = self._layer(layer)[:, :tokens]
-        return found
+            copied._layer(layer)[:, :tokens] = self._layer(layer)[:, :tokens]
+        return copied
 
     def free(self) -> None:
         """Free the memory; the cache cannot be used afterwards."""
@@ -302,35 +304,35 @@ class RequestCache:
         """Memory of one layer, or on the host of several layers that are allocated together."""
         if self._device.type != "cpu":
             return [torch.empty(self._shape, dtype=self._dtype, device=self._device)]
-        left, nbytes = sum(cache is None for cache in self._layers), prod(self._shape) * self._dtype.itemsize
-        together = max(1, min(left, _TOGETHER // max(1, nbytes)))
+        unallocated, nbytes = sum(cache is None for cache in self._layers), prod(self._shape) * self._dtype.itemsize
+        together = max(1, min(unallocated, _TOGETHER // max(1, nbytes)))
         return list(_memory.tensor((together, *self._shape), self._dtype).unbind())
 
     def _placed_on(self, layer: int) -> _Placed:
         """What is loaded on a layer; computed once for all layers with the same placements."""
-        here = tuple(placement for placement in self._placements if layer not in placement.unseen)
-        if here not in self._placed:
-            runs = tuple(_runs_of(here, self._device))
+        placements = tuple(placement for placement in self._placements if layer not in placement.unseen)
+        if placements not in self._placed:
+            runs = tuple(_runs_of(placements, self._device))
             row_of = torch.full((self.capacity,), -1, dtype=torch.long, device=self._device)
             done = 0
             for run in runs:
                 row_of[run.span.start : run.span.stop] = torch.arange(done, done + len(run.span), device=self._device)
                 done += len(run.span)
-            self._placed[here] = _Placed(here, runs, row_of)
-        return self._placed[here]
+            self._placed[placements] = _Placed(placements, runs, row_of)
+        return self._placed[placements]
 
     def _rows(self, layer: int) -> list[torch.Tensor]:
         """Each placed segment's rows of one layer; the last result is cached, because a check reads it again."""
         if self._raw is None or self._raw[0] != layer:
-            here = self._placed_on(layer).placements
-            self._raw = (layer, [p.segment.layer(layer).to(self._device, non_blocking=True) for p in here])
+            placements = self._placed_on(layer).placements
+            self._raw = (layer, [p.segment.layer(layer).to(self._device, non_blocking=True) for p in placements])
         return self._raw[1]
 
 
 def _runs_of(placements: Sequence[Placement], device: torch.device) -> Iterator[_Run]:
     """Runs of adjacent placements; placements are in order of position."""
     spans = [placement.span for placement in placements]
-    edges = [place for place, (one, other) in enumerate(pairwise(spans), 1) if one.stop != other.start]
+    edges = [place for place, (span, next_span) in enumerate(pairwise(spans), 1) if span.stop != next_span.start]
     for first, last in pairwise([0, *edges, len(spans)] if spans else []):
         span = Span(spans[first].start, spans[last - 1].stop)
         yield _Run(first, last, span, torch.arange(span.start, span.stop, device=device))

@@ -92,8 +92,8 @@ def merge_adapter(model: Any, adapter: Adapter) -> None:
     except ImportError as error:
         raise UsageError(f"adapters need the extra `lora`: {install_extra('lora')}") from error
     weights = _read_weights(adapter.folder / WEIGHTS_FILE)
-    if others := [key for key in weights if ".lora_" not in key]:
-        raise _refused(adapter.name, f"its file holds {others[0]}, which is no LoRA weight")
+    if other_weights := [key for key in weights if ".lora_" not in key]:
+        raise _refused(adapter.name, f"its file holds {other_weights[0]}, which is no LoRA weight")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -66,7 +66,7 @@ class Anatomy:
     @property
     def differs(self) -> str:
         """Differences from Llama's layers, in words."""
-        said = {
+        fields = {
             "no norms before attention and MLP": not self.before_attention,
             "norms behind attention and MLP": bool(self.behind_attention),
             "the MLP beside the attention": self.parallel,
@@ -80,13 +80,13 @@ class Anatomy:
             "scaled logits": bool(self.logit_scale),
             "scaled embeddings, residuals and logits": self.multiplied,
         }
-        return ", ".join(words for words, so in said.items() if so)
+        return ", ".join(words for words, so in fields.items() if so)
 
     @property
     def norms(self) -> tuple[str, ...]:
         """The norms of a layer."""
-        found = (self.before_attention, self.behind_attention, self.before_mlp, self.behind_mlp)
-        return tuple(name for name in found if name)
+        norms = (self.before_attention, self.behind_attention, self.before_mlp, self.behind_mlp)
+        return tuple(name for name in norms if name)
 
 
 LLAMA = Anatomy()

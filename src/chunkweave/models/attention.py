@@ -119,8 +119,8 @@ class ScatteredQueries:
             for b in blocks
         ]
         if run is not None:
-            first, before = run
-            out.append(_causal(queries[first:], keys, values, before))
+            first, first_position = run
+            out.append(_causal(queries[first:], keys, values, first_position))
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _cut(self, *, runs: bool = True) -> tuple[list[QueryBlock], tuple[int, int] | None]:
@@ -298,9 +298,9 @@ class SdpaAttention:
         """Attend each owner's queries by its `ScatteredQueries`."""
         states, row = [], 0
         for owner in owners:
-            mine = queries[row : row + len(owner.queries)]
+            own_queries = queries[row : row + len(owner.queries)]
             row += len(owner.queries)
-            states.append(owner.queries.attend(mine, owner.keys, owner.values, owner.scores))
+            states.append(owner.queries.attend(own_queries, owner.keys, owner.values, owner.scores))
         return FlatResult(states[0] if len(states) == 1 else torch.cat(states), [None] * len(owners))
 
 
@@ -441,8 +441,10 @@ class AttentionMeter:
         for span, first, last in self._groups:
             reached = slice(span.start, min(span.stop, self._stop))
             n, width = last - first, reached.stop - reached.start
-            found = capped(torch.bmm(q[:, :, first:last].reshape(len(q), -1, q.shape[-1]), k[:, :, reached]), scores)
-            weights = torch.exp(found.view(*q.shape[:2], n, width) - norms[:, :, first:last])
+            block_scores = capped(
+                torch.bmm(q[:, :, first:last].reshape(len(q), -1, q.shape[-1]), k[:, :, reached]), scores
+            )
+            weights = torch.exp(block_scores.view(*q.shape[:2], n, width) - norms[:, :, first:last])
             at = torch.arange(reached.start, reached.stop, device=q.device)
             weights.masked_fill_(at >= self._positions[first:last, None], 0.0)
             received[reached] += weights.sum(2).mean((0, 1))
@@ -465,16 +467,16 @@ class AttentionMeter:
         """
         rule = self._of_chosen(scores)
         q, k = self._by_head(queries, keys)
-        found = q.new_zeros(keys.shape[0])
+        received = q.new_zeros(keys.shape[0])
         for rows, stop in self._blocks(q.shape[0] * q.shape[1], q.device):
             by_head = self._weights(q[:, :, rows], k[:, :, :stop], rows, rule)
             maximal = over_heads is Combine.MAX
             weights = ranks.maximum(by_head.amax(0)) if maximal else ranks.mean(by_head.mean(0))
             if over_queries is Combine.MAX:
-                found[:stop] = torch.maximum(found[:stop], weights.amax(0))
+                received[:stop] = torch.maximum(received[:stop], weights.amax(0))
             else:
-                found[:stop] += weights.sum(0)
-        return found
+                received[:stop] += weights.sum(0)
+        return received
 
     def _by_head(self, queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scaled queries `[key heads, group, queries, head_dim]` and keys `[key heads, head_dim, positions]`, float32.

@@ -49,11 +49,11 @@ def fingerprint_adapter(settings: Mapping[str, Any], weights: Path) -> str:
 def content_hash(file: Path) -> str:
     """A hash of a file's content, cached as for weights; raises `OSError` if the file cannot be read."""
     memo = _read_memo()
-    known = len(memo)
-    found = _file_hash(file, memo)
-    if len(memo) > known:
+    memo_size = len(memo)
+    file_hash = _file_hash(file, memo)
+    if len(memo) > memo_size:
         _write_memo(memo)
-    return found
+    return file_hash
 
 
 def cache_root() -> Path:

@@ -72,10 +72,10 @@ def gguf_file(model: str | Path) -> Path | None:
     """
     path = Path(model)
     if str(model) == SMOLLM2 and not path.exists():
-        found = smollm2_file()
-        if found is None:
+        bundled = smollm2_file()
+        if bundled is None:
             raise ModelNotFoundError(f"the weights of SmolLM2 are not installed: {SMOLLM2_PIP}")
-        return found
+        return bundled
     if path.is_dir() or (path.suffix.lower() != ".gguf" and not path.is_file()):
         return None
     try:

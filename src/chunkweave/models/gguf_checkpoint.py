@@ -149,15 +149,15 @@ def write_checkpoint(file: Path, folder: Path, progress: Callable[[int, int], No
         UnsupportedModelError: an unknown architecture, tokenizer or tensor type.
         OSError: a file cannot be written.
     """
-    found = read_gguf(file)
-    tokenizer = _tokenizer(found.fields)
-    sizes = (int(found.tensors[name].n_elements) for name in found.names)
+    checkpoint = read_gguf(file)
+    tokenizer = _tokenizer(checkpoint.fields)
+    sizes = (int(checkpoint.tensors[name].n_elements) for name in checkpoint.names)
     _make_sure_of_room(folder, torch.bfloat16.itemsize * sum(sizes) if weights else 0)
-    found.config.save_pretrained(folder)
+    checkpoint.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if weights:
-        tensors = ((parameter, found.dequantized(name)) for name, parameter in found.names.items())
-        _write_weights(folder, tensors, len(found.names), progress)
+        tensors = ((parameter, checkpoint.dequantized(name)) for name, parameter in checkpoint.names.items())
+        _write_weights(folder, tensors, len(checkpoint.names), progress)
 
 
 def _make_sure_of_room(folder: Path, needed_bytes: int) -> None:
@@ -271,8 +271,8 @@ def _written(value: float) -> float:
 
 def _end_ids(fields: _Fields) -> int | list[int] | None:
     ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    found = list(dict.fromkeys(end for end in ends if end is not None))
-    return found if len(found) > 1 else found[0] if found else None
+    stop_ids = list(dict.fromkeys(end for end in ends if end is not None))
+    return stop_ids if len(stop_ids) > 1 else stop_ids[0] if stop_ids else None
 
 
 def _rope(fields: _Fields, tensors: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
@@ -320,19 +320,19 @@ def _names(config: PreTrainedConfig, tensors: Mapping[str, Any]) -> dict[str, st
     if config.tie_word_embeddings:
         del wanted["lm_head.weight"]
     in_layer = _IN_GEMMA3_LAYER if config.model_type == "gemma3_text" else _IN_LAYER
-    found = {name: _parameter(name, in_layer) for name in tensors if name != _ROPE_FACTORS}
-    unknown = [name for name, parameter in found.items() if parameter not in wanted]
-    missing = wanted.keys() - found.values()
+    parameters = {name: _parameter(name, in_layer) for name in tensors if name != _ROPE_FACTORS}
+    unknown = [name for name, parameter in parameters.items() if parameter not in wanted]
+    missing = wanted.keys() - parameters.values()
     if unknown or missing:
         raise UnsupportedModelError(
             f"the GGUF file is not of a {config.model_type} model: unknown tensors {sorted(unknown)[:4]}, "
             f"missing {sorted(missing)[:4]}"
         )
-    for name, parameter in found.items():
+    for name, parameter in parameters.items():
         shape = tuple(int(size) for size in reversed(tensors[name].shape))
         if shape != wanted[parameter]:
             raise UnsupportedModelError(f"{name} of the GGUF file is {shape}, not {wanted[parameter]}")
-    return found
+    return parameters
 
 
 def _parameter(name: str, in_layer: Mapping[str, str] = _IN_LAYER) -> str:
@@ -344,10 +344,10 @@ def _parameter(name: str, in_layer: Mapping[str, str] = _IN_LAYER) -> str:
     stem, _, kind = name.rpartition(".")
     if stem in _OUTER:
         return f"{_OUTER[stem]}.{kind}"
-    found = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if found is None or found[2] not in in_layer:
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if match is None or match[2] not in in_layer:
         return ""
-    return f"model.layers.{found[1]}.{in_layer[found[2]]}.{kind}"
+    return f"model.layers.{match[1]}.{in_layer[match[2]]}.{kind}"
 
 
 def _halves(values: np.ndarray, heads: int) -> np.ndarray:
@@ -515,10 +515,10 @@ def _sentencepiece(fields: _Fields, tokens: Sequence[str], kinds: Sequence[int])
 def _merges(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
     """SentencePiece's merges: pairs of tokens that form a token, highest score first."""
     normal = {token: number for number, token in enumerate(tokens) if kinds[number] == _NORMAL}
-    found = []
+    merges = []
     for token, number in normal.items():
         cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         pairs = [pair for pair in cuts if pair[0] in normal and pair[1] in normal]
         pairs.sort(key=lambda pair: (normal[pair[0]], normal[pair[1]]))
-        found += [(-scores[number], pair) for pair in pairs]
-    return [pair for _, pair in sorted(found, key=lambda one: one[0])]
+        merges += [(-scores[number], pair) for pair in pairs]
+    return [pair for _, pair in sorted(merges, key=lambda scored: scored[0])]

@@ -46,8 +46,8 @@ def _linear(file: GgufFile, name: str) -> Int4Linear:
     rows = file.ordered(name, tensor.data.reshape(outputs, -1))
     step = max(64, _ROWS_WEIGHTS // inputs // 64 * 64)
     for first in range(0, outputs, step):
-        found = parts_of(np.ascontiguousarray(rows[first : first + step]))
-        linear.fill(first, found)
+        parts = parts_of(np.ascontiguousarray(rows[first : first + step]))
+        linear.fill(first, parts)
     return linear
 
 

@@ -82,14 +82,14 @@ def _snapshot(name: str, revision: str | None, weights: bool, *, local_files_onl
     import huggingface_hub
 
     wanted = [*_SMALL, *(_WEIGHTS if weights else [])]
-    found = huggingface_hub.snapshot_download(
+    folder = huggingface_hub.snapshot_download(
         name,
         revision=revision,
         allow_patterns=wanted,
         ignore_patterns=_DUPLICATES,
         local_files_only=local_files_only,
     )
-    return Path(found)
+    return Path(folder)
 
 
 def _whole(folder: Path, weights: bool) -> bool:

@@ -119,10 +119,10 @@ class HuggingFaceModel:
         """Logits of a short prompt, `[tokens, vocab]`, with this window on windowed layers."""
         positions, hidden = torch.arange(len(ids), device=self.device), self.embed(ids)
         for layer in range(self.geometry.num_layers):
-            own = None if self.geometry.window(layer) is None else window
+            own_window = None if self.geometry.window(layer) is None else window
             q, k, v = self.qkv(layer, hidden)
             rotated = self.rotate_queries(layer, q, positions), self.rotate_keys(layer, k, positions)
-            queries = ScatteredQueries(positions, self.dtype, window=own)
+            queries = ScatteredQueries(positions, self.dtype, window=own_window)
             attended = queries.attend(*rotated, v, self.geometry.scores(layer))
             hidden = self.finish(layer, hidden, attended)
         return self.logits(hidden)
@@ -277,9 +277,9 @@ def _step(block: Any, name: str) -> _Step:
 
 def _in_one_product(projections: list[Any]) -> list[Any]:
     """On CUDA, linear layers as one, whose weights theirs become parts of; else themselves."""
-    if len(projections) == 1 or any(type(one) is not nn.Linear for one in projections):
+    if len(projections) == 1 or any(type(projection) is not nn.Linear for projection in projections):
         return projections
-    weights, biases = [one.weight for one in projections], [one.bias for one in projections]
+    weights, biases = [projection.weight for projection in projections], [projection.bias for projection in projections]
     if weights[0].device.type != "cuda" or len({bias is None for bias in biases}) > 1:
         return projections
     with torch.no_grad():
@@ -362,14 +362,18 @@ class _WideAngles:
         if not _FEWEST_WIDE <= tokens * heads * dims <= _MOST_WIDE or not torch.is_inference_mode_enabled():
             return None
         key = (kind, id(positions), heads)
-        found = self._kept.get(key)
-        if found is None:
-            kept = self._kept.copy()  # another thread may add to it while we sum
-            if sum(one.numel() for _, one, _ in kept.values()) + tokens * heads * dims > _MOST_WIDE:
+        rotation = self._kept.get(key)
+        if rotation is None:
+            rotations = self._kept.copy()  # another thread may add to it while we sum
+            if sum(wide.numel() for _, wide, _ in rotations.values()) + tokens * heads * dims > _MOST_WIDE:
                 self._kept.clear()
             wide_cos, wide_sin = (table[positions].unsqueeze(1).repeat(1, heads, 1) for table in (cos, sin))
-            found = self._kept[key] = (positions, wide_cos, wide_sin)  # keeps positions alive, so their id stays valid
-        return found[1], found[2]
+            rotation = self._kept[key] = (
+                positions,
+                wide_cos,
+                wide_sin,
+            )  # keeps positions alive, so their id stays valid
+        return rotation[1], rotation[2]
 
 
 def _turns_halves(rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> bool:
@@ -414,8 +418,8 @@ def check_config(config: Any) -> None:
     if not isinstance(rope, dict) or not rope:
         raise _refusal(kind, "no rotary position embedding", "keys cannot be shifted to new positions")
     if anatomy.rope_by_layer_type and rope.keys() <= _LAYER_TYPES:
-        for own in rope.values():
-            _check_rope(kind, own)
+        for parameters in rope.values():
+            _check_rope(kind, parameters)
     else:
         _check_rope(kind, rope)
 
@@ -456,10 +460,10 @@ def check_modules(model: nn.Module) -> None:
 
 
 def _check_children(where: str, module: nn.Module, wanted: set[str], optional: set[str]) -> None:
-    found = {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
-    missing, unknown = wanted - found, found - wanted - optional
+    children = {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
+    missing, unknown = wanted - children, children - wanted - optional
     if missing or unknown:
-        raise _refusal(where, f"modules {sorted(found)}", f"missing {sorted(missing)}, unknown {sorted(unknown)}")
+        raise _refusal(where, f"modules {sorted(children)}", f"missing {sorted(missing)}, unknown {sorted(unknown)}")
 
 
 def geometry_of(config: Any) -> Geometry:

@@ -103,8 +103,8 @@ class _Blocks:
         keys = torch.arange(block.masked_from, block.key_stop)
         seen = seen_keys(keys, self._positions[block.start : block.stop, None], self._window)
         if self._hidden is not None:
-            known = self._hidden[block.masked_from : block.key_stop]
-            seen[:, : len(known)] &= ~known
+            hidden_keys = self._hidden[block.masked_from : block.key_stop]
+            seen[:, : len(hidden_keys)] &= ~hidden_keys
         return replace(block, mask=seen.unsqueeze(1).to(torch.bfloat16))
 
 
@@ -134,9 +134,9 @@ class OneDnnAttention:
         """Attend each owner's queries by its `ScatteredQueries`."""
         states, row = [], 0
         for owner in owners:
-            mine = queries[row : row + len(owner.queries)]
+            own_queries = queries[row : row + len(owner.queries)]
             row += len(owner.queries)
-            states.append(self._of_owner(mine, owner))
+            states.append(self._of_owner(own_queries, owner))
         return FlatResult(states[0] if len(states) == 1 else torch.cat(states), [None] * len(owners))
 
     def _of_owner(self, queries: torch.Tensor, owner: OwnQueries) -> torch.Tensor:
@@ -161,16 +161,16 @@ class OneDnnAttention:
         if len(self._offsets) < blocks.key_stop:
             self._offsets = torch.full((blocks.key_stop,), -_OFFSET, dtype=torch.bfloat16)
         for block in blocks:
-            mine = slice(block.start * group, block.stop * group)
+            block_rows = slice(block.start * group, block.stop * group)
             seen = slice(block.key_start, block.key_stop)
             offsets, masked = self._offsets[: block.key_stop - block.key_start], block.masked_from - block.key_start
             for head in range(kv_heads):
-                weights = _shifted_sigmoid(rows[head, mine], keys[head, seen], offsets)
+                weights = _shifted_sigmoid(rows[head, block_rows], keys[head, seen], offsets)
                 if block.mask is not None and block.mask.shape[-1]:
                     weights.view(block.stop - block.start, group, -1)[..., masked:].mul_(block.mask)
-                torch.sum(weights, -1, dtype=torch.float32, out=sums[head, mine])
-                product = torch.mm(weights, values[head, seen], out=weighted[head, mine])
-                torch.addmm(product, weights, values[head, seen], beta=-1, out=rest[head, mine])
+                torch.sum(weights, -1, dtype=torch.float32, out=sums[head, block_rows])
+                product = torch.mm(weights, values[head, seen], out=weighted[head, block_rows])
+                torch.addmm(product, weights, values[head, seen], beta=-1, out=rest[head, block_rows])
         least, most = torch.aminmax(sums)
         if not (least >= _LEAST_SUM and most <= _MOST_SUM):
             return None
@@ -198,17 +198,17 @@ class OneDnnAttention:
 
         Valid until the next call.
         """
-        found, kv_heads, dim = owner.keys.shape
-        found = min(found, stop)
+        num_keys, kv_heads, dim = owner.keys.shape
+        num_keys = min(num_keys, stop)
         if self._room.numel() < kv_heads * stop * dim * (copies + 1):
             self._room = torch.empty(kv_heads * stop * dim * (copies + 1), dtype=torch.bfloat16)
         room = self._room[: kv_heads * stop * dim * (copies + 1)]
         keys, values = torch.split(room, [kv_heads * stop * dim * copies, kv_heads * stop * dim])
         keys, values = keys.view(kv_heads, stop, copies, dim), values.view(kv_heads, stop, dim)
-        keys[:, :found] = owner.keys[:found].transpose(0, 1).unsqueeze(2)
-        values[:, :found] = owner.values[:found].transpose(0, 1)
-        keys[:, found:] = 0
-        values[:, found:] = 0
+        keys[:, :num_keys] = owner.keys[:num_keys].transpose(0, 1).unsqueeze(2)
+        values[:, :num_keys] = owner.values[:num_keys].transpose(0, 1)
+        keys[:, num_keys:] = 0
+        values[:, num_keys:] = 0
         return keys.flatten(2), values
 
 

@@ -71,14 +71,16 @@ def _quota_cpus(root: Path) -> float | None:
 
 def free_memory_bytes(root: Path = Path("/")) -> int | None:
     """What the machine has free, or less if a control group of this process has less left; None if unknown."""
-    found = [int(line.split()[1]) << 10 for line in _read(root / "proc/meminfo").splitlines() if "MemAvailable" in line]
+    available = [
+        int(line.split()[1]) << 10 for line in _read(root / "proc/meminfo").splitlines() if "MemAvailable" in line
+    ]
     for group in _groups("memory", root):
         names = ("memory.max", "memory.current") if (group / "memory.max").exists() else _FIRST_VERSION
         with suppress(ValueError):  # "max", or nothing
             limit, used = (int(_read(group / name)) for name in names)
             statistics = dict(line.split() for line in _read(group / "memory.stat").splitlines())
-            found.append(limit - used + int(statistics.get("inactive_file", 0)))
-    return min(found, default=None)
+            available.append(limit - used + int(statistics.get("inactive_file", 0)))
+    return min(available, default=None)
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:

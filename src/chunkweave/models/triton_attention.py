@@ -196,11 +196,11 @@ def attend(
     per_tile = blocks.rows // (heads // places.kv_heads)
     if isinstance(places.addresses, tuple):
         table, tiles = queries.positions, _no_tiles(states.device)  # not read, but their types are the kernel's
-        here, tile_count = places.addresses, -(-rows // per_tile)
+        addresses, tile_count = places.addresses, -(-rows // per_tile)
     else:
         if tiles is None:
             tiles = to_device(tile_table(queries.counts, per_tile), states.device)
-        table, here, tile_count = places.addresses, (0, 0, 0, 0), len(tiles)
+        table, addresses, tile_count = places.addresses, (0, 0, 0, 0), len(tiles)
     parts = next(size for size in (0, *PART_SIZES) if places.parts <= size)
     splits, device = blocks.splits, states.device
     out = torch.empty((splits, rows, heads, dim), dtype=_out_dtype(blocks, parts, states.dtype), device=device)
@@ -210,7 +210,7 @@ def attend(
     cos, sin = (states, states) if rope is None else rope
     unit = dim if rope is None else dim // 2
     device_code.scattered_attention[(tile_count, places.kv_heads, splits)](
-        states, out, log_sum_exp, mass, own, queries.positions, tiles, table, cos, sin, *here,
+        states, out, log_sum_exp, mass, own, queries.positions, tiles, table, cos, sin, *addresses,
         dim**-0.5, rows, places.kv_heads * dim, _NO_WINDOW if window is None else window,
         HEADS=heads, KV_HEADS=places.kv_heads, DIM=dim, PADDED=_power_of_two(dim), PADDED_KEY=_power_of_two(unit),
         BLOCK_M=blocks.rows, BLOCK_N=blocks.keys, ROTATE=rope is not None, PARTS=parts, WIDEN=interpreted(),
@@ -370,8 +370,8 @@ class TritonAttention:
             processors=processors(device),
             parts=places.parts,
         )
-        one = isinstance(places.addresses, tuple)
-        tiles = None if one else self._tiles(counts, blocks, queries.shape[1] // kv_heads, device)
+        is_single = isinstance(places.addresses, tuple)
+        tiles = None if is_single else self._tiles(counts, blocks, queries.shape[1] // kv_heads, device)
         attended = attend(flat, places, blocks=blocks, tiles=tiles, window=owners[0].queries.window)
         return _by_owner(attended, counts)
 
@@ -447,10 +447,10 @@ def compile_and_compare(geometry: Geometry, dtype: torch.dtype, device: torch.de
         for blocks, parts in launches:
             owner = OwnQueries(queries, k, v, KeyParts(of_key, parts))
             places = key_places([owner], device, measures=parts > 0)
-            found = attend(flat, places, blocks=blocks, window=window)
-            errors.append((found.states - expected).float().abs().max())
-            if found.by_part is not None and found.own is not None:
-                errors.append((found.by_part.sum(2) + found.own - 1.0).abs().max())
+            attended = attend(flat, places, blocks=blocks, window=window)
+            errors.append((attended.states - expected).float().abs().max())
+            if attended.by_part is not None and attended.own is not None:
+                errors.append((attended.by_part.sum(2) + attended.own - 1.0).abs().max())
         write_rows(k[:1], v[:1], queries.positions[:1], torch.tensor([places.addresses], device=device))
     return torch.stack(errors).max().item()
 
@@ -459,6 +459,9 @@ def _by_owner(attended: Attended, counts: tuple[int, ...]) -> list[tuple[torch.T
     sizes = list(counts)
     states = torch.split(attended.states, sizes)
     if attended.by_part is None or attended.own is None:
-        return [(mine, None) for mine in states]
+        return [(states_of_owner, None) for states_of_owner in states]
     sums = (torch.split(sum_, sizes) for sum_ in (attended.by_part, attended.own, attended.log_sum_exp))
-    return [(mine, Measured(*of_owner)) for mine, of_owner in zip(states, zip(*sums, strict=True), strict=True)]
+    return [
+        (states_of_owner, Measured(*of_owner))
+        for states_of_owner, of_owner in zip(states, zip(*sums, strict=True), strict=True)
+    ]

@@ -258,10 +258,10 @@ class PromptBuilder:
         `neutral_tokens` is 0 or the opening exceeds `room` tokens; it has fewer passages if `room` is short.
         """
         opening = self.opening(cache_salt=cache_salt) if opening is None else opening
-        left = None if room is None else room - sum(map(len, opening))
-        if not neutral_tokens or (left is not None and left < 0):
+        room_left = None if room is None else room - sum(map(len, opening))
+        if not neutral_tokens or (room_left is not None and room_left < 0):
             return self._start
-        most = neutral_tokens if left is None else min(neutral_tokens, left)
+        most = neutral_tokens if room_left is None else min(neutral_tokens, room_left)
         return (*opening, *self.neutral_parts(passages, most, cache_salt=cache_salt))
 
     def opening(

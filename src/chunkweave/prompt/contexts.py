@@ -101,7 +101,7 @@ class ContextPool:
             raise UsageError(f"the chunk {part.source or part.id} is not in the pool of its contexts")
         row = self._rows[part.id]
         order = np.argsort(-(self.vectors @ self.vectors[row]), kind="stable")
-        return [self.parts[other] for other in order if other != row]
+        return [self.parts[index] for index in order if index != row]
 
     def contexts(
         self, part: PromptPart, rule: ContextRule, *, without: Collection[ChunkId] = ()
@@ -111,7 +111,7 @@ class ContextPool:
         Raises:
             UsageError: the chunk is not in the pool.
         """
-        return dealt([one for one in self.nearest(part) if one.id not in without], rule)
+        return dealt([neighbour for neighbour in self.nearest(part) if neighbour.id not in without], rule)
 
 
 def dealt(ranked: Sequence[PromptPart], rule: ContextRule) -> list[tuple[PromptPart, ...]]:
@@ -157,13 +157,15 @@ def token_vectors(parts: Sequence[PromptPart]) -> NDArray[np.float32]:
 
     Needs no embedder and is independent of the language. Tokens that occur in all chunks have weight 0.
     """
-    found = [np.unique(np.asarray(part.token_ids, dtype=np.int64), return_counts=True) for part in parts]
-    ids, with_it = np.unique(np.concatenate([one for one, _ in found] or [np.empty(0, np.int64)]), return_counts=True)
+    token_counts = [np.unique(np.asarray(part.token_ids, dtype=np.int64), return_counts=True) for part in parts]
+    ids, with_it = np.unique(
+        np.concatenate([token_ids for token_ids, _ in token_counts] or [np.empty(0, np.int64)]), return_counts=True
+    )
     rarity = np.log(max(1, len(parts)) / np.maximum(1, with_it))
     vectors = np.zeros((len(parts), _COLUMNS), dtype=np.float32)
-    for row, (own, counts) in enumerate(found):
-        weights = (1.0 + np.log(counts)) * rarity[np.searchsorted(ids, own)]
-        hashed = own * _SPREAD & 0xFFFFFFFF
+    for row, (own_ids, counts) in enumerate(token_counts):
+        weights = (1.0 + np.log(counts)) * rarity[np.searchsorted(ids, own_ids)]
+        hashed = own_ids * _SPREAD & 0xFFFFFFFF
         signed = np.where(hashed & 1, -weights, weights)
         vectors[row] = np.bincount(hashed >> 22, weights=signed, minlength=_COLUMNS)
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)

@@ -219,4 +219,4 @@ def _bundled() -> tuple[str, ...]:
 
 
 def _split(text: str) -> tuple[str, ...]:
-    return tuple(" ".join(one.split()) for one in text.split("\n\n") if one.strip())
+    return tuple(" ".join(passage.split()) for passage in text.split("\n\n") if passage.strip())

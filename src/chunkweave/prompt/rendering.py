@@ -137,26 +137,28 @@ def rendered_chat(
         UsageError: a variable is reserved, the template refuses them, or its output depends on a word that would become
             a control token within the template's own brackets.
     """
-    given = dict(variables or {})
-    refuse_reserved(given)
+    template_variables = dict(variables or {})
+    refuse_reserved(template_variables)
     texts = _Seen()
-    _change_all(messages, given, texts)
+    _change_all(messages, template_variables, texts)
     stand_ins = _StandIns(texts)
-    table = str.maketrans({one: stand_ins[one] for one in tokenizer.control_signs.intersection("".join(texts))})
+    table = str.maketrans(
+        {character: stand_ins[character] for character in tokenizer.control_signs.intersection("".join(texts))}
+    )
 
     def render(change: Callable[[str], str]) -> Rendered | None:
-        written = tokenizer.render_chat(*_change_all(messages, given, change))
+        written = tokenizer.render_chat(*_change_all(messages, template_variables, change))
         return None if written is None else stand_ins.put_back(written)
 
-    found = render(lambda text: text.translate(table))
-    if found is None:
+    rendered = render(lambda text: text.translate(table))
+    if rendered is None:
         return None
-    joins = _Joins(tokenizer.control_texts(found.text))
+    joins = _Joins(tokenizer.control_texts(rendered.text))
     risky = {text for text in texts if joins.may_take(text.translate(table))}
     if not risky:
-        return found
+        return rendered
     exact = render(lambda text: (joins.hidden(text, stand_ins) if text in risky else text).translate(table))
-    if exact is None or exact.text != found.text:
+    if exact is None or exact.text != rendered.text:
         words = ", ".join(sorted(repr(text[:40]) for text in risky)[:3])
         raise UsageError(f"the chat template cannot treat these texts as ordinary text: {words}")
     return exact
@@ -167,18 +169,18 @@ def _changed(value: Any, change: Callable[[str], str], fixed: Set[str] = frozens
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list | tuple):
-        return [_changed(one, change, fixed) for one in value]
+        return [_changed(element, change, fixed) for element in value]
     if not isinstance(value, Mapping):
         return value
-    found: dict[Any, Any] = {}
-    for key, one in value.items():
-        known = key in fixed
-        if known and key in _NAMED and isinstance(one, str) and one in fixed:
-            found[key] = one
+    changed: dict[Any, Any] = {}
+    for key, element in value.items():
+        is_fixed = key in fixed
+        if is_fixed and key in _NAMED and isinstance(element, str) and element in fixed:
+            changed[key] = element
             continue
-        below = fixed if known and key in _CONTAINERS else frozenset[str]()
-        found[key if known else _changed(key, change)] = _changed(one, change, below)
-    return found
+        below = fixed if is_fixed and key in _CONTAINERS else frozenset[str]()
+        changed[key if is_fixed else _changed(key, change)] = _changed(element, change, below)
+    return changed
 
 
 def _change_all(
@@ -195,7 +197,7 @@ class _StandIns(dict[str, str]):
 
     def __init__(self, texts: Iterable[str]) -> None:
         super().__init__()
-        self._taken = {one for text in texts for one in text}
+        self._taken = {character for text in texts for character in text}
         for text in texts:
             for pair in _ESCAPED.findall(text):
                 self._taken.add(json.loads('"\\u{}\\u{}"'.format(*pair)))
@@ -214,7 +216,7 @@ class _StandIns(dict[str, str]):
         if not self:
             return Rendered(written)
         forms = {stand_in: character for character, stand_in in self.items()}
-        forms |= {json.dumps(one)[1:-1]: json.dumps(character)[1:-1] for one, character in forms.items()}
+        forms |= {json.dumps(stand_in)[1:-1]: json.dumps(character)[1:-1] for stand_in, character in forms.items()}
         pieces: list[str] = []
         ordinary: list[int] = []
         length = done = 0
@@ -236,10 +238,10 @@ class _Joins:
 
     def __init__(self, control_texts: Iterable[str]) -> None:
         self._controls = tuple(control_texts)
-        wholes = [folded(one) for one in self._controls]
-        self._parts = {one[a:b] for one in wholes for a in range(len(one)) for b in range(a + 1, len(one) + 1)}
-        self._beginnings = {one[:stop] for one in wholes for stop in range(1, len(one) + 1)}
-        self._ends = {one[start:] for one in wholes for start in range(len(one))}
+        wholes = [folded(control) for control in self._controls]
+        self._parts = {whole[a:b] for whole in wholes for a in range(len(whole)) for b in range(a + 1, len(whole) + 1)}
+        self._beginnings = {whole[:stop] for whole in wholes for stop in range(1, len(whole) + 1)}
+        self._ends = {whole[start:] for whole in wholes for start in range(len(whole))}
         self._wholes = tuple(wholes)
         self._most = max(map(len, wholes), default=0)
 
@@ -249,7 +251,7 @@ class _Joins:
         lengths = range(1, min(self._most, len(text)) + 1)
         return (
             text in self._parts
-            or any(one in text for one in self._wholes)
+            or any(whole in text for whole in self._wholes)
             or any(text[:length] in self._ends or text[-length:] in self._beginnings for length in lengths)
         )
 
@@ -258,8 +260,8 @@ class _Joins:
         word = text.strip()
         begins = text.find(word)
         places = {0, len(word) - 1} if folded(word) == word.casefold() else set(range(len(word)))
-        for one in self._controls:
-            places |= {match.start() for match in re.finditer(re.escape(one), word, re.IGNORECASE)}
+        for control in self._controls:
+            places |= {match.start() for match in re.finditer(re.escape(control), word, re.IGNORECASE)}
         characters = list(text)
         for place in places:
             characters[begins + place] = stand_ins[characters[begins + place]]

@@ -41,7 +41,7 @@ class Request:
     @property
     def messages(self) -> list[dict[str, str]]:
         """The instruction, earlier turns and the question in the form that chat templates read."""
-        said = [] if self.system is None else [("system", self.system)]
+        messages = [] if self.system is None else [("system", self.system)]
         for question, answer in self.history:
-            said += [("user", question), ("assistant", answer)]
-        return [{"role": role, "content": text} for role, text in (*said, ("user", self.question))]
+            messages += [("user", question), ("assistant", answer)]
+        return [{"role": role, "content": text} for role, text in (*messages, ("user", self.question))]

@@ -171,19 +171,19 @@ def rendered_exchange(
     """
     marks = Marks.absent_from(messages, variables)
     earlier = [{"role": "user", "content": marks.chunks}, {"role": "assistant", "content": marks.answer}]
-    asked = [*([] if first else earlier), {"role": "user", "content": marks.question}, *messages]
+    exchange = [*([] if first else earlier), {"role": "user", "content": marks.question}, *messages]
     if answered:
-        asked.append({"role": "user", "content": marks.chunks})
+        exchange.append({"role": "user", "content": marks.chunks})
     try:
-        rendered = rendered_chat(tokenizer, [{"role": "system", "content": marks.instruction}, *asked], variables)
+        rendered = rendered_chat(tokenizer, [{"role": "system", "content": marks.instruction}, *exchange], variables)
     except UsageError:  # no system role
-        rendered = rendered_chat(tokenizer, asked, variables)
+        rendered = rendered_chat(tokenizer, exchange, variables)
     _, found, behind = (rendered or Rendered()).partition(marks.question)
     if answered:
         behind, continued, _ = behind.partition(marks.chunks)
         found = found and continued
-    given = [message["content"] for message in messages if message["role"] == "tool"]
-    if not found or not all(_holds(behind.text, text) for text in given):
+    results = [message["content"] for message in messages if message["role"] == "tool"]
+    if not found or not all(_holds(behind.text, text) for text in results):
         raise UsageError("the model's chat template does not support these messages of the assistant and of tools")
     return behind
 

@@ -129,15 +129,15 @@ class HuggingFaceTokenizer:
         ids = self._ids(text)
         if (control_tokens and not ordinary) or self._control.keys().isdisjoint(ids):
             return ids
-        found: list[int] = []
+        token_ids: list[int] = []
         positions = sorted(ordinary)
         for piece, start in self._cut_inside_control(text, ordinary if control_tokens else None):
             if piece == text:  # its control tokens may be read
                 return ids
             first, last = (bisect_left(positions, at) for at in (start, start + len(piece)))
             inside = frozenset(at - start for at in positions[first:last])
-            found += self.encode(piece, control_tokens=control_tokens, ordinary=inside)
-        return found
+            token_ids += self.encode(piece, control_tokens=control_tokens, ordinary=inside)
+        return token_ids
 
     def token_text(self, token_id: int, before: int | None) -> str:
         """The text that a token adds after the token `before`; a control token's own text."""
@@ -154,8 +154,8 @@ class HuggingFaceTokenizer:
     @cached_property
     def control_signs(self) -> frozenset[str]:
         """Characters of control tokens except letters, digits, white space, and characters of JSON escapes or names."""
-        found = set("".join(self._control.values())) - set(_OF_NAMES_AND_QUOTES)
-        return frozenset(one for one in found if not one.isalnum() and not one.isspace())
+        characters = set("".join(self._control.values())) - set(_OF_NAMES_AND_QUOTES)
+        return frozenset(character for character in characters if not character.isalnum() and not character.isspace())
 
     @property
     def control_ids(self) -> Set[int]:
@@ -169,7 +169,7 @@ class HuggingFaceTokenizer:
             texts: list[str] = self._core.decode_batch(ids, skip_special_tokens=False)
             return texts
         with self._lock:
-            return [self._tokenizer.decode(one, clean_up_tokenization_spaces=False) for one in ids]
+            return [self._tokenizer.decode(sequence, clean_up_tokenization_spaces=False) for sequence in ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens."""
@@ -196,11 +196,11 @@ class HuggingFaceTokenizer:
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         """EOS, the token that the chat template puts after an answer, and the ids given by the caller."""
-        found = set(self._given_stop_ids)
+        stop_ids = set(self._given_stop_ids)
         if self._tokenizer.eos_token_id is not None:
-            found.add(self._tokenizer.eos_token_id)
-        found.update(self._end_of_turn_ids())
-        return frozenset(found)
+            stop_ids.add(self._tokenizer.eos_token_id)
+        stop_ids.update(self._end_of_turn_ids())
+        return frozenset(stop_ids)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
@@ -345,7 +345,7 @@ class TokenCache:
 
 
 def _key(text: str, salt: str) -> bytes:
-    salted, encoded = (one.encode("utf-8", "surrogatepass") for one in (salt, text))
+    salted, encoded = (part.encode("utf-8", "surrogatepass") for part in (salt, text))
     digest = hashlib.blake2b(len(salted).to_bytes(8, "little") + salted, digest_size=16)
     digest.update(encoded)
     return digest.digest()

@@ -75,7 +75,7 @@ def look_up(
     `path` has one id for each part that has one, in prompt order; it may end early. The exact prefix continues while
     the part has an exact variant with the id at that position.
     """
-    left = iter(path)
+    remaining = iter(path)
     unbroken = True
     parts: list[PartLookup] = []
     for part, span in zip(prompt.parts, prompt.spans(), strict=True):
@@ -83,7 +83,7 @@ def look_up(
             parts.append(PartLookup(part, span))
             continue
         variants = variants_of(part)
-        wanted = next(left, None) if unbroken else None
+        wanted = next(remaining, None) if unbroken else None
         exact = next((record for record in variants if record.id == wanted and record.exact), None)
         unbroken = exact is not None
         if part.exact_only:
@@ -98,15 +98,15 @@ def path_request_of(lookup: PromptLookup) -> PathRequest:
     missing: list[SegmentId] = []
     context: tuple[ChunkId, ...] = ()
     cached_tokens = 0
-    for found in lookup.parts:
-        if found.part.id is None:
+    for part_lookup in lookup.parts:
+        if part_lookup.part.id is None:
             continue
-        if found.exact is not None:
-            stored.append(found.exact.id)
-            cached_tokens += len(found.part.token_ids)
+        if part_lookup.exact is not None:
+            stored.append(part_lookup.exact.id)
+            cached_tokens += len(part_lookup.part.token_ids)
         else:
-            missing.append(segment_id(found.part.id, context))
-        context = (*context, found.part.id)
+            missing.append(segment_id(part_lookup.part.id, context))
+        context = (*context, part_lookup.part.id)
     return PathRequest(tuple(stored), tuple(missing), cached_tokens, lookup.prompt_tokens - cached_tokens)
 
 
@@ -122,14 +122,14 @@ class RequestUse:
 
     @classmethod
     def of(
-        cls, found: PromptLookup, used: Iterable[SegmentId], saved: Mapping[SegmentId, float] | None = None
+        cls, lookup: PromptLookup, used: Iterable[SegmentId], saved: Mapping[SegmentId, float] | None = None
     ) -> "RequestUse":
         """The use of a lookup and its plan. Of the plan's savings (`saved`) only those of `used` segments count."""
-        chunks = tuple(entry.part.id for entry in found.parts if entry.part.id is not None)
-        path, segments = path_request_of(found), tuple(dict.fromkeys(used))
+        chunks = tuple(entry.part.id for entry in lookup.parts if entry.part.id is not None)
+        path, segments = path_request_of(lookup), tuple(dict.fromkeys(used))
         beside = tuple(segment for segment in segments if segment not in path.stored)
-        own = {segment: saved[segment] for segment in segments if segment in saved} if saved else {}
-        return cls(replace(path, reused=beside, saved=own), chunks, segments, found.hits, found.misses)
+        used_savings = {segment: saved[segment] for segment in segments if segment in saved} if saved else {}
+        return cls(replace(path, reused=beside, saved=used_savings), chunks, segments, lookup.hits, lookup.misses)
 
 
 class PathIndex:
@@ -437,7 +437,7 @@ class SegmentIndex:
         if _owned(self._records.values()) != self._owned_bytes:
             raise StoreError("bytes are counted for other owners than those of the records")
         novel = {segment for segment, record in self._records.items() if record.novel}
-        if novel != set(self._novel) or sum(self._records[one].nbytes for one in novel) != self.novel_bytes:
+        if novel != set(self._novel) or sum(self._records[segment].nbytes for segment in novel) != self.novel_bytes:
             raise StoreError("other records are counted as novel than those that are")
         if sorted(self._policy.ids()) != sorted(self._records):
             raise StoreError("the eviction policy does not track exactly the stored segments")
@@ -505,7 +505,7 @@ class Lease:
 
     def forget(self, segment: SegmentId) -> None:
         """Drop a removed segment, so that one stored later under its id is not pinned. Only the store calls this."""
-        self._ids = tuple(other for other in self._ids if other != segment)
+        self._ids = tuple(leased for leased in self._ids if leased != segment)
 
     def __enter__(self) -> Self:
         return self
@@ -544,7 +544,7 @@ class Pins:
     def lease(self, ids: Iterable[SegmentId]) -> Lease:
         """A new lease on `ids`; it pins them until it is released or collected."""
         lease = Lease(ids)
-        self._leases = [ref(other) for other in (*self._live(), lease)]
+        self._leases = [ref(live_lease) for live_lease in (*self._live(), lease)]
         return lease
 
     def ids(self) -> set[SegmentId]:

@@ -196,9 +196,9 @@ class BackgroundWriter(Generic[PayloadT]):
         """Queue a write; False, without blocking, if the queue is full or closed. Duplicates are not queued."""
         with self._changed:
             waiting = self._all()
-            if any(_same(write, other) for other in waiting):
+            if any(_same(write, queued) for queued in waiting):
                 return True
-            held_bytes = sum(other.nbytes for other in waiting)
+            held_bytes = sum(queued.nbytes for queued in waiting)
             full = len(self._queue) >= self._max_items or held_bytes + write.nbytes > self._max_bytes
             if self._closed or full:
                 self._counts["skipped"] += 1
@@ -390,11 +390,11 @@ class VariantKeeper(Generic[PayloadT]):
 
     def _drop_beyond(self, limit: int, new: SegmentRecord, held: Sequence[SegmentRecord]) -> bool:
         """Drop the segments of lowest f_r until `limit` are left. `held` is sorted by use, most recent first."""
-        others = [record for record in reversed(held) if record.id != new.id]
+        evictable = [record for record in reversed(held) if record.id != new.id]
         with self._lock:
-            ranked = self._frequencies.least_first(others)
+            ranked = self._frequencies.least_first(evictable)
         ranked.sort(key=lambda record: self._has_children(record.id))
-        excess = len(others) - limit
+        excess = len(evictable) - limit
         for record in ranked:
             if excess <= 0:
                 break

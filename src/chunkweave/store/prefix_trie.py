@@ -198,7 +198,7 @@ class KnowledgeTree(Generic[KeyT]):
 
     def unsubscribe(self, listener: Callable[[tuple[KeyT, ...]], None]) -> None:
         """Stop calling `listener`; an unknown one is ignored."""
-        self._listeners = tuple(other for other in self._listeners if other != listener)
+        self._listeners = tuple(subscribed for subscribed in self._listeners if subscribed != listener)
 
     def at(self, path: Iterable[KeyT]) -> TreePlace[KeyT] | None:
         """The position at the end of `path` (the root if it is empty); None if the path is not wholly stored."""
@@ -244,20 +244,20 @@ class KnowledgeTree(Generic[KeyT]):
 
         A node is used at most as often as its parent, so these are upper nodes and include their ancestors.
         """
-        found: list[tuple[KeyT, ...]] = []
+        paths: list[tuple[KeyT, ...]] = []
         order = count()
         frontier: list[tuple[int, int, TrieNode[KeyT, _Tiers]]] = []
         with self._lock:
             node = self._trie.root
-            while len(found) < number:
+            while len(paths) < number:
                 for child in node.children.values():
                     if child.value is not None and tier in child.value:
                         heapq.heappush(frontier, (-child.value.uses, next(order), child))
                 if not frontier:
                     break
                 _, _, node = heapq.heappop(frontier)
-                found.append(node.path)
-        return found
+                paths.append(node.path)
+        return paths
 
     def missing_replicas(self, number: int, source: str, target: str) -> list[tuple[KeyT, ...]]:
         """Those of the `number` hottest upper nodes on `source` that are not on `target`, parents before children."""

@@ -294,8 +294,8 @@ ANYTHING = ChunkId(b"any!".hex() + "0" * 24)
 
 def all_read(chunks: Iterable[ChunkId]) -> frozenset[ChunkId]:
     """`chunks` as a record lists them: `ANYTHING` if there are more than `MOST_READ`."""
-    found = frozenset(chunks)
-    return found if len(found) <= MOST_READ and ANYTHING not in found else frozenset({ANYTHING})
+    removed = frozenset(chunks)
+    return removed if len(removed) <= MOST_READ and ANYTHING not in removed else frozenset({ANYTHING})
 
 
 def union(*groups: Iterable[SegmentRecord]) -> tuple[SegmentRecord, ...]:
@@ -398,8 +398,8 @@ class Ages:
 
     def keep_only(self, segments: Iterable[SegmentId]) -> None:
         """Forget all others."""
-        kept = set(segments)
-        self._born_s = {segment: born_s for segment, born_s in tuple(self._born_s.items()) if segment in kept}
+        stored = set(segments)
+        self._born_s = {segment: born_s for segment, born_s in tuple(self._born_s.items()) if segment in stored}
 
     def _since_s(self, segment: SegmentId) -> float:
         now_s = self._clock()

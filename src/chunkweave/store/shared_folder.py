@@ -127,7 +127,9 @@ class Tombstones:
     def records(self) -> list[SegmentRecord]:
         """A record of each, without tokens and bytes; its context lists all ids that its KV depends on."""
         paths = {**self._read(), **self._unwritten}
-        return [SegmentRecord(one, path[-1], path[:-1], (), exact=False, nbytes=0) for one, path in paths.items()]
+        return [
+            SegmentRecord(segment, path[-1], path[:-1], (), exact=False, nbytes=0) for segment, path in paths.items()
+        ]
 
     def add(self, records: Iterable[SegmentRecord]) -> None:
         """Note records whose copies could not be deleted."""
@@ -179,7 +181,7 @@ class Tombstones:
             logger.error("removed segments cannot be recorded: %s", error)
             return False
         with self._lock:
-            self._unwritten = {one: path for one, path in self._unwritten.items() if one not in unwritten}
+            self._unwritten = {segment: path for segment, path in self._unwritten.items() if segment not in unwritten}
         return True
 
 
@@ -196,7 +198,7 @@ def _removed(path: Path) -> _Removed:
         return {
             str(model): {
                 str(level): {
-                    SegmentId(one): tuple(ChunkId(str(i)) for i in path) for one, path in paths.items() if path
+                    SegmentId(segment): tuple(ChunkId(str(i)) for i in path) for segment, path in paths.items() if path
                 }
                 for level, paths in levels.items()
             }
@@ -230,7 +232,7 @@ def _replace(path: Path, data: Mapping[str, Any]) -> None:
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns

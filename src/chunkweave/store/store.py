@@ -105,7 +105,7 @@ class TieredStore(Generic[PayloadT]):
             level.store.show_in(self.tree, level.name)
         for index, level in enumerate(self._memory):
             level.store.on_evict = self._demoter(self._memory[index + 1 :])
-            faster = [other.store for other in self._memory[:index]]
+            faster = [level.store for level in self._memory[:index]]
             level.store.above = partial(_held_by_any, faster)
         self._replicas = replicas if len(self._memory) > 1 else 0
         self._requests = 0
@@ -132,21 +132,23 @@ class TieredStore(Generic[PayloadT]):
     def stats(self) -> TieredStats:
         """A snapshot of the counters of all levels."""
         with self._lock:
-            own = self._counts.copy()
+            counts = self._counts.copy()
         writer, records = self._writer.counts, self.records()
         by_name = {level.name: level.store.stats for level in self.levels}
-        sums = {name: own[name] + sum(getattr(one, name) for one in by_name.values()) for name in _SUMMED}
+        sums = {
+            name: counts[name] + sum(getattr(level_stats, name) for level_stats in by_name.values()) for name in _SUMMED
+        }
         variants = Counter(record.chunk_id for record in records)
         return TieredStats(
             segments=len(records),
             chunks=len(variants),
             variants=dict(sorted(Counter(variants.values()).items())),
             variants_dropped=0 if self._keeper is None else self._keeper.dropped,
-            writes_skipped=own["writes_skipped"] + writer["skipped"],
+            writes_skipped=counts["writes_skipped"] + writer["skipped"],
             levels=by_name,
             **{f"writes_{name}": writer[name] for name in ("queued", "done", "rejected", "failed")},
             **sums,
-            **{name: own[name] for name in _OWN},
+            **{name: counts[name] for name in _OWN},
         )
 
     def __len__(self) -> int:
@@ -194,12 +196,12 @@ class TieredStore(Generic[PayloadT]):
         Segments on a paused level count as stored, since the end of a pause is not reported.
         """
 
-        def holds(one: ChunkId | SegmentId) -> bool:
-            chunk, _, mark = one.partition(":")
+        def holds(key: ChunkId | SegmentId) -> bool:
+            chunk, _, mark = key.partition(":")
             records = [record for level in self.levels for record in level.store.records_of(ChunkId(chunk))]
             if mark:
-                return any(one in record.marks for record in records)
-            copies = [level.store.record(SegmentId(one)) for level in self.levels]
+                return any(key in record.marks for record in records)
+            copies = [level.store.record(SegmentId(key)) for level in self.levels]
             exact = any(copy is not None and copy.exact for copy in copies)
             return exact or bool(records)
 
@@ -221,9 +223,9 @@ class TieredStore(Generic[PayloadT]):
         path = _path_of(prompt)
         self._probe(path)
         expired: set[SegmentId] = set()
-        found = look_up(prompt, tuple(path), lambda part: self._variants(part, expired))
+        lookup = look_up(prompt, tuple(path), lambda part: self._variants(part, expired))
         self._expire(expired)
-        return found
+        return lookup
 
     def note_request(self, use: RequestUse) -> None:
         """Count one request, however often it was looked up (reading ahead, planning again, preemption).
@@ -277,9 +279,9 @@ class TieredStore(Generic[PayloadT]):
         """
         stored = self._insert(record, payload)
         if stored and record.contexts:
-            others = tuple(mean.id for mean in self.means(record.chunk_id) if mean.id != record.id)
-            if others:
-                self.remove_where(lambda held: held.id in others, among=others)
+            replaced = tuple(mean.id for mean in self.means(record.chunk_id) if mean.id != record.id)
+            if replaced:
+                self.remove_where(lambda held: held.id in replaced, among=replaced)
         return stored
 
     def _insert(self, record: SegmentRecord, payload: PayloadT) -> bool:
@@ -421,19 +423,19 @@ class TieredStore(Generic[PayloadT]):
         for level in self.levels:
             level.store.check()
             for record in level.store.records():
-                other = seen.setdefault(record.id, record)
-                if (other.chunk_id, other.context) != (record.chunk_id, record.context):
+                earlier = seen.setdefault(record.id, record)
+                if (earlier.chunk_id, earlier.context) != (record.chunk_id, record.context):
                     raise StoreError(f"segment {record.id} differs between levels")
 
     def _remove_all(self, doomed: Callable[[SegmentRecord], bool]) -> int:
         removals = self._withdraw(doomed)
         removed = sum(removal.removed for _, removal in removals)
-        left = {level: len(removal.left) for level, removal in removals if removal.left}
+        left_by_level = {level: len(removal.left) for level, removal in removals if removal.left}
         unasked = [level.name for level, removal in removals if not removal.complete]
-        if left or unasked:
-            lasting = all(level.store.removals_last for level in left)
-            tiers = [level.name for level in left]
-            raise NotRemovedError(removed, sum(left.values()), unasked, tiers=tiers, lasting=lasting)
+        if left_by_level or unasked:
+            lasting = all(level.store.removals_last for level in left_by_level)
+            tiers = [level.name for level in left_by_level]
+            raise NotRemovedError(removed, sum(left_by_level.values()), unasked, tiers=tiers, lasting=lasting)
         return removed
 
     def _withdraw(
@@ -451,8 +453,8 @@ class TieredStore(Generic[PayloadT]):
 
     def _holders(self, segment: SegmentId) -> list[tuple[Level[PayloadT], SegmentRecord]]:
         """Levels that have a segment: those with exact copies first, each group from fast to slow."""
-        found = [(level, record) for level in self.levels if (record := level.record(segment)) is not None]
-        return sorted(found, key=lambda pair: not pair[1].exact)
+        holders = [(level, record) for level in self.levels if (record := level.record(segment)) is not None]
+        return sorted(holders, key=lambda pair: not pair[1].exact)
 
     def _probe(self, path: Mapping[SegmentId, ChunkId]) -> None:
         wanted = dict.fromkeys((*path, *(segment_id(chunk, ()) for chunk in path.values())))
@@ -461,12 +463,12 @@ class TieredStore(Generic[PayloadT]):
                 level.probe([segment for segment in wanted if self.record(segment) is None])
 
     def _variants(self, part: PromptPart, expired: set[SegmentId]) -> tuple[SegmentRecord, ...]:
-        found = union(*(level.variants(part) for level in self.levels))
+        variants = union(*(level.variants(part) for level in self.levels))
         if self._ages is None:
-            return found
+            return variants
         with self._lock:
-            expired.update(self._ages.expired(record.id for record in found))
-        return tuple(record for record in found if record.id not in expired)
+            expired.update(self._ages.expired(record.id for record in variants))
+        return tuple(record for record in variants if record.id not in expired)
 
     def _expire(self, expired: set[SegmentId]) -> None:
         if expired:
@@ -564,13 +566,13 @@ class TieredStore(Generic[PayloadT]):
         the target level. A segment that was just `computed` moves from no level, so removals that started earlier do
         not affect it.
         """
-        before, done = self._removals, self._removals_done
+        begun, done = self._removals, self._removals_done
 
         def unchanged() -> bool:
-            return self._removals == before
+            return self._removals == begun
 
         def quiet() -> bool:
-            return before == done == self._removals_done and unchanged()
+            return begun == done == self._removals_done and unchanged()
 
         self._moving_now.unchanged = quiet
         try:

@@ -173,9 +173,9 @@ class SegmentStore(Generic[PayloadT]):
         """
         with self._settled():
             path = self._index.paths.longest_exact_prefix(part.id for part in prompt.parts if part.id is not None)
-            found = look_up(prompt, path, self.variants)
-            self._counts.update(hits=found.hits, misses=found.misses)
-            return found
+            lookup = look_up(prompt, path, self.variants)
+            self._counts.update(hits=lookup.hits, misses=lookup.misses)
+            return lookup
 
     def variants(self, part: PromptPart) -> tuple[SegmentRecord, ...]:
         """Stored segments with the part's id and token ids, most recently used first."""
@@ -237,9 +237,9 @@ class SegmentStore(Generic[PayloadT]):
         for record in self._finder.find(unknown):
             if record.id in unknown and _is_sound(record):
                 with self._changing():
-                    known = record.id in self._index.records or record.id in self._claims
+                    is_stored = record.id in self._index.records or record.id in self._claims
                     fits = self._taken_bytes() + record.nbytes <= self.budget_bytes
-                    if fits and not known and not self._is_left(record.id):
+                    if fits and not is_stored and not self._is_left(record.id):
                         self._index.add(record)
 
     def lease(self, wanted: PromptLookup | Iterable[SegmentId]) -> Lease:
@@ -342,16 +342,16 @@ class SegmentStore(Generic[PayloadT]):
                 dropped = [record for record in candidates if doomed(record)]
                 for record in dropped:
                     self._withdraw(record, leaving)
-            left = self._delete(leaving)
-            tried = {record.id for record in left}
+            undeleted = self._delete(leaving)
+            tried = {record.id for record in undeleted}
             again = [record for record in self._left_where(doomed) if among is None or record.id in among]
             found, complete = self._found(among) if self._shared else ([], True)
             unknown = [record for record in found if doomed(record)]
             more = {record.id: record for record in (*again, *unknown) if record.id not in tried}
-            left += [record for record in more.values() if not self._delete_payload(record)]
-            self._removed.add(left)
-            self._removed.discard(more.keys() - {record.id for record in left})
-            return Removal(len(dropped) + len(more) - len(left), tuple(left), complete)
+            undeleted += [record for record in more.values() if not self._delete_payload(record)]
+            self._removed.add(undeleted)
+            self._removed.discard(more.keys() - {record.id for record in undeleted})
+            return Removal(len(dropped) + len(more) - len(undeleted), tuple(undeleted), complete)
 
     @property
     def removals_last(self) -> bool:
@@ -387,9 +387,9 @@ class SegmentStore(Generic[PayloadT]):
             self._index.check()
             records, busy = self._index.records, self._claims.ids()
             if not self._shared:
-                known = {s: record.nbytes for s, record in records.items() if s not in busy}
+                sizes = {s: record.nbytes for s, record in records.items() if s not in busy}
                 gone = busy | self._undeletable.keys()
-                if {r.id: r.nbytes for r in self.tier.records() if r.id not in gone} != known:
+                if {r.id: r.nbytes for r in self.tier.records() if r.id not in gone} != sizes:
                     raise StoreError("the tier does not hold exactly the recorded segments in their recorded sizes")
             if self._taken_bytes() > self.budget_bytes:
                 raise StoreError(f"{self._taken_bytes()} bytes are held or reserved, the budget is {self.budget_bytes}")
@@ -473,13 +473,13 @@ class SegmentStore(Generic[PayloadT]):
         more_bytes = record.nbytes + self._claims.extra_bytes(records)
         if index.used_bytes - replaced_bytes + more_bytes <= self.budget_bytes:
             return True
-        kept = self._pins.ids() | self._claims.ids()
-        staying_bytes = sum(records[segment].nbytes for segment in kept - {record.id} if segment in records)
+        protected_ids = self._pins.ids() | self._claims.ids()
+        staying_bytes = sum(records[segment].nbytes for segment in protected_ids - {record.id} if segment in records)
         if staying_bytes + more_bytes > self.budget_bytes:
             return False
         ancestors = set(index.paths.longest_exact_prefix(record.context)) if record.exact else set()
         while index.used_bytes - replaced_bytes + more_bytes > self.budget_bytes:
-            owner, protected = self._owner_to_evict(record, more_bytes - replaced_bytes), kept | {record.id}
+            owner, protected = self._owner_to_evict(record, more_bytes - replaced_bytes), protected_ids | {record.id}
             victim: SegmentRecord | None = None
             if index.novel_bytes + (record.nbytes if record.novel else 0) > NOVEL_SHARE * self.budget_bytes:
                 victim = index.oldest_novel(kept=protected, spared=ancestors, owner=owner)
@@ -521,8 +521,8 @@ class SegmentStore(Generic[PayloadT]):
                 logger.warning("the tier holds %d bytes of segment %s, not %d", held_bytes, record.id, record.nbytes)
                 self._counts["rejected"] += 1
         if not published:
-            left = self._delete([claim])
-            self._removed.add(left if claim.unwanted else [])
+            undeleted = self._delete([claim])
+            self._removed.add(undeleted if claim.unwanted else [])
         return published
 
     def _take_back(self, claim: Claim) -> None:
@@ -538,8 +538,8 @@ class SegmentStore(Generic[PayloadT]):
             else:
                 self._end([claim])
         if old is None:
-            left = self._delete([claim])
-            self._removed.add(left if claim.unwanted else [])
+            undeleted = self._delete([claim])
+            self._removed.add(undeleted if claim.unwanted else [])
 
     def _evict(self, record: SegmentRecord, leaving: list[Claim]) -> None:
         self._withdraw(record, leaving, keep_room=False)
@@ -580,10 +580,10 @@ class SegmentStore(Generic[PayloadT]):
 
     def _delete(self, leaving: Sequence[Claim]) -> list[SegmentRecord]:
         """Delete payloads of removed records; returns the records that the tier failed to delete."""
-        left = [claim.record for claim in leaving if not self._delete_payload(claim.record)]
+        undeleted = [claim.record for claim in leaving if not self._delete_payload(claim.record)]
         if leaving:
             self._end(leaving)
-        return left
+        return undeleted
 
     def _end(self, claims: Iterable[Claim]) -> None:
         """End claims, and wake threads that wait for their segments."""
@@ -606,33 +606,33 @@ class SegmentStore(Generic[PayloadT]):
 
     def _try_again(self, at_most: int | None = _RETRIED_AT_ONCE) -> None:
         """Retry deletions that failed before: at most `at_most`, different ones at each call."""
-        left = self._left_where(lambda _: True)
-        first = self._tried_again % len(left) if left else 0
-        for record in [*left[first:], *left[:first]][:at_most]:
+        undeleted = self._left_where(lambda _: True)
+        first = self._tried_again % len(undeleted) if undeleted else 0
+        for record in [*undeleted[first:], *undeleted[:first]][:at_most]:
             self._tried_again += 1
             if self._delete_payload(record):
                 self._removed.discard([record.id])
 
     def _left_where(self, doomed: Callable[[SegmentRecord], bool]) -> list[SegmentRecord]:
-        left = {record.id: record for record in (*self._removed.records(), *tuple(self._undeletable.values()))}
-        others = [record for record in left.values() if doomed(record) and record.id not in self._claims]
-        return [record for record in others if record.id not in self._index.records]
+        undeleted = {record.id: record for record in (*self._removed.records(), *tuple(self._undeletable.values()))}
+        doomed_records = [record for record in undeleted.values() if doomed(record) and record.id not in self._claims]
+        return [record for record in doomed_records if record.id not in self._index.records]
 
     def _is_left(self, segment: SegmentId) -> bool:
         return segment in self._undeletable or segment in self._removed
 
     def _found(self, segments: Sequence[SegmentId] | None) -> tuple[list[SegmentRecord], bool]:
         """Records of those of `segments` (all if None) that the tier holds, and whether the list is complete."""
-        found: list[SegmentRecord] = []
+        records: list[SegmentRecord] = []
         try:
             if segments is None:
-                found.extend(self.tier.records())
+                records.extend(self.tier.records())
             elif self._finder is not None:
-                found.extend(self._finder.find(segments))
+                records.extend(self._finder.find(segments))
         except OSError as error:
             logger.warning("the tier cannot list its segments: %s", error)
-            return found, False
-        return found, True
+            return records, False
+        return records, True
 
     def _held_bytes(self, record: SegmentRecord) -> int:
         """Bytes that the tier holds of a record's payload, 0 if none.

@@ -43,13 +43,13 @@ class Prefetch:
 
     def find(self, segment: SegmentId) -> LoadingSegment | None:
         """The segment if it is being prefetched; None also if it is queued behind a late one."""
-        found = self._by_id.get(segment)
-        return None if found is None or (self._loader.late and not found.complete) else found
+        read = self._by_id.get(segment)
+        return None if read is None or (self._loader.late and not read.complete) else read
 
     def left(self, segment: SegmentId) -> float:
         """The share of a segment that is still to be read; 1 if it is not prefetched or its read failed."""
-        found = self.find(segment)
-        return 1.0 if found is None or found.failure is not None else found.left
+        read = self.find(segment)
+        return 1.0 if read is None or read.failure is not None else read.left
 
     def start_using(self, wanted: Collection[SegmentId], held_back: Collection[SegmentId] = ()) -> None:
         """Read on without limit for the `wanted` segments, and cancel the others: the request is running now.
@@ -154,18 +154,18 @@ class WeavingStore:
         lease = self.store.lease(plan.segments())
         unseen = unseen_layers(plan, windows)
         exact = _exact_segments(plan)
-        found = ((segment, self.store.get(segment, exact=segment in exact)) for segment in plan.segments())
-        slow = [(segment, source) for segment, source in found if source and is_slow(source, self.device)]
+        sources = ((segment, self.store.get(segment, exact=segment in exact)) for segment in plan.segments())
+        slow = [(segment, source) for segment, source in sources if source and is_slow(source, self.device)]
         if not from_memory:
             slow = [(segment, source) for segment, source in slow if not isinstance(source, SegmentKV | BlockSegment)]
         if max_bytes is not None:
             layers = self.geometry.num_layers
             totals = accumulate(source.nbytes * (layers - len(unseen[segment])) // layers for segment, source in slow)
-            slow = [one for one, total in zip(slow, totals, strict=True) if total <= max_bytes]
+            slow = [entry for entry, total in zip(slow, totals, strict=True) if total <= max_bytes]
         late = self._too_slow(plan)
         if not late:
             return Prefetch(lease, self.loader(slow, unseen, depth=self._preload_depth(plan, slow, windows)))
-        slow.sort(key=lambda one: one[0] in late)
+        slow.sort(key=lambda entry: entry[0] in late)
         return Prefetch(lease, self.loader(slow, unseen, order=LoadOrder.SEGMENTS))
 
     def loader(
@@ -270,9 +270,9 @@ class PlanSources:
             for segment, source in sources.items()
             if not isinstance(source, LoadingSegment | Gone) and is_slow(source, store.device)
         ]
-        before = {part.segment for part in plan.parts if part.span.stop <= first}
-        before -= {part.segment for part in plan.parts if part.span.stop > first}
-        held_back = [segment for segment in sources if segment in before]
+        skipped = {part.segment for part in plan.parts if part.span.stop <= first}
+        skipped -= {part.segment for part in plan.parts if part.span.stop > first}
+        held_back = [segment for segment in sources if segment in skipped]
         if prefetched is not None:
             prefetched.start_using(sources.keys(), held_back)
         if slow:

@@ -202,11 +202,11 @@ def eviction_order(store: TieredStore[SegmentSource], most: int = _MOST_SHOWN) -
         behind = max(map(len, record.contexts or (record.context,)))
         return {**about, "exact": record.exact, "behind": behind, "contexts": len(record.contexts), **numbers}
 
-    found: dict[str, list[dict[str, Any]]] = {}
+    orders: dict[str, list[dict[str, Any]]] = {}
     for level in store.levels:
         least = nsmallest(most, level.store.explained(), key=lambda pair: pair[1].get("priority", 0.0))
-        found[level.name] = [shown(record, numbers) for record, numbers in least]
-    return found
+        orders[level.name] = [shown(record, numbers) for record, numbers in least]
+    return orders
 
 
 def agreed_dtype(config: StoreConfig, measured: Callable[[], str]) -> str:
@@ -235,9 +235,9 @@ def _keep_dtype(folder: Path, dtype: str, *, first: bool) -> str:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked_folder(folder, DocumentError):
-            kept = read_dtype(folder) if first else None
-            if kept in DTYPES_ON_CPU:
-                return kept
+            stored_dtype = read_dtype(folder) if first else None
+            if stored_dtype in DTYPES_ON_CPU:
+                return stored_dtype
             write_dtype(folder, dtype)
     except (OSError, DocumentError) as error:
         logger.warning("the dtype cannot be kept in %s, so another start may choose another one: %s", folder, error)
