@@ -43,9 +43,9 @@ class _Retrieval:
     def shown(self, prefilled_s: float | None) -> dict[str, Any]:
         """The fields of the report about retrieval: chunks without their texts, and durations."""
         found, speculation = self.found, self.speculation
-        shown = {
+        details = {
             "retrieved": [
-                {key: value for key, value in one.as_dict().items() if key != "text"} for one in found.chunks
+                {key: value for key, value in chunk.as_dict().items() if key != "text"} for chunk in found.chunks
             ],
             "embed_s": found.embed_s,
             "search_s": found.search_s,
@@ -54,8 +54,8 @@ class _Retrieval:
         if prefilled_s is None:
             summary = replace(summary, matched=False, overlap_s=0.0)
         if summary.started:
-            return {**shown, "pipelining": asdict(summary)}
-        return {**shown, "not_speculated": speculation.not_started(found)}
+            return {**details, "pipelining": asdict(summary)}
+        return {**details, "not_speculated": speculation.not_started(found)}
 
     def ranked(self, end: AnswerEnd) -> AnswerEnd:
         """The answer's end with chunks ranked as in the search result, if the speculation had another sequence."""
@@ -63,7 +63,7 @@ class _Retrieval:
         if report is end.report:
             return end
         ranks = {old.rank: new.rank for old, new in zip(end.report.chunks, report.chunks, strict=True)}
-        listed = [{**one, "rank": ranks[one["rank"]]} for one in end.shown["chunks"]]
+        listed = [{**chunk, "rank": ranks[chunk["rank"]]} for chunk in end.shown["chunks"]]
         return replace(end, report=report, shown={**end.shown, "chunks": listed})
 
 
@@ -233,8 +233,8 @@ class Answering:
 
     def active(self, tenant: Tenant) -> tuple[int, int]:
         """Numbers of running and of pending requests: the tenant's own; for an admin those of all tenants."""
-        seen = [one for one in self.running if tenant.admin or one.tenant == tenant.name]
-        begun = sum(one.answer is not None and one.answer.begun for one in seen)
+        seen = [answer for answer in self.running if tenant.admin or answer.tenant == tenant.name]
+        begun = sum(answer.answer is not None and answer.answer.begun for answer in seen)
         return begun, len(seen) - begun
 
     def counted(self, tenant: Tenant) -> TenantCounts:
@@ -292,8 +292,8 @@ class Answering:
             self._note(answer)
             return answer
 
-        async def submit_found(found: Sequence[RetrievedChunk], speculative: bool) -> PendingAnswer[Event]:
-            return await submit([one.chunk for one in found], speculative=speculative)
+        async def submit_found(chunks: Sequence[RetrievedChunk], speculative: bool) -> PendingAnswer[Event]:
+            return await submit([chunk.chunk for chunk in chunks], speculative=speculative)
 
         if reuse.corpus is None:
             chunks = chunks_of(body.documents)
@@ -307,7 +307,7 @@ class Answering:
             speculation = self.retriever.question(submit_found, by_set=by_set)
             try:
                 found = await self._retrieve(tenant, reuse.corpus, question.text, body, speculation)
-                texts = (one.chunk for one in found.chunks)
+                texts = (chunk.chunk for chunk in found.chunks)
                 running = RunningAnswer(self, meta, slot, salt, texts, CacheUse(reuse.cache))
                 running.retrieval = _Retrieval(found, speculation)
                 with self._starts(running):
@@ -366,12 +366,12 @@ class Answering:
         return sum(not answer.begun for answer in list(self._submitted))
 
     def _note(self, answer: PendingAnswer[Event]) -> None:
-        for ended in [one for one in self._submitted if one.begun]:
+        for ended in [answer for answer in self._submitted if answer.begun]:
             del self._submitted[ended]
         self._submitted[answer] = None
 
     def _using(self, salt: str, texts: frozenset[str]) -> set[RunningAnswer]:
-        return {one for one in (*self._starting, *self.running) if one.uses(salt, texts)}
+        return {answer for answer in (*self._starting, *self.running) if answer.uses(salt, texts)}
 
     async def _forget_after(
         self, using: Iterable[RunningAnswer], texts: Sequence[str], salt: str, tenant: Tenant

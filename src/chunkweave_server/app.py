@@ -68,14 +68,14 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(routes.models)
     else:
         app.include_router(passthrough.router)
-    own = ("GET", "/openapi.json" if passthrough is None else "/ping")
+    open_endpoint = ("GET", "/openapi.json" if passthrough is None else "/ping")
     app.add_middleware(
         Gate,
         settings=service.settings,
         keys=service.keys,
         limits=service.limits,
         require_ready=service.require_ready,
-        without_key=frozenset({*routes.WITHOUT_KEY, *page.WITHOUT_KEY, own}),
+        without_key=frozenset({*routes.WITHOUT_KEY, *page.WITHOUT_KEY, open_endpoint}),
     )
     if origins := service.settings.listen.cors_origins:
         app.add_middleware(  # outside of the gate: browsers ask without a key, and must read its refusals
@@ -128,15 +128,15 @@ class StalledConnections:
     def sweep(self, connections: Iterable[H11Protocol], now_s: float) -> None:
         """Check all connections and abort the stalled ones. `now_s` is the time of any monotonic clock."""
         waiting: dict[H11Protocol, tuple[object, float]] = {}
-        for one in tuple(connections):
-            if (state := _waits_for(one)) is None:
+        for connection in tuple(connections):
+            if (state := _waits_for(connection)) is None:
                 continue
-            before, since_s = self._waiting.get(one, (None, now_s))
-            since_s = since_s if before == state else now_s
+            earlier_state, since_s = self._waiting.get(connection, (None, now_s))
+            since_s = since_s if earlier_state == state else now_s
             if now_s - since_s >= self._stalled_s:
-                one.transport.abort()  # `close` would wait until the client reads the rest
+                connection.transport.abort()  # `close` would wait until the client reads the rest
             else:
-                waiting[one] = (state, since_s)
+                waiting[connection] = (state, since_s)
         self._waiting = waiting
 
 

@@ -231,7 +231,7 @@ class Warmings:
         try:
             yield gone
         finally:
-            self._gone = [one for one in self._gone if one is not gone]
+            self._gone = [removed_ids for removed_ids in self._gone if removed_ids is not gone]
 
     def removed(self, chunks: Iterable[ChunkId]) -> None:
         """Add chunks to the sets of all running calls."""

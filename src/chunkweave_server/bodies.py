@@ -61,13 +61,13 @@ def refuse_costly(raw: bytes | bytearray, most_values: int) -> None:
         digits = digits or _has_long_number(_is_digit(window))
     if begun <= most_values and not digits:
         return  # below the limits even if all counted characters are outside strings
-    found, quoted, escaped = 0, False, False
+    values, quoted, escaped = 0, False, False
     for window in _windows(raw):
         quotes = window == ord('"')
         escaped = _drop_escaped(window, quotes, escaped)
         outside = ~(np.logical_xor.accumulate(quotes) ^ quoted)
-        found += int(np.count_nonzero(_begins_value(window) & outside))
-        if found > most_values:
+        values += int(np.count_nonzero(_begins_value(window) & outside))
+        if values > most_values:
             raise HttpError(400, f"the body may have {most_values} values in lists and objects", code="too_many_values")
         if _has_long_number(_is_digit(window) & outside):
             raise HttpError(400, "the body is not JSON: a number has too many digits", code="invalid_json")
@@ -142,13 +142,13 @@ def parsed_json(raw: bytes | bytearray) -> Any:
 def _unsendable(value: Any, place: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple[int | str, ...], str]]:
     """Values, field names included, that the parser accepts but that cannot be written as JSON: place and reason."""
     if isinstance(value, dict):
-        for name, one in value.items():
+        for name, inner in value.items():
             if not _encodable(name):
                 yield place, "must be valid Unicode: the name of a field has half of a surrogate pair"
-            yield from _unsendable(one, (*place, name))
+            yield from _unsendable(inner, (*place, name))
     elif isinstance(value, list):
-        for number, one in enumerate(value):
-            yield from _unsendable(one, (*place, number))
+        for number, inner in enumerate(value):
+            yield from _unsendable(inner, (*place, number))
     elif isinstance(value, float) and not math.isfinite(value):
         yield place, "must be a finite number"
     elif isinstance(value, str) and not _encodable(value):
@@ -261,7 +261,9 @@ def _read(kind: type[Body], raw: bytearray) -> Body:
         return kind.model_validate(fields)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in errors], body=fields) from error
+        raise RequestValidationError(
+            [{**detail, "loc": ("body", *detail["loc"])} for detail in errors], body=fields
+        ) from error
 
 
 def _is_json(request: Request) -> bool:

@@ -29,7 +29,7 @@ class ChatDetails:
     @property
     def without_tools(self) -> "ChatDetails":
         """The same without tools and their messages."""
-        return ChatDetails(self.model, {name: one for name, one in self.variables.items() if name != "tools"})
+        return ChatDetails(self.model, {name: variable for name, variable in self.variables.items() if name != "tools"})
 
 
 _BUILDERS = 64
@@ -65,8 +65,8 @@ class ChatPrompts:
             for number, messages in enumerate(chat.exchanges)
         ]
         history: list[tuple[str, str | Rendered]] = list(request.history)
-        for number, found in enumerate(exchanges[:-1]):
-            history[number] = history[number][0], found or history[number][1]
+        for number, rendered in enumerate(exchanges[:-1]):
+            history[number] = history[number][0], rendered or history[number][1]
         return builder.build(
             request.question,
             request.chunks,

@@ -68,24 +68,26 @@ def with_settings(
     The command's own parameters follow and must be keyword-only. `backend` is the only backend of the command, if it
     has just one. Settings in `without` get no option: the command has its own parameters for them.
     """
-    own = [one for name, one in inspect.signature(command).parameters.items() if name != "resolved"]
+    own_parameters = [
+        parameter for name, parameter in inspect.signature(command).parameters.items() if name != "resolved"
+    ]
     file_option = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
     options = {"config": file_option}
-    known = {name: one for name, one in server_settings(backend).items() if name not in without}
+    settings = {name: setting for name, setting in server_settings(backend).items() if name not in without}
     place = (backend or Backend.ENGINE).place
     for kind in GROUPS.values():
-        group = [one for name, one in known.items() if name in settings_of(kind)]
+        group = [setting for name, setting in settings.items() if name in settings_of(kind)]
         for parameter in option_parameters(group, place, heading(kind), listed=FLAGS):
             options.setdefault(parameter.name, parameter)
 
     def call(**values: Any) -> None:
-        file, flags = values.pop("config"), given_options(known, values)
+        file, flags = values.pop("config"), given_options(settings, values)
         resolved = resolve(flags, os.environ, file, backend=backend)
         for variable in unused_variables(os.environ, resolved.settings.model.backend):
             warn(f"{variable} is not a setting here and is ignored.")
         command(**values, resolved=resolved)
 
-    return as_command(call, command, [*options.values(), *own])
+    return as_command(call, command, [*options.values(), *own_parameters])
 
 
 _NEEDED = {
@@ -103,7 +105,7 @@ def _serve(*, resolved: Resolved, ctx: typer.Context) -> None:
     """
     model = resolved.settings.model
     if model.backend is Backend.ENGINE and ctx.args:
-        options = [one.flag for one in server_settings(Backend.ENGINE).values()]
+        options = [setting.flag for setting in server_settings(Backend.ENGINE).values()]
         raise UsageError(f"no such option: {unknown_names([ctx.args[0].partition('=')[0]], options)}")
     if model.model is None and (model.shape is None or model.backend is Backend.VLLM):
         raise UsageError("no model: give --model smollm2, FOLDER, FILE.gguf or a hub name")

@@ -162,13 +162,13 @@ class Corpora:
         """Open corpora that tenants created in earlier runs. One that cannot be opened is logged and not served."""
         for tenant in tenants:
             home = None if self._data_dir is None else self._data_dir / tenant.folder
-            own = self._own.setdefault(tenant.folder, {})
+            corpora = self._own.setdefault(tenant.folder, {})
             for folder in sorted(home.iterdir()) if home is not None and home.is_dir() else ():
                 if NAME.fullmatch(folder.name) is None or not Corpus.exists(folder):
                     continue
                 try:
                     corpus = Corpus.open(folder, tokenizer=self._tokenizer)
-                    own[folder.name] = ServedCorpus(folder.name, corpus, folder=folder)
+                    corpora[folder.name] = ServedCorpus(folder.name, corpus, folder=folder)
                 except Exception:  # a damaged corpus must not prevent serving the others
                     logger.exception("the corpus in %s is not served", folder)
 
@@ -183,12 +183,12 @@ class Corpora:
         Raises:
             HttpError: 404, the tenant has no corpus of that name; 403, the corpus is shared and `to_change` is set.
         """
-        found = self._own.get(tenant.folder, {}).get(name) or self._shared.get(name)
-        if found is None:
+        corpus = self._own.get(tenant.folder, {}).get(name) or self._shared.get(name)
+        if corpus is None:
             raise HttpError(404, f"no corpus {name!r}", param="corpus", code="corpus_not_found")
-        if to_change and found.shared:
+        if to_change and corpus.shared:
             raise HttpError(403, f"the corpus {name!r} is shared and cannot be changed", code="corpus_shared")
-        return found
+        return corpus
 
     async def create(
         self, tenant: Tenant, name: str, split: SplitConfig, kind: IndexKind | None = None
@@ -204,14 +204,14 @@ class Corpora:
             message = f"{name!r} is not a valid corpus name: use up to 63 of a-z, 0-9, - and _, a letter or digit first"
             raise HttpError(400, message, param="name")
         async with self._creating:
-            own = self._own.setdefault(tenant.folder, {})
-            if name in own or name in self._shared:
+            corpora = self._own.setdefault(tenant.folder, {})
+            if name in corpora or name in self._shared:
                 raise HttpError(409, f"the corpus {name!r} exists already", param="name", code="corpus_exists")
-            if len(own) >= self._limits.max_corpora:
-                raise HttpError(403, f"you have {len(own)} corpora already, the maximum", code="too_many_corpora")
+            if len(corpora) >= self._limits.max_corpora:
+                raise HttpError(403, f"you have {len(corpora)} corpora already, the maximum", code="too_many_corpora")
             folder = None if self._data_dir is None else self._data_dir / tenant.folder / name
-            own[name] = ServedCorpus(name, await in_thread(lambda: self._new(folder, split, index)), folder=folder)
-            return own[name]
+            corpora[name] = ServedCorpus(name, await in_thread(lambda: self._new(folder, split, index)), folder=folder)
+            return corpora[name]
 
     async def delete(self, tenant: Tenant, name: str) -> tuple[str, ...]:
         """Delete a tenant's corpus, also from disk; returns the texts of its chunks."""
@@ -281,8 +281,8 @@ class Corpora:
         """Build outdated or missing indexes in the background. Needs a running event loop."""
         for served in self._shared.values():
             self._make_index("", served)
-        for own in self._own.values():
-            for served in own.values():
+        for corpora in self._own.values():
+            for served in corpora.values():
                 self._make_index("", served)
 
     def _make_index(self, tenant: str, served: ServedCorpus) -> None:
@@ -308,7 +308,7 @@ class Corpora:
     def _full(
         self, served: ServedCorpus, documents: Sequence[CorpusDocument], changes: Sequence[CorpusChange]
     ) -> HttpError:
-        done = sum(len(one.added) + len(one.replaced) + len(one.unchanged) for one in changes)
+        done = sum(len(change.added) + len(change.replaced) + len(change.unchanged) for change in changes)
         return HttpError(
             413,
             f"the corpus {served.name!r} may have {self._limits.max_corpus_chunks} chunks and "
@@ -399,7 +399,8 @@ def _change(
 def joined(changes: Sequence[CorpusChange]) -> CorpusChange:
     """The combined effect of several changes."""
     parts = (
-        tuple(chain.from_iterable(getattr(change, one.name) for change in changes)) for one in fields(CorpusChange)
+        tuple(chain.from_iterable(getattr(change, change_field.name) for change in changes))
+        for change_field in fields(CorpusChange)
     )
     return CorpusChange(*parts)
 

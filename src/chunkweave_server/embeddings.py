@@ -35,8 +35,8 @@ async def embed(body: EmbeddingsBody, request: Request, parts: ReadyParts, tenan
             message = f"a text must have 1 to {_MOST_CHARACTERS} characters, other than white space"
             raise HttpError(400, message, param="input" if isinstance(body.input, str) else f"input[{place}]")
     with parts.limits.occupy(tenant.name):
-        found = await unless_gone(request.receive, _embedded(body, parts, tenant))
-    response = Response(found, media_type="application/json")
+        content = await unless_gone(request.receive, _embedded(body, parts, tenant))
+    response = Response(content, media_type="application/json")
     if unknown := body.unknown:
         response.headers[UNKNOWN_HEADER] = as_header(unknown)
     return response

@@ -279,11 +279,11 @@ class EngineCache:
                 found = True
         return found
 
-    async def _compute(self, tenant: str, one: PreparedRequest, gone: AbstractSet[ChunkId]) -> None:
+    async def _compute(self, tenant: str, prepared: PreparedRequest, gone: AbstractSet[ChunkId]) -> None:
         try:
-            await self.compute(one, tenant)
+            await self.compute(prepared, tenant)
         except RequestAbortedError:
-            if not reads(one.prompt, gone):
+            if not reads(prepared.prompt, gone):
                 raise
 
     @property
@@ -335,18 +335,18 @@ class EngineCache:
         try:
             removed = await self._threads.run(tenant, lambda: self._forget(ids, readers))
         finally:
-            for record in (one for one in readers if one.contexts):
+            for record in (reader for reader in readers if reader.contexts):
                 self.improving.has_mean(tenant, salt, "", record)
             queued = self.improving.queue({("", record.chunk_id) for record in readers})
         return Forgotten(removed, queued)
 
     async def clear(self) -> int:
         """Remove everything of all tenants; returns the number of removed segments."""
-        before = len(self._engine.store)
+        segments = len(self._engine.store)
         await self.improving.cleared()
         self._engine.runner.means.forget(None)
         await in_thread(self._engine.store.clear)
-        return before
+        return segments
 
     def stats(self) -> Mapping[str, Any]:
         """Statistics of store and engine, the order of eviction, and idle-time work."""
@@ -358,8 +358,8 @@ class EngineCache:
         """Remove chunks and the segments computed from them. Appends the records of the latter to `readers`."""
         store, gone = self._engine.store, frozenset(ids)
         if self.improving.on:
-            others = (one for one in store.records() if one.chunk_id not in gone)
-            readers.extend(one for one in others if not gone.isdisjoint(one.sources))
+            remaining = (record for record in store.records() if record.chunk_id not in gone)
+            readers.extend(record for record in remaining if not gone.isdisjoint(record.sources))
         return store.forget_chunks(ids)
 
     async def _ids(self, chunks: Sequence[Chunk], salt: str, tenant: str) -> list[ChunkId]:

@@ -187,20 +187,20 @@ def invalid_request(errors: Sequence[Mapping[str, Any]], body: Any = None) -> Ht
     For a field with several accepted types, the error is of the type that the value matches best: for a value of an
     accepted type it is why this value is refused, not that its type is wrong.
     """
-    places = [_steps(one, body) for one in errors]
+    places = [_steps(detail, body) for detail in errors]
     unsupported = [
-        place_of(steps) for one, steps in zip(errors, places, strict=True) if one["type"] == "extra_forbidden"
+        place_of(steps) for detail, steps in zip(errors, places, strict=True) if detail["type"] == "extra_forbidden"
     ]
     if unsupported:
         message = f"not supported: {', '.join(unsupported)}"
         return HttpError(400, message, param=unsupported[0], code="unsupported_field")
     if errors[0]["type"] == "json_invalid":
         return HttpError(400, f"the body is not JSON: {errors[0].get('ctx', {}).get('error', '')}", code="invalid_json")
-    steps = max((one for one in places if one[: len(places[0])] == places[0]), key=len)
-    meant = [one for one, at in zip(errors, places, strict=True) if at == steps]
-    place, refused = place_of(steps), [one for one in meant if _kind(one) is None]
+    steps = max((candidate for candidate in places if candidate[: len(places[0])] == places[0]), key=len)
+    meant = [detail for detail, at in zip(errors, places, strict=True) if at == steps]
+    place, refused = place_of(steps), [detail for detail in meant if _kind(detail) is None]
     if not refused:
-        kinds = dict.fromkeys(str(_kind(one)) for one in meant)
+        kinds = dict.fromkeys(str(_kind(detail)) for detail in meant)
         return HttpError(400, f"{place or 'the body'} must be {' or '.join(kinds)}", param=place or None)
     message = _message(refused[0])
     if message.startswith(_TEXT_HAS):

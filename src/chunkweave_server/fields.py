@@ -99,6 +99,6 @@ def unknown_fields(extra: Mapping[str, Any]) -> list[str]:
 def as_header(names: Iterable[str]) -> str:
     """Names of fields as the value of a header: at most 16, each of at most 64 characters; others become `?`."""
     names = list(names)
-    shown = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_MOST_CHARACTERS]) for name in names[:_MOST_NAMED]]
+    listed = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_MOST_CHARACTERS]) for name in names[:_MOST_NAMED]]
     more = [f"and {len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
-    return ", ".join((*shown, *more))
+    return ", ".join((*listed, *more))

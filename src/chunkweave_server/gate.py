@@ -36,10 +36,10 @@ def _check_host(headers: Headers, listen: ListenSettings, *, opens_page: bool) -
     Raises:
         HttpError: 421, the server does not accept this `Host`; 403, a page of another origin sent the request.
     """
-    given = headers.getlist("host")
-    host = _name(given[0]) if len(given) == 1 else None
+    hosts = headers.getlist("host")
+    host = _name(hosts[0]) if len(hosts) == 1 else None
     if host is None or not _is_ours(host, listen):
-        message = f"this server does not accept the host {', '.join(given) or '(none)'}: see allowed_hosts"
+        message = f"this server does not accept the host {', '.join(hosts) or '(none)'}: see allowed_hosts"
         raise HttpError(421, message, code="host_not_allowed")
     for origin in headers.getlist("origin"):
         if origin in listen.cors_origins:
@@ -58,8 +58,8 @@ def _check_host(headers: Headers, listen: ListenSettings, *, opens_page: bool) -
 
 def _name(host: str) -> str | None:
     """The name or address in a `Host` header, without the port; None if the header is invalid."""
-    found = _HOST.fullmatch(host.strip().lower())
-    return None if found is None else found["v6"] or found["name"].removesuffix(".")
+    match = _HOST.fullmatch(host.strip().lower())
+    return None if match is None else match["v6"] or match["name"].removesuffix(".")
 
 
 def _is_ours(host: str, listen: ListenSettings) -> bool:

@@ -102,7 +102,7 @@ def counted_samples(counts: Mapping[str, Any]) -> Iterator[MetricSample]:
     def by_tier(
         name: str, field: str, meaning: str, of: Mapping[str, Mapping[str, Any]], *, counter: bool = True
     ) -> MetricSample:
-        values = {tier: float(one.get(field, 0)) for tier, one in of.items()}
+        values = {tier: float(counts.get(field, 0)) for tier, counts in of.items()}
         return MetricSample(name, meaning, values, "tier", counter)
 
     yield by_tier("store_bytes", "bytes", "Bytes of KV stored.", levels, counter=False)

@@ -37,13 +37,13 @@ _current: ContextVar[str] = ContextVar("chunkweave_request_id", default="")
 _QUIET = ("httpx", "httpcore", "uvicorn.access")
 
 
-def request_id_of(given: str | None) -> str:
+def request_id_of(header: str | None) -> str:
     """The client's `x-request-id` if it is valid (letters, digits, `.`, `_`, `-`, up to 128), else a new id.
 
     >>> request_id_of("a-1")
     'a-1'
     """
-    return given if given and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return header if header and _REQUEST_ID.fullmatch(header) else uuid.uuid4().hex
 
 
 @contextmanager

@@ -93,7 +93,7 @@ async def list_requests(
     if version == since:
         return Response(status_code=204)
     totals = parts.answering.counted(tenant)
-    shown: dict[str, Any] = {
+    body: dict[str, Any] = {
         "object": "list",
         "version": version,
         "running": running,
@@ -103,8 +103,8 @@ async def list_requests(
         "unanswered": [_summary(request, tenant, totals.full) for request in unanswered[:limit]],
     }
     if tenant.admin:
-        shown["stored"] = await in_thread(lambda: _stored(parts))
-    return JSONResponse(shown)
+        body["stored"] = await in_thread(lambda: _stored(parts))
+    return JSONResponse(body)
 
 
 def _summary(request: RecentRequest, tenant: Tenant, full: FullEstimate) -> dict[str, Any]:

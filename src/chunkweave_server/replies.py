@@ -40,7 +40,7 @@ class ReplyForm:
         """The body of an answer that is not streamed; `choices` are those of `WholeChoices`."""
         body = self._frame("chat.completion" if self.chat else "text_completion")
         body |= {"usage": _usage(end), FIELD: dict(end.shown)}
-        return with_items(body, "choices", (rendered(self._choice(one)) for one in choices))
+        return with_items(body, "choices", (rendered(self._choice(choice)) for choice in choices))
 
     async def events(
         self, running: RunningAnswer, first: Sequence[Choice], choices: int
@@ -137,7 +137,7 @@ def chat_logprobs(logprobs: Mapping[str, Any], most: int) -> dict[str, Any]:
         "content": [
             {
                 **_alternative(token, logprob),
-                "top_logprobs": [_alternative(*one) for one in _likeliest(top or {}, most)],
+                "top_logprobs": [_alternative(*alternative) for alternative in _likeliest(top or {}, most)],
             }
             for token, logprob, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
         ]
@@ -155,7 +155,7 @@ def completion_logprobs(logprobs: Mapping[str, Any], most: int) -> dict[str, Any
 
 def _likeliest(top: Mapping[str, float], most: int) -> list[tuple[str, float]]:
     """The `most` likeliest tokens. Sorted, because vLLM puts the chosen token first, even if it is unlikely."""
-    return sorted(top.items(), key=lambda one: -one[1])[:most]
+    return sorted(top.items(), key=lambda alternative: -alternative[1])[:most]
 
 
 def _alternative(token: str, logprob: float | None) -> dict[str, Any]:
@@ -200,8 +200,8 @@ class EventStream(Response):
 
     async def _events(self) -> AsyncIterator[bytes]:
         try:
-            async for one in self._read:
-                yield _event(one)
+            async for event in self._read:
+                yield _event(event)
         except (ChunkweaveError, HttpError) as error:  # the status is already sent: report the error in the stream
             yield _event(http_error_of(error).body)
         yield _DONE

@@ -104,9 +104,11 @@ class Document(Body):
         if not isinstance(metadata, dict):
             raise ValueError("metadata must be an object")
         named = {"title": metadata.get("title"), "id": metadata.get("source")}
-        own = {key: value for key, value in data.items() if key not in ("page_content", "metadata", "type")}
-        from_metadata = {key: value for key, value in named.items() if isinstance(value, str) and own.get(key) is None}
-        return {**own, **from_metadata, "text": data["page_content"]}
+        fields = {key: value for key, value in data.items() if key not in ("page_content", "metadata", "type")}
+        from_metadata = {
+            key: value for key, value in named.items() if isinstance(value, str) and fields.get(key) is None
+        }
+        return {**fields, **from_metadata, "text": data["page_content"]}
 
 
 Documents = Annotated[list[Text | Document], Field(max_length=10_000, fail_fast=True)]
@@ -146,13 +148,13 @@ class CalledFunction(_SentBack):
             HttpError: 400, they are not a JSON object.
         """
         try:
-            found = json.loads(self.arguments or "{}")
+            parsed = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict) or nested_too_deeply(found):
+            parsed = None
+        if not isinstance(parsed, dict) or nested_too_deeply(parsed):
             message = f"the arguments of a call of {self.name} are not a JSON object"
             raise HttpError(400, message, param="messages")
-        return found
+        return parsed
 
 
 class ToolCall(_SentBack):
@@ -194,10 +196,13 @@ class Message(_SentBack):
         """
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.tool_calls:
-            calls = [{"name": one.function.name, "arguments": one.function.parsed} for one in self.tool_calls]
+            calls = [
+                {"name": tool_call.function.name, "arguments": tool_call.function.parsed}
+                for tool_call in self.tool_calls
+            ]
             message["tool_calls"] = [
-                {"id": one.id, "type": one.type, "function": call}
-                for one, call in zip(self.tool_calls, calls, strict=True)
+                {"id": tool_call.id, "type": tool_call.type, "function": call}
+                for tool_call, call in zip(self.tool_calls, calls, strict=True)
             ]
         also = {"name": self.name, "tool_call_id": self.tool_call_id}
         return {**message, **{name: value for name, value in also.items() if value is not None}}
@@ -254,16 +259,18 @@ class ReuseField(Body):
 
     @model_validator(mode="after")
     def _one_use_of_the_cache(self) -> "ReuseField":
-        given = (self.recompute_ratio, self.check_layers, self.alpha, self.focus)
-        if self.cache == "off" and (self.method not in (None, "full") or any(one is not None for one in given)):
+        parameters = (self.recompute_ratio, self.check_layers, self.alpha, self.focus)
+        if self.cache == "off" and (
+            self.method not in (None, "full") or any(parameter is not None for parameter in parameters)
+        ):
             raise ValueError("cache off reuses nothing: leave out the method (or give full) and its parameters")
         return self
 
     @property
     def method_request(self) -> MethodRequest:
         """The fields about the method."""
-        given = (self.recompute_ratio, self.check_layers, self.alpha, self.focus)
-        return MethodRequest.of(self.method, self.quality, *given)
+        parameters = (self.recompute_ratio, self.check_layers, self.alpha, self.focus)
+        return MethodRequest.of(self.method, self.quality, *parameters)
 
 
 assert set(ChunkOrder) == {"free", "fixed"}, "the schema must list all orders"
@@ -354,8 +361,8 @@ class _CompletionBody(Body):
     @property
     def passed_on(self) -> dict[str, Any]:
         """Fields that are passed to vLLM unchanged."""
-        given = {name: getattr(self, name) for name in _PASSED_ON if name in self.model_fields_set}
-        return {**given, **{name: value for name, value in self._extra.items() if name not in WITHOUT_EFFECT}}
+        fields = {name: getattr(self, name) for name in _PASSED_ON if name in self.model_fields_set}
+        return {**fields, **{name: value for name, value in self._extra.items() if name not in WITHOUT_EFFECT}}
 
     @property
     def only_for_vllm(self) -> list[str]:
@@ -421,7 +428,7 @@ class ChatBody(_CompletionBody):
             HttpError: 400, the arguments of a tool call are not a JSON object.
         """
         named = {"developer": "system"}
-        return [{**one.rendered, "role": named.get(one.role, one.role)} for one in self.messages]
+        return [{**message.rendered, "role": named.get(message.role, message.role)} for message in self.messages]
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -471,7 +478,7 @@ class ChatBody(_CompletionBody):
         messages = list(self.messages)
         system = messages.pop(0).text if messages[0].role in _SYSTEM else None
         continued = ""
-        if any(one.role == "user" for one in messages) and _is_text(messages[-1]):
+        if any(message.role == "user" for message in messages) and _is_text(messages[-1]):
             continued = messages.pop().text
         with_tools = any(message.role == "tool" for message in messages)
         if not messages or (messages[-1].role != "user" and not with_tools):
@@ -505,25 +512,25 @@ def joined_messages(messages: Sequence[Message]) -> list[Message]:
     """
     groups: list[list[Message]] = []
     for message in messages:
-        before = groups[-1][-1] if groups else None
-        if message.role in _SYSTEM and before is not None and before.role not in _SYSTEM:
+        previous = groups[-1][-1] if groups else None
+        if message.role in _SYSTEM and previous is not None and previous.role not in _SYSTEM:
             message = message.model_copy(update={"role": "user"})
-        if before is not None and _joins(before, message):
+        if previous is not None and _joins(previous, message):
             groups[-1].append(message)
         else:
             groups.append([message])
     return [group[0] if len(group) == 1 else _joined(group) for group in groups]
 
 
-def _joins(before: Message, message: Message) -> bool:
+def _joins(previous: Message, message: Message) -> bool:
     """Whether a message becomes one with the message before it."""
-    if before.role in _SYSTEM:
+    if previous.role in _SYSTEM:
         return message.role in _SYSTEM
-    return before.role == message.role == "user" or (_is_text(before) and message.role == "assistant")
+    return previous.role == message.role == "user" or (_is_text(previous) and message.role == "assistant")
 
 
 def _joined(group: Sequence[Message]) -> Message:
-    text = "\n\n".join(text for text in (one.text for one in group) if text.strip())
+    text = "\n\n".join(text for text in (message.text for message in group) if text.strip())
     return group[0].model_copy(update={"content": text, "tool_calls": group[-1].tool_calls})
 
 

@@ -112,8 +112,8 @@ async def _answered(body: CompletionBody, request: Request, service: Service, pa
             await running.aclose()
         response = Response(whole, media_type="application/json")
     reuse = body.chunkweave
-    found = body.finds_chunks(service.settings.finding.find_chunks)
-    if not (found or body.documents or reuse.corpus or body.question.history):
+    finds = body.finds_chunks(service.settings.finding.find_chunks)
+    if not (finds or body.documents or reuse.corpus or body.question.history):
         say_that_nothing_was_named()
         response.headers.append(*NOTHING_NAMED)
     if unknown := body.unknown:
@@ -204,8 +204,13 @@ async def list_documents(
     async with parts.corpora.locked(parts.corpora.get(tenant, name)) as served:
         documents = served.corpus.documents
     data = [
-        {"id": one.id, "title": one.title, "chunks": len(one.chunks), "metadata": dict(one.metadata)}
-        for one in documents[offset : offset + limit]
+        {
+            "id": document.id,
+            "title": document.title,
+            "chunks": len(document.chunks),
+            "metadata": dict(document.metadata),
+        }
+        for document in documents[offset : offset + limit]
     ]
     return {"object": "list", "data": data, "total": len(documents), "has_more": offset + limit < len(documents)}
 
@@ -217,7 +222,9 @@ async def add_documents(
     """Add texts; with `update`, replace changed documents. The default id is a hash of the text."""
 
     async def work() -> dict[str, Any]:
-        documents = await parts.corpora.changing.run(tenant.name, lambda: [_document(one) for one in body.documents])
+        documents = await parts.corpora.changing.run(
+            tenant.name, lambda: [_document(document) for document in body.documents]
+        )
         return await _ingested(name, documents, body.update, parts, tenant)
 
     with parts.limits.occupy(tenant.name):
@@ -301,8 +308,8 @@ async def search(name: str, body: SearchBody, request: Request, parts: ReadyPart
             return await parts.corpora.searching.run(tenant.name, lambda: served.corpus.search(body.query, k))
 
     with parts.limits.occupy(tenant.name):
-        found = await unless_gone(request.receive, work())
-    return {"object": "list", "data": [one.as_dict() for one in found]}
+        chunks = await unless_gone(request.receive, work())
+    return {"object": "list", "data": [chunk.as_dict() for chunk in chunks]}
 
 
 def _document(one: str | IngestedDocument) -> CorpusDocument:
@@ -348,11 +355,11 @@ cache = APIRouter(prefix="/v1/cache", tags=["cache"], dependencies=NEEDS_KEY, ro
 @cache.get("", responses=error_responses(503))
 async def stats(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
     """Totals of your answers; for admins also those of all tenants, and statistics of the backend."""
-    shown: dict[str, Any] = {"tenant": parts.answering.counts[tenant.name].as_dict()}
+    body: dict[str, Any] = {"tenant": parts.answering.counts[tenant.name].as_dict()}
     if not tenant.admin:
-        return shown
+        return body
     all_tenants = {"all_tenants": parts.answering.counted(tenant).as_dict()}
-    return {**shown, **all_tenants, **await in_thread(parts.backend.cache.stats)}
+    return {**body, **all_tenants, **await in_thread(parts.backend.cache.stats)}
 
 
 @cache.post("/warm", responses=error_responses(400, 404, 502, 503))

@@ -96,12 +96,14 @@ class ListenSettings:
     """Close a connection after this long without the rest of a request, or without reading the answer."""
 
     def __post_init__(self) -> None:
-        if wrong := [one for one in self.allowed_hosts if _HOST.fullmatch(one) is None]:
+        if wrong := [host for host in self.allowed_hosts if _HOST.fullmatch(host) is None]:
             raise UsageError(
                 f"allowed_hosts takes names and addresses without scheme and port, such as rag.example or *, "
                 f"not {wrong[0]!r}"
             )
-        if wrong := [one for one in self.cors_origins if one != ANY_HOST and _ORIGIN.fullmatch(one) is None]:
+        if wrong := [
+            origin for origin in self.cors_origins if origin != ANY_HOST and _ORIGIN.fullmatch(origin) is None
+        ]:
             raise UsageError(f"cors_origins takes origins such as https://ui.example:3000 or *, not {wrong[0]!r}")
 
     @property
@@ -254,7 +256,7 @@ class FleetSettings:
 
     def environments(self) -> Mapping[int, dict[str, str]]:
         """`replica_env` by replica number."""
-        found: dict[int, dict[str, str]] = {}
+        variables: dict[int, dict[str, str]] = {}
         for entry in self.replica_env:
             number, colon, variable = entry.partition(":")
             name, equals, value = variable.partition("=")
@@ -262,8 +264,8 @@ class FleetSettings:
                 raise UsageError(
                     f"replica_env must be NUMBER:NAME=VALUE with a number below {self.replicas}, not {entry!r}"
                 )
-            found.setdefault(int(number), {})[name] = value
-        return found
+            variables.setdefault(int(number), {})[name] = value
+        return variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,11 +314,11 @@ class Settings:
         """The connector's extra config: values that differ from its defaults. Secrets are passed in its environment."""
         config = {}
         for group in (self.plugins, self.requests, self.reuse, self.capture, self.store, self.weave, self.finding):
-            for one in settings_of(type(group)).values():
-                value = getattr(group, one.attribute)
-                passed = {Place.VLLM, Place.CONNECTOR} <= one.places and not one.secret
-                if passed and value != one.default_at(Place.CONNECTOR):
-                    config[one.name] = plain(one, value)
+            for declared in settings_of(type(group)).values():
+                value = getattr(group, declared.attribute)
+                passed = {Place.VLLM, Place.CONNECTOR} <= declared.places and not declared.secret
+                if passed and value != declared.default_at(Place.CONNECTOR):
+                    config[declared.name] = plain(declared, value)
         more = self.fleet.connector_config()
         if twice := sorted(config.keys() & more.keys()):
             raise UsageError(f"{twice[0]} is given twice: leave out --connector {twice[0]}=...")
@@ -344,8 +346,15 @@ _IN_VLLM = {
 
 def server_settings(backend: Backend | None = None) -> dict[str, Setting]:
     """Settings of the server by name, in the order of their groups; only those of `backend`, if it is given."""
-    found = {name: one for kind in GROUPS.values() for name, one in settings_of(kind).items() if one.places & SERVERS}
-    return {name: one for name, one in found.items() if backend is None or backend.place in one.places}
+    settings = {
+        name: declared
+        for kind in GROUPS.values()
+        for name, declared in settings_of(kind).items()
+        if declared.places & SERVERS
+    }
+    return {
+        name: declared for name, declared in settings.items() if backend is None or backend.place in declared.places
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,25 +368,27 @@ class Resolved:
         """One row for each setting: `name`, `value` (secrets masked), `origin`, `meaning`."""
         rows = []
         for group, kind in GROUPS.items():
-            for name, one in settings_of(kind).items():
+            for name, declared in settings_of(kind).items():
                 if name in self.origins:
                     held = getattr(self.settings, group)
-                    value = None if held is None else shown(one, getattr(held, one.attribute))
-                    rows.append({"name": name, "value": value, "origin": self.origins[name], "meaning": one.meaning})
+                    value = None if held is None else shown(declared, getattr(held, declared.attribute))
+                    rows.append(
+                        {"name": name, "value": value, "origin": self.origins[name], "meaning": declared.meaning}
+                    )
         return rows
 
 
-def shown(one: Setting, value: Any) -> Any:
+def shown(declared: Setting, value: Any) -> Any:
     """A value for printing: of a secret URL without user, password and options."""
     if value is None:
         return None
-    return without_secrets(value) if one.secret else plain(one, value)
+    return without_secrets(value) if declared.secret else plain(declared, value)
 
 
-def plain(one: Setting, value: Any) -> Any:
+def plain(declared: Setting, value: Any) -> Any:
     """A value for JSON; sizes and durations become text."""
-    if one.unit is not None and value is not None:
-        return one.unit.shown(value)
+    if declared.unit is not None and value is not None:
+        return declared.unit.shown(value)
     if isinstance(value, Path | StrEnum):
         return str(value)
     return list(value) if isinstance(value, tuple) else value
@@ -400,22 +411,22 @@ def resolve(
 
     Raises:
         UsageError: the file cannot be read, a setting is unknown or belongs to the other backend, or a value is
-            invalid; the message names the setting and its source.
+            invalid; the message names the declared and its source.
     """
     if file is None and environment.get(FILE_VARIABLE):
         file = Path(environment[FILE_VARIABLE])
-    known = server_settings()
-    written = {} if file is None else by_name(read_settings_file(file), known)
-    refuse_unknown(written, known, f"{file}: ")
-    given = {name: (known[name].check(value, str(file)), str(file)) for name, value in written.items()}
-    for name, text in by_name(_variables(environment), known).items():
-        if name in known:
+    settings = server_settings()
+    written = {} if file is None else by_name(read_settings_file(file), settings)
+    refuse_unknown(written, settings, f"{file}: ")
+    values = {name: (settings[name].check(value, str(file)), str(file)) for name, value in written.items()}
+    for name, text in by_name(_variables(environment), settings).items():
+        if name in settings:
             variable = PREFIX + name.upper()
-            given[name] = (known[name].parse(text, variable), variable)
-    for name, value in by_name(flags, known).items():
-        given[name] = (known[name].check(value, known[name].flag), known[name].flag)
-    chosen = backend or given.get("backend", (Backend.ENGINE, ""))[0]
-    return _resolved(given | {"backend": (chosen, given.get("backend", (None, "default"))[1])}, chosen)
+            values[name] = (settings[name].parse(text, variable), variable)
+    for name, value in by_name(flags, settings).items():
+        values[name] = (settings[name].check(value, settings[name].flag), settings[name].flag)
+    chosen = backend or values.get("backend", (Backend.ENGINE, ""))[0]
+    return _resolved(values | {"backend": (chosen, values.get("backend", (None, "default"))[1])}, chosen)
 
 
 def _resolved(given: Mapping[str, tuple[Any, str]], backend: Backend) -> Resolved:
@@ -427,29 +438,31 @@ def _resolved(given: Mapping[str, tuple[Any, str]], backend: Backend) -> Resolve
         if name not in _VLLM_FLAGS:
             instead = _IN_VLLM.get(name) if backend is Backend.VLLM else None
             hint = "" if instead is None else f"; {instead}"
-            raise UsageError(f"{origin}: {name} is a setting of the other backend; this backend is {backend}{hint}")
+            raise UsageError(f"{origin}: {name} is a declared of the other backend; this backend is {backend}{hint}")
         vllm_flags += [known[name].flag, known[name].text(value)]
-    values = {name: given[name][0] if name in given else one.default_at(backend.place) for name, one in here.items()}
+    values = {
+        name: given[name][0] if name in given else declared.default_at(backend.place) for name, declared in here.items()
+    }
     groups: dict[str, Any] = {}
     for group, kind in GROUPS.items():
-        own = {one.attribute: values[name] for name, one in settings_of(kind).items() if name in here}
-        groups[group] = None if kind is ShadowConfig and own["every"] is None else kind(**own)
+        attributes = {declared.attribute: values[name] for name, declared in settings_of(kind).items() if name in here}
+        groups[group] = None if kind is ShadowConfig and attributes["every"] is None else kind(**attributes)
     origins = {name: given[name][1] if name in given else "default" for name in here}
     return Resolved(Settings(**groups, vllm_flags=tuple(vllm_flags)), origins)
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Values from the environment by setting; empty variables are ignored."""
-    own = {name: text for name, text in environment.items() if name.startswith(PREFIX) and text}
-    return {name.removeprefix(PREFIX).lower(): text for name, text in own.items() if name not in _OTHER_VARIABLES}
+    """Values from the environment by declared; empty variables are ignored."""
+    variables = {name: text for name, text in environment.items() if name.startswith(PREFIX) and text}
+    return {name.removeprefix(PREFIX).lower(): text for name, text in variables.items() if name not in _OTHER_VARIABLES}
 
 
 def unused_variables(environment: Mapping[str, str], backend: Backend | None = None) -> list[str]:
-    """Variables that look like settings but are not settings of this backend, each with the closest setting's name."""
+    """Variables that look like settings but are not settings of this backend, each with the closest declared's name."""
     settings = server_settings(backend)
-    known = [name.upper() for name in settings]
+    variables = [name.upper() for name in settings]
     names = sorted(name.upper() for name in by_name(_variables(environment), settings))
-    return [unknown_names([name], known, PREFIX + "{}") for name in names if name not in known]
+    return [unknown_names([name], variables, PREFIX + "{}") for name in names if name not in variables]
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:

@@ -104,14 +104,14 @@ def _beginning(name: str) -> str:
     return f'{{"name": {json.dumps(name)}, "arguments": '
 
 
-def _schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _schema(response_format: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The JSON schema of a `response_format`; None for text."""
-    kind = given.get("type")
+    kind = response_format.get("type")
     if kind in (None, "text"):
         return None
     if kind == "json_object":
         return {"type": "object"}
-    named = given.get("json_schema")
+    named = response_format.get("json_schema")
     schema = named.get("schema") if isinstance(named, dict) else None
     if kind != "json_schema" or not isinstance(schema, dict):
         message = 'response_format must be of type text, json_object, or json_schema with {"json_schema": {"schema"}}'
@@ -119,38 +119,38 @@ def _schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return schema
 
 
-def _tools(given: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The parameters' schemas by the tools' names."""
-    found: dict[str, dict[str, Any]] = {}
-    for number, tool in enumerate(given):
+    parameters_by_name: dict[str, dict[str, Any]] = {}
+    for number, tool in enumerate(tools):
         function, place = tool.get("function"), f"tools[{number}]"
         if tool.get("type") != "function" or not isinstance(function, dict):
             raise HttpError(400, f"{place} must be of type function", param=place)
         name = function.get("name")
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in found:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in parameters_by_name:
             message = f"{place}.function.name must be a new name of 1 to 64 letters, digits, and any of _.-"
             raise HttpError(400, message, param=place)
         parameters = function.get("parameters") or {"properties": {}, "additionalProperties": False}
         if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
             raise HttpError(400, f"{place}.function.parameters must be a schema of an object", param=place)
-        found[name] = {**parameters, "type": "object"}
-    return found
+        parameters_by_name[name] = {**parameters, "type": "object"}
+    return parameters_by_name
 
 
 def _choice(body: ChatBody, tools: Mapping[str, Any]) -> str:
     """`auto`, `none`, `required`, or the name of a tool."""
-    given = body.tool_choice
-    if isinstance(given, dict):
-        function = given.get("function")
+    choice = body.tool_choice
+    if isinstance(choice, dict):
+        function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) else None
-        if given.get("type") != "function" or name not in tools:
+        if choice.get("type") != "function" or name not in tools:
             raise HttpError(400, f"tool_choice must name one of the tools, not {name!r}", param="tool_choice")
         return str(name)
-    if given not in ("auto", "none", "required"):
+    if choice not in ("auto", "none", "required"):
         raise HttpError(400, "tool_choice must be auto, none, required or a function", param="tool_choice")
-    if given == "required" and not tools:
+    if choice == "required" and not tools:
         raise HttpError(400, "tool_choice needs tools", param="tool_choice")
-    return given
+    return choice
 
 
 class Grammars:
@@ -167,14 +167,14 @@ class Grammars:
         Raises:
             UsageError: it is not supported.
         """
-        known = self._known.setdefault(tenant, OrderedDict())
+        compiled = self._known.setdefault(tenant, OrderedDict())
         key = hashlib.sha256(lark.encode()).digest()
-        if key not in known:
-            known[key] = await self._threads.run(tenant, partial(self._compiler.compile, lark))
-            if len(known) > _MOST_GRAMMARS:
-                known.popitem(last=False)
-        known.move_to_end(key)
-        return known[key]
+        if key not in compiled:
+            compiled[key] = await self._threads.run(tenant, partial(self._compiler.compile, lark))
+            if len(compiled) > _MOST_GRAMMARS:
+                compiled.popitem(last=False)
+        compiled.move_to_end(key)
+        return compiled[key]
 
 
 def with_plain_tools(
@@ -193,24 +193,27 @@ def with_plain_tools(
     if not exchanges:
         return request
     turns: list[tuple[str, str]] = []
-    asked = ""
-    for question, messages in zip((*(one for one, _ in request.history), request.question), exchanges, strict=True):
-        asked = f"{asked}\n{question}" if asked else question
+    pending_question = ""
+    for question, messages in zip(
+        (*(earlier for earlier, _ in request.history), request.question), exchanges, strict=True
+    ):
+        pending_question = f"{pending_question}\n{question}" if pending_question else question
         for message in messages:
             if message.role == "assistant":
-                turns.append((asked, _said(message)))
-                asked = ""
+                turns.append((pending_question, _said(message)))
+                pending_question = ""
             else:
                 result = f"{RESULT_BEGINS}{message.text}</tool_response>"
-                asked = f"{asked}\n{result}" if asked else result
-    return replace(request, question=asked, history=tuple(turns))
+                pending_question = f"{pending_question}\n{result}" if pending_question else result
+    return replace(request, question=pending_question, history=tuple(turns))
 
 
 def _said(message: Message) -> str:
     """A message of the assistant as text."""
+    called = [tool_call.function for tool_call in message.tool_calls]
     calls = [
-        f"{BEGIN}{_beginning(one.function.name)}{json.dumps(one.function.parsed, ensure_ascii=False)}}}{END}"
-        for one in message.tool_calls
+        f"{BEGIN}{_beginning(function.name)}{json.dumps(function.parsed, ensure_ascii=False)}}}{END}"
+        for function in called
     ]
     return "\n".join(([message.text] if message.text else []) + calls)
 
@@ -276,8 +279,8 @@ class ParsedAnswer:
     async def __anext__(self) -> ParsedEvent:
         """The next event. Raises the errors of the answer."""
         event = await anext(self._events)
-        found = [self._piece(choice) for choice in event.choices]
-        return ParsedEvent([one for one in found if one is not None], event.end)
+        pieces = [self._piece(choice) for choice in event.choices]
+        return ParsedEvent([piece for piece in pieces if piece is not None], event.end)
 
     def _piece(self, choice: Choice) -> Choice | None:
         state = self._choices.setdefault(choice["index"], _Parsed())
@@ -290,9 +293,13 @@ class ParsedAnswer:
             reason = "tool_calls"
         if not text and not calls and reason is None:
             return None
-        given = {"tool_calls": calls, "finish_reason": reason, "logprobs": state.logprobs}
+        fields = {"tool_calls": calls, "finish_reason": reason, "logprobs": state.logprobs}
         state.logprobs = None
-        return {"index": choice["index"], "text": text, **{name: one for name, one in given.items() if one}}
+        return {
+            "index": choice["index"],
+            "text": text,
+            **{name: field_value for name, field_value in fields.items() if field_value},
+        }
 
     def _read(self, state: _Parsed, *, ends: bool) -> tuple[str, list[dict[str, Any]]]:
         """Read as much as is certain: the content, and whole calls."""

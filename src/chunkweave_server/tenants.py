@@ -38,15 +38,15 @@ class Tenant:
         """Whether the server has no keys, so there are no other tenants."""
         return not self.name
 
-    def salt(self, given: str) -> str:
+    def salt(self, client_salt: str) -> str:
         """The cache salt of a request with the salt `given`: never equal to a salt of another tenant.
 
         The anonymous tenant's requests without a salt have none, so that they reuse what `chunkweave cache warm`
         stored.
         """
-        if self.anonymous and not given:
+        if self.anonymous and not client_salt:
             return ""
-        return self._digest("cache-salt", given)
+        return self._digest("cache-salt", client_salt)
 
     @property
     def folder(self) -> str:
@@ -108,11 +108,11 @@ class KeyRing:
 
     def find(self, presented: str) -> Tenant | None:
         """The tenant of a key, or None. Takes the same time for every key, known or not."""
-        found: Tenant | None = None
+        tenant: Tenant | None = None
         for key in self._keys:
             if hmac.compare_digest(_hash(key.salt, presented), key.hash):
-                found = key.tenant
-        return found
+                tenant = key.tenant
+        return tenant
 
     def tenant_of(self, key: str | None) -> Tenant:
         """The tenant of a request that presents `key`.

@@ -172,7 +172,7 @@ class TenantThreads:
     def close(self) -> None:
         """Start no more work. Running work continues."""
         self._closed = True
-        for turn in (one for turns in self._waiting.values() for one in turns):
+        for turn in (waiting_turn for turns in self._waiting.values() for waiting_turn in turns):
             if not turn.done():
                 turn.set_exception(_stopping())
         self._waiting.clear()
@@ -198,19 +198,19 @@ class TenantThreads:
     def _next_turns(self) -> None:
         """Start waiting work in order of turns, while threads are free."""
         while self._working.total() < self._threads:
-            tenant = next((one for one in self._waiting if self._working[one] < self._threads - 1), None)
+            tenant = next((waiting for waiting in self._waiting if self._working[waiting] < self._threads - 1), None)
             if tenant is None:
                 return
             turns = self._waiting.pop(tenant)
-            left = self._pieces.pop(tenant, max(1.0, self._weights[tenant]))
-            if left < 1:  # a weight below 1 accumulates over several turns
-                self._waiting[tenant], self._pieces[tenant] = turns, left + self._weights[tenant]
+            pieces_left = self._pieces.pop(tenant, max(1.0, self._weights[tenant]))
+            if pieces_left < 1:  # a weight below 1 accumulates over several turns
+                self._waiting[tenant], self._pieces[tenant] = turns, pieces_left + self._weights[tenant]
                 continue
             turn = turns.popleft()
-            if turns and left >= 2:
-                self._waiting, self._pieces[tenant] = {tenant: turns, **self._waiting}, left - 1
+            if turns and pieces_left >= 2:
+                self._waiting, self._pieces[tenant] = {tenant: turns, **self._waiting}, pieces_left - 1
             elif turns:  # to the end of the order
-                self._waiting[tenant], self._pieces[tenant] = turns, left - 1 + self._weights[tenant]
+                self._waiting[tenant], self._pieces[tenant] = turns, pieces_left - 1 + self._weights[tenant]
             if not turn.done():  # the waiting caller may be cancelled
                 turn.set_result(None)
                 self._working[tenant] += 1

@@ -259,15 +259,15 @@ def compare(
         if not skip(index):
             left_out = set() if index < (config.free if exact is None else exact) else exactly
             question = _Question(index, config, reference, free=index < config.free, ran=steps.ran)
-            found: dict[str, FidelitySample] = {}
+            samples: dict[str, FidelitySample] = {}
             for way in ways:
                 prepare(way.engine, way.tasks, index, way.warm)
                 order = _taking_turns([label for label in way.labels if label not in left_out], index, reference)
                 if not warmed_up:
                     way.run_once(way.tasks[index].prompt, order)
-                found |= question.samples(way, order)
+                samples |= question.samples(way, order)
             warmed_up = True
-            yield {label: found[label] for label in labels if label in found}
+            yield {label: samples[label] for label in labels if label in samples}
         steps.ended(index)
 
 
@@ -319,7 +319,7 @@ class _Question:
 
     def samples(self, way: Way, order: Sequence[str]) -> dict[str, FidelitySample]:
         """The samples of all of `order`. Contenders before the reference are compared once it has run."""
-        found: dict[str, FidelitySample] = {}
+        samples: dict[str, FidelitySample] = {}
         held: dict[str, Timed] = {}
         for label in order:
             held[label] = way.run(way.tasks[self._index].prompt, label)
@@ -329,9 +329,9 @@ class _Question:
                 self._continuation = self._decoded(way.engine, full)
                 self._expected = self._behind(way, full)[0]
             if self._continuation:
-                found |= {ran: self._sample(way, ran, one) for ran, one in held.items()}
+                samples |= {ran: self._sample(way, ran, prefilled) for ran, prefilled in held.items()}
                 held.clear()
-        return found
+        return samples
 
     def _decoded(self, engine: Engine, prefilled: Prefilled) -> tuple[int, ...]:
         return decode_greedily(engine, [prefilled], self._config.new_tokens)[0].token_ids
@@ -382,7 +382,7 @@ def decode_greedily(engine: Engine, prefilled: Sequence[Prefilled], max_new_toke
     tokens: list[list[int]] = [[] for _ in prefilled]
     log_probs: list[list[float]] = [[] for _ in prefilled]
     active = list(range(len(prefilled)))
-    logits = torch.stack([one.logits for one in prefilled])
+    logits = torch.stack([result.logits for result in prefilled])
     for step in range(max_new_tokens):
         if step:
             logits = engine.runner.decode(
@@ -398,7 +398,7 @@ def decode_greedily(engine: Engine, prefilled: Sequence[Prefilled], max_new_toke
         active = [i for i in active if tokens[i][-1] not in stop_ids]
         if not active:
             break
-    return [Decoded(tuple(ids), tuple(own)) for ids, own in zip(tokens, log_probs, strict=True)]
+    return [Decoded(tuple(ids), tuple(log_prob)) for ids, log_prob in zip(tokens, log_probs, strict=True)]
 
 
 def answer_text(engine: Engine, token_ids: Sequence[int]) -> str:
@@ -420,7 +420,7 @@ def log_probabilities(
     logits = iter(_continued(model, prefilled, [tokens for tokens in behind if tokens]))
     first = prefilled.logits[None]
     rows = [torch.cat((first, next(logits))) if tokens else first for tokens in behind]
-    return tuple(functional.log_softmax(one.double(), dim=-1) for one in rows)
+    return tuple(functional.log_softmax(row.double(), dim=-1) for row in rows)
 
 
 def divergence(expected: torch.Tensor, found: torch.Tensor) -> tuple[list[float], list[bool]]:
@@ -444,8 +444,8 @@ def _continued(model: LayerwiseModel, prefilled: Prefilled, branches: Sequence[S
     lengths = [len(branch) for branch in branches]
     positions = torch.cat([torch.arange(tokens, tokens + length, device=device) for length in lengths])
     owner = torch.repeat_interleave(torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device))
-    own = owner[:, None] == owner
-    same_branch = torch.cat((own.new_ones(len(positions), tokens), own), dim=1)
+    same_owner = owner[:, None] == owner
+    same_branch = torch.cat((same_owner.new_ones(len(positions), tokens), same_owner), dim=1)
     keys_at = torch.cat((torch.arange(tokens, device=device), positions))
     hidden = model.embed(torch.tensor([token for branch in branches for token in branch], device=device))
     masks: dict[int | None, torch.Tensor] = {}

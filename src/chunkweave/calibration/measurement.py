@@ -200,9 +200,11 @@ def make_record(
     origin: Origin,
 ) -> CalibrationRecord:
     """The record of a finished measurement; `found` has at least one question."""
-    rows = {warm: summarize_fidelity([one[warm] for one in found]) for warm in config.groups()}
+    rows = {
+        warm: summarize_fidelity([question_samples[warm] for question_samples in found]) for warm in config.groups()
+    }
     grid = config.grid()
-    every = [_point(row, warm) for warm, own in rows.items() for row in own]
+    every = [_point(row, warm) for warm, warm_rows in rows.items() for row in warm_rows]
     measured = [point for point in every if (point.method, point.value) in grid]
     points = tuple(sorted(measured, key=lambda point: grid.index((point.method, point.value))))
     computed, quantized = computed_on(engine.loaded.model), engine.loaded.quantized
@@ -214,7 +216,7 @@ def make_record(
         dataset_digest=digest_of(examples),
         questions=len(found),
         chunks=config.chunks,
-        prompt_tokens=next(row.prompt_tokens or 0.0 for own in rows.values() for row in own),
+        prompt_tokens=next(row.prompt_tokens or 0.0 for warm_rows in rows.values() for row in warm_rows),
         new_tokens=config.new_tokens,
         seed=config.seed,
         reuse={method: changed(config.reuse, settings_changes(method)) for method, _ in grid},

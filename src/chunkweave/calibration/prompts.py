@@ -83,17 +83,17 @@ class PromptMaker:
     def _chosen(self, example: Example) -> list[Chunk]:
         if self._embedder is not None:
             return self._retrieved(self._embedder, example.question)
-        own = {chunk.text: chunk for chunk in example.chunks}
-        others = (chunk for chunk in self._from(example.chunks[-1]) if chunk.text not in own)
-        return list(islice(chain(own.values(), others), self._chunks))
+        own_chunks = {chunk.text: chunk for chunk in example.chunks}
+        candidates = (chunk for chunk in self._from(example.chunks[-1]) if chunk.text not in own_chunks)
+        return list(islice(chain(own_chunks.values(), candidates), self._chunks))
 
     def _retrieved(self, embedder: HashedNgramEmbedder, question: str) -> list[Chunk]:
         """The passages of the whole data set that are nearest to a question, best first."""
         if self._index is None:
             self._index = FlatIndex(embedder.dimension)
             self._index.add(embedder.embed_documents([passage.text for passage in self._passages]))
-        found = self._index.search(embedder.embed_query(question), self._chunks)
-        return [self._passages[row] for row in found.rows]
+        nearest = self._index.search(embedder.embed_query(question), self._chunks)
+        return [self._passages[row] for row in nearest.rows]
 
     def _chunk_part(self, chunk: Chunk) -> PromptPart:
         if not self._chunk_tokens:
@@ -248,8 +248,8 @@ class ContextCorpus:
 
     def contexts(self, part: PromptPart, prompt: Prompt, rule: ContextRule) -> list[tuple[PromptPart, ...]]:
         """The contexts of a chunk of the prompt."""
-        own = [one.id for one in prompt.parts if one.id is not None] if self.grouped else []
-        return self.pool.contexts(part, rule, without=own)
+        own_ids = [part.id for part in prompt.parts if part.id is not None] if self.grouped else []
+        return self.pool.contexts(part, rule, without=own_ids)
 
 
 def compute_in_contexts(engine: Engine, prompt: Prompt, corpus: ContextCorpus | None) -> None:
@@ -260,8 +260,8 @@ def compute_in_contexts(engine: Engine, prompt: Prompt, corpus: ContextCorpus | 
         raise UsageError("these questions have no corpus for the contexts of chunks")
     store_opening(engine, opening)
     for part in own:
-        for one in engine.preparer.beforehand(part, corpus.contexts(part, prompt, rule), opening=opening):
-            engine.compute(one, profiles=True)
+        for prepared in engine.preparer.beforehand(part, corpus.contexts(part, prompt, rule), opening=opening):
+            engine.compute(prepared, profiles=True)
 
 
 def company_of(questions: Sequence[T], index: int) -> list[T]:
@@ -279,10 +279,10 @@ def _in_company(prompt: Prompt, others: Sequence[Prompt], *, requests: int, roun
     for _ in range(rounds):
         rng.shuffle(own)
         for first, behind in pairwise(cuts):
-            mine = own[first:behind]
-            request = mine + rng.sample(strangers, min(len(strangers), len(own) - len(mine)))
+            own_chunks = own[first:behind]
+            request = own_chunks + rng.sample(strangers, min(len(strangers), len(own) - len(own_chunks)))
             rng.shuffle(request)
-            if mine:
+            if own_chunks:
                 yield Prompt((*opening, *request))
 
 
@@ -302,10 +302,10 @@ def cast_of(
 ) -> tuple[list[PromptPart], list[PromptPart], list[PromptPart], Random]:
     """A prompt's opening parts, its chunks, chunks that only `others` have, and a seeded random generator."""
     opening = [part for part in prompt.parts if part.kind in (PartKind.START, PartKind.SYSTEM)]
-    own = list({part.id: part for part in prompt.parts if part.kind is PartKind.CHUNK}.values())
-    company = {part.id: part for other in others for part in other.parts if part.kind is PartKind.CHUNK}
-    strangers = [part for key, part in company.items() if key not in {part.id for part in own}]
-    return opening, own, strangers, Random(" ".join(str(part.id) for part in own))
+    own_chunks = list({part.id: part for part in prompt.parts if part.kind is PartKind.CHUNK}.values())
+    company = {part.id: part for other_prompt in others for part in other_prompt.parts if part.kind is PartKind.CHUNK}
+    strangers = [part for key, part in company.items() if key not in {part.id for part in own_chunks}]
+    return opening, own_chunks, strangers, Random(" ".join(str(part.id) for part in own_chunks))
 
 
 def store_opening(engine: Engine, opening: Sequence[PromptPart]) -> None:

@@ -71,13 +71,13 @@ def computed_on(model: "HuggingFaceModel") -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that times depend on."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def commit() -> str | None:

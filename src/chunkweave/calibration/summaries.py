@@ -210,36 +210,36 @@ def _fidelity_row(
     label: str, samples: Sequence[Mapping[str, FidelitySample]], judges: tuple[str, str], value: float | None
 ) -> FidelityRow:
     reference, all_reused = judges
-    found = [one for one in samples if label in one]
-    own, full = [one[label] for one in found], [one[reference] for one in found]
-    pairs = list(zip(own, full, strict=True))
-    compared = [one for one in own if one.kl]
-    reused = [fmean(one[all_reused].kl) for one in found if one[label].kl]
-    divergences = [fmean(one.kl) for one in compared]
-    left = ratio_interval(divergences, reused) if compared and any(reused) else None
-    identical = [one.identical for one in own if one.identical is not None]
+    having = [sample for sample in samples if label in sample]
+    of_label, full = [sample[label] for sample in having], [sample[reference] for sample in having]
+    pairs = list(zip(of_label, full, strict=True))
+    compared = [sample for sample in of_label if sample.kl]
+    reused = [fmean(sample[all_reused].kl) for sample in having if sample[label].kl]
+    divergences = [fmean(sample.kl) for sample in compared]
+    remaining = ratio_interval(divergences, reused) if compared and any(reused) else None
+    identical = [sample.identical for sample in of_label if sample.identical is not None]
     nll = [(a.answer_nll, b.answer_nll) for a, b in pairs if a.answer_nll is not None and b.answer_nll is not None]
     f1 = [(a.f1, b.f1) for a, b in pairs if a.f1 is not None and b.f1 is not None]
     speedup = median_interval([b.ttft_s / a.ttft_s for a, b in pairs])
-    limit = median(one.flops_limit for one in own)
-    fractions = [one.recompute_fraction for one in own if one.recompute_fraction is not None]
+    limit = median(sample.flops_limit for sample in of_label)
+    fractions = [sample.recompute_fraction for sample in of_label if sample.recompute_fraction is not None]
     return FidelityRow(
         label,
-        len(own),
-        kl_p90=percentile([kl for one in compared for kl in one.kl], 0.9) if compared else None,
+        len(of_label),
+        kl_p90=percentile([kl for sample in compared for kl in sample.kl], 0.9) if compared else None,
         identical=_mean(identical),
         decoded=len(identical),
         answer_nll=_mean([a for a, _ in nll]),
         f1=_mean([a for a, _ in f1]),
         flops_limit=limit,
         limit_share=speedup.mean / limit,
-        ttft_s=median(one.ttft_s for one in own),
+        ttft_s=median(sample.ttft_s for sample in of_label),
         recompute_fraction=_mean(fractions),
-        prompt_tokens=fmean(one.prompt_tokens for one in own),
+        prompt_tokens=fmean(sample.prompt_tokens for sample in of_label),
         value=value,
         **_ends("kl", divergences),
-        **_ends("kl_of_full_reuse", left),
-        **_ends("agreement", [fmean(one.agrees) for one in compared]),
+        **_ends("kl_of_full_reuse", remaining),
+        **_ends("agreement", [fmean(sample.agrees) for sample in compared]),
         **_ends("answer_nll_minus_full", [a - b for a, b in nll]),
         **_ends("f1_minus_full", [a - b for a, b in f1]),
         **_ends("speedup", speedup),

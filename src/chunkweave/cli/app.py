@@ -133,8 +133,8 @@ def _missing(name: str, error: Exception) -> typer.Typer:
     return app
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"chunkweave {chunkweave.__version__}")
         raise typer.Exit
 

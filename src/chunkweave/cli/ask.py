@@ -109,9 +109,9 @@ def ask(
     documents, corpus, top_k, sampling = about.documents, about.corpus, about.top_k, about.sampling
     engine_options = how.options(store=store, ordering=stand.ordering)
     order = stand.said()
-    paths, asked = _documents_first(documents.docs or [], questions)
+    paths, questions_asked = _documents_first(documents.docs or [], questions)
     about.check(paths)
-    found = [] if corpus is None else retrieve(corpus, asked, top_k)
+    retrieved_chunks = [] if corpus is None else retrieve(corpus, questions_asked, top_k)
     read = documents.read(paths)
     from chunkweave.prompt.request import Request
 
@@ -121,22 +121,25 @@ def ask(
         base = Request("", (), about.system, sampling, order=order)
         room = Room.of(engine, base)
         if corpus is None:
-            over = over_documents(room, documents, read, asked, top_k)
+            over = over_documents(room, documents, read, questions_asked, top_k)
         else:
-            over = over_found(room, asked, found, top_k)
-        every = list(dict.fromkeys(chunk for own in over for chunk in own.chunks))
+            over = over_found(room, questions_asked, retrieved_chunks, top_k)
+        every = list(dict.fromkeys(chunk for source in over for chunk in source.chunks))
         warn_if_unreadable(engine, model, every)
         if precompute:
             precompute_chunks(engine, every)
         answers = [
-            answer_aloud(engine, replace(base, question=question, chunks=own.chunks), output, explain=explain)
-            for question, own in zip(asked, over, strict=True)
+            answer_aloud(engine, replace(base, question=question, chunks=source.chunks), output, explain=explain)
+            for question, source in zip(questions_asked, over, strict=True)
         ]
-    shown = [answer_dict(question, answer, explain=explain) for question, answer in zip(asked, answers, strict=True)]
-    for one, own in zip(shown, over, strict=True):
-        if own.retrieved is not None:
-            one["retrieved"] = [chunk.as_dict() for chunk in own.retrieved]
-    output.finish({"model": model.name, "answers": shown})
+    answer_dicts = [
+        answer_dict(question, answer, explain=explain)
+        for question, answer in zip(questions_asked, answers, strict=True)
+    ]
+    for fields, source in zip(answer_dicts, over, strict=True):
+        if source.retrieved is not None:
+            fields["retrieved"] = [chunk.as_dict() for chunk in source.retrieved]
+    output.finish({"model": model.name, "answers": answer_dicts})
 
 
 def _hint(engine: "Engine", model: ModelOptions, how: MethodOptions, *, over_nothing: bool) -> None:
@@ -175,8 +178,8 @@ def answer_aloud(engine: "Engine", request: "Request", output: Output, *, explai
     output.show_text(f"> {request.question}\n")
     answer = spoken(engine.stream(request), output)
     output.show_text("\n\n")
-    shown = explanation(answer.explanation, answer.report) if explain else reuse_summary(answer.report)
-    output.show(shown, "")
+    described = explanation(answer.explanation, answer.report) if explain else reuse_summary(answer.report)
+    output.show(described, "")
     return answer
 
 
@@ -240,20 +243,20 @@ def _exists(text: str) -> bool:
 
 def explanation(plan: PlanExplanation, report: ReuseReport) -> RenderableType:
     """The whole plan: totals, parts, passes, times."""
-    shown: list[RenderableType] = [token_line(report), part_table(plan.parts)]
+    lines: list[RenderableType] = [token_line(report), part_table(plan.parts)]
     if report.parameters:
-        shown.insert(1, ", ".join(f"{name} {parameter_text(value)}" for name, value in report.parameters.items()))
+        lines.insert(1, ", ".join(f"{name} {parameter_text(value)}" for name, value in report.parameters.items()))
     for place, words in enumerate(plan.passes, start=1):
-        shown.append(f"pass {place} of {len(plan.passes)}: {words}")
+        lines.append(f"pass {place} of {len(plan.passes)}: {words}")
     if plan.stop is not None:
         focused = [
             part.source for part in plan.parts if Span(part.start, part.start + part.tokens) in plan.stop.focused
         ]
         names = ", ".join(focused) or "none"
-        shown.append(Text(f"stopped at layer {plan.stop.layer} of {plan.num_layers}; focused: {names}"))
-    shown.append(f"recomputed share of the reused chunks' work: {report.recompute_fraction:.3f}")
-    shown.append(times(report))
-    return Group(*shown)
+        lines.append(Text(f"stopped at layer {plan.stop.layer} of {plan.num_layers}; focused: {names}"))
+    lines.append(f"recomputed share of the reused chunks' work: {report.recompute_fraction:.3f}")
+    lines.append(times(report))
+    return Group(*lines)
 
 
 def part_table(parts: Sequence[PartExplanation]) -> Table:

@@ -214,8 +214,8 @@ class Benchmark:
             "store": {"bytes": store.stats.bytes, "budget_bytes": store.budget_bytes},
             "peak_rss_bytes": peak_rss_bytes(),
         }
-        shown = [row.as_dict() for row in rows]
-        result = BenchmarkResult(self.name, options.command_line(), self.seed, settings, shown, more, complete)
+        row_dicts = [row.as_dict() for row in rows]
+        result = BenchmarkResult(self.name, options.command_line(), self.seed, settings, row_dicts, more, complete)
         output.finish(result.as_dict())
 
 

@@ -72,8 +72,8 @@ class CacheFolder:
 
         chosen = [name for name in self.fingerprints if name.startswith(fingerprint or "")]
         if fingerprint is not None and not chosen:
-            there = ", ".join(self.fingerprints) or "none"
-            raise UsageError(f"no fingerprint {fingerprint!r} in {self.root}; there are: {there}")
+            available = ", ".join(self.fingerprints) or "none"
+            raise UsageError(f"no fingerprint {fingerprint!r} in {self.root}; there are: {available}")
         for name in chosen:
             yield DiskTier(self.root, name)
 
@@ -126,7 +126,7 @@ def _about_model(folder: CacheFolder, tier: "DiskTier", now_s: float) -> dict[st
         "means": sum(bool(header.record.contexts) for header in headers),
         "oldest_s": max(ages, default=None),
         "newest_s": min(ages, default=None),
-        "documents": [{"document": name, **_sums(list(own))} for name, own in documents],
+        "documents": [{"document": name, **_sums(list(headers_of))} for name, headers_of in documents],
     }
 
 
@@ -179,9 +179,9 @@ def problems_table(rows: Sequence[dict[str, Any]]) -> Table:
 def _problems(tier: "DiskTier", root: Path) -> list[dict[str, Any]]:
     """Files of a model that are not used, JSON-able, with paths relative to the cache folder. Skips `OWN_FILES`."""
     return [
-        {"file": str(one.path.relative_to(root)), "problem": one.problem.value, "reason": one.reason}
-        for one in tier.problems()
-        if one.path.name not in OWN_FILES
+        {"file": str(problem.path.relative_to(root)), "problem": problem.problem.value, "reason": problem.reason}
+        for problem in tier.problems()
+        if problem.path.name not in OWN_FILES
     ]
 
 
@@ -213,9 +213,9 @@ def verify(
     with progress("verifying segments") as report:
         for tier in tiers:
             tier.verify(lambda: report(next(done), total))
-            found = _problems(tier, folder.root)
+            problems = _problems(tier, folder.root)
             removed = {str(path.relative_to(folder.root)) for path in tier.repair()} if repair else set()
-            rows += [{**row, "repaired": row["file"] in removed} for row in found]
+            rows += [{**row, "repaired": row["file"] in removed} for row in problems]
     sound = sum(1 for tier in tiers for _ in tier.records())
     wrong = [row for row in rows if row["problem"] not in _HARMLESS and not row["repaired"]]
     repaired = sum(row["repaired"] for row in rows)
@@ -279,16 +279,18 @@ def _warm(engine: "Engine", chunks: Sequence[Chunk]) -> dict[str, Any]:
         engine.store.flush()
     disk = next(level for level in engine.store.levels if level.name == "disk")
     parts = {part.id: part for part in map(engine.builder.chunk_part, chunks)}
-    kept = [prefer_mean(disk.store.variants(part)) for part in parts.values()]
-    found = [record for record in kept if record is not None and (record.contexts or record.neutral or record.alone)]
+    preferred = [prefer_mean(disk.store.variants(part)) for part in parts.values()]
+    usable = [
+        record for record in preferred if record is not None and (record.contexts or record.neutral or record.alone)
+    ]
     return {
         "chunks": len(parts),
         "computed": computed,
         "present": len(parts) - computed,
-        "means": sum(bool(record.contexts) for record in found),
-        "missing": len(parts) - len(found),
-        "tokens": sum(map(len, found)),
-        "bytes": sum(record.nbytes for record in found),
+        "means": sum(bool(record.contexts) for record in usable),
+        "missing": len(parts) - len(usable),
+        "tokens": sum(map(len, usable)),
+        "bytes": sum(record.nbytes for record in usable),
     }
 
 
@@ -417,15 +419,15 @@ def _clear_model(
             blobs.close()
     cleared.readers += len(readers)
     doomed_here = (fitting | readers) & on_disk.keys()
-    left = {segment for segment in doomed_here if not _deleted(tier, segment)}
+    undeleted = {segment for segment in doomed_here if not _deleted(tier, segment)}
     removed = Tombstones(folder.root, name, "disk")
-    removed.add(on_disk[segment].record for segment in left)
-    removed.discard(doomed_here - left)
+    removed.add(on_disk[segment].record for segment in undeleted)
+    removed.discard(doomed_here - undeleted)
     if chosen.whole_models:
         tier.repair()
-    cleared.failed += sorted(left)
-    cleared.removed += len(doomed_here - left)
-    cleared.removed_bytes += sum(on_disk[segment].record.nbytes for segment in doomed_here - left)
+    cleared.failed += sorted(undeleted)
+    cleared.removed += len(doomed_here - undeleted)
+    cleared.removed_bytes += sum(on_disk[segment].record.nbytes for segment in doomed_here - undeleted)
     cleared.unknown += sum(problem.problem.value in ("corrupt", "unreadable") for problem in tier.problems())
 
 
@@ -448,11 +450,11 @@ def _remote_headers(
     from chunkweave.tiers.remote import fetch_header
     from chunkweave.tiers.segment_header import SegmentRefused
 
-    found: dict[SegmentId, SegmentHeader | None] = {}
+    headers: dict[SegmentId, SegmentHeader | None] = {}
     with _asked(blobs, cleared):
         for key in blobs.keys(fingerprint):
             if chosen.whole_models:
-                found[key.segment] = None
+                headers[key.segment] = None
             elif key.segment not in known:
                 try:
                     header = fetch_header(blobs, key)
@@ -460,8 +462,8 @@ def _remote_headers(
                     stderr().print(f"segment {key.segment} in the remote cannot be read: {refused}", markup=False)
                     cleared.unknown += 1
                 else:
-                    found |= {} if header is None else {key.segment: header}
-    return found
+                    headers |= {} if header is None else {key.segment: header}
+    return headers
 
 
 def _clear_remote(blobs: "BlobStore", keys: "Iterable[BlobKey]", cleared: _Cleared) -> None:

@@ -150,10 +150,10 @@ class PromptOptions:
             every = dataset_examples(self.dataset, count=count, chunks=self.chunks, seed=seed)
         else:
             every = bundled_examples(count, seed=seed)
-        asked = every[self.half.of(len(every))]
-        if len(asked) < count:
-            raise UsageError(f"there are {len(asked)} questions, but {count} are asked for (--questions, --warm)")
-        return every, Random(seed).sample(asked, count)
+        candidates = every[self.half.of(len(every))]
+        if len(candidates) < count:
+            raise UsageError(f"there are {len(candidates)} questions, but {count} are asked for (--questions, --warm)")
+        return every, Random(seed).sample(candidates, count)
 
     @property
     def cut_tokens(self) -> int:
@@ -174,14 +174,14 @@ class PromptOptions:
         if self.questions_file is None:
             return document_examples(chunks, chunks_each=self.chunks, count=count, seed=seed)
         text = read_text(self.questions_file, "list of questions")
-        asked = [line.strip() for line in text.splitlines() if line.strip()]
-        return document_examples(chunks, chunks_each=self.chunks, count=count, seed=seed, questions=asked)
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return document_examples(chunks, chunks_each=self.chunks, count=count, seed=seed, questions=lines)
 
     @property
     def asked_as(self) -> dict[str, str]:
         """Instruction and half, if given, for records of the measurement."""
-        said = {} if self.instruction is None else {"instruction": self.instruction}
-        return said if self.half is Half.BOTH else {**said, "half": str(self.half)}
+        fields = {} if self.instruction is None else {"instruction": self.instruction}
+        return fields if self.half is Half.BOTH else {**fields, "half": str(self.half)}
 
     @property
     def about(self) -> str:
@@ -304,8 +304,10 @@ def calibrate(
         existing_records(place)  # a record of another version is refused now, not after hours of measuring
         every, drawn = asked.examples(engine, seed, config.earlier)
         tasks = make_tasks(engine, every, drawn, next(iter(config.groups().values())), asked.instruction)
-        kept = samples or place.with_name(PARTIAL_FILE)
-        log = QuestionLog(kept, {**_settings(config, capture), **asked.asked_as, **measured_with(engine, drawn)})
+        samples_file = samples or place.with_name(PARTIAL_FILE)
+        log = QuestionLog(
+            samples_file, {**_settings(config, capture), **asked.asked_as, **measured_with(engine, drawn)}
+        )
         if dry_run:
             _say_what_would_be_done(output, config, log, place, asked.questions)
             return
@@ -314,13 +316,13 @@ def calibrate(
             stderr().print(
                 f"[yellow]{choice.name} has random weights: the result says nothing about other models.[/yellow]"
             )
-        found = _measure(engine, tasks, config, store, log)
+        measured = _measure(engine, tasks, config, store, log)
         commits = tuple(sorted({commit for commit in log.of("commit") if commit}))
         origin = measurement.Origin(asked.about, options.command_line(), commits)
-        record = measurement.make_record(engine, drawn, config, found, origin)
+        record = measurement.make_record(engine, drawn, config, measured, origin)
     save_record(place, record)
     if samples is None:
-        kept.unlink(missing_ok=True)
+        samples_file.unlink(missing_ok=True)
     output.show(curve_table(record), *map(escape, meanings(record)), escape(f"written to {place}"))
     output.finish({"benchmark": "calibrate", "file": str(place), **record.as_dict()})
 
@@ -353,15 +355,15 @@ def _measure(
         with progress("measuring, prefills") as report:
             measured = measure(engine, tasks, config, store, skip=log.__contains__, progress=report)
             for index, groups in zip(missing, measured, strict=True):
-                shown = {
-                    warm: {label: one.as_dict() for label, one in contenders.items()}
+                samples = {
+                    warm: {label: sample.as_dict() for label, sample in contenders.items()}
                     for warm, contenders in groups.items()
                 }
-                log.add(index, {"contenders": shown})
+                log.add(index, {"contenders": samples})
     except KeyboardInterrupt:
         stderr().print("interrupted: the same command continues from here")
         raise
-    return [{warm: samples_of(own) for warm, own in groups.items()} for groups in log.of("contenders")]
+    return [{warm: samples_of(contenders) for warm, contenders in groups.items()} for groups in log.of("contenders")]
 
 
 def curve_table(record: CalibrationRecord) -> Table:
@@ -402,25 +404,25 @@ def _parameter(point: CurvePoint) -> str:
 
 def meanings(record: CalibrationRecord) -> list[str]:
     """One line per target: its points, or that no method reaches it and which point comes nearest."""
-    said = []
+    lines = []
     for quality, target in record.targets.items():
         if target.method is None:
             nearest = record.nearest(quality)
             near = "" if nearest is None else f" Nearest comes {_described(nearest)}."
-            said.append(
+            lines.append(
                 f"{quality} ({target.bounds}): NO METHOD REACHES IT at any value measured. Such requests are answered "
                 f"exactly (prefix).{near}"
             )
-        said += [f"{quality} ({target.bounds}): {_described(point)}" for point in record.chosen(quality)]
+        lines += [f"{quality} ({target.bounds}): {_described(point)}" for point in record.chosen(quality)]
     for point in record.references:
         if point.method == "full-in-slices":
-            said += [
+            lines += [
                 f"{quality} is stricter than rounding allows: full prefill in slices deviates by KL {point.kl:.4f}, "
                 f"top-1 {point.agreement:.1%}"
                 for quality, target in record.targets.items()
                 if target.bounds.excess(point) > 1.0
             ]
-    return said
+    return lines
 
 
 def _described(point: CurvePoint) -> str:
@@ -449,7 +451,7 @@ def _say_what_would_be_done(
         escape(f"the record would be written to {place}"),
     )
     summary: dict[str, Any] = {"file": str(place), "questions": questions, "questions_there": len(log)}
-    bounds = {str(quality): asdict(one) for quality, one in config.bounds.items()}
+    bounds = {str(quality): asdict(bound) for quality, bound in config.bounds.items()}
     output.finish({"dry_run": True, **summary, "points": points, "groups": groups, "bounds": bounds})
 
 
@@ -471,7 +473,7 @@ def _make_folders(place: Path, cache_dir: Path | None) -> None:
 
 def samples_of(contenders: dict[str, Any]) -> dict[str, FidelitySample]:
     """A question's samples, from their JSON in a `QuestionLog`."""
-    return {label: FidelitySample.from_dict(one) for label, one in contenders.items()}
+    return {label: FidelitySample.from_dict(sample) for label, sample in contenders.items()}
 
 
 def computed_behind(ways: "Sequence[Warming]", capture: CaptureConfig) -> dict[str, Any]:

@@ -145,4 +145,4 @@ def _chunks_for(room: Room, about: AskedOptions, documents: Sequence[Document], 
             return lambda _: chunks
         corpus = temporary_corpus(room, about.documents, documents, room.why_searched(chunks, top_k))
     k = how_many(corpus, top_k)
-    return lambda question: [one.chunk for one in room.fitting(None, corpus.search(question, k), top_k)]
+    return lambda question: [retrieved.chunk for retrieved in room.fitting(None, corpus.search(question, k), top_k)]

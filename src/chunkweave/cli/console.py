@@ -186,8 +186,8 @@ def reuse_summary(report: ReuseReport) -> RenderableType:
 
 def token_line(report: ReuseReport) -> str:
     """One line: what the method amounted to, why it was chosen, and tokens by KV source."""
-    asked = f"`{report.method}` found nothing to reuse" if report.effective_method != report.method else ""
-    how = ", ".join(filter(None, (asked, report.why)))
+    note = f"`{report.method}` found nothing to reuse" if report.effective_method != report.method else ""
+    how = ", ".join(filter(None, (note, report.why)))
     return (
         f"{report.effective_method}{f' ({how})' if how else ''}: {report.prompt_tokens} tokens: "
         f"{report.prefix_exact_tokens} prefix-exact, {report.reused_tokens} reused, "
@@ -231,13 +231,15 @@ class _WordTable(Table):
             [Measurement.get(console, unbounded, cell) for cell in (column.header, *column.cells)]
             for column in self.columns
         ]
-        least = [max(one.minimum for one in cells) for cells in sizes]
-        most = [max(one.maximum for one in cells) for cells in sizes]
+        least = [max(cell.minimum for cell in cells) for cells in sizes]
+        most = [max(cell.maximum for cell in cells) for cells in sizes]
         spare = options.max_width - sum(least) - _CELL_FRAME * len(least) - 1
         if spare < 0:
             yield from self._blocks().__rich_console__(console, options)
             return
-        for column, low, high in sorted(zip(self.columns, least, most, strict=True), key=lambda one: one[2] - one[1]):
+        for column, low, high in sorted(
+            zip(self.columns, least, most, strict=True), key=lambda widths: widths[2] - widths[1]
+        ):
             column.width = low + min(high - low, spare)
             spare -= column.width - low
         yield from super().__rich_console__(console, options)

@@ -77,17 +77,17 @@ def retrieved_table(found: Sequence["RetrievedChunk"]) -> Table:
     """Chunks with rank, score and the beginning of their text."""
     return table_of(
         found,
-        ("rank", lambda one: str(one.rank)),
-        ("score", lambda one: f"{one.score:.3f}"),
-        ("chunk", lambda one: escape(_where(one))),
-        ("text", lambda one: escape(" ".join(one.chunk.text.split())[:100])),
+        ("rank", lambda chunk: str(chunk.rank)),
+        ("score", lambda chunk: f"{chunk.score:.3f}"),
+        ("chunk", lambda chunk: escape(_where(chunk))),
+        ("text", lambda chunk: escape(" ".join(chunk.chunk.text.split())[:100])),
         left=4,
     )
 
 
-def _where(found: "RetrievedChunk") -> str:
+def _where(retrieved: "RetrievedChunk") -> str:
     """A chunk's name, page and heading."""
-    return ", ".join(filter(None, (found.chunk.source, str(found.within))))
+    return ", ".join(filter(None, (retrieved.chunk.source, str(retrieved.within))))
 
 
 @app.command("list")
@@ -111,7 +111,13 @@ def list_documents(
     )
     output.show(table)
     rows = [
-        {"id": one.id, "title": one.title, "chunks": len(one.chunks), "metadata": dict(one.metadata)} for one in listed
+        {
+            "id": document.id,
+            "title": document.title,
+            "chunks": len(document.chunks),
+            "metadata": dict(document.metadata),
+        }
+        for document in listed
     ]
     about = {"embedder": corpus.embedder.name, "index": str(corpus.index_config.kind)}
     output.finish({**about, "found": corpus.num_documents, "chunks": len(corpus), "documents": rows})
@@ -149,7 +155,9 @@ def search(
         }
         for stage in found
     ]
-    output.finish({"question": question, "retrieved": [one.as_dict() for one in found[-1].chunks], "stages": summary})
+    output.finish(
+        {"question": question, "retrieved": [chunk.as_dict() for chunk in found[-1].chunks], "stages": summary}
+    )
 
 
 @app.command()
@@ -268,17 +276,17 @@ def _opened(
         return Corpus.create(folder, made, split=split, index=IndexConfig(IndexKind(index or IndexKind.FLAT)))
     corpus = open_corpus(folder)
     split = corpus.split
-    asked = {
+    wanted_options = {
         "--embedder": embedder,
         "--index": index,
         "--chunk-tokens": chunk_tokens,
         "--overlap-tokens": overlap_tokens,
     }
-    kept = [corpus.embedder.name, str(corpus.index_config.kind), split.max_tokens, split.overlap_tokens]
-    for (option, wanted), own in zip(asked.items(), kept, strict=True):
-        if wanted is not None and wanted != own:
+    stored_options = [corpus.embedder.name, str(corpus.index_config.kind), split.max_tokens, split.overlap_tokens]
+    for (option, wanted), stored in zip(wanted_options.items(), stored_options, strict=True):
+        if wanted is not None and wanted != stored:
             raise UsageError(
-                f"the corpus in {folder} was created with {option} {own}: leave the option out, or create another "
+                f"the corpus in {folder} was created with {option} {stored}: leave the option out, or create another "
                 "corpus"
             )
     return corpus

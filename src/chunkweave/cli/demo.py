@@ -102,8 +102,8 @@ def demo(
         whole |= computed_on(engine.loaded.model)
         rows = summarize_fidelity(found)
         output.show(_table(rows, whole, scene.remark))
-        shown = [row.as_dict() for row in rows]
-        measured = BenchmarkResult("demo", command_line(), _SEED, whole, shown, {}).as_dict()
+        row_dicts = [row.as_dict() for row in rows]
+        measured = BenchmarkResult("demo", command_line(), _SEED, whole, row_dicts, {}).as_dict()
     answers = [_answer_dict(example, samples) for example, samples in zip(scene.examples, found, strict=True)]
     output.finish({"model": model.name, "answers": answers, "fidelity": measured})
 
@@ -121,16 +121,16 @@ def _ask(
     tasks = [replace(task, corpus=task.corpus and ContextCorpus(task.corpus.maker)) for task in tasks]
     methods = {name: made[name] for name in names}
     measured = compare([way_of(engine, tasks, methods, config, sliced=False)], config)
-    found: list[Mapping[str, FidelitySample]] = []
+    samples: list[Mapping[str, FidelitySample]] = []
     begun = time.monotonic()
     for example in examples:
-        ahead_s = (time.monotonic() - begun) / len(found) * (len(examples) - len(found)) if found else 0.0
-        left = f", about {seconds(ahead_s)} left" if found else ""
-        with progress(f"question {len(found) + 1}{left}") as report:
-            report(len(found), len(examples))
-            found.append(next(measured))
-        output.show(*_answers(example, found[-1]), "")
-    return found
+        ahead_s = (time.monotonic() - begun) / len(samples) * (len(examples) - len(samples)) if samples else 0.0
+        remaining = f", about {seconds(ahead_s)} left" if samples else ""
+        with progress(f"question {len(samples) + 1}{remaining}") as report:
+            report(len(samples), len(examples))
+            samples.append(next(measured))
+        output.show(*_answers(example, samples[-1]), "")
+    return samples
 
 
 def _answers(example: Example, samples: Mapping[str, FidelitySample]) -> tuple[str, Table]:

@@ -49,10 +49,10 @@ class Room:
 
     def count_fitting(self, question: str | None, chunks: Sequence[Chunk]) -> int:
         """How many of the chunks fit, counted from the first."""
-        left = self.for_chunks(question)
+        tokens_left = self.for_chunks(question)
         for place, chunk in enumerate(chunks):
-            left -= len(self.engine.builder.chunk_part(chunk))
-            if left < 0:
+            tokens_left -= len(self.engine.builder.chunk_part(chunk))
+            if tokens_left < 0:
                 return place
         return len(chunks)
 
@@ -74,7 +74,7 @@ class Room:
         Raises:
             PromptTooLongError: `top_k` chunks do not fit, or not even one does; the message says what to do.
         """
-        count = self.count_fitting(question, [one.chunk for one in found])
+        count = self.count_fitting(question, [retrieved.chunk for retrieved in found])
         if count < len(found) and (top_k is not None or not count):
             raise self._too_long(len(found), count)
         return tuple(found[:count])
@@ -135,8 +135,10 @@ def over_found(
     Raises:
         PromptTooLongError: not even one chunk fits, or not `top_k`.
     """
-    kept = [room.fitting(question, own, top_k) for question, own in zip(questions, found, strict=True)]
-    return [AskedOver(tuple(one.chunk for one in own), own) for own in kept]
+    fitting = [room.fitting(question, retrieved, top_k) for question, retrieved in zip(questions, found, strict=True)]
+    return [
+        AskedOver(tuple(retrieved_chunk.chunk for retrieved_chunk in retrieved), retrieved) for retrieved in fitting
+    ]
 
 
 def over_documents(

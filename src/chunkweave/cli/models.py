@@ -15,14 +15,14 @@ def models(json: Json = False) -> None:
     Llama's, and checked against the model's own forward before use.
     """
     with status("comparing layers"):
-        found = families()
+        listed = families()
     output = Output(json)
     table = table_of(
-        found,
+        listed,
         ("family", lambda family: family.model_type),
         ("state", lambda family: "woven" if family.woven else "refused"),
         ("its layers", lambda family: escape(family.why or "as Llama's")),
         left=3,
     )
     output.show(table)
-    output.finish({"families": [asdict(family) for family in found]})
+    output.finish({"families": [asdict(family) for family in listed]})

@@ -147,21 +147,21 @@ def with_blocks(command: Callable[..., None]) -> Callable[..., None]:
     from the options' values.
     """
     hints = get_type_hints(command, include_extras=True)
-    shown: list[inspect.Parameter] = []
+    parameters: list[inspect.Parameter] = []
     blocks: dict[str, Any] = {}
     for parameter in inspect.signature(command).parameters.values():
         kind = hints[parameter.name]
         if is_dataclass(_plain(kind)):
             blocks[parameter.name] = kind
-            shown += _parameters_of(kind, heading(_plain(kind)))
+            parameters += _parameters_of(kind, heading(_plain(kind)))
         else:
-            shown.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+            parameters.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
 
     def call(**values: Any) -> None:
         made = {name: _made(kind, values) for name, kind in blocks.items()}
         command(**values, **made)
 
-    return as_command(call, command, shown)
+    return as_command(call, command, parameters)
 
 
 def as_command(
@@ -187,9 +187,9 @@ def _plain(kind: Any) -> Any:
 
 def _settings(kind: Any) -> dict[str, Setting]:
     """The settings of a block that a command takes."""
-    known = settings_at(_plain(kind), Place.COMMANDS)
-    only = [one for one in get_args(kind)[1:] if isinstance(one, Only)]
-    return {name: known[name] for name in only[0].names} if only else known
+    settings = settings_at(_plain(kind), Place.COMMANDS)
+    only = [annotation for annotation in get_args(kind)[1:] if isinstance(annotation, Only)]
+    return {name: settings[name] for name in only[0].names} if only else settings
 
 
 def heading(kind: Any) -> str:
@@ -199,27 +199,27 @@ def heading(kind: Any) -> str:
 
 def _parameters_of(kind: Any, panel: str) -> list[inspect.Parameter]:
     if settings_of(_plain(kind)):
-        only = [one for one in get_args(kind)[1:] if isinstance(one, Only) and one.listed]
-        known = _settings(kind)
-        return option_parameters(known.values(), Place.COMMANDS, panel, listed=known.keys() if only else FLAGS)
+        only = [annotation for annotation in get_args(kind)[1:] if isinstance(annotation, Only) and annotation.listed]
+        settings = _settings(kind)
+        return option_parameters(settings.values(), Place.COMMANDS, panel, listed=settings.keys() if only else FLAGS)
     hints = get_type_hints(kind, include_extras=True)
-    shown = []
-    for one in fields(kind):
-        if is_dataclass(_plain(hints[one.name])):
-            shown += _parameters_of(hints[one.name], panel)
-        elif hints[one.name] != Given:
-            default = inspect.Parameter.empty if one.default is MISSING else one.default
-            option = _under(panel, hints[one.name])
-            shown.append(
-                inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
+    parameters = []
+    for block_field in fields(kind):
+        if is_dataclass(_plain(hints[block_field.name])):
+            parameters += _parameters_of(hints[block_field.name], panel)
+        elif hints[block_field.name] != Given:
+            default = inspect.Parameter.empty if block_field.default is MISSING else block_field.default
+            option = _under(panel, hints[block_field.name])
+            parameters.append(
+                inspect.Parameter(block_field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
             )
-    return shown
+    return parameters
 
 
 def _under(panel: str, kind: Any) -> Any:
     """A copy of an option's annotation, with `panel` as its heading in the help; the original may be shared."""
-    plain, *said = get_args(kind) if get_origin(kind) is Annotated else (kind, typer.Option())
-    moved = [copy.copy(one) for one in said]
+    plain, *annotations = get_args(kind) if get_origin(kind) is Annotated else (kind, typer.Option())
+    moved = [copy.copy(annotation) for annotation in annotations]
     for one in moved:
         if isinstance(one, OptionInfo):
             one.rich_help_panel = one.rich_help_panel or panel
@@ -232,11 +232,11 @@ def _made(kind: Any, values: dict[str, Any]) -> Any:
     if settings_of(plain):
         return read(plain, given_options(_settings(kind), values), Place.COMMANDS)
     hints = get_type_hints(plain, include_extras=True)
-    given = frozenset(name for name, value in values.items() if value is not None)
+    given_names = frozenset(name for name, value in values.items() if value is not None)
     made = {}
-    for name in (one.name for one in fields(plain)):
+    for name in (block_field.name for block_field in fields(plain)):
         if hints[name] == Given:
-            made[name] = given
+            made[name] = given_names
         else:
             made[name] = _made(hints[name], values) if is_dataclass(_plain(hints[name])) else values.pop(name)
     return plain(**made)
@@ -249,28 +249,32 @@ def option_parameters(
 
     `panel` is the heading of the options in the help, which names those that are `listed`.
     """
-    shown = []
-    for one in known:
-        default = one.default_at(place)
+    parameters = []
+    for setting in known:
+        default = setting.default_at(place)
         option = typer.Option(
-            f"{one.flag}/--no-{one.flag[2:]}" if one.plain is bool else one.flag,
-            help=one.meaning,
+            f"{setting.flag}/--no-{setting.flag[2:]}" if setting.plain is bool else setting.flag,
+            help=setting.meaning,
             rich_help_panel=panel,
-            hidden=one.name not in listed,
-            show_default=one.text(default) if default not in (None, "", False, ()) else False,
-            metavar=None if one.unit is None else "SIZE" if one.unit is Unit.BYTES else "DURATION",
-            envvar=f"CHUNKWEAVE_{one.name.upper()}" if one.secret and place is Place.COMMANDS else None,
+            hidden=setting.name not in listed,
+            show_default=setting.text(default) if default not in (None, "", False, ()) else False,
+            metavar=None if setting.unit is None else "SIZE" if setting.unit is Unit.BYTES else "DURATION",
+            envvar=f"CHUNKWEAVE_{setting.name.upper()}" if setting.secret and place is Place.COMMANDS else None,
         )
-        annotation: Any = Annotated[_option_kind(one), option]
-        shown.append(inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-    return shown
+        annotation: Any = Annotated[_option_kind(setting), option]
+        parameters.append(
+            inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        )
+    return parameters
 
 
-def _option_kind(one: Setting) -> Any:
-    kind = one.plain
-    if kind is tuple and get_args(one.kind)[0] is str:
+def _option_kind(setting: Setting) -> Any:
+    kind = setting.plain
+    if kind is tuple and get_args(setting.kind)[0] is str:
         return list[str] | None
-    numbers_alone = kind in (int, float) and one.unit is None and not (one.optional and one.default is not None)
+    numbers_alone = (
+        kind in (int, float) and setting.unit is None and not (setting.optional and setting.default is not None)
+    )
     return kind | None if kind in (bool, Path) or numbers_alone else str | None
 
 
@@ -281,13 +285,13 @@ def warn(message: str) -> None:
 
 def given_options(known: Mapping[str, Setting], values: dict[str, Any]) -> dict[str, Any]:
     """Values of the settings whose options were given, by the settings' names; removes all of them from `values`."""
-    given = {name: values.pop(name) for name in known}
-    for name, value in given.items():
+    raw_values = {name: values.pop(name) for name in known}
+    for name, value in raw_values.items():
         if known[name].choices and isinstance(value, list) and value:  # repeated, or separated by commas
-            given[name] = ",".join(value)
+            raw_values[name] = ",".join(value)
     return {
         name: (known[name].parse if isinstance(value, str) else known[name].check)(value, known[name].flag)
-        for name, value in given.items()
+        for name, value in raw_values.items()
         if value is not None and value != []
     }
 
@@ -538,8 +542,8 @@ class MethodOptions:
         """
         method, quality = self.requests.method, self.requests.quality
         set_here = settings_at(ReuseConfig, Place.COMMANDS)
-        if given := [one.flag for name, one in set_here.items() if name in self.given and method is None]:
-            raise UsageError(f"{', '.join(given)}: a parameter of a method needs the method: name it with --method")
+        if flags := [setting.flag for name, setting in set_here.items() if name in self.given and method is None]:
+            raise UsageError(f"{', '.join(flags)}: a parameter of a method needs the method: name it with --method")
         if method is not None:
             refuse_untaken(method_named(checked_method(method)), self.given & set_here.keys())
         return {**others, "method": method, "quality": quality, "reuse": replace(self.reuse, capture=self.capture)}

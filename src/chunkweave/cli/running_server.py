@@ -46,12 +46,12 @@ def status(url: Url = USUAL_URL, key: Key = None, json: Json = False) -> None:
     """
     output = Output(json)
     ready = _call(url, "/ready", key, also=(503,))
-    shown: dict[str, Any] = {**ready, **_call(url, "/version", key)}
+    state: dict[str, Any] = {**ready, **_call(url, "/version", key)}
     if ready["ready"]:
-        shown["models"] = [one["id"] for one in _call(url, "/v1/models", key)["data"]]
-        shown["cache"] = _call(url, "/v1/cache", key)
-    output.show(*_tables(shown))
-    output.finish(shown)
+        state["models"] = [model["id"] for model in _call(url, "/v1/models", key)["data"]]
+        state["cache"] = _call(url, "/v1/cache", key)
+    output.show(*_tables(state))
+    output.finish(state)
     if not ready["ready"]:
         raise typer.Exit(1)
 
@@ -83,7 +83,7 @@ class ServedChunks:
         elif self.corpus is not None:
             body = {"corpus": self.corpus}
         else:
-            body = {"documents": [{"text": one.text, "id": one.id} for one in _read(self.docs or [])]}
+            body = {"documents": [{"text": document.text, "id": document.id} for document in _read(self.docs or [])]}
         with console.status(f"{what}: waiting for the server"):
             done = _call(self.url, f"/v1/cache/{what}", self.key, body, timeout_s=_LONG_S)
         output = Output(self.json)
@@ -143,9 +143,9 @@ def _call(
     key = os.environ.get(KEY_VARIABLE) if key is None else key
     headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
     data = None if body is None else json.dumps(body).encode()
-    asked = Request(f"{url.rstrip('/').removesuffix('/v1')}{path}", data, headers)  # noqa: S310  (the scheme is checked)
+    request = Request(f"{url.rstrip('/').removesuffix('/v1')}{path}", data, headers)  # noqa: S310  (the scheme is checked)
     try:
-        with urlopen(asked, timeout=timeout_s) as reply:  # noqa: S310
+        with urlopen(request, timeout=timeout_s) as reply:  # noqa: S310
             answer = reply.read()
     except HTTPError as error:
         answer = error.read()
@@ -203,7 +203,7 @@ def _tables(shown: Mapping[str, Any]) -> list[Table]:
     replicas = table_of(
         cache.get("replicas", ()),
         ("vLLM server", "name"),
-        ("up", lambda one: "yes" if one["up"] else "no"),
+        ("up", lambda replica: "yes" if replica["up"] else "no"),
         *((name, name) for name in ("running", "waiting", "answered")),
         left=2,
     )

@@ -27,24 +27,24 @@ def vllm_check(
     with status("asking vLLM for the model's configuration"):
         from chunkweave.vllm.check import check
 
-        found = check(model, ctx.args)
+        checked = check(model, ctx.args)
     output = Output(json)
-    untested = "" if found.tested else ", a release that was not tested"
-    said = "woven" if found.woven else "not woven, served by vLLM alone"
-    output.show(f"{found.architecture} in vLLM {found.release}{untested}: {said}")
-    output.show(*(f"  {escape(reason)}" for reason in found.reasons))
-    if found.not_read:
-        warn(f"not flags of vLLM's engine, and not read: {' '.join(found.not_read)}")
+    untested = "" if checked.tested else ", a release that was not tested"
+    verdict = "woven" if checked.woven else "not woven, served by vLLM alone"
+    output.show(f"{checked.architecture} in vLLM {checked.release}{untested}: {verdict}")
+    output.show(*(f"  {escape(reason)}" for reason in checked.reasons))
+    if checked.not_read:
+        warn(f"not flags of vLLM's engine, and not read: {' '.join(checked.not_read)}")
     output.finish(
         {
             "model": model,
-            "architecture": found.architecture,
-            "vllm": found.release,
-            "tested": found.tested,
-            "woven": found.woven,
-            "reasons": list(found.reasons),
-            "not_read": list(found.not_read),
+            "architecture": checked.architecture,
+            "vllm": checked.release,
+            "tested": checked.tested,
+            "woven": checked.woven,
+            "reasons": list(checked.reasons),
+            "not_read": list(checked.not_read),
         }
     )
-    if not found.woven:
+    if not checked.woven:
         raise typer.Exit(1)

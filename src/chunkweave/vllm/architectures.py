@@ -150,22 +150,22 @@ def windows_of(attentions: Sequence[Any]) -> tuple[int | None, ...]:
 def sinks_of(attentions: Sequence[Any]) -> tuple[tuple[float, ...], ...]:
     """The sinks of this rank's query heads, per vLLM `Attention` module; empty without."""
     sinks = [getattr(attention.impl, "sinks", None) for attention in attentions]
-    return tuple(tuple(one.float().tolist()) for one in sinks if one is not None)
+    return tuple(tuple(sink.float().tolist()) for sink in sinks if sink is not None)
 
 
 @contextmanager
 def narrowed(attentions: Sequence[Any], window: int) -> Iterator[None]:
     """Narrow existing windows to `window` keys, for a check with few tokens."""
     impls = [attention.impl for attention in attentions if windows_of([attention])]
-    before = [(impl, impl.sliding_window, getattr(impl, "window_left", None)) for impl in impls]
-    for impl, was, left in before:
+    earlier = [(impl, impl.sliding_window, getattr(impl, "window_left", None)) for impl in impls]
+    for impl, was, left in earlier:
         impl.sliding_window = window if isinstance(was, int) else (window - 1, 0)
         if left is not None:  # FlashInfer's layers refuse a plan for another window than this
             impl.window_left = window - 1
     try:
         yield
     finally:
-        for impl, was, left in before:
+        for impl, was, left in earlier:
             impl.sliding_window = was
             if left is not None:
                 impl.window_left = left

@@ -66,7 +66,7 @@ class BackgroundWork:
         """Queue work, or with `at_once` do it, and all earlier work, now."""
         with self._turn:
             self._queue.append(work)
-            while self._queue and (at_once or sum(one.tokens for one in self._queue) > self._most_tokens):
+            while self._queue and (at_once or sum(work.tokens for work in self._queue) > self._most_tokens):
                 self._finish_first()
             self._turn.notify()
 

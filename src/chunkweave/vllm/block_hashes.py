@@ -34,14 +34,14 @@ class SaltedHasher:
 
     def __call__(self, request: Any) -> list[bytes]:
         """The hashes of full blocks that have none yet."""
-        there = request.block_hashes
-        found = self.plain(request)
-        missing = self.shared - len(there)
-        if missing < 0 or len(found) <= missing:
-            return found
-        before = [*there, *found[:missing]]
-        request.block_hashes = [*before[:-1], hashlib.blake2b(before[-1] + self.salt, digest_size=32).digest()]
+        stored_hashes = request.block_hashes
+        plain_hashes = self.plain(request)
+        missing = self.shared - len(stored_hashes)
+        if missing < 0 or len(plain_hashes) <= missing:
+            return plain_hashes
+        hashes = [*stored_hashes, *plain_hashes[:missing]]
+        request.block_hashes = [*hashes[:-1], hashlib.blake2b(hashes[-1] + self.salt, digest_size=32).digest()]
         try:
-            return [*found[:missing], *self.plain(request)]
+            return [*plain_hashes[:missing], *self.plain(request)]
         finally:
-            request.block_hashes = there
+            request.block_hashes = stored_hashes

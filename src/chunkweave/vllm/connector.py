@@ -114,7 +114,9 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Holdings]) -> None:
         """At start-up: the contents of every worker's store, by rank. Another connector's metadata is ignored."""
-        self._scheduler.begin_with({rank: one for rank, one in metadata.items() if isinstance(one, Holdings)})
+        self._scheduler.begin_with(
+            {rank: holdings for rank, holdings in metadata.items() if isinstance(holdings, Holdings)}
+        )
 
     def get_handshake_metadata(self) -> Holdings | None:
         """At start-up: the contents of this worker's store; None if it does not weave."""

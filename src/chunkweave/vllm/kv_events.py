@@ -45,7 +45,7 @@ class _Blocks:
         named = () if self.adapter is None else (self.adapter.name,)
         first = (*named, self.salt) if self.parent is None and self.salt else named
         return BlockStored(
-            block_hashes=[maybe_convert_block_hash(one) for one in self.hashes],
+            block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in self.hashes],
             parent_block_hash=None if self.parent is None else maybe_convert_block_hash(self.parent),
             token_ids=self.tokens.tolist(),
             block_size=len(self.tokens) // len(self.hashes),
@@ -97,17 +97,17 @@ class KVEvents:
     def changed(self, ids: Iterable[_Id]) -> None:
         """Publish which of these are stored now, or no longer; blocks never before their parent."""
         come = False
-        for one in ids:
-            if one in self._published and not self._stored(one):
-                self._remove(one)
-            come |= one in self._waiting
+        for key in ids:
+            if key in self._published and not self._stored(key):
+                self._remove(key)
+            come |= key in self._waiting
         if come:
             self._publish_stored()
 
     def clear(self) -> None:
         """Publish that nothing is held any more."""
-        for one in list(self._published):
-            self._remove(one)
+        for key in list(self._published):
+            self._remove(key)
         self._waiting.clear()
         self._waiting_tokens = 0
 
@@ -117,33 +117,33 @@ class KVEvents:
         return taken
 
     def _note(
-        self, request: Any, one: _Id, hashes: Sequence[bytes], tokens: "array[int]", parent: bytes | None = None
+        self, request: Any, key: _Id, hashes: Sequence[bytes], tokens: "array[int]", parent: bytes | None = None
     ) -> None:
-        if one in self._published:
+        if key in self._published:
             return
-        self._forget(one)
-        self._waiting[one] = _Blocks(hashes, tokens, parent, request.lora_request, request.cache_salt)
+        self._forget(key)
+        self._waiting[key] = _Blocks(hashes, tokens, parent, request.lora_request, request.cache_salt)
         self._waiting_tokens += len(tokens)
         while self._waiting_tokens > _MOST_UNSTORED_TOKENS:
             self._forget(next(iter(self._waiting)))
 
     def _publish_stored(self) -> None:
         """Publish what is stored and has a published parent, until there is no more."""
-        ready = [(one, blocks) for one, blocks in self._waiting.items() if self._stored(one)]
-        while now := [(one, blocks) for one, blocks in ready if blocks.parent is None or blocks.parent in self._copies]:
-            for one, blocks in now:
-                self._forget(one)
-                self._published[one] = blocks.hashes
+        ready = [(key, blocks) for key, blocks in self._waiting.items() if self._stored(key)]
+        while now := [(key, blocks) for key, blocks in ready if blocks.parent is None or blocks.parent in self._copies]:
+            for key, blocks in now:
+                self._forget(key)
+                self._published[key] = blocks.hashes
                 self._copies.update(blocks.hashes)
                 self._events.append(blocks.event())
-            ready = [(one, blocks) for one, blocks in ready if one in self._waiting]
+            ready = [(key, blocks) for key, blocks in ready if key in self._waiting]
 
-    def _forget(self, one: _Id) -> None:
-        if (blocks := self._waiting.pop(one, None)) is not None:
+    def _forget(self, key: _Id) -> None:
+        if (blocks := self._waiting.pop(key, None)) is not None:
             self._waiting_tokens -= len(blocks.tokens)
 
-    def _remove(self, one: _Id) -> None:
-        hashes = self._published.pop(one)
+    def _remove(self, key: _Id) -> None:
+        hashes = self._published.pop(key)
         self._copies.subtract(hashes)
         gone = [block for block in hashes if not self._copies[block]]
         for block in gone:

@@ -35,16 +35,16 @@ class AdapterKeys:
         try:
             if number not in self._known:
                 folder = Path(get_adapter_absolute_path(lora.lora_path))
-                before = _files(folder)
-                hashes = [content_hash(folder / name) for name in before]
-                self._known[number] = folder, before, "+".join(["lora", *hashes])
-            folder, before, key = self._known[number]
+                files = _files(folder)
+                hashes = [content_hash(folder / name) for name in files]
+                self._known[number] = folder, files, "+".join(["lora", *hashes])
+            folder, files, key = self._known[number]
             now = _files(folder)
         except (OSError, ValueError) as error:
             raise UsageError(f"the files of the adapter {lora.lora_name} cannot be read: {error}") from error
         if not now:
             raise UsageError(f"the adapter {lora.lora_name} has no files in {folder}")
-        if now != before:
+        if now != files:
             raise UsageError(
                 f"the files of the adapter {lora.lora_name} have changed since its first request: "
                 "load them under another name, or start vLLM again"
@@ -53,8 +53,8 @@ class AdapterKeys:
 
 
 def _files(folder: Path) -> _Files:
-    found = {path.name: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
-    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
+    files = {path.name: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in files.items()}
 
 
 class Adapters:
@@ -77,16 +77,16 @@ class Adapters:
         if self._manager is None:
             yield
             return
-        before = self._manager._last_mapping
+        mapping = self._manager._last_mapping
         if adapter:
-            self._activate(adapter, set() if before is None else set(before.prompt_mapping) - {0})
+            self._activate(adapter, set() if mapping is None else set(mapping.prompt_mapping) - {0})
         self._adapter = adapter
         try:
             yield
         finally:
             self._adapter = 0
-            if before is not None:
-                self._manager.set_adapter_mapping(before)
+            if mapping is not None:
+                self._manager.set_adapter_mapping(mapping)
 
     def map_rows(self, count: int) -> None:
         """Map the next `count` rows to the weave's adapter."""
@@ -101,5 +101,5 @@ class Adapters:
             raise NotWoven(f"adapter {adapter} is not loaded yet")
         if len(step | {adapter}) > manager.lora_slots:
             raise NotWoven("the step's own adapters use all slots (--max-loras)")
-        for one in [*step, adapter]:  # marks the step's as recently used, so that the oldest other one is evicted
-            manager.activate_adapter(one)
+        for active in [*step, adapter]:  # marks the step's as recently used, so that the oldest other one is evicted
+            manager.activate_adapter(active)

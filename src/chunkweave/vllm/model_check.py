@@ -115,10 +115,10 @@ WOVEN_DRAFTS = ("ngram", "suffix")
 def _unsupported_drafts(speculative: Any) -> Iterator[str]:
     """Parts end in the prompt, whose KV is final: vLLM computes drafts, accepted or not, only behind it."""
     if speculative is not None and speculative.method not in WOVEN_DRAFTS:
-        known = ", ".join(WOVEN_DRAFTS)
+        supported = ", ".join(WOVEN_DRAFTS)
         yield (
             f"with speculative decoding by {speculative.method}, drafts come from KV or hidden states of their own, "
-            f"which a weave does not make; these methods are woven: {known}"
+            f"which a weave does not make; these methods are woven: {supported}"
         )
 
 
@@ -138,20 +138,20 @@ def _unsupported_layers(layers: Sequence[Any], architecture: Architecture, confi
         yield "its queries are scaled by their position"
     if any(getattr(attention.attn.impl, "sinks", None) is not None for attention in attentions) and not anatomy.sinks:
         yield "its family is not known to have attention sinks"
-    said = getattr(config.model_config.hf_text_config, "attn_logit_softcapping", None)
-    for cap in {getattr(attention.attn.impl, "logits_soft_cap", None) or None for attention in attentions} - {said}:
-        yield f"vLLM caps attention scores at {cap}, the checkpoint at {said}"
+    softcap = getattr(config.model_config.hf_text_config, "attn_logit_softcapping", None)
+    for cap in {getattr(attention.attn.impl, "logits_soft_cap", None) or None for attention in attentions} - {softcap}:
+        yield f"vLLM caps attention scores at {cap}, the checkpoint at {softcap}"
     yield from _unsupported_backends([attention.attn for attention in attentions])
     yield from _unsupported_windows([attention.attn for attention in attentions], config.model_config)
 
 
 def _unsupported_backends(attentions: Sequence[Any]) -> Iterator[str]:
     names = sorted({attention.get_attn_backend().get_name() for attention in attentions})
-    known = f"choose one with --attention-backend: {', '.join(BACKENDS)}"
+    advice = f"choose one with --attention-backend: {', '.join(BACKENDS)}"
     if unknown := [name for name in names if name not in BACKENDS]:
-        yield f"how its attention backend {', '.join(unknown)} keeps metadata and KV is not known; {known}"
+        yield f"how its attention backend {', '.join(unknown)} keeps metadata and KV is not known; {advice}"
     if len(names) > 1:
-        yield f"its layers have several attention backends, {', '.join(names)}; {known}"
+        yield f"its layers have several attention backends, {', '.join(names)}; {advice}"
 
 
 def _unsupported_rotations(rotaries: Sequence[Any]) -> Iterator[str]:
@@ -206,11 +206,11 @@ def checked_layers(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfi
     text = language_model_of(model)
     architecture = architecture_of(type(text).__name__, config.model_config.hf_text_config)
     attentions = [getattr(layer, architecture.attention).attn for layer in text.model.layers] if architecture else []
-    before = _allocated_bytes(torch.device(config.device_config.device))
+    allocated = _allocated_bytes(torch.device(config.device_config.device))
     with narrowed(attentions, _TOKENS // 2):
         tried = StockLayers(model, config, kv_cache_config)
         _check(tried)
-        kept = _allocated_bytes(tried.device) - before
+        kept = _allocated_bytes(tried.device) - allocated
     return StockLayers(model, config, kv_cache_config), kept
 
 
@@ -336,8 +336,8 @@ def _check_shift(layers: StockLayers, tables: list[RequestBlocks], ids: torch.Te
     prompt = before.token_ids + chunk.token_ids
     WeaveJob(layers, tables[1], plan, placed, prompt, first=0, stop=spans[1].stop).run()
     for layer, wanted in enumerate(expected):
-        found = layers.paged.read(layer, tables[1].of(layer).slots(shifted))
-        _compare(f"KV shifted to another position, layer {layer},", layers, wanted, found)
+        read_keys = layers.paged.read(layer, tables[1].of(layer).slots(shifted))
+        _compare(f"KV shifted to another position, layer {layer},", layers, wanted, read_keys)
 
 
 def measured_cost(layers: StockLayers, fingerprint: str, most_tokens: int, agreed: Callable[[bool], bool]) -> CostModel:
@@ -422,8 +422,13 @@ def finder_of(model: ModelConfig, exact: Set[PieceKind]) -> ChunkFinder:
     if tokenizer is not None:
         return ChunkFinder(TokenTable.of(tokenizer), exact)
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    given = [getattr(model.hf_text_config, name, None) for name in names]
-    control = {token for one in given for token in (one if isinstance(one, list) else [one]) if token is not None}
+    token_fields = [getattr(model.hf_text_config, name, None) for name in names]
+    control = {
+        token
+        for field_value in token_fields
+        for token in (field_value if isinstance(field_value, list) else [field_value])
+        if token is not None
+    }
     return ChunkFinder(None, exact, control=control)
 
 

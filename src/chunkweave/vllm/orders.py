@@ -171,9 +171,9 @@ def request_report(
     `sources` cover the prompt; `recomputed` are positions in reused parts, ascending. `local` tokens were in vLLM's own
     prefix cache; the exact ones of these are `engine_cached_tokens`.
     """
-    spans = {one: joined(sources.get(one, ())) for one in KVSource}
+    spans = {source: joined(sources.get(source, ())) for source in KVSource}
     exact, reused, computed = (
-        sum(map(len, spans[one])) for one in (KVSource.EXACT, KVSource.REUSED, KVSource.COMPUTED)
+        sum(map(len, spans[source])) for source in (KVSource.EXACT, KVSource.REUSED, KVSource.COMPUTED)
     )
     return {
         "method": request.method,
@@ -188,6 +188,10 @@ def request_report(
         "engine_cached_tokens": sum(len(span.within(0, local)) for span in spans[KVSource.EXACT]),
         "local_tokens": local,
         "recomputed": list(recomputed),
-        "kv_sources": {str(one): [[span.start, span.stop] for span in found] for one, found in spans.items() if found},
+        "kv_sources": {
+            str(source): [[span.start, span.stop] for span in source_spans]
+            for source, source_spans in spans.items()
+            if source_spans
+        },
         "hits": {tier: tokens for tier, tokens in hits.items() if tokens},
     }

@@ -98,7 +98,10 @@ class PagedKV:
                 f"a KV cache of shape {tuple(cache.shape)} and type {cache.dtype} cannot be read; chunkweave needs "
                 f"keys and values per head (--kv-cache-dtype auto, {', '.join(KV_DTYPES)})"
             )
-        kinds = {f"{tuple(one.kv_cache.shape)} {getattr(one, 'kv_cache_dtype', one.kv_cache.dtype)}" for one in layers}
+        kinds = {
+            f"{tuple(layer.kv_cache.shape)} {getattr(layer, 'kv_cache_dtype', layer.kv_cache.dtype)}"
+            for layer in layers
+        }
         if len(kinds) > 1:
             raise UnsupportedModelError(f"its layers have KV caches of different shapes or types, {sorted(kinds)}")
         self.quantized = self.stored_dtype.itemsize == 1
@@ -110,7 +113,7 @@ class PagedKV:
         self._strides = cache.stride()
         at = torch.unravel_index(self._places, cache.shape[1:])
         offsets = sum(index * stride for index, stride in zip(at, self._strides[1:], strict=True))
-        self._strided = [_Strided.found(offsets[:, one]) for one in (0, 1)]
+        self._strided = [_Strided.found(offsets[:, column]) for column in (0, 1)]
         self._verify()
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -167,7 +170,7 @@ class PagedKV:
         keys, values = self._strided
         if keys is not None and values is not None and cache.stride() == self._strides:
             blocks, shape = slots // self.kernel_block, (self.kernel_block, *self.shape)
-            return self._typed(torch.stack([one.view(cache, shape)[blocks, rows] for one in (keys, values)]))
+            return self._typed(torch.stack([strided.view(cache, shape)[blocks, rows] for strided in (keys, values)]))
         blocks, where = torch.unique(slots // self.kernel_block, return_inverse=True)
         raw = cache[blocks].reshape(len(blocks), -1)
         tokens = raw[:, self._places.view(-1)].view(len(blocks), *self._places.shape)
@@ -190,11 +193,11 @@ class PagedKV:
     def preserved(self, slots: torch.Tensor) -> Iterator[None]:
         """Restore the blocks of `slots` in every layer on exit."""
         blocks = torch.unique(slots // self.kernel_block)
-        kept = [layer.kv_cache[blocks].clone() for layer in self._layers]
+        saved = [layer.kv_cache[blocks].clone() for layer in self._layers]
         try:
             yield
         finally:
-            for layer, content in zip(self._layers, kept, strict=True):
+            for layer, content in zip(self._layers, saved, strict=True):
                 layer.kv_cache[blocks] = content
 
     def _learn(self) -> torch.Tensor:

@@ -72,8 +72,8 @@ class Removed:
             unasked = tuple(str(name) for name in report["unasked"])
             return cls(int(report["removed"]), int(report["left"]), unasked, bool(report["lasting"]))
         except (KeyError, TypeError, ValueError) as error:
-            said = report.get("error") if isinstance(report, Mapping) else None
-            raise UsageError(str(said or "the plug-in has not answered")) from error
+            error_text = report.get("error") if isinstance(report, Mapping) else None
+            raise UsageError(str(error_text or "the plug-in has not answered")) from error
 
 
 def removal_params(
@@ -120,14 +120,14 @@ def named_chunks(given: Mapping[str, Any], *, fingerprint: str, salt: str, start
         raise UsageError("chunks must be a list of lists of token ids")
     first = _tokens(given["start"], "start") if "start" in given else start
     salt = chunk_salt(salt, first, start)
-    return [chunk_id(fingerprint, salt, _tokens(one, "chunks")) for one in chunks]
+    return [chunk_id(fingerprint, salt, _tokens(ids, "chunks")) for ids in chunks]
 
 
 def _tokens(given: Any, name: str) -> tuple[int, ...]:
     if not isinstance(given, list | tuple):
         raise UsageError(f"{name} must hold token ids, not {given!r}"[:200])
-    tokens = tuple(checked_whole(one, name) for one in given)
-    if any(not 0 <= one < 1 << _TOKEN_BITS for one in tokens):
+    tokens = tuple(checked_whole(token, name) for token in given)
+    if any(not 0 <= token < 1 << _TOKEN_BITS for token in tokens):
         raise UsageError(f"{name} must hold token ids")
     return tokens
 

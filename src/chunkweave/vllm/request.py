@@ -203,7 +203,7 @@ def parse(
         (PartKind.QUESTION, chunks[-1].stop, len(token_ids)),
     ]
     prompt = Prompt(tuple(part(*edge) for edge in edges if edge[1] < edge[2]))
-    ids = [one.id for one in prompt.parts if one.kind is PartKind.CHUNK and one.id is not None]
+    ids = [part.id for part in prompt.parts if part.kind is PartKind.CHUNK and part.id is not None]
     kept_over, continued = (_numbered(params.get(name), name, ids) for name in _PROMOTION)
     promotion = Promotion(kept_over, continued or frozenset())
     raisable, asked, mean = _raisable(params), _asked(params), _mean(params.get("mean"))
@@ -348,10 +348,10 @@ def _numbered(given: Any, name: str, chunks: Sequence[ChunkId]) -> frozenset[Chu
         raise UsageError(f"{name} must be a list of chunk numbers, not {given!r}")
     if len(given) > len(chunks):
         raise UsageError(f"{name} names {len(given)} chunks, and there are {len(chunks)}")
-    numbers = [checked_whole(one, name) for one in given]
-    if any(not 0 <= one < len(chunks) for one in numbers):
+    numbers = [checked_whole(number, name) for number in given]
+    if any(not 0 <= number < len(chunks) for number in numbers):
         raise UsageError(f"{name} must be chunk numbers from 0 to {len(chunks) - 1}")
-    return frozenset(chunks[one] for one in numbers)
+    return frozenset(chunks[number] for number in numbers)
 
 
 def _chunks(given: Any, tokens: int) -> list[Span]:
@@ -361,9 +361,9 @@ def _chunks(given: Any, tokens: int) -> list[Span]:
         chunks = [Span(checked_whole(start, "chunks"), checked_whole(stop, "chunks")) for start, stop in given]
     except (TypeError, ValueError) as error:
         raise UsageError("chunks must be a list of [start, stop] token positions") from error
-    if not chunks or any(one.start >= one.stop for one in chunks):  # `len` of a span has an upper bound
+    if not chunks or any(span.start >= span.stop for span in chunks):  # `len` of a span has an upper bound
         raise UsageError("chunks must name at least one chunk, and no empty one")
-    if any(one.stop != other.start for one, other in pairwise(chunks)):
+    if any(span.stop != next_span.start for span, next_span in pairwise(chunks)):
         raise UsageError("each chunk must begin where the one before it ends")
     if chunks[-1].stop > tokens:
         raise UsageError(f"the last chunk ends at {chunks[-1].stop}, but the prompt has {tokens} tokens")
@@ -421,9 +421,11 @@ _MOST_GROUP = 200
 def _query(given: Any, usual: QueryConfig) -> QueryConfig:
     if not isinstance(given, Mapping):
         raise UsageError("query must be an object such as {'tail': 4, 'layers': 'late'}")
-    known = sorted(one.name for one in fields(QueryConfig))
-    if unknown := sorted(str(key).encode("utf-8", "backslashreplace").decode() for key in given if key not in known):
-        raise UsageError(f"unknown fields of query: {', '.join(unknown)}; there are {', '.join(known)}")
+    query_fields = sorted(query_field.name for query_field in fields(QueryConfig))
+    if unknown := sorted(
+        str(key).encode("utf-8", "backslashreplace").decode() for key in given if key not in query_fields
+    ):
+        raise UsageError(f"unknown fields of query: {', '.join(unknown)}; there are {', '.join(query_fields)}")
     return replace(usual, **{name: _query_value(name, value) for name, value in given.items()})
 
 

@@ -112,8 +112,8 @@ class Rotations:
         Raises:
             UnsupportedModelError: as for `Rotation`.
         """
-        found = {id(rotary): None if rotary is None else Rotation(rotary) for rotary in rotaries}
-        self._layers = [found[id(rotary)] for rotary in rotaries]
+        rotations = {id(rotary): None if rotary is None else Rotation(rotary) for rotary in rotaries}
+        self._layers = [rotations[id(rotary)] for rotary in rotaries]
 
     def forward(self, layer: int, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate a layer's keys before RoPE `[tokens, heads, head_dim]` to `positions` `[tokens]`."""

@@ -248,13 +248,17 @@ class ConnectorScheduler:
 
     def begin_with(self, holdings: Mapping[int, Holdings]) -> None:
         """Set the initial contents of the workers' stores, by rank. Unless all workers weave, weaving is off."""
-        for one in holdings.values():
-            self._stored.add(one.stored)
+        for worker_holdings in holdings.values():
+            self._stored.add(worker_holdings.stored)
         self._stores = len(holdings)
-        rooms = [one.store_tokens for one in holdings.values() if one.store_tokens is not None]
+        rooms = [
+            worker_holdings.store_tokens
+            for worker_holdings in holdings.values()
+            if worker_holdings.store_tokens is not None
+        ]
         self._store_tokens = {STORE_TOKENS: min(rooms)} if rooms else {}
         self._weaves = self._stores == self._ranks
-        self._shared = self._weaves and any(one.shared for one in holdings.values())
+        self._shared = self._weaves and any(worker_holdings.shared for worker_holdings in holdings.values())
 
     def add(self, request: Any) -> None:
         """Add a new request. One without our field is not changed, unless chunks are found in prompts.
@@ -295,16 +299,16 @@ class ConnectorScheduler:
         nothing = reuses_nothing(woven.method, woven.reuse)
         exact = nothing or tracked.exact_method
         tracked.shared = len(woven.prompt) if exact else 0
-        own = f"{woven.salt}|{uuid4().hex}"
+        own_salt = f"{woven.salt}|{uuid4().hex}"
         if nothing or woven.reads_only or asks_again(woven.method, woven.reuse) or (long and not exact):
-            keep_apart(request, own)
+            keep_apart(request, own_salt)
         elif not exact:
             tracked.shared = self._exact_stop(tracked)
-            salt = woven.salt if woven.mean is None else own  # KV found in vLLM's blocks could not be captured
+            salt = woven.salt if woven.mean is None else own_salt  # KV found in vLLM's blocks could not be captured
             keep_apart(request, salt, start=tracked.shared, block_tokens=self._manager.block_pool.hash_block_size)
         if self._shared and not nothing:
             self._arrived.add(request.request_id)
-        if self._shared and not nothing and any(one not in self._stored for one in self._wanted(tracked)):
+        if self._shared and not nothing and any(key not in self._stored for key in self._wanted(tracked)):
             self._orders.lookups.append(LookupOrder(request.request_id, woven.prompt))
             tracked.lookups = self._ranks
 
@@ -389,8 +393,8 @@ class ConnectorScheduler:
         if not external_tokens:
             if not counted and self._weaves:
                 woven = None if tracked.behind_exact else tracked.request
-                asked = AskedOrder(request.request_id, tracked.request.prompt, tracked.local, woven)
-                self._orders.asked.append(asked)
+                order = AskedOrder(request.request_id, tracked.request.prompt, tracked.local, woven)
+                self._orders.asked.append(order)
             return
         stop = tracked.local + external_tokens
         block_ids = tuple(map(tuple, blocks.get_block_ids()))
@@ -406,7 +410,7 @@ class ConnectorScheduler:
         local, stop = tracked.local, tracked.local + external_tokens
         ratio = max(tracked.request.reuse.recompute_ratio, 1 / PLACED_PER_COMPUTED)
         exact = tracked.exact_method or (not external_tokens and tracked.behind_exact)
-        kept = self._kept(tracked) if self._weaves and not tracked.outdated else 0
+        stored_to = self._kept(tracked) if self._weaves and not tracked.outdated else 0
         parts: list[PartToStore] = []
         weave_tokens = 0.0
         # Positions in the prompt, not in what is left to compute: a part below `local` is in vLLM's cache, one that
@@ -417,7 +421,7 @@ class ConnectorScheduler:
             if woven:
                 weave_tokens += len(span) * (ratio if part.id in self._stored and not part.exact_only else 1)
             saved = span.start >= local if woven else span.stop > max(tracked.saved_to, stop if external_tokens else 0)
-            if saved and number < kept:
+            if saved and number < stored_to:
                 parts.append(PartToStore(part.id, part.context, span.stop, exact))
         profiles = tracked.request.kept.profiles and bool(external_tokens)
         self._waits.begin(request_id, Computation(parts, local, round(weave_tokens), stop, profiles))
@@ -428,8 +432,8 @@ class ConnectorScheduler:
         if self._forgotten is None or self._forgotten:
             self._owners.forget(self._forgotten)
             self._forgotten = set()
-        waiting = {one for one in self._arrived if not self._requests[one].lookups}
-        orders.waiting.update({one: self._requests[one].request for one in waiting})
+        waiting = {request_id for request_id in self._arrived if not self._requests[request_id].lookups}
+        orders.waiting.update({request_id: self._requests[request_id].request for request_id in waiting})
         self._arrived -= waiting
         orders.idle = not scheduler_output.total_num_scheduled_tokens
         self._waits.step(scheduler_output.total_num_scheduled_tokens)
@@ -504,7 +508,7 @@ class ConnectorScheduler:
             UsageError: the command is wrong.
         """
         refuse_unknown_keys(params, {FORGET})
-        salt, keys = request.cache_salt or "", (self._key(request, one) for one in {self._named, self._fingerprint})
+        salt, keys = request.cache_salt or "", (self._key(request, model) for model in {self._named, self._fingerprint})
         named = [removed_chunks(params[FORGET], fingerprint=key, salt=salt, start=self._start) for key in keys]
         chunks = None if named[0] is None else frozenset[ChunkId]().union(*filter(None, named))
         first_passes = checked_flag(params[FORGET].get(FIRST_PASSES, False), FIRST_PASSES)
@@ -519,8 +523,8 @@ class ConnectorScheduler:
         elif self._forgotten is not None and not first_passes:
             self._forgotten.add(salt)
         silent = self._ranks - self._stores if self._lasting and not first_passes else 0
-        known = Removed(unasked=("disk or remote tier of a worker that weaves nothing",) if silent else ())
-        self._removals.begin(request.request_id, self._stores, known)
+        removed = Removed(unasked=("disk or remote tier of a worker that weaves nothing",) if silent else ())
+        self._removals.begin(request.request_id, self._stores, removed)
         self._orders.removals.append(RemovalOrder(request.request_id, chunks, frozenset(concerned), first_passes))
 
     def _unreported(self, tracked: _Tracked) -> dict[str, object]:
@@ -532,10 +536,12 @@ class ConnectorScheduler:
         request, found = tracked.request, tracked.found or 0
         tokens, exact = len(request.prompt), found <= tracked.shared
         before: Mapping[str, Any] = {} if exact else self._reports.get(request.salt, {})
-        spans = {KVSource(name): [Span(*one) for one in spans] for name, spans in before.get("kv_sources", {}).items()}
+        spans = {
+            KVSource(name): [Span(*span) for span in spans] for name, spans in before.get("kv_sources", {}).items()
+        }
         if not before:
             spans = {KVSource.EXACT: [Span(0, tracked.shared)], KVSource.REUSED: [Span(tracked.shared, tokens)]}
-        sources = {one: [span.within(0, found) for span in spans.get(one, ())] for one in KVSource}
+        sources = {source: [span.within(0, found) for span in spans.get(source, ())] for source in KVSource}
         sources[KVSource.COMPUTED].append(Span(found, tokens))
         recomputed = [position for position in before.get("recomputed", ()) if position < found]
         hits = {"vllm": sum(len(part.span.within(0, found)) for part in tracked.parts)}
@@ -626,11 +632,11 @@ class ConnectorScheduler:
         return (segment if tracked.exact_method or part.exact_only else part.id for part, segment in pairs)
 
     def _saves(self, output: Any) -> list[SaveOrder]:
-        before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        computed_before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
-        before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed_before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         saves = []
-        for request_id, start in before.items():
+        for request_id, start in computed_before.items():
             tracked = self._requests.get(request_id)
             if tracked is None or tracked.all_saved:
                 continue
@@ -655,9 +661,9 @@ class ConnectorScheduler:
 
     def _expect(self, request_id: str, tracked: _Tracked, done: Sequence[int], *, exact: bool) -> int:
         """Record a save of the parts with these indices; returns its number."""
-        kept = self._kept(tracked) if done else 0
-        stored: list[ChunkId | SegmentId] = [tracked.parts[at].id for at in done if at < kept]
-        stored += [tracked.segments[at] for at in done if exact and at < kept]
+        stored_to = self._kept(tracked) if done else 0
+        stored: list[ChunkId | SegmentId] = [tracked.parts[at].id for at in done if at < stored_to]
+        stored += [tracked.segments[at] for at in done if exact and at < stored_to]
         # Blocks must not be freed while a save order reads them: `saving` keeps the order's number until all ranks
         # report it. The mirror counts the parts as stored already, because workers save before they look up.
         number = next(self._save_numbers)

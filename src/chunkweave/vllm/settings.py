@@ -25,7 +25,7 @@ REMOTE_URL_VARIABLE = "CHUNKWEAVE_REMOTE_URL"
 """Environment variable for `remote_url`: vLLM logs its config, and a URL may hold a password."""
 
 _GROUPS = (PluginConfig, StoreConfig, WeaveConfig, FindConfig, RequestDefaults, ReuseConfig, CaptureConfig)
-_KNOWN = {name: one for kind in _GROUPS for name, one in settings_at(kind, Place.CONNECTOR).items()}
+_KNOWN = {name: setting for kind in _GROUPS for name, setting in settings_at(kind, Place.CONNECTOR).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +51,22 @@ class PluginSettings:
             UsageError: an unknown key, or a value that is out of range or of the wrong type.
             UnknownMethodError: no such eviction policy, codec or method.
         """
-        given = by_name(extra, _KNOWN)
-        if unknown := unknown_names(given, {*_KNOWN, *SETTINGS}):
+        values = by_name(extra, _KNOWN)
+        if unknown := unknown_names(values, {*_KNOWN, *SETTINGS}):
             there = ", ".join(sorted(_KNOWN))
             raise UsageError(f"unknown keys of kv_connector_extra_config: {unknown}; there are: {there}")
         url = environment.get(REMOTE_URL_VARIABLE)
-        given = ({"remote_url": url} if url else {}) | given
-        read(PluginConfig, given, Place.CONNECTOR)  # first: other settings may name plug-ins in its files
-        store = read(StoreConfig, given, Place.CONNECTOR)
+        values = ({"remote_url": url} if url else {}) | values
+        read(PluginConfig, values, Place.CONNECTOR)  # first: other settings may name plug-ins in its files
+        store = read(StoreConfig, values, Place.CONNECTOR)
         if store.cache_dir is not None:
             store = replace(store, cache_dir=store.cache_dir.expanduser())
         make_policy(store.policy)  # raise here, not in every worker
         make_codec(store.codec)
         given_cost_model(store.cost_model, None)
-        requests = {key: given[key] for key in SETTINGS & given.keys() if given[key] is not None}
-        requests |= {key: given[key] for key in ("variant_fraction",) if key in given}  # None is a value
+        requests = {key: values[key] for key in SETTINGS & values.keys() if values[key] is not None}
+        requests |= {key: values[key] for key in ("variant_fraction",) if key in values}  # None is a value
         Defaults.from_config({key: value for key, value in requests.items() if key != "quality"})  # that needs a record
-        weave = read(WeaveConfig, given, Place.CONNECTOR)
-        finding = read(FindConfig, given, Place.CONNECTOR)
+        weave = read(WeaveConfig, values, Place.CONNECTOR)
+        finding = read(FindConfig, values, Place.CONNECTOR)
         return cls(store, weave, requests, finding, weave.weave_step_tokens or max(1, most_tokens // 8))

@@ -62,15 +62,15 @@ class LayerModules:
     """
 
     def __init__(self, block: Any, architecture: Architecture, anatomy: Anatomy) -> None:
-        own = getattr(block, architecture.attention)
-        self._block, self._own, self._anatomy, self._call = block, own, anatomy, architecture.call
-        self._output, self._mlp = getattr(own, architecture.output), getattr(block, architecture.mlp)
-        self.attention = own.attn
-        self.rotates = architecture.rotates(own)
-        self.rotary = getattr(own, "rotary_emb", None) if self.rotates else None
+        own_attention = getattr(block, architecture.attention)
+        self._block, self._own, self._anatomy, self._call = block, own_attention, anatomy, architecture.call
+        self._output, self._mlp = getattr(own_attention, architecture.output), getattr(block, architecture.mlp)
+        self.attention = own_attention.attn
+        self.rotates = architecture.rotates(own_attention)
+        self.rotary = getattr(own_attention, "rotary_emb", None) if self.rotates else None
         self._head_dim = int(self.attention.head_size)
         self._sizes = [self._head_dim * int(heads) for heads in (self.attention.num_heads, self.attention.num_kv_heads)]
-        self.query_scale = float(own.scaling) * self._head_dim**0.5
+        self.query_scale = float(own_attention.scaling) * self._head_dim**0.5
         self._residual_scale = float(getattr(block, "residual_multiplier", 1.0))
 
     def run(
@@ -99,8 +99,8 @@ class LayerModules:
         Queries are scaled as in `DecoderLayers`.
         """
         queries, keys = self._sizes
-        found = _first(self._own.qkv_proj(self._normed(self._anatomy.before_attention, hidden)))
-        q, k, v = torch.split(found, [queries, keys, keys], dim=-1)
+        projected = _first(self._own.qkv_proj(self._normed(self._anatomy.before_attention, hidden)))
+        q, k, v = torch.split(projected, [queries, keys, keys], dim=-1)
         q, k = self._head_normed(q, k)
         return q if self.query_scale == 1.0 else q * self.query_scale, k, self._by_head(v)
 
@@ -108,8 +108,8 @@ class LayerModules:
         """The rest of the layer after attention: output projection, residuals, norms and MLP."""
         anatomy = self._anatomy
         added = hidden + self._scaled(self._normed(anatomy.behind_attention, _first(self._output(attended))))
-        before = (anatomy.before_attention, hidden) if anatomy.parallel else (anatomy.before_mlp, added)
-        return added + self._scaled(self._normed(anatomy.behind_mlp, _first(self._mlp(self._normed(*before)))))
+        norm_input = (anatomy.before_attention, hidden) if anatomy.parallel else (anatomy.before_mlp, added)
+        return added + self._scaled(self._normed(anatomy.behind_mlp, _first(self._mlp(self._normed(*norm_input)))))
 
     def _scaled(self, states: torch.Tensor) -> torch.Tensor:
         """What is added to the stream, by the family's multiplier."""
@@ -136,9 +136,9 @@ class LayerModules:
         return states.reshape(len(states), states.shape[-1] // self._head_dim, self._head_dim)
 
 
-def _first(found: Any) -> torch.Tensor:
+def _first(output: Any) -> torch.Tensor:
     """A module's output, or the first element if it is a tuple."""
-    first: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    first: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return first
 
 
@@ -239,9 +239,9 @@ class StockLayers:
             slots: dict[str, torch.Tensor] = {}
             runs = _Runs.of(where[rows])
             for table, (names, _) in zip(blocks.tables, self._builders, strict=True):
-                own = table.slots(positions[rows])
-                batches.append(runs.batch(positions[rows], table, own))
-                slots |= dict.fromkeys(names, own)
+                own_slots = table.slots(positions[rows])
+                batches.append(runs.batch(positions[rows], table, own_slots))
+                slots |= dict.fromkeys(names, own_slots)
             pieces.append(Piece(rows, tuple(batches), slots))
         return ActiveSet(positions, tuple(pieces))
 
@@ -308,9 +308,9 @@ class StockLayers:
         Accepts no tokens; vLLM's modules are then not called.
         """
         if not len(hidden):
-            own = self.own_geometry
-            none = hidden.new_empty(0, own.num_kv_heads, own.head_dim)
-            return hidden.new_empty(0, own.num_heads, own.head_dim), none, none.clone()
+            geometry = self.own_geometry
+            none = hidden.new_empty(0, geometry.num_kv_heads, geometry.head_dim)
+            return hidden.new_empty(0, geometry.num_heads, geometry.head_dim), none, none.clone()
         done = []
         for rows in self._pieces(len(hidden)):
             self.adapters.map_rows(rows.stop - rows.start)

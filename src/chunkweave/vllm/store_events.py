@@ -112,13 +112,13 @@ class StoredMirror:
         self._copies: dict[ChunkId | SegmentId, int] = {}
         self._coming: Counter[ChunkId | SegmentId] = Counter()
 
-    def __contains__(self, one: ChunkId | SegmentId) -> bool:
+    def __contains__(self, key: ChunkId | SegmentId) -> bool:
         """Whether every rank holds a chunk in some context, or this exact segment, or will store it soon."""
-        return self.held(one) or one in self._coming
+        return self.held(key) or key in self._coming
 
-    def held(self, one: ChunkId | SegmentId) -> bool:
+    def held(self, key: ChunkId | SegmentId) -> bool:
         """Whether every rank holds it now."""
-        return self._copies.get(one, 0) >= self._ranks
+        return self._copies.get(key, 0) >= self._ranks
 
     def expect(self, coming: Iterable[ChunkId | SegmentId]) -> None:
         """Record that ranks were ordered to store these, which they do before any lookup."""
@@ -130,12 +130,12 @@ class StoredMirror:
 
     def note(self, changes: Mapping[ChunkId | SegmentId, int]) -> None:
         """Add changes in the number of ranks that hold each entry."""
-        for one, change in changes.items():
-            copies = self._copies.get(one, 0) + change
+        for key, change in changes.items():
+            copies = self._copies.get(key, 0) + change
             if copies:
-                self._copies[one] = copies
+                self._copies[key] = copies
             else:
-                self._copies.pop(one, None)
+                self._copies.pop(key, None)
 
     def add(self, stored: Iterable[ChunkId | SegmentId]) -> None:
         """Record that one more rank holds these."""

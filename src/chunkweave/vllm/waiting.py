@@ -197,9 +197,11 @@ class PartWaits:
 
     def woven(self, request_id: str) -> None:
         """Record that a weave has ended: what it computed is stored, and vLLM computes the rest."""
-        if (one := self._running.get(request_id)) is not None:
-            one.computed, one.weave_tokens = max(one.computed, one.woven_to), 0
-            self._parts.drop(request_id, [part.chunk for part in one.parts if part.stop <= one.woven_to])
+        if (computation := self._running.get(request_id)) is not None:
+            computation.computed, computation.weave_tokens = max(computation.computed, computation.woven_to), 0
+            self._parts.drop(
+                request_id, [part.chunk for part in computation.parts if part.stop <= computation.woven_to]
+            )
 
     def stored(self, request_id: str, chunks: Iterable[ChunkId]) -> None:
         """Record that chunks computed by a request are stored before other weaves, or never."""
@@ -250,28 +252,28 @@ class PartWaits:
         """For each chunk, the part that is computed in the same context, or else the one that started first."""
         coming: dict[ChunkId, tuple[PartInProgress, str]] = {}
         for number, chunk in enumerate(wanted.chunks):
-            found: list[tuple[PartToStore, str]] = []
+            candidates: list[tuple[PartToStore, str]] = []
             for owner in self._parts.owners_of(chunk):
                 running = self._running[owner]
                 if running.profiles or not profiles:
-                    found += [(part, owner) for part in running.parts if part.chunk == chunk]
+                    candidates += [(part, owner) for part in running.parts if part.chunk == chunk]
             context = tuple(wanted.chunks[:number])
-            same = [one for one in found if one[0].exact and one[0].context == context]
-            for part, owner in (same or found)[:1]:
-                left = max(0, part.stop - self._running[owner].computed)
-                coming[chunk] = PartInProgress(chunk, part.context, part.exact, left), owner
+            same = [candidate for candidate in candidates if candidate[0].exact and candidate[0].context == context]
+            for part, owner in (same or candidates)[:1]:
+                tokens_left = max(0, part.stop - self._running[owner].computed)
+                coming[chunk] = PartInProgress(chunk, part.context, part.exact, tokens_left), owner
         return coming
 
     def _ahead(self, coming: Iterable[tuple[PartInProgress, str]]) -> _Ahead:
-        left: dict[str, int] = {}
+        tokens_left: dict[str, int] = {}
         for part, owner in coming:
-            left[owner] = max(left.get(owner, 0), part.tokens_left)
+            tokens_left[owner] = max(tokens_left.get(owner, 0), part.tokens_left)
         prefilled = woven = queued = 0
         for name, running in self._running.items():
             queued += running.weave_tokens
-            if name in left:
+            if name in tokens_left:
                 woven = queued if running.weave_tokens else woven
-                prefilled += max(0, left[name] - max(0, running.woven_to - running.computed))
+                prefilled += max(0, tokens_left[name] - max(0, running.woven_to - running.computed))
         return _Ahead(prefilled, woven)
 
     def _beside(self, ahead: _Ahead, saved: float, *, woven: bool) -> int:

@@ -90,10 +90,13 @@ class PagedCache:
         assert blocks.whole or not first, "what has left a window cannot be read back"
         self._paged, self._blocks = layers.paged, blocks
         self._rotations = layers.rotations
-        placed = [one for one in placements if one.span.stop > first]
-        self._sources = [(one.segment, slice(max(0, first - one.span.start), len(one.span))) for one in placed]
-        inside = [Span(max(first, one.span.start), one.span.stop) for one in placed]
-        assert all(one.stop <= other.start for one, other in pairwise(inside))
+        placed = [placement for placement in placements if placement.span.stop > first]
+        self._sources = [
+            (placement.segment, slice(max(0, first - placement.span.start), len(placement.span)))
+            for placement in placed
+        ]
+        inside = [Span(max(first, placement.span.start), placement.span.stop) for placement in placed]
+        assert all(span.stop <= next_span.start for span, next_span in pairwise(inside))
         positions = [position for span in inside for position in span.positions()]
         self.cached = torch.tensor(positions, dtype=torch.long, device=layers.device)
         """Positions that the segments load, ascending."""
@@ -139,9 +142,9 @@ class PagedCache:
         self._at, loaded = layer, self._loaded[layer]
         self._loaded[layer] = True
         row, table, inside = self._row_of(layer), self._blocks.of(layer), self._inside(layer, self.cached)
-        known = self._below[table.begins :] if loaded else self._below[: self._first]
-        if len(known):
-            row[:, table.begins : table.begins + len(known)] = self._paged.read(layer, table.slots(known))
+        below = self._below[table.begins :] if loaded else self._below[: self._first]
+        if len(below):
+            row[:, table.begins : table.begins + len(below)] = self._paged.read(layer, table.slots(below))
         self._place(layer, slice(0, inside.start if loaded else inside.stop))
         self._place(layer, slice(inside.stop, len(self.cached)))
         for positions, held in self._held.get(layer, ()):
@@ -153,11 +156,11 @@ class PagedCache:
     def cached_before_rope(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Segments' KV at `positions` (all of them `cached`), `[2, tokens, kv_heads, head_dim]`, before RoPE."""
         places = torch.searchsorted(self.cached, positions)  # indices into `cached`, not positions
-        found = self._gather(layer)[:, places]
+        gathered = self._gather(layer)[:, places]
         if not self._rotated:
-            return found
+            return gathered
         nowhere = torch.full_like(places, BEFORE_ROPE)
-        return torch.stack((self._rotations.turn(layer, found[0], self._keys_at[places], nowhere), found[1]))
+        return torch.stack((self._rotations.turn(layer, gathered[0], self._keys_at[places], nowhere), gathered[1]))
 
     def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite rotated `keys` and `values` at `positions` `[tokens]`, ascending, in the row and the blocks."""
@@ -291,8 +294,8 @@ class RunningPass:
     def recomputed(self) -> list[int]:
         """Positions of reused chunks that are active now, ascending."""
         positions = self.rows.positions.cpu()
-        found: list[int] = positions[self._weave.reused[positions]].tolist()
-        return found
+        reused: list[int] = positions[self._weave.reused[positions]].tolist()
+        return reused
 
     @property
     def recompute_work(self) -> int:
@@ -343,10 +346,10 @@ class StockPass(RunningPass):
         keys = values = hidden
         if layer not in self._decided:
             keys, values = self._weave.layers.keys_values(layer, hidden, self._residual)
-        kept = self.rows.refine(layer, keys, values)
-        self._residual = None if self._residual is None else self._residual[kept]
+        kept_rows = self.rows.refine(layer, keys, values)
+        self._residual = None if self._residual is None else self._residual[kept_rows]
         self._activate()
-        return hidden[kept]
+        return hidden[kept_rows]
 
     def _activate(self) -> None:
         """Compute everything that derives from the active positions, once."""
@@ -438,8 +441,8 @@ def too_scattered(pass_: Pass, whole: Span) -> bool:
     candidates. Windows are left out, since they shorten both.
     """
     candidates = [position for span in pass_.candidates for position in span.positions()]
-    left = min((rule.count for rule in pass_.keep_top), default=pass_.starting_tokens)
-    spread = (candidates[n * len(candidates) // left] for n in range(left))
+    tokens_left = min((rule.count for rule in pass_.keep_top), default=pass_.starting_tokens)
+    spread = (candidates[n * len(candidates) // tokens_left] for n in range(tokens_left))
     return keys_read(joined((*pass_.required, *spans_of(spread)))) > _MOST_READS * keys_read([whole])
 
 
@@ -480,12 +483,14 @@ class CapturedParts:
         """
         self._prompt, self._plan, self._store = prompt, plan, store
         fraction = config.variant_fraction if before is None and config is not None else None
-        opened = [replace(one, segment=OpenedSegment(one.segment, layers.paged)) for one in placements]
+        opened = [
+            replace(placement, segment=OpenedSegment(placement.segment, layers.paged)) for placement in placements
+        ]
         sources = before_rope(opened if layers.paged.quantized else placements, layers.rotations.inverse, layers.device)
         parts = parts_to_keep(prompt, plan, sources, store, variant_fraction=fraction)
         stop = plan.prompt_tokens if before is None else before
-        here = ((part, origin) for part, origin in parts if first <= part.span.start < stop)
-        self.captures = new_captures(here, layers.own_geometry, layers.dtype, layers.device)
+        placed = ((part, origin) for part, origin in parts if first <= part.span.start < stop)
+        self.captures = new_captures(placed, layers.own_geometry, layers.dtype, layers.device)
         self.attention: AttentionCapture | None = None
         if self.captures and before is None and config is not None:
             self.attention = AttentionCapture(
@@ -495,8 +500,10 @@ class CapturedParts:
     def segments(self, exact_to: int, memory: HostMemory) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
         """The segments to store after the weave, in `memory`; only parts that end at or before `exact_to` are exact."""
         complete = [capture for capture in self.captures if capture.complete]
-        found = segments_of(self._prompt, self._plan, complete, self.attention, store=self._store, exact_to=exact_to)
-        for record, kv in found:
+        new_segments = segments_of(
+            self._prompt, self._plan, complete, self.attention, store=self._store, exact_to=exact_to
+        )
+        for record, kv in new_segments:
             yield record, SegmentKV(memory.empty(kv.kv.shape, kv.kv.dtype).copy_(kv.kv))
 
     def exchange(self) -> None:
@@ -591,7 +598,7 @@ class WeaveJob:
     def outline(self) -> tuple[object, ...]:
         """What decides which collectives it runs; equal on all ranks. Call it before `run`."""
         captured = self.captured
-        captures = [] if captured is None else [one.part.span for one in captured.captures]
+        captures = [] if captured is None else [capture.part.span for capture in captured.captures]
         attention = captured is not None and captured.attention is not None
         return self.first, captures, attention, sorted(self._decided)
 
@@ -603,13 +610,13 @@ class WeaveJob:
     @property
     def stopped_at_layer(self) -> int | None:
         """The layer from which unfocused chunks were not computed any more; None: no token was dropped."""
-        stops = (one.rows.stop for one in self._passes.values())
+        stops = (running.rows.stop for running in self._passes.values())
         return next((stop.layer_if_dropped for stop in stops if stop is not None), None)
 
     @property
     def recompute_work(self) -> int:
         """Active tokens of reused chunks, summed over the layers done."""
-        return sum(one.recompute_work for one in self._passes.values())
+        return sum(running.recompute_work for running in self._passes.values())
 
     def run(self, layers: float = inf, work: float = inf) -> int:
         """Run the next layers of the current and later passes: at most `layers`, and until `work` is done.
@@ -639,17 +646,17 @@ class WeaveJob:
 
     @property
     def _recomputed(self) -> tuple[Span, ...]:
-        whole = (one for number, one in self._passes.items() if self._plan.passes[number].depth is None)
-        return joined(span for one in whole for span in spans_of(one.recomputed))
+        whole = (running for number, running in self._passes.items() if self._plan.passes[number].depth is None)
+        return joined(span for running in whole for span in spans_of(running.recomputed))
 
     def _next_pass(self) -> None:
         """Start the next pass, skipping passes that would only read what is already known."""
         for number in range(max(self._passes, default=-1) + 1, len(self._plan.passes)):
             pass_ = self._plan.passes[number]
-            known = pass_.watch is not None and (number + 1, START) in self._decided
-            if known and not pass_.candidates:
+            is_decided = pass_.watch is not None and (number + 1, START) in self._decided
+            if is_decided and not pass_.candidates:
                 continue
-            self._passes[number] = self._begin(number, replace(pass_, watch=None) if known else pass_)
+            self._passes[number] = self._begin(number, replace(pass_, watch=None) if is_decided else pass_)
             return
 
     def _begin(self, number: int, pass_: Pass) -> RunningPass:

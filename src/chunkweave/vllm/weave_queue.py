@@ -280,13 +280,15 @@ class WeaveQueue:
         ready = [self._is_ready(weave, future) for weave, future in waiting]
         if self._ranks.size == 1:
             yield from (
-                (weave, future.result(), True) for (weave, future), one in zip(waiting, ready, strict=True) if one
+                (weave, future.result(), True)
+                for (weave, future), is_ready in zip(waiting, ready, strict=True)
+                if is_ready
             )
             return
         numbers: list[int] = []
-        for (weave, future), one in zip(waiting, ready, strict=True):
-            digest = _digest_of(what(future.result())) if one else 0
-            numbers += [weave.error is None, one, digest, -digest]
+        for (weave, future), is_ready in zip(waiting, ready, strict=True):
+            digest = _digest_of(what(future.result())) if is_ready else 0
+            numbers += [weave.error is None, is_ready, digest, -digest]
         least = self._ranks.least(numbers)
         for number, (weave, future) in enumerate(waiting):
             sound, everywhere, low, high = least[4 * number : 4 * number + 4]
@@ -404,26 +406,26 @@ _Known = tuple[SegmentId, bool]
 """A segment, and whether it is exact."""
 
 
-def _known(found: PromptLookup) -> set[_Known]:
+def _known(lookup: PromptLookup) -> set[_Known]:
     """The segments that one rank found."""
-    return {(record.id, record.exact) for record in _records(found)}
+    return {(record.id, record.exact) for record in _records(lookup)}
 
 
-def _held_by_all(found: PromptLookup, ranks: Sequence[Collection[_Known]]) -> PromptLookup:
+def _held_by_all(lookup: PromptLookup, ranks: Sequence[Collection[_Known]]) -> PromptLookup:
     """The lookup restricted to segments that every rank has, with the same exactness."""
     everywhere = set.intersection(*map(set, ranks))
-    return without(found, {record.id for record in _records(found) if (record.id, record.exact) not in everywhere})
+    return without(lookup, {record.id for record in _records(lookup) if (record.id, record.exact) not in everywhere})
 
 
-def _by_id(found: PromptLookup) -> PromptLookup:
+def _by_id(lookup: PromptLookup) -> PromptLookup:
     """The lookup with variants sorted by id, because the order of last use differs between ranks."""
-    parts = (replace(part, variants=tuple(sorted(part.variants, key=lambda r: r.id))) for part in found.parts)
+    parts = (replace(part, variants=tuple(sorted(part.variants, key=lambda r: r.id))) for part in lookup.parts)
     return PromptLookup(tuple(parts))
 
 
-def _records(found: PromptLookup) -> list[SegmentRecord]:
-    records = [record for part in found.parts for record in part.variants]
-    return records + [part.exact for part in found.parts if part.exact is not None]
+def _records(lookup: PromptLookup) -> list[SegmentRecord]:
+    records = [record for part in lookup.parts for record in part.variants]
+    return records + [part.exact for part in lookup.parts if part.exact is not None]
 
 
 def _digest_of(what: object) -> int:

@@ -117,14 +117,16 @@ class ConnectorWorker:
         self._step_work = settings.step_tokens * self._num_layers
         named = rank_fingerprint(fingerprint, ranks.rank, ranks.size) + layers.paged.scales_name
         self._streams = streams_of(layers.device)
-        given = given_cost_model(settings.store.cost_model, fingerprint)
-        kept = settings.store if ranks.size == 1 else replace(settings.store, cache_dir=None)  # all of several measure
-        weighed = eviction_cost(kept, named, given, measure, MEASURED_BY_VLLM)
+        cost_model = given_cost_model(settings.store.cost_model, fingerprint)
+        store_config = (
+            settings.store if ranks.size == 1 else replace(settings.store, cache_dir=None)
+        )  # all of several measure
+        weighed = eviction_cost(store_config, named, cost_model, measure, MEASURED_BY_VLLM)
         self._store = open_store(settings.store, named, layers.device, self._streams, weighed)
         self._memory = host_memory_for(layers.device, settings.store.most_pinned_bytes)
         self._cost = loading_costs(
             settings.store.cost_model,
-            given or stored_cost_model(settings.store.cache_dir, named),
+            cost_model or stored_cost_model(settings.store.cache_dir, named),
             measure if ranks.size == 1 else None,
             self._store,
             layers.geometry,
@@ -207,9 +209,9 @@ class ConnectorWorker:
         for request_id in orders.cancelled:
             if self._queue.remove(request_id):
                 self._arrived.add(request_id)
-        left = inf if orders.idle else self._step_work
-        while left > 0 and (weave := self._queue.next()) is not None:
-            left -= self._weave(weave, left)
+        work_left = inf if orders.idle else self._step_work
+        while work_left > 0 and (weave := self._queue.next()) is not None:
+            work_left -= self._weave(weave, work_left)
             if orders.idle and self._arrived:
                 return  # vLLM answers it before the others are woven
 
@@ -280,57 +282,61 @@ class ConnectorWorker:
         """What is stored for an order's prompt. Thread-safe."""
         return self._store.lookup(order.request.prompt)
 
-    def plan(self, order: WeaveOrder, found: PromptLookup) -> PreparedWeave:
+    def plan(self, order: WeaveOrder, lookup: PromptLookup) -> PreparedWeave:
         """Plan with the lookup `found`, pin the segments, and start reading. Thread-safe.
 
         Raises:
             NotWoven: nothing of it is stored and nothing is to be captured, or an exact segment is gone.
         """
-        promotion, known = order.request.promotion, found
+        promotion, full_lookup = order.request.promotion, lookup
         behind = order.first > order.exact  # starts after approximate KV in vLLM's cache: no exact prefix grows there
         if behind:
             promotion = replace(promotion, continued=frozenset())
         ahead = None if self._ahead is None else self._ahead.find(order.request_id)
         loading = None if self._cost is None or not self._alone else loading_now(self._cost, self._store, ahead)
         if loading is not None:
-            found = without(found, self._too_slow(order, found, loading))
+            lookup = without(lookup, self._too_slow(order, lookup, loading))
         method = method_for(order.request.choice, promotion, loading if order.request.raisable else None)
         mean = order.request.mean
-        wanted = mean is not None and (mean.anew or not any(one.contexts for one in found.parts[-1].variants))
+        wanted = mean is not None and (mean.anew or not any(variant.contexts for variant in lookup.parts[-1].variants))
         share_s = time.monotonic() if wanted else None
         if mean is not None:  # also if the mean is stored, because no plan reuses the last token
             method = ContextMethod()
-        elif found.parts[-1].part.id is not None:  # for the same reason
-            found = without(found, [one.id for one in found.parts[-1].variants])
-        while found.hits or order.request.kept.profiles or order.request.mean is not None:
-            plan = self._weaving_store.plan(found, method)
+        elif lookup.parts[-1].part.id is not None:  # for the same reason
+            lookup = without(lookup, [variant.id for variant in lookup.parts[-1].variants])
+        while lookup.hits or order.request.kept.profiles or order.request.mean is not None:
+            plan = self._weaving_store.plan(lookup, method)
             reused = [span.start for span in plan.spans(KVSource.REUSED)]
             exact_to = order.exact if behind else min(reused, default=plan.prompt_tokens)
             if exact_to < order.exact:
                 raise NotWoven("an exact segment is gone, and others may take the blocks that it was to fill")
             pinned = self._weaving_store.pin(plan, prefetched=ahead, first=order.first)
-            gone = [SegmentId(one.segment.name) for one in pinned.placements if isinstance(one.segment, Gone)]
+            gone = [
+                SegmentId(placement.segment.name)
+                for placement in pinned.placements
+                if isinstance(placement.segment, Gone)
+            ]
             if gone:
                 pinned.close()
-                found = without(found, gone)
+                lookup = without(lookup, gone)
                 continue
-            self._note(order, known, plan)
+            self._note(order, full_lookup, plan)
             return PreparedWeave(plan, pinned, exact_to, behind, share_s)
-        self._note(order, known, None)
+        self._note(order, full_lookup, None)
         raise NotWoven("nothing of it is stored")
 
-    def _note(self, order: WeaveOrder, found: PromptLookup, plan: Plan | None) -> None:
+    def _note(self, order: WeaveOrder, lookup: PromptLookup, plan: Plan | None) -> None:
         """Count a requested request once, however often its weave is ordered."""
         if order.request.asked and order.request_id not in self._noted:
             self._noted.add(order.request_id)
-            use = RequestUse.of(found, ()) if plan is None else RequestUse.of(found, plan.segments(), plan.saved())
+            use = RequestUse.of(lookup, ()) if plan is None else RequestUse.of(lookup, plan.segments(), plan.saved())
             self._store.note_request(use)
 
-    def _too_slow(self, order: WeaveOrder, found: PromptLookup, loading: Loading) -> Collection[SegmentId]:
+    def _too_slow(self, order: WeaveOrder, lookup: PromptLookup, loading: Loading) -> Collection[SegmentId]:
         """Segments that load slower than they compute, except those that shared blocks need as exact."""
         exact = order.exact if order.request.method not in EXACT_METHODS else 0
-        needed = {part.exact.id for part in found.parts if part.exact is not None and part.span.start < exact}
-        return too_slow(found, loading) - needed
+        needed = {part.exact.id for part in lookup.parts if part.exact is not None and part.span.start < exact}
+        return too_slow(lookup, loading) - needed
 
     @property
     def _alone(self) -> bool:
@@ -349,14 +355,14 @@ class ConnectorWorker:
         prefetch.close()
         return None
 
-    def _usual_plan(self, request: WeaveRequest, found: PromptLookup) -> Plan:
-        return make_method(request.method, request.reuse).plan(found, self._layers.geometry)
+    def _usual_plan(self, request: WeaveRequest, lookup: PromptLookup) -> Plan:
+        return make_method(request.method, request.reuse).plan(lookup, self._layers.geometry)
 
     def _counted(self) -> dict[str, object]:
         return {"store": store_counts(self._store), "eviction": eviction_order(self._store)}
 
-    def _counting(self, asked: AskedOrder) -> Iterator[Event]:
-        self._in_background(partial(self._count, asked))
+    def _counting(self, order: AskedOrder) -> Iterator[Event]:
+        self._in_background(partial(self._count, order))
         yield None
 
     def _removing(self, order: RemovalOrder) -> Iterator[Event]:
@@ -367,25 +373,25 @@ class ConnectorWorker:
         """Tokens of stored parts that were found, by tier; the prompt's first `local` tokens in vLLM's own cache."""
         hits: Counter[str] = Counter()
         for part in plan.parts:
-            own = len(part.span.within(0, local))
+            own_tokens = len(part.span.within(0, local))
             if part.part.id is not None:
-                hits["vllm"] += own
+                hits["vllm"] += own_tokens
             if part.segment is not None:
-                hits[self._store.tier_of(part.segment) or "host"] += len(part.span) - own
+                hits[self._store.tier_of(part.segment) or "host"] += len(part.span) - own_tokens
         return dict(hits)
 
-    def _count(self, asked: AskedOrder) -> None:
+    def _count(self, order: AskedOrder) -> None:
         """Count a request that vLLM computes; segments of tokens in vLLM's own cache count as used."""
-        found = self._store.lookup(asked.prompt)
-        if asked.woven is None:
-            exact = (entry.exact for entry in found.parts if entry.span.start < asked.local)
+        lookup = self._store.lookup(order.prompt)
+        if order.woven is None:
+            exact = (entry.exact for entry in lookup.parts if entry.span.start < order.local)
             saved = {record.id: float(len(record)) for record in exact if record is not None}
             used = list(saved)
         else:  # the segments that it was woven from are not recorded: use those of a plan made now
-            plan = self._usual_plan(asked.woven, found)
-            used = [part.segment for part in plan.parts if part.segment is not None and part.span.stop <= asked.local]
+            plan = self._usual_plan(order.woven, lookup)
+            used = [part.segment for part in plan.parts if part.segment is not None and part.span.stop <= order.local]
             saved = plan.saved()
-        self._store.note_request(RequestUse.of(found, used, saved))
+        self._store.note_request(RequestUse.of(lookup, used, saved))
 
     def _weave(self, weave: QueuedWeave, work: float) -> int:
         """Continue a weave, for about `work`; returns the work done.
@@ -434,11 +440,18 @@ class ConnectorWorker:
         looked_at = woven.share_s is not None if request.mean is not None else request.kept.profiles
         if looked_at or not (blocks.whole or request.mean is not None):
             # Without profiles, only KV that has left a window must be captured; the rest is read from the blocks later.
-            before = None if looked_at else min(blocks.begins, order.stop)
+            looked_at_before = None if looked_at else min(blocks.begins, order.stop)
             config = request.reuse.capture if request.kept.profiles else None
             first = order.first if request.mean is None else max(order.first, plan.parts[-1].span.start)
             captured = CapturedParts(
-                self._layers, request.prompt, plan, placements, self._store, config, first=first, before=before
+                self._layers,
+                request.prompt,
+                plan,
+                placements,
+                self._store,
+                config,
+                first=first,
+                before=looked_at_before,
             )
         job = WeaveJob(
             self._layers,
@@ -674,7 +687,7 @@ def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, hits: Mapping[str, int
     Where that cache had blocks woven for this prompt, the plan says what they are.
     """
     first = job.first if order.first <= order.exact else 0
-    sources = {one: [span.within(first, order.stop) for span in plan.spans(one)] for one in KVSource}
+    sources = {source: [span.within(first, order.stop) for span in plan.spans(source)] for source in KVSource}
     sources[KVSource.EXACT].append(Span(0, first))
     sources[KVSource.COMPUTED].append(Span(order.stop, plan.prompt_tokens))
     report = request_report(order.request, sources, recomputed=job.recomputed, local=order.first, hits=hits)

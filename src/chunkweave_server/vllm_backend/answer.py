@@ -235,9 +235,9 @@ class VllmAnswer:
 
     async def _prefill(self) -> Placed | None:
         """Run the speculative prefill; returns where it ran, None if it failed."""
-        kept: dict[str, Any] = {name: self._body[name] for name in ("model", "cache_salt") if name in self._body}
+        fields: dict[str, Any] = {name: self._body[name] for name in ("model", "cache_salt") if name in self._body}
         try:
-            placed = await compute_ahead(self._context, self._prepared, kept, tenant=self._tenant)
+            placed = await compute_ahead(self._context, self._prepared, fields, tenant=self._tenant)
             self._prefilled_s = time.perf_counter()
         except (ChunkweaveError, HttpError) as error:
             logger.debug("a speculative prefill failed: %s", error)
@@ -261,12 +261,12 @@ class VllmAnswer:
         cached = cached_tokens(report, reported)
         context.fleet.served(placed, what_was_found(placed, report, reported))
         context.preparer.answered(self._prepared, placed.arranged)
-        shown = shown_report(placed, report, reported)
+        report_fields = shown_report(placed, report, reported)
         finish_reason = str(choice.get("finish_reason") or "stop")
         self._answered = True
         if context.shadow is not None and report.reused_tokens:
             context.shadow.offer(placed, self._body, choice)
-        return AnswerEnd(report, shown, cached, finish_reason, self._prefilled_s, placed.prompt)
+        return AnswerEnd(report, report_fields, cached, finish_reason, self._prefilled_s, placed.prompt)
 
     def _left_s(self) -> float | None:
         if self._aborted:

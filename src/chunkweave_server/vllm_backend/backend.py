@@ -178,10 +178,10 @@ class VllmBackend:
 
     async def metrics(self) -> bytes:
         """Metrics of all vLLM servers that are up."""
-        up = {one.upstream.server: one.upstream for one in self._started_fleet().replicas if one.up}
-        texts = await asyncio.gather(*(one.text("/metrics") for one in up.values()), return_exceptions=True)
-        found = {server: text for server, text in zip(up, texts, strict=True) if isinstance(text, str)}
-        return labelled(found).encode()
+        up = {replica.upstream.server: replica.upstream for replica in self._started_fleet().replicas if replica.up}
+        texts = await asyncio.gather(*(upstream.text("/metrics") for upstream in up.values()), return_exceptions=True)
+        exposed = {server: text for server, text in zip(up, texts, strict=True) if isinstance(text, str)}
+        return labelled(exposed).encode()
 
     def check(self, body: CompletionBody) -> None:
         """Refuse fields that vLLM's completions do not support, and tools if vLLM does not parse them.
@@ -189,9 +189,9 @@ class VllmBackend:
         Raises:
             HttpError: 400, such a field.
         """
-        given = {**body.passed_on, "echo": body.echo}
+        fields = {**body.passed_on, "echo": body.echo}
         refused = (*_UNSUPPORTED, "echo", *(_UNSUPPORTED_IN_CHAT if isinstance(body, ChatBody) else ()))
-        if unsupported := [name for name in refused if given.get(name) not in (None, [], {}, False)]:
+        if unsupported := [name for name in refused if fields.get(name) not in (None, [], {}, False)]:
             message = f"not supported with documents or chunkweave: {', '.join(unsupported)}"
             raise HttpError(400, message, param=unsupported[0], code="unsupported_field")
         if isinstance(body, ChatBody) and (body.tools or is_forced(body.tool_choice)):
@@ -226,12 +226,12 @@ class VllmBackend:
         return chat
 
     def _upstream_body(self, body: CompletionBody, prepared: PreparedRequest) -> dict[str, Any]:
-        given = body.passed_on
-        stops = set(given.get("stop_token_ids") or ())
-        if not given.get("ignore_eos"):
+        fields = body.passed_on
+        stops = set(fields.get("stop_token_ids") or ())
+        if not fields.get("ignore_eos"):
             stops |= self.context.preparer.builder.tokenizer.stop_ids
         upstream: dict[str, Any] = {
-            **given,
+            **fields,
             "model": body.model or self.name,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -255,11 +255,11 @@ class VllmBackend:
 
     async def _start_servers(self, removals: FleetRemovals) -> None:
         if not self.processes:
-            servers = {one.server: one for one in self._upstreams}
-            await asyncio.gather(*(self._until_up(one) for one in servers.values()))
-            for name, one in servers.items():
+            servers = {upstream.server: upstream for upstream in self._upstreams}
+            await asyncio.gather(*(self._until_up(upstream) for upstream in servers.values()))
+            for name, upstream in servers.items():
                 removals.up(name)
-                self._watching.append(asyncio.create_task(_follow(one, removals), name=f"watch {name}"))
+                self._watching.append(asyncio.create_task(_follow(upstream, removals), name=f"watch {name}"))
             return
         for process in self.processes:
             process.on_change = partial(removals.answers, process.name)
@@ -273,7 +273,7 @@ class VllmBackend:
             return replica.name if self.processes else f"{upstream.url}{replica.name.removeprefix(upstream.server)}"
 
         folder = self._settings.corpora.data_dir
-        return FleetRemovals(fleet, RemovalJournal(folder, [key_of(one) for one in fleet.replicas]), key_of)
+        return FleetRemovals(fleet, RemovalJournal(folder, [key_of(replica) for replica in fleet.replicas]), key_of)
 
     async def _until_up(self, upstream: Upstream) -> None:
         until_s = time.monotonic() + self._settings.fleet.start_timeout_s

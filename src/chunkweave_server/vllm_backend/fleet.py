@@ -131,7 +131,7 @@ class Fleet:
         self._weights = TenantWeights.parse(settings.batching.tenant_weight)
         self._time = VirtualTime(self._weights, burst=_BURST_TOKENS)
         self._numbers = itertools.count()
-        self.replicas = tuple(_replica(one, settings, self._time) for one in upstreams)
+        self.replicas = tuple(_replica(upstream, settings, self._time) for upstream in upstreams)
         self.on_idle: Callable[[], None] | None = None
         """Called when a request has left and no request runs or waits."""
 
@@ -177,7 +177,10 @@ class Fleet:
         Raises:
             NoReplicaError: none is up.
         """
-        return min(self._up(), key=lambda one: (one is avoid, one.outstanding_tokens, one.handed_through, one.served))
+        return min(
+            self._up(),
+            key=lambda replica: (replica is avoid, replica.outstanding_tokens, replica.handed_through, replica.served),
+        )
 
     async def place(
         self,
@@ -208,10 +211,10 @@ class Fleet:
         """
         replicas = self._up()
         if avoid is not None and len(replicas) > 1:
-            replicas = [one for one in replicas if one is not avoid]
+            replicas = [replica for replica in replicas if replica is not avoid]
         waiting = Counter[str]()
         for one in self.replicas:
-            waiting.update({other: one.queue.waiting(other) for other in one.queue.tenants})
+            waiting.update({tenant_name: one.queue.waiting(tenant_name) for tenant_name in one.queue.tenants})
         self._weights.refuse_if_full(tenant, waiting, self._max_waiting)
         # Nothing is awaited between this choice and the queue: the state that it was made from does not change.
         placed = self._choose(prepared, replicas, like)
@@ -249,14 +252,14 @@ class Fleet:
             NoReplicaError: none is up.
         """
         replicas = self._up()
-        others = [one for one in replicas if one is not avoid]
-        return self._choose(prepared, others or replicas, None).replica
+        alternatives = [replica for replica in replicas if replica is not avoid]
+        return self._choose(prepared, alternatives or replicas, None).replica
 
     async def until_another(self, failed: Replica | None, within_s: float) -> None:
         """Wait until a replica other than `failed` is up, or `failed` is healthy again; at most `within_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while not any(one.up and one is not failed for one in self.replicas):
+                while not any(replica.up and replica is not failed for replica in self.replicas):
                     if failed is not None and failed.up and await failed.upstream.healthy():
                         return
                     await asyncio.sleep(_POLL_S)
@@ -282,7 +285,7 @@ class Fleet:
         if not self.running and not self.waiting and self.on_idle is not None:
             self.on_idle()
 
-    def served(self, placed: Placed, found: Found | None) -> None:
+    def served(self, placed: Placed, outcome: Found | None) -> None:
         """Note that a replica has prefilled a request, and so stores its chunks, unless the request keeps nothing.
 
         `found` corrects the assumed contents of the replica's store, and its size; None: not reported.
@@ -292,15 +295,15 @@ class Fleet:
         replica, weaves = placed.replica, placed.prepared.weaves
         path, sizes = _stored(placed.prompt)
         contents = replica.contents
-        if found is not None:
+        if outcome is not None:
             replica.prompt_tokens += len(placed.prompt)
             replica.expected_tokens += placed.expected_tokens
-            replica.found_tokens += found.cached_tokens
-            if found.store_tokens is not None:
-                contents.resize(min(found.store_tokens, _MIRROR_TOKENS))
+            replica.found_tokens += outcome.cached_tokens
+            if outcome.store_tokens is not None:
+                contents.resize(min(outcome.store_tokens, _MIRROR_TOKENS))
             promotion = placed.arranged.promotion
             continued = frozenset[ChunkId]() if promotion is None else promotion.continued
-            sources = zip(placed.prompt.parts, found.sources, strict=True)
+            sources = zip(placed.prompt.parts, outcome.sources, strict=True)
             stored = [None if part.id in continued else source for part, source in sources if part.id is not None]
             contents.correct(path, sizes, stored, weaves=weaves)
         if (
@@ -309,8 +312,8 @@ class Fleet:
             and (kept := placed.arranged.promotion.kept) is not None
         ):
             head = sum(part.kind is PartKind.SYSTEM for part in placed.prompt.parts)
-            known = contents.tree.match(path).nodes - head
-            length = head + promoted_length([chunk in kept for chunk in path[head:]], max(0, known))
+            mirrored = contents.tree.match(path).nodes - head
+            length = head + promoted_length([chunk in kept for chunk in path[head:]], max(0, mirrored))
             path, sizes = path[:length], sizes[:length]
         contents.note(path, sizes, weaves=weaves)
 
@@ -331,7 +334,7 @@ class Fleet:
     def _routed(self, prepared: PreparedRequest, replicas: Sequence[Replica]) -> Replica:
         """The replica that routing chooses. All of them store the instruction and the neutral passages."""
         chunks = {part.id for part in prepared.prompt.parts if part.id is not None and not _stored_everywhere(part)}
-        candidates = [Candidate(one.name, one.outstanding_tokens) for one in replicas]
+        candidates = [Candidate(replica.name, replica.outstanding_tokens) for replica in replicas]
         chosen = self._router.choose(len(prepared.prompt), chunks, candidates)
         return replicas[candidates.index(chosen)]
 
@@ -348,10 +351,10 @@ class Fleet:
                 placed.released.set_result(None)
 
     def _up(self) -> list[Replica]:
-        found = [replica for replica in self.replicas if replica.up]
-        if not found:
+        replicas = [replica for replica in self.replicas if replica.up]
+        if not replicas:
             raise NoReplicaError
-        return found
+        return replicas
 
     def _of(self, server: str) -> list[Replica]:
         return [replica for replica in self.replicas if replica.upstream.server == server]
@@ -420,35 +423,39 @@ def fleet_samples(fleet: Fleet, processes: Sequence[VllmProcess], retries: int) 
     ):
         yield MetricSample(f"num_requests_{name}", meaning, {"": number})
     for name, meaning, value in (
-        ("up", "1 if the replica is up, else 0.", lambda one: one.up),
-        ("requests_running", "Requests that run on the replica.", lambda one: one.running),
-        ("requests_waiting", "Requests in the replica's queue.", lambda one: len(one.queue)),
-        ("outstanding_tokens", "Estimated tokens that it still has to compute.", lambda one: one.outstanding_tokens),
-        ("mirror_tokens", "Tokens assumed to be in its segment store.", lambda one: one.contents.tokens),
+        ("up", "1 if the replica is up, else 0.", lambda replica: replica.up),
+        ("requests_running", "Requests that run on the replica.", lambda replica: replica.running),
+        ("requests_waiting", "Requests in the replica's queue.", lambda replica: len(replica.queue)),
+        (
+            "outstanding_tokens",
+            "Estimated tokens that it still has to compute.",
+            lambda replica: replica.outstanding_tokens,
+        ),
+        ("mirror_tokens", "Tokens assumed to be in its segment store.", lambda replica: replica.contents.tokens),
         (
             "mirror_budget_tokens",
             "Assumed capacity of its segment store in tokens.",
-            lambda one: one.contents.budget_tokens,
+            lambda replica: replica.contents.budget_tokens,
         ),
     ):
-        values = {one.name: float(value(one)) for one in fleet.replicas}
+        values = {replica.name: float(value(replica)) for replica in fleet.replicas}
         yield MetricSample(f"replica_{name}", meaning, values, "replica")
     for name, meaning, value in (
-        ("requests", "Requests with documents that it has answered.", lambda one: one.served),
-        ("prompt_tokens", "Prompt tokens of reported requests.", lambda one: one.prompt_tokens),
-        ("expected_tokens", "Of these, tokens assumed to be cached there.", lambda one: one.expected_tokens),
-        ("found_tokens", "Of these, tokens that were cached.", lambda one: one.found_tokens),
+        ("requests", "Requests with documents that it has answered.", lambda replica: replica.served),
+        ("prompt_tokens", "Prompt tokens of reported requests.", lambda replica: replica.prompt_tokens),
+        ("expected_tokens", "Of these, tokens assumed to be cached there.", lambda replica: replica.expected_tokens),
+        ("found_tokens", "Of these, tokens that were cached.", lambda replica: replica.found_tokens),
     ):
-        values = {one.name: float(value(one)) for one in fleet.replicas}
+        values = {replica.name: float(value(replica)) for replica in fleet.replicas}
         yield MetricSample(f"replica_{name}", meaning, values, "replica", counter=True)
-    if restarts := {one.name: one.restarts for one in processes}:
+    if restarts := {process.name: process.restarts for process in processes}:
         yield MetricSample("replica_restarts", "Restarts of the replica's process.", restarts, "replica", counter=True)
     yield MetricSample("request_retries", "Requests that were sent to vLLM a second time.", {"": retries}, counter=True)
 
 
 def _with_label(line: str, replica: str) -> str:
-    found = _SAMPLE.fullmatch(line)
-    if found is None:
+    sample = _SAMPLE.fullmatch(line)
+    if sample is None:
         return line
-    labels = ",".join(filter(None, (f'replica="{replica}"', found["labels"])))
-    return f"{found['name']}{{{labels}}}{found['rest']}"
+    labels = ",".join(filter(None, (f'replica="{replica}"', sample["labels"])))
+    return f"{sample['name']}{{{labels}}}{sample['rest']}"

@@ -45,13 +45,15 @@ class AnswerForms:
             UpstreamLostError: the server is gone.
             HttpError: vLLM refused the tools or the choice, with vLLM's message, or has no parser for tool calls.
         """
-        asked = {name: body[name] for name in ("response_format", "structured_outputs") if body.get(name)}
-        request = {**chat, **asked, "messages": [{"role": "user", "content": "."}], "max_tokens": 1}
+        constraints = {name: body[name] for name in ("response_format", "structured_outputs") if body.get(name)}
+        request = {**chat, **constraints, "messages": [{"role": "user", "content": "."}], "max_tokens": 1}
         key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()
         if key not in self._known:
             reply = await upstream.post(_RENDER, request)
-            found = (reply.get("sampling_params") or {}).get("structured_outputs") or {}
-            of_body = {name: value for name, value in found.items() if value is not None and not name.startswith("_")}
+            rendered = (reply.get("sampling_params") or {}).get("structured_outputs") or {}
+            of_body = {
+                name: value for name, value in rendered.items() if value is not None and not name.startswith("_")
+            }
             self._known[key] = of_body
             if len(self._known) > _FORMS:
                 self._known.popitem(last=False)
@@ -112,8 +114,8 @@ class AnswerParser:
         Raises:
             UpstreamLostError, HttpError: vLLM did not parse them.
         """
-        found = [await self._next(choice) for choice in pieces]
-        return [piece for piece in found if piece is not None]
+        parsed_pieces = [await self._next(choice) for choice in pieces]
+        return [piece for piece in parsed_pieces if piece is not None]
 
     async def _next(self, choice: Choice) -> Choice | None:
         waiting = self._choices.setdefault(choice["index"], _Unparsed())
@@ -126,20 +128,20 @@ class AnswerParser:
         due = self._stream and len(waiting.token_ids) * _SHARE_OF_TOKENS > waiting.parsed_tokens
         if ends is None and not due:
             return None
-        said = await (self._piece(waiting, choice) if self._stream else self._whole(waiting, choice))
+        message = await (self._piece(waiting, choice) if self._stream else self._whole(waiting, choice))
         waiting.unsaid_ids += waiting.token_ids
         waiting.parsed_tokens += len(waiting.token_ids)
         waiting.token_ids = []
-        known: dict[str, Any] = {name: _given(said.get(name)) or None for name in ("tool_calls", "reasoning")}
+        fields: dict[str, Any] = {name: _given(message.get(name)) or None for name in ("tool_calls", "reasoning")}
         named = isinstance(self._chat.get("tool_choice"), dict)  # OpenAI's finish reason is "stop" for a named tool
-        known["finish_reason"] = "tool_calls" if ends == "stop" and said["calls"] and not named else ends
-        text = said.get("content") or ""
-        if not text and not any(known.values()):
+        fields["finish_reason"] = "tool_calls" if ends == "stop" and message["calls"] and not named else ends
+        text = message.get("content") or ""
+        if not text and not any(fields.values()):
             return None
-        known |= {"logprobs": waiting.logprobs, "stop_reason": choice.get("stop_reason")}
-        found = {"index": choice["index"], "text": text, "token_ids": waiting.unsaid_ids}
+        fields |= {"logprobs": waiting.logprobs, "stop_reason": choice.get("stop_reason")}
+        piece = {"index": choice["index"], "text": text, "token_ids": waiting.unsaid_ids}
         waiting.unsaid_ids, waiting.logprobs = [], None
-        return {**found, **{name: value for name, value in known.items() if value is not None}}
+        return {**piece, **{name: value for name, value in fields.items() if value is not None}}
 
     async def _whole(self, waiting: _Unparsed, choice: Choice) -> dict[str, Any]:
         """A parsed message; `calls` is whether it has tool calls."""
@@ -166,7 +168,7 @@ class AnswerParser:
         }
         reply = await self._upstream.post(PARSE, {**self._request, **body})
         waiting.state = reply["stream_state"]
-        deltas = [one["delta"] for one in reply["chunk"]["choices"]]
+        deltas = [parsed_choice["delta"] for parsed_choice in reply["chunk"]["choices"]]
         delta = deltas[0] if deltas else {}
         return {**delta, "calls": bool(waiting.state and waiting.state.get("tools_streamed"))}
 
@@ -181,7 +183,7 @@ class AnswerParser:
 def _given(value: Any) -> Any:
     """The value without null fields: of a call in pieces, only the first has a name."""
     if isinstance(value, list):
-        return [_given(one) for one in value]
+        return [_given(inner) for inner in value]
     if isinstance(value, dict):
-        return {name: _given(one) for name, one in value.items() if one is not None}
+        return {name: _given(inner) for name, inner in value.items() if inner is not None}
     return value

@@ -153,21 +153,21 @@ class Passthrough:
         )
         if body is None:
             return None
-        sent, found = body
-        if not found:
+        sent, finds = body
+        if not finds:
             say_that_nothing_was_named()
-        also = None if found else NOTHING_NAMED
+        also = None if finds else NOTHING_NAMED
         return PassedThrough(self._fleet(), request, sent, place_of_tenant, also=also)
 
     def _plain(self, path: str, tenant: Tenant, raw: bytes) -> tuple[bytes, bool] | None:
         """The body for vLLM of a completion request, and whether chunks are found in it; None: it is answered here."""
-        body, found = _parsed(raw), self._finds
+        body, finds = _parsed(raw), self._finds
         if body is not None and (finding := self._finding(body)) is not None:
-            body, found = finding
+            body, finds = finding
             raw = json.dumps(body).encode()
         if body is not None and any(body.get(name) for name in _OURS):
             return None
-        return self._completed(path, raw, body, tenant), found
+        return self._completed(path, raw, body, tenant), finds
 
     def _finding(self, body: dict[str, Any]) -> tuple[dict[str, Any], bool] | None:
         """The body with our field for the plug-in, and whether chunks are found in it; None if it does not say so.
@@ -185,11 +185,11 @@ class Passthrough:
         found, cache = reuse.find_chunks, CacheUse(reuse.cache)
         if found is None or not (found or self._finds) or not ours.keys() <= _FINDING or not isinstance(salt, str):
             return None
-        left = {name: value for name, value in body.items() if name != FIELD}
+        other_fields = {name: value for name, value in body.items() if name != FIELD}
         if cache is CacheUse.OFF or not (found or cache is CacheUse.USE):
             # A new salt, so that vLLM's own prefix cache is not used.
-            found, ours, left["cache_salt"] = False, {FIND: False}, f"{salt}|{uuid.uuid4().hex}"
-        return {**left, "kv_transfer_params": {FIELD: ours}}, found
+            found, ours, other_fields["cache_salt"] = False, {FIND: False}, f"{salt}|{uuid.uuid4().hex}"
+        return {**other_fields, "kv_transfer_params": {FIELD: ours}}, found
 
     async def _ping(self, request: Request) -> Response:
         """Health of vLLM; needs no key."""
@@ -220,10 +220,10 @@ class Passthrough:
         if not tenant.admin and _commands(body):
             message = "only an admin may send commands to the plug-in"
             raise HttpError(403, message, param="kv_transfer_params", code="not_admin")
-        given = body.get("cache_salt") or ""
+        client_salt = body.get("cache_salt") or ""
         added: dict[str, Any] = {}
-        if not tenant.anonymous and isinstance(given, str):
-            added["cache_salt"] = tenant.salt(given)
+        if not tenant.anonymous and isinstance(client_salt, str):
+            added["cache_salt"] = tenant.salt(client_salt)
         if self._model is not None and path in _GENERATING and not body.get("model"):
             added["model"] = self._model
         return json.dumps({**body, **added}).encode() if added else raw
@@ -345,11 +345,11 @@ async def _error_of(reply: httpx.Response) -> HttpError:
         body += data
         if len(body) > _MOST_ERROR_BYTES:
             break
-    found = refusal(reply.status_code, body)
-    error = failed_reply(reply.status_code) if isinstance(found, UpstreamFailedError) else found
+    refused = refusal(reply.status_code, body)
+    error = failed_reply(reply.status_code) if isinstance(refused, UpstreamFailedError) else refused
     error.status_code = reply.status_code
-    kept = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in handed_back(reply.headers)}
-    error.headers = {name: value for name, value in kept.items() if not name.startswith("content-")}
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in handed_back(reply.headers)}
+    error.headers = {name: value for name, value in headers.items() if not name.startswith("content-")}
     return error
 
 
@@ -374,8 +374,8 @@ async def _with_our_errors(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]
 
 
 def _our_error(line: bytes) -> bytes:
-    found = refusal(500, line.removeprefix(_DATA))
-    return _DATA + json.dumps((failed_reply() if isinstance(found, UpstreamFailedError) else found).body).encode()
+    refused = refusal(500, line.removeprefix(_DATA))
+    return _DATA + json.dumps((failed_reply() if isinstance(refused, UpstreamFailedError) else refused).body).encode()
 
 
 def _lost_event() -> bytes:

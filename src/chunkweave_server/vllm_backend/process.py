@@ -94,13 +94,13 @@ class VllmFlags:
 
     def value(self, *names: str) -> str | None:
         """The last value given for a flag, under any of its names; None if the flag is not given."""
-        found: str | None = None
+        flag_value: str | None = None
         for place, flag in enumerate(self.flags):
             name, equals, value = flag.partition("=")
             if name.replace("_", "-") not in names:
                 continue
-            found = value if equals else self.flags[place + 1] if place + 1 < len(self.flags) else None
-        return found
+            flag_value = value if equals else self.flags[place + 1] if place + 1 < len(self.flags) else None
+        return flag_value
 
     def given(self, *names: str) -> bool:
         """Whether a flag is given, with or without a value."""
@@ -130,14 +130,14 @@ class VllmFlags:
     @property
     def _unnamed(self) -> tuple[str, ...]:
         """The flags without `--served-model-name` and its values."""
-        kept: list[str] = []
+        remaining: list[str] = []
         naming = False
         for flag in self.flags:
             if flag.startswith("-"):
                 naming = flag.partition("=")[0].replace("_", "-") == "--served-model-name"
             if not naming:
-                kept.append(flag)
-        return tuple(kept)
+                remaining.append(flag)
+        return tuple(remaining)
 
     def _adapting(self) -> list[str]:
         """Flags that make vLLM serve model and adapter under two names."""
@@ -292,9 +292,9 @@ class VllmProcess:
                     raise VllmStartError(f"{self.name} does not answer after {self._start_timeout_s:g} s")
                 await asyncio.sleep(_POLL_S)
         await asyncio.sleep(_POLL_S)  # wait for its last lines
-        said = "\n".join(self._said) or "nothing"
-        ended = f"{self.name} ended with {self._process.returncode} before it answered; its last output:\n{said}"
-        if self._first_error is not None and not said.endswith(self._first_error):
+        log_lines = "\n".join(self._said) or "nothing"
+        ended = f"{self.name} ended with {self._process.returncode} before it answered; its last output:\n{log_lines}"
+        if self._first_error is not None and not log_lines.endswith(self._first_error):
             ended += f"\nIts first error:\n{self._first_error}"
         raise VllmStartError(ended)
 

@@ -81,8 +81,8 @@ class RemovalJournal:
 
     def pending(self, key: str) -> Mapping[int, Removal]:
         """The pending removals of a replica by number, `EVERYTHING` first; a copy."""
-        found = self._pending.get(key, {})
-        return dict(sorted(found.items(), key=lambda one: one[1] != EVERYTHING))
+        removals = self._pending.get(key, {})
+        return dict(sorted(removals.items(), key=lambda numbered: numbered[1] != EVERYTHING))
 
     async def add(self, keys: Collection[str], removal: Removal) -> dict[str, int]:
         """Store a removal for these replicas, before any of them is asked; returns its number by key.
@@ -96,24 +96,26 @@ class RemovalJournal:
     async def done(self, confirmed: Mapping[str, Collection[int]]) -> None:
         """Delete confirmed removals, by key and number; unknown numbers are ignored."""
         for key, numbers in confirmed.items():
-            left = {number: one for number, one in self._pending.get(key, {}).items() if number not in numbers}
-            self._pending[key] = left
-            if not left:
+            remaining = {
+                number: removal for number, removal in self._pending.get(key, {}).items() if number not in numbers
+            }
+            self._pending[key] = remaining
+            if not remaining:
                 del self._pending[key]
         await self._write()
 
     def _note(self, key: str, removal: Removal) -> int:
-        found = self._pending.setdefault(key, {})
-        tokens = sum(one.tokens for one in {*found.values(), removal})
-        if len(found) >= _MOST_ENTRIES:
-            found.clear()
+        pending_removals = self._pending.setdefault(key, {})
+        tokens = sum(pending.tokens for pending in {*pending_removals.values(), removal})
+        if len(pending_removals) >= _MOST_ENTRIES:
+            pending_removals.clear()
             removal = EVERYTHING
         number = next(self._numbers)
-        found[number] = removal if tokens <= self._most_tokens else EVERYTHING
+        pending_removals[number] = removal if tokens <= self._most_tokens else EVERYTHING
         return number
 
     def _numbered(self, removals: Iterable[Removal]) -> dict[int, Removal]:
-        return {next(self._numbers): one for one in removals}
+        return {next(self._numbers): removal for removal in removals}
 
     async def _write(self) -> None:
         if self._path is None:
@@ -136,13 +138,13 @@ def _read(path: Path) -> dict[str, list[Removal]]:
         return {}
     if data["format"] != _FORMAT:
         raise ValueError(f"format {data['format']!r}")
-    return {str(key): [_removal(one) for one in removals] for key, removals in data["pending"].items()}
+    return {str(key): [_removal(fields) for fields in removals] for key, removals in data["pending"].items()}
 
 
-def _removal(given: Mapping[str, Any]) -> Removal:
-    chunks = given["chunks"]
+def _removal(fields: Mapping[str, Any]) -> Removal:
+    chunks = fields["chunks"]
     of_chunks = None if chunks is None else tuple(tuple(map(int, ids)) for ids in chunks)
-    return Removal(str(given["salt"]), of_chunks, tuple(map(int, given["start"])))
+    return Removal(str(fields["salt"]), of_chunks, tuple(map(int, fields["start"])))
 
 
 def _replace(path: Path, pending: Mapping[str, Collection[Removal]]) -> None:
@@ -155,7 +157,7 @@ def _replace(path: Path, pending: Mapping[str, Collection[Removal]]) -> None:
         path.unlink(missing_ok=True)
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    data = {key: [asdict(one) for one in removals] for key, removals in pending.items()}
+    data = {key: [asdict(removal) for removal in removals] for key, removals in pending.items()}
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -228,7 +230,9 @@ class FleetRemovals:
 
     def samples(self) -> Iterator[MetricSample]:
         """Metrics: pending removals by replica."""
-        pending = {one.name: float(len(self._journal.pending(self._key_of(one)))) for one in self._fleet.replicas}
+        pending = {
+            replica.name: float(len(self._journal.pending(self._key_of(replica)))) for replica in self._fleet.replicas
+        }
         meaning = "Removals that the replica must confirm before it gets requests."
         yield MetricSample("replica_removals_pending", meaning, pending, "replica")
 
@@ -248,8 +252,8 @@ class FleetRemovals:
             NotRemovedError: a replica did not answer or still has copies; the others have removed theirs.
         """
         replicas = self._fleet.replicas
-        noted = await self._journal.add([self._key_of(one) for one in replicas], removal)
-        answers = await asyncio.gather(*(self._remove_at(one, removal, ids) for one in replicas))
+        noted = await self._journal.add([self._key_of(replica) for replica in replicas], removal)
+        answers = await asyncio.gather(*(self._remove_at(replica, removal, ids) for replica in replicas))
         confirmed = {
             key: {noted[key]}
             for key, answer in zip(map(self._key_of, replicas), answers, strict=True)
@@ -257,7 +261,7 @@ class FleetRemovals:
         }
         if confirmed:
             await self._journal.done(confirmed)
-        silent = [one.name for one, answer in zip(replicas, answers, strict=True) if answer is None]
+        silent = [replica.name for replica, answer in zip(replicas, answers, strict=True) if answer is None]
         total = sum((answer for answer in answers if answer is not None), Removed())
         if total.left or total.unasked or silent:
             lasting = total.lasting and (self._journal.lasting or not silent)

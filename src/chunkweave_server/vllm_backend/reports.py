@@ -93,9 +93,9 @@ class ReportInbox:
 
     async def report(self, request_id: str, timeout_s: float) -> Report | None:
         """The report of an ended request; None if it does not arrive in time."""
-        found = self._unread.pop(request_id, None)
-        if found is not None:
-            return found
+        unread = self._unread.pop(request_id, None)
+        if unread is not None:
+            return unread
         future = self._awaited[request_id] = asyncio.get_running_loop().create_future()
         try:
             return await asyncio.wait_for(future, timeout_s)
@@ -123,14 +123,14 @@ class ReportInbox:
                 self._stores[source] = dict(message["store"])
                 self.eviction[source] = dict(message.get("eviction") or {})
                 return
-            found = _OUR_ID.search(message["request_id"])
+            match = _OUR_ID.search(message["request_id"])
             report = message["report"][FIELD]
         except (ValueError, KeyError, TypeError):
             logger.warning("unreadable report: %r", data[:200])
             return
-        if found is None or not isinstance(report, Mapping):
+        if match is None or not isinstance(report, Mapping):
             return
-        request_id = found.group()
+        request_id = match.group()
         if (future := self._awaited.get(request_id)) is not None:
             if not future.done():
                 future.set_result(report)
@@ -142,14 +142,14 @@ class ReportInbox:
 
 def _together(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Sums by name; a tier is available if it is available in all."""
-    found: dict[str, Any] = {}
-    for name in dict.fromkeys(name for one in counts for name in one):
-        values = [one[name] for one in counts if name in one]
+    sums: dict[str, Any] = {}
+    for name in dict.fromkeys(name for count_of in counts for name in count_of):
+        values = [count_of[name] for count_of in counts if name in count_of]
         if isinstance(values[0], Mapping):
-            found[name] = _together([value for value in values if isinstance(value, Mapping)])
+            sums[name] = _together([value for value in values if isinstance(value, Mapping)])
         else:
-            found[name] = min(values) if name == "available" else sum(values)
-    return found
+            sums[name] = min(values) if name == "available" else sum(values)
+    return sums
 
 
 def _remove_stale(path: Path) -> None:
@@ -215,8 +215,8 @@ def what_was_found(placed: Placed, report: ReuseReport, reported: Report | None)
     cached = report.prefix_exact_tokens
     if reported is None and placed.prepared.weaves and cached:
         return Found([None] * len(placed.prompt.parts), cached)
-    said = reported if _counted(reported) else _of_vllm(placed.prompt, cached)
-    spans = said.get("kv_sources") or {}
+    fields = reported if _counted(reported) else _of_vllm(placed.prompt, cached)
+    spans = fields.get("kv_sources") or {}
     sources = [_source_of(Span(span.start, span.start + 1), spans) for span in placed.prompt.spans()]
     room = (reported or {}).get(STORE_TOKENS)
     return Found(
@@ -230,30 +230,30 @@ def reuse_report(
     placed: Placed, reported: Report | None, usage: Mapping[str, Any], durations: Durations, new_tokens: int
 ) -> ReuseReport:
     """The reuse report of an answer, from the plug-in's report (None: none), vLLM's `usage`, and measured times."""
-    choice, said = placed.prepared.choice, reported if _counted(reported) else {}
+    choice, fields = placed.prepared.choice, reported if _counted(reported) else {}
     details = usage.get("prompt_tokens_details") or {}
     local_tokens = int(details.get("cached_tokens") or 0)
     counts = TokenCounts(*tokens_by_source(reported, len(placed.prompt), local_tokens))
-    if not said:
-        said = _of_vllm(placed.prompt, counts.prefix_exact)
-    spans = said.get("kv_sources") or {}
-    reasons = {start: dict(one) for start, one in said.get("reasons") or ()}
-    contexts = {start: int(count) for start, count in said.get("contexts") or ()}
+    if not fields:
+        fields = _of_vllm(placed.prompt, counts.prefix_exact)
+    spans = fields.get("kv_sources") or {}
+    reasons = {start: dict(reasons_of_part) for start, reasons_of_part in fields.get("reasons") or ()}
+    contexts = {start: int(count) for start, count in fields.get("contexts") or ()}
     sources = [
         PartSource(_source_of(span, spans), reasons=reasons.get(span.start, {}), contexts=contexts.get(span.start, 0))
         for span in placed.prompt.spans()
     ]
-    recomputed = sorted(said.get("recomputed") or ())
-    checked, stopped = tuple(said.get("check_layers") or ()), said.get("stopped_at_layer")
+    recomputed = sorted(fields.get("recomputed") or ())
+    checked, stopped = tuple(fields.get("check_layers") or ()), fields.get("stopped_at_layer")
     outcome = Outcome(choice.method, counts, sources, recomputed, checked, stopped)
     report = build_report(placed.arranged, choice, placed.prepared.not_sent, outcome, durations, new_tokens)
     return replace(
         report,
-        recompute_fraction=float(said.get("recompute_fraction") or 0.0),
+        recompute_fraction=float(fields.get("recompute_fraction") or 0.0),
         weave_s=max(0.0, durations.ttft_s - durations.queue_s),
-        parameters=said.get("parameters") or report.parameters,
-        engine_cached_tokens=int(said.get("engine_cached_tokens") or 0),
-        hits={str(tier): int(tokens) for tier, tokens in (said.get("hits") or {}).items()},
+        parameters=fields.get("parameters") or report.parameters,
+        engine_cached_tokens=int(fields.get("engine_cached_tokens") or 0),
+        hits={str(tier): int(tokens) for tier, tokens in (fields.get("hits") or {}).items()},
     )
 
 
@@ -261,14 +261,14 @@ def _of_vllm(prompt: Prompt, cached: int) -> Report:
     """The report of a prompt that the plug-in did not handle: vLLM had its first `cached` tokens in its own cache."""
     spans = {str(KVSource.EXACT): [(0, cached)], str(KVSource.COMPUTED): [(cached, len(prompt))]}
     stored = [span for part, span in zip(prompt.parts, prompt.spans(), strict=True) if part.id is not None]
-    found = sum(len(span.within(0, cached)) for span in stored)
-    return {"kv_sources": spans, "engine_cached_tokens": cached, "hits": {"vllm": found} if found else {}}
+    found_tokens = sum(len(span.within(0, cached)) for span in stored)
+    return {"kv_sources": spans, "engine_cached_tokens": cached, "hits": {"vllm": found_tokens} if found_tokens else {}}
 
 
 def _source_of(part: Span, sources: Mapping[str, Sequence[Sequence[int]]]) -> str:
     """The source of a part's last token: one of vLLM's blocks may end inside the part."""
-    found = (source for source, spans in sources.items() for start, stop in spans if start < part.stop <= stop)
-    return str(next(found, ""))
+    matching = (source for source, spans in sources.items() for start, stop in spans if start < part.stop <= stop)
+    return str(next(matching, ""))
 
 
 def shown_report(placed: Placed, report: ReuseReport, reported: Report | None) -> dict[str, Any]:

@@ -133,8 +133,8 @@ def compare(
     kl = sum(math.exp(log_p) * (log_p - woven.get(token, unknown)) for token, log_p in full.items())
     kl += rest_full * math.log(rest_full / rest_woven)
     same = 0
-    for one, other in zip(full_ids, woven_ids, strict=False):
-        if one != other:
+    for full_id, woven_id in zip(full_ids, woven_ids, strict=False):
+        if full_id != woven_id:
             break
         same += 1
     agrees = max(full, key=full.__getitem__) == max(woven, key=woven.__getitem__)

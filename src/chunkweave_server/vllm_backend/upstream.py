@@ -146,9 +146,9 @@ class Upstream:
         """
         # The body is forwarded unchanged, so it must have an encoding that the client accepts.
         encoding = [value for name, value in headers if name.lower() == b"accept-encoding"] or [b"identity"]
-        kept = [*_end_to_end(headers), *((b"accept-encoding", value) for value in encoding)]
+        forwarded = [*_end_to_end(headers), *((b"accept-encoding", value) for value in encoding)]
         try:
-            request = self._client.build_request(method, path, headers=kept, content=body)
+            request = self._client.build_request(method, path, headers=forwarded, content=body)
         except httpx.InvalidURL as error:
             raise HttpError(400, "the path or its query cannot be forwarded") from error
         with self._lost_if_silent("is gone"):
@@ -226,7 +226,7 @@ class Upstream:
             UpstreamLostError: the server does not answer, or serves no model.
         """
         try:
-            names = [str(one["id"]) for one in json.loads(await self.text("/v1/models"))["data"]]
+            names = [str(served_model["id"]) for served_model in json.loads(await self.text("/v1/models"))["data"]]
         except (ValueError, KeyError, TypeError) as error:
             raise UpstreamLostError(f"{self.name} does not list its models: {error!r}") from error
         if not names:
@@ -266,8 +266,8 @@ class Upstream:
             UpstreamLostError: the server does not answer.
         """
         models = json.loads(await self.text("/v1/models"))["data"]
-        found = models[0].get("max_model_len") if models else None
-        return found if isinstance(found, int) else None
+        most_tokens = models[0].get("max_model_len") if models else None
+        return most_tokens if isinstance(most_tokens, int) else None
 
 
 def handed_back(headers: httpx.Headers) -> RawHeaders:
@@ -294,12 +294,12 @@ def _event(data: str) -> Event:
 
 def _object(text: str | bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        body = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        body = None
+    if not isinstance(body, dict):
         raise UpstreamFailedError("vLLM failed: its response is not a JSON object")
-    return found
+    return body
 
 
 def refusal(status: int, body: bytes) -> UpstreamFailedError | HttpError:
