@@ -411,7 +411,7 @@ def resolve(
 
     Raises:
         UsageError: the file cannot be read, a setting is unknown or belongs to the other backend, or a value is
-            invalid; the message names the declared and its source.
+            invalid; the message names the setting and its source.
     """
     if file is None and environment.get(FILE_VARIABLE):
         file = Path(environment[FILE_VARIABLE])
@@ -438,7 +438,7 @@ def _resolved(given: Mapping[str, tuple[Any, str]], backend: Backend) -> Resolve
         if name not in _VLLM_FLAGS:
             instead = _IN_VLLM.get(name) if backend is Backend.VLLM else None
             hint = "" if instead is None else f"; {instead}"
-            raise UsageError(f"{origin}: {name} is a declared of the other backend; this backend is {backend}{hint}")
+            raise UsageError(f"{origin}: {name} is a setting of the other backend; this backend is {backend}{hint}")
         vllm_flags += [known[name].flag, known[name].text(value)]
     values = {
         name: given[name][0] if name in given else declared.default_at(backend.place) for name, declared in here.items()
@@ -452,13 +452,13 @@ def _resolved(given: Mapping[str, tuple[Any, str]], backend: Backend) -> Resolve
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Values from the environment by declared; empty variables are ignored."""
+    """Values from the environment by setting; empty variables are ignored."""
     variables = {name: text for name, text in environment.items() if name.startswith(PREFIX) and text}
     return {name.removeprefix(PREFIX).lower(): text for name, text in variables.items() if name not in _OTHER_VARIABLES}
 
 
 def unused_variables(environment: Mapping[str, str], backend: Backend | None = None) -> list[str]:
-    """Variables that look like settings but are not settings of this backend, each with the closest declared's name."""
+    """Variables that look like settings but are not settings of this backend, each with the closest setting's name."""
     settings = server_settings(backend)
     variables = [name.upper() for name in settings]
     names = sorted(name.upper() for name in by_name(_variables(environment), settings))
