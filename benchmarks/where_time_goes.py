@@ -7,8 +7,8 @@ computing thread is measured, so that other load on the machine matters less. Th
 their calls: `products` is all linear maps with the norms before them, `attention` the kernel, `assembly` loads stored
 KV (with its rotation), `evidence` computes the inputs of rules; the rest is rotating and writing fresh KV, Python
 around all of them, look-up and plan. Decoding takes one step a round, at the prompt's end. Hugging Face decodes with
-its own weights, but what it prefills with are ours, packed. Rows `plain` and `int8` are of engines that keep their
-weights so (`--also-weights`), by the first kernel and with the methods of `--their-methods`.
+its own weights, but what it prefills with are ours, packed. Rows `plain` and `native` are of engines that keep
+their weights so (`--also-weights`), by the first kernel and with the methods of `--their-methods`.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--kernels", default="onednn,sdpa", help="of each its rows, if it runs here")
-    parser.add_argument("--also-weights", default="plain,int8", help="engines with other weights beside the first")
+    parser.add_argument("--also-weights", default="plain", help="engines with other weights beside the first")
     parser.add_argument("--their-methods", default="query@0.05")
     parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--chunk-tokens", type=int, default=512)

@@ -65,8 +65,6 @@ class Weights(StrEnum):
     """oneDNN's weight order where it is faster (bfloat16 on CPUs), else plain. Results are bitwise equal."""
     PLAIN = "plain"
     """As transformers loads them."""
-    INT8 = "int8"
-    """One byte per weight, on CPUs: half the memory of bfloat16; results differ slightly."""
     NATIVE = "native"
     """A GGUF file's own groups of 4 and 8 bits, on CPUs in bfloat16: about the file's size in memory, and no converted
     copy on disk. Decoding is faster, prefill slower; results differ slightly."""
@@ -74,7 +72,7 @@ class Weights(StrEnum):
     @property
     def rounds(self) -> bool:
         """Whether weights in memory are others than the checkpoint's."""
-        return self in (Weights.INT8, Weights.NATIVE)
+        return self is Weights.NATIVE
 
 
 @configuration(_OWN_ENGINE)
@@ -97,7 +95,7 @@ class ModelConfig:
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
     weights: Weights = setting(
         Weights.AUTO,
-        "Weights in memory: auto, in the fastest order; plain, as loaded; on CPUs int8, or native, as in a GGUF file.",
+        "Weights in memory: auto, in the fastest order; plain, as loaded; native, as in a GGUF file (on CPUs).",
     )
     threads: int | None = setting(None, "CPU threads of PyTorch; none: one per core, within the CPU quota.", least=1)
     backend: Backend = setting(Backend.ENGINE, "What computes answers: engine (this package) or vllm.", places=SERVERS)

@@ -29,7 +29,6 @@ from chunkweave.planning.calibration import (
     Quality,
     read_records,
     save_record,
-    stored_calibration,
 )
 from tests.integration.command_line import invoke
 from tests.toys import toy_model
@@ -249,19 +248,6 @@ def test_calibrate_writes_the_record_beside_the_model_and_answers_follow_it(chec
         report = json.loads(asked.stdout)["answers"][0]["report"]
         assert (report["why"], report["method"]) == (why, method)
     assert report["parameters"] == {"recompute_ratio": 0.5, "check_layers": [1]}
-
-
-def test_rounded_weights_are_calibrated_beside_the_others(checkpoint):
-    folder, data = checkpoint
-    for weights in ("plain", "int8"):
-        done = invoke(*calibrate_arguments(folder, data, "--weights", weights))
-        assert done.exit_code == 0, done.output
-    records = {record.dtype: record for record in read_records(folder / CALIBRATION_FILE)}
-    assert [*records] == ["float32", "float32 (int8 weights)"]
-    for weights, dtype in (("plain", "float32"), ("int8", "float32 (int8 weights)")):
-        engine = Engine.load(folder, dtype="float32", weights=weights)
-        assert engine.loaded.fingerprint == records[dtype].fingerprint
-        assert stored_calibration(None, folder, engine.loaded.fingerprint) == records[dtype]
 
 
 def test_calibrate_shows_the_curve_and_what_the_targets_mean(checkpoint):

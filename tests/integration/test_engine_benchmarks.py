@@ -44,10 +44,10 @@ def test_sustained_reuse(monkeypatch, tmp_path):
 
 def test_where_time_goes(monkeypatch, tmp_path):
     sizes = ("--model", "reader", "--chunks", 2, "--chunk-tokens", 48, "--rounds", 1, "--kernels", "sdpa")
-    which = ("--methods", "full-reuse", "--their-methods", "full-reuse", "--also-weights", "int8")
+    which = ("--methods", "full-reuse", "--their-methods", "full-reuse", "--also-weights", "plain")
     found = run("where_time_goes.py", monkeypatch, tmp_path / "out.json", *sizes, *which)
     rows = {row["what"]: row for row in found["rows"]}
-    assert {"full", "full-reuse", "decode 1", "int8 full", "int8 decode 8", "hf-decode 1"} <= rows.keys()
+    assert {"full", "full-reuse", "decode 1", "plain full", "plain decode 8", "hf-decode 1"} <= rows.keys()
     assert all(row["cpu_s"] > 0 for row in rows.values())
 
 

@@ -1,5 +1,6 @@
 """`--weights native`: the numbers of a GGUF file's groups, multiplied without requantizing, and what is refused."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from chunkweave.models import gguf_native, linear_weights, loading
 from chunkweave.models.gguf import checkpoint_folder, dequantized_folder, models_folder
 from chunkweave.models.linear_weights import GROUP, Int4Embedding, Int4Linear, PackedLinear
 from chunkweave.models.loading import load_folder
+from chunkweave.planning.calibration import stored_calibration
 from chunkweave_server.app import create_app
 from chunkweave_server.backend import Stage
 from chunkweave_server.engine_backend import EngineBackend
@@ -242,6 +244,21 @@ def test_random_weights_for_timing_are_of_four_bits():
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "small.gguf", toy("llama", tied=True), quantized=Kind.Q4_1)
+
+
+def test_native_weights_are_calibrated_apart_from_converted_ones(file, tmp_path):
+    lines = [{"question": f"Who is {name}?", "chunks": [f"{name} sails.", f"{name} rows."]} for name in ("Ann", "Ben")]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    sizes = ("--questions", 2, "--chunks", 2, "--new-tokens", 2, "--methods", "epic", "--recompute-ratio", "0.5,1")
+    for weights, dtype in (("plain", "bfloat16"), ("native", "bfloat16 (native weights)")):
+        command = ("calibrate", file, "--dataset", data, "--dtype", "bfloat16", "--weights", weights, *sizes)
+        calibrated = invoke(*command)
+        assert calibrated.exit_code == 0, calibrated.output
+        with Engine.load(file, dtype="bfloat16", weights=weights) as engine:
+            record = stored_calibration(None, engine.loaded.record_folder, engine.loaded.fingerprint)
+        assert record is not None
+        assert (record.dtype, record.fingerprint) == (dtype, engine.loaded.fingerprint)
 
 
 def test_a_server_and_a_command_answer_from_native_weights(file):

@@ -97,7 +97,7 @@ def check_gguf(model: str | Path) -> Path:
     """
     file = None if is_hub_name(str(model)) else gguf_file(model)
     if file is None:
-        raise UsageError(f"weights='native' is for GGUF files, and {model} is none; use weights='auto' or 'int8'")
+        raise UsageError(f"weights='native' is for GGUF files, and {model} is none; use weights='auto'")
     return file
 
 

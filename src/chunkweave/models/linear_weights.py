@@ -1,4 +1,4 @@
-"""Linear layers and their weights in memory: as loaded, in oneDNN's order, as int8, or as a GGUF file's 4-bit groups.
+"""Linear layers and their weights in memory: as loaded, in oneDNN's order, or as a GGUF file's 4-bit groups.
 
 By default PyTorch passes weights to oneDNN row by row, and a product of few rows then reads them at half the memory
 bandwidth. Packed once, they are read at full bandwidth. Results are bitwise equal, and memory use is the same, because
@@ -17,14 +17,10 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from transformers import AutoModelForCausalLM
 
-from chunkweave.config import Weights
 from chunkweave.errors import UnsupportedModelError, UsageError
 from chunkweave.models.huggingface import own_attention
 
 logger = logging.getLogger(__name__)
-
-_FEW_ROWS = 8
-"""Up to this number of rows, int8 weights are multiplied directly; for more, dequantizing first is faster."""
 
 _PRODUCT_TOLERANCE = 0.02
 """Largest allowed difference of a product by packed weights from the plain one."""
@@ -50,75 +46,21 @@ class PackedLinear(nn.Module):
         return self._packed.to_dense()
 
 
-class Int8Linear(nn.Module):
-    """A linear layer with one byte per weight and a scale per output; for inference only.
-
-    Symmetric: the greatest magnitude of an output's weights becomes 127. States are not quantized, because that costs
-    more than quantizing weights.
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
-        wide = linear.weight.detach().float()
-        scales = (wide.abs().amax(1) / 127).to(linear.weight.dtype)
-        scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-        self._scales = scales
-        self._quantized = (wide / scales.float().unsqueeze(1)).round_().clamp_(-127, 127).to(torch.int8)
-        # PyTorch's kernel reads out of bounds if sizes are not multiples of its vector length.
-        self._few = _FEW_ROWS if self.in_features % 16 == 0 and self.out_features % 4 == 0 else 0
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """`[..., in_features]` -> `[..., out_features]`."""
-        rows = states.reshape(-1, self.in_features)
-        if len(rows) <= self._few:
-            product = torch._weight_int8pack_mm(rows, self._quantized, self._scales)
-        else:
-            product = F.linear(rows, self._quantized.to(rows.dtype)).mul_(self._scales)
-        if self.bias is not None:
-            product += self.bias
-        return product.view(*states.shape[:-1], self.out_features)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The dequantized weights, `[out_features, in_features]`; a copy."""
-        return self._quantized.to(self._scales.dtype).mul_(self._scales.unsqueeze(1))
-
-
-def keep_weights(model: Any, weights: Weights) -> None:
-    """Convert a transformers model's linear layers to a memory format. Mutates `model`.
+def pack_weights(model: Any) -> None:
+    """Convert a transformers model's linear layers to `PackedLinear` where it is faster. Mutates `model`.
 
     An output head tied to the embeddings gets its own copy. Modules that are no plain `nn.Linear`, such as experts of a
     mixture, are not converted.
-
-    Raises:
-        UsageError: int8 is not supported for this device or dtype.
     """
-    if weights is Weights.INT8:
-        check_int8(str(model.device), str(model.dtype).removeprefix("torch."))
-        _replace_linear(model, Int8Linear)
-    elif weights is Weights.AUTO and _packable(model):
-        _replace_linear(model, PackedLinear)
+    if _packable(model):
+        _pack_linear(model)
 
 
-def check_int8(device: str, dtype: str) -> None:
-    """Refuse int8 weights on unsupported devices and dtypes, before weights are read.
-
-    Raises:
-        UsageError: the message says what to use instead.
-    """
-    if device != "cpu":
-        raise UsageError(f"weights='int8' is for CPUs, not for {device}; use weights='auto'")
-    if dtype not in ("bfloat16", "float32"):
-        raise UsageError(f"weights='int8' is for models in bfloat16 or float32, not in {dtype}")
-
-
-def _replace_linear(model: Any, kind: type[PackedLinear | Int8Linear], *, but: torch.Tensor | None = None) -> None:
+def _pack_linear(model: Any, *, but: torch.Tensor | None = None) -> None:
     for parent in list(model.modules()):
         for name, module in parent.named_children():
             if type(module) is nn.Linear and module.weight is not but:
-                setattr(parent, name, kind(module))
+                setattr(parent, name, PackedLinear(module))
 
 
 def _packable(model: Any) -> bool:
@@ -330,7 +272,7 @@ def finished(model: Any) -> Any:
         if missing:
             raise UnsupportedModelError(f"weights='native': {name}.{missing[0]} is not in the GGUF file; use auto")
     if _packable(model):
-        _replace_linear(model, PackedLinear, but=getattr(embeddings, "weight", None))
+        _pack_linear(model, but=getattr(embeddings, "weight", None))
     return model.eval()
 
 

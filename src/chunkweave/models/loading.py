@@ -40,7 +40,7 @@ from chunkweave.models.fingerprint import fingerprint_folder, fingerprint_shape
 from chunkweave.models.gguf import check_gguf, checkpoint_folder, config_file_of, gguf_file
 from chunkweave.models.hub import hub_folder
 from chunkweave.models.huggingface import HuggingFaceModel, check_config, own_attention
-from chunkweave.models.linear_weights import check_int8, check_native, keep_weights, random_int4
+from chunkweave.models.linear_weights import check_native, pack_weights, random_int4
 from chunkweave.models.threads import free_memory_bytes
 from chunkweave.planning.cost import known_shape
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
@@ -54,8 +54,8 @@ class LoadedModel:
     """A loaded model with its tokenizer, fingerprint and name.
 
     `folder` is the checkpoint's; None for a model without one. `adapter` is the folder of the LoRA adapter merged into
-    the weights, if any; name and fingerprint then cover both. `quantized` names the rounding of weights (`int8` or
-    `native`), empty if none.
+    the weights, if any; name and fingerprint then cover both. `quantized` names the rounding of weights (`native`),
+    empty if none.
     """
 
     model: HuggingFaceModel
@@ -109,7 +109,7 @@ def load_folder(
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
     checkpoint = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     dtype = _dtype(dtype, device, checkpoint, choose_dtype or faster_dtype)
-    quantized = _quantized(kept, device, dtype)
+    quantized = kept.value if kept.rounds else ""
     if device == "cpu" and file is None:
         _warn_of_memory(path, getattr(torch, dtype).itemsize / getattr(torch, checkpoint).itemsize, model)
     try:
@@ -122,7 +122,8 @@ def load_folder(
         if lora is not None:
             warn_of_other_base(lora, name)
             merge_adapter(loaded, lora)
-        keep_weights(loaded, kept)
+        if kept is Weights.AUTO:
+            pack_weights(loaded)
     driven = HuggingFaceModel(loaded)
     if verify:
         driven.verify()
@@ -157,8 +158,8 @@ def _warn_of_memory(folder: Path, widened: float, model: str | Path) -> None:
     free = free_memory_bytes()
     if free is not None and needed > free:
         native = not is_hub_name(str(model)) and gguf_file(model) is not None
-        advice = "'native' takes about the GGUF file's size" if native else "'int8' takes half of bfloat16"
-        logger.warning("weights take %.1f GiB, and %.1f GiB are free: weights=%s", needed / 2**30, free / 2**30, advice)
+        advice = ": weights='native' takes about the GGUF file's size" if native else ""
+        logger.warning("weights take %.1f GiB, and %.1f GiB are free%s", needed / 2**30, free / 2**30, advice)
 
 
 def _from_folder(path: Path, config: Any, dtype: str) -> Any:
@@ -191,12 +192,13 @@ def load_shape(
     config = shape_config(name)
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
     dtype = _native_dtype(dtype, device) if kept is Weights.NATIVE else _dtype(dtype, device, "bfloat16", faster_dtype)
-    quantized = _quantized(kept, device, dtype)
+    quantized = kept.value if kept.rounds else ""
     if kept is Weights.NATIVE:
         model = random_int4(config, seed)
     else:
         model = random_model(config, dtype=getattr(torch, dtype), device=device, seed=seed)
-        keep_weights(model, kept)
+        if kept is Weights.AUTO:
+            pack_weights(model)
     fingerprint = fingerprint_shape(config, dtype, seed, device, quantized=quantized)
     return LoadedModel(HuggingFaceModel(model), bundled_tokenizer(), fingerprint, name, quantized=quantized)
 
@@ -219,14 +221,6 @@ def bars_at_a_terminal() -> Iterator[None]:
     finally:
         if hidden:
             bars.enable_progress_bar()
-
-
-def _quantized(weights: Weights, device: str, dtype: str) -> str:
-    """How weights are rounded, for the fingerprint; empty if they are not. Raises `UsageError` if unsupported."""
-    if not weights.rounds:
-        return ""
-    (check_int8 if weights is Weights.INT8 else check_native)(device, dtype)
-    return weights.value
 
 
 def _read_config(path: Path) -> Any:
