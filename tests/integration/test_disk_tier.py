@@ -231,15 +231,14 @@ def test_repair_spares_what_was_replaced_meanwhile(tmp_path: Path) -> None:
     assert tier.get(segment) is not None
 
 
-def test_a_newer_version_is_neither_read_replaced_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_neither_read_replaced_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         newer = segment_header.FORMAT_VERSION + 1
         patch.setattr(segment_header, "FORMAT_VERSION", newer)
-        patch.setattr(segment_header.SegmentLayout, "version", newer)
         ((segment, kv),) = fill(open_tier(tmp_path), 1)
     before = path_of(tmp_path, segment).read_bytes()
     tier = open_tier(tmp_path)
-    assert kinds(tier) == [FileProblem.FUTURE]
+    assert kinds(tier) == [FileProblem.OTHER_VERSION]
     assert tier.get(segment) is None
     with pytest.raises(OSError, match=f"version {newer}"):
         tier.put(make_segment(0)[0], kv)

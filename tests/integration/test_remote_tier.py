@@ -219,7 +219,7 @@ def test_another_segments_or_models_bytes_are_a_miss(blobs: BlobStore) -> None:
     assert tier.stats.garbage == 2
 
 
-def test_a_newer_format_is_refused_and_stays(blobs: BlobStore) -> None:
+def test_another_format_is_refused_and_stays(blobs: BlobStore) -> None:
     record, payload = make_segment(10)
     tier = RemoteTier(blobs, FINGERPRINT)
     tier.put(record, payload)

@@ -20,7 +20,6 @@ from chunkweave.tiers.segment_file import (
     MemorySegment,
     encode_segment,
     file_bytes,
-    layout_of,
     read_header,
     write_segment,
 )
@@ -80,18 +79,6 @@ def test_keys_that_are_rotated_say_where_to(tmp_path: Path, codec: str) -> None:
     assert MemorySegment(whole).keys_at == 700
     write_segment(path, record, kv, **head)
     assert open_segment(path).keys_at is None
-
-
-def test_a_reader_that_knows_no_rotated_keys_refuses_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record, kv = make_segment(1)
-    path = tmp_path / f"{record.id}.safetensors"
-    for keys_at, found in ((5, FileProblem.FUTURE), (None, None)):
-        segment = SegmentKV(kv.kv, keys_at)
-        write_segment(path, record, segment, codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=0.0)
-        with monkeypatch.context() as older:
-            older.setattr(segment_header, "FORMAT_VERSION", 1)
-            assert found is None or refusal(path) is found
-            assert found is not None or open_segment(path).keys_at is None
 
 
 def with_profile(record: SegmentRecord, **changes) -> SegmentRecord:
@@ -164,10 +151,6 @@ def mean_record(**changes) -> tuple[SegmentRecord, SegmentKV]:
     return replace(mean, **changes), kv
 
 
-def version_of(whole: bytes) -> str:
-    return json.loads(whole[8:])["__metadata__"]["chunkweave_segment"]
-
-
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_a_mean_says_over_what_it_is_and_what_else_was_read(tmp_path: Path, codec: str) -> None:
     record, kv = mean_record()
@@ -186,43 +169,10 @@ def test_what_has_read_more_than_its_context_says_so() -> None:
     assert parsed(header_of(record, kv), kv).read == record.read
 
 
-def test_a_file_says_the_oldest_version_that_can_read_it(tmp_path: Path) -> None:
-    """One that says `contexts` or `read` is of version 3, also with rotated keys; the others keep their version."""
-    mean, kv = mean_record()
-    plain, _ = make_segment(2)
-    layout = segment_header.SegmentLayout(tuple(kv.kv.shape), kv.kv.dtype, make_codec("raw"))
-    for record, keys_at, version in (
-        (plain, None, "0001"),
-        (plain, 7, "0002"),
-        (mean, None, "0003"),
-        (mean, 7, "0003"),
-        (replace(plain, read=(mean.chunk_id,)), None, "0003"),
-    ):
-        whole = header_bytes(record, FINGERPRINT, replace(layout, keys_at=keys_at), 1.0, (0,) * 3)
-        assert version_of(whole) == version
-        assert parsed(whole, kv) == replace(record, nbytes=len(whole) + kv.nbytes)
-    assert b"contexts" not in header_of(plain, kv)
-    assert b"read" not in header_of(plain, kv)
-
-
-@pytest.mark.parametrize("version", ["0001", "0002"])
-def test_a_mean_in_a_file_of_an_older_version_is_refused(version: str) -> None:
-    """An older reader would take it, and not know what it has read."""
+def test_fields_that_a_record_lacks_are_not_written() -> None:
     plain, kv = make_segment(2)
-    for record in (mean_record()[0], replace(plain, read=(ANYTHING,))):
-        with pytest.raises(SegmentRefused, match="do not match format version") as refused:
-            parsed(header_of(record, kv, lambda fields: fields.update(chunkweave_segment=version)), kv)
-        assert refused.value.problem is FileProblem.CORRUPT
-    with pytest.raises(SegmentRefused, match="do not match format version"):
-        parsed(header_of(plain, kv, lambda fields: fields.update(chunkweave_segment="0003")), kv)
-
-
-def test_an_older_reader_leaves_a_mean_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record, kv = mean_record()
-    path = tmp_path / f"{record.id}.safetensors"
-    write_segment(path, record, kv, codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=0.0)
-    monkeypatch.setattr(segment_header, "FORMAT_VERSION", 2)
-    assert refusal(path) is FileProblem.FUTURE
+    for name in (b"contexts", b"read", b"keys_at"):
+        assert name not in header_of(plain, kv)
 
 
 @pytest.mark.parametrize(
@@ -509,16 +459,14 @@ def test_a_header_of_absurd_size_is_refused_before_it_is_read(tmp_path: Path, mo
         assert refusal(path) is FileProblem.CORRUPT
 
 
-def test_a_version_from_the_future(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment_header.SegmentLayout, "version", segment_header.FORMAT_VERSION + 1)
+@pytest.mark.parametrize("version", [0, segment_header.FORMAT_VERSION + 1])
+def test_another_version_is_refused_and_damage_is_not_taken_for_one(tmp_path: Path, version: int) -> None:
     record, kv = make_segment(1)
-    layout = layout_of(kv, make_codec("raw"))
-    newer = header_bytes(record, FINGERPRINT, layout, 0.0, (0, 0, 0)) + bytes(kv.nbytes)
-    monkeypatch.undo()
+    other = header_of(record, kv, lambda fields: fields.update(chunkweave_segment=f"{version:04}")) + bytes(kv.nbytes)
     path = tmp_path / f"{record.id}.safetensors"
-    path.write_bytes(newer)
-    assert refusal(path) is FileProblem.FUTURE
-    damaged = bytearray(newer)
+    path.write_bytes(other)
+    assert refusal(path) is FileProblem.OTHER_VERSION
+    damaged = bytearray(other)
     damaged[200] ^= 1
     path.write_bytes(damaged)
     assert refusal(path) is FileProblem.CORRUPT

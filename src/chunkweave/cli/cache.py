@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 _FINGERPRINT = re.compile(r"[0-9A-Za-z_-]{1,128}")
 _SHARD = re.compile(r"[0-9a-f]{2}")
-_HARMLESS = ("foreign", "future-version")
-"""Files of other programs or of later versions: listed, never removed, and not counted as damage."""
+_HARMLESS = ("foreign", "other-version")
+"""Files of other programs or format versions: listed, never removed, and not counted as damage."""
 _MOST_PROBLEMS = 50
 
 CacheFolderPath = Annotated[Path, typer.Argument(metavar="CACHE_DIR", help="The folder given as --cache-dir.")]

@@ -47,9 +47,9 @@ class DiskTier:
 
     Several processes may share a folder: files that others add, replace or delete are noticed at the next access. Files
     that are not whole segments of this model are refused, listed by `problems`, and kept: only `repair`, `delete` and
-    `put` of the same id remove a corrupt file, and nothing here removes a foreign or newer one. Opening never fails
-    because of the file system: an unreadable folder counts as empty and is listed as a problem. Thread-safe; no lock is
-    held while a file is read or written.
+    `put` of the same id remove a corrupt file, and nothing here removes a foreign one or another version. Opening never
+    fails because of the file system: an unreadable folder counts as empty and is listed as a problem. Thread-safe; no
+    lock is held while a file is read or written.
     """
 
     # The files are authoritative. Cached data about a file is valid only while the file's identity is unchanged.
@@ -94,7 +94,7 @@ class DiskTier:
         self._make_folders(path.parent)
         self._header(record.id)
         refused = self._problem(path)
-        if refused is not None and refused.problem in (FileProblem.FOREIGN, FileProblem.FUTURE):
+        if refused is not None and refused.problem in (FileProblem.FOREIGN, FileProblem.OTHER_VERSION):
             raise FileExistsError(f"{path} is not replaced: {refused.reason}")
         header = write_segment(
             path, record, payload, codec=self._codec, fingerprint=self.folder.name, created_s=self._clock()
@@ -113,7 +113,7 @@ class DiskTier:
         return None if header is None or path is None else DiskSegment(path, header)
 
     def delete(self, segment: SegmentId) -> None:
-        """Remove the file, corrupt or whole; unknown ids are ignored, foreign files and newer versions are kept.
+        """Remove the file, corrupt or whole; unknown ids are ignored, foreign files and other versions are kept.
 
         A file that cannot be removed (a read-only folder) is logged, listed by `problems`, and no longer used by this
         process. The removal is not synced: after a power failure the file may be back.
@@ -219,7 +219,7 @@ class DiskTier:
             if refused is not None and refused.problem is FileProblem.UNREADABLE:
                 raise OSError(f"{path} is not removed: {refused.reason}")
             if refused is not None:
-                return refused.problem not in (FileProblem.FOREIGN, FileProblem.FUTURE)
+                return refused.problem not in (FileProblem.FOREIGN, FileProblem.OTHER_VERSION)
             folders = self.folder, path.parent
             if not all(stat.S_ISDIR(_mode(folder)) for folder in folders) or not _mode(path):  # a link leads elsewhere
                 return False

@@ -444,9 +444,9 @@ class RemoteTier:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Convert refused segments to failures of the remote, except those of a newer version."""
+    """Convert refused segments to failures of the remote, except those of another version."""
     try:
         yield
     except SegmentRefused as refused:
-        failure = BlobRefused if refused.problem is FileProblem.FUTURE else RemoteGarbage
+        failure = BlobRefused if refused.problem is FileProblem.OTHER_VERSION else RemoteGarbage
         raise failure(str(refused)) from refused

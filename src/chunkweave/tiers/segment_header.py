@@ -23,9 +23,8 @@ from chunkweave.kv.segment import Codec, Shape, TensorLayout, make_codec
 from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
 from chunkweave.types import ChunkId, SegmentId
 
-FORMAT_VERSION = 3
-"""The newest version that is read and written. A file names the oldest version that can read it: 2 if its keys are
-rotated, 3 if it is a mean or has `read` ids."""
+FORMAT_VERSION = 1
+"""The version that is written, and the only one that is read."""
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 4 << 20
@@ -33,7 +32,7 @@ MAX_HEADER_BYTES = 4 << 20
 
 _ALIGNMENT = 64
 _NO_CHECKSUM = b"0" * 32
-# Version and checksum are at the same place in every version, so a flipped bit is not mistaken for a newer format.
+# Version and checksum are at the same place in every version, so a flipped bit is not mistaken for another format.
 _HEAD = re.compile(rb'\{"__metadata__":\{"chunkweave_segment":"(\d{4})","checksum":"([0-9a-f]{32})",')
 _ID = re.compile(r"[0-9a-f]{32}")
 
@@ -52,7 +51,7 @@ class FileProblem(enum.Enum):
     """Why a file is refused."""
 
     CORRUPT = "corrupt"
-    FUTURE = "future-version"
+    OTHER_VERSION = "other-version"
     FOREIGN = "foreign"
     UNREADABLE = "unreadable"
     UNDELETABLE = "undeletable"
@@ -78,11 +77,6 @@ class SegmentLayout:
     dtype: torch.dtype
     codec: Codec
     keys_at: int | None = field(default=None, compare=False)
-
-    @property
-    def version(self) -> int:
-        """The oldest format version that can represent this layout."""
-        return 1 if self.keys_at is None else 2
 
     @property
     def num_layers(self) -> int:
@@ -139,7 +133,7 @@ def header_bytes(
     """
     _require_fitting(record, layout)
     metadata = {
-        "chunkweave_segment": f"{_version(record, layout):04}",
+        "chunkweave_segment": f"{FORMAT_VERSION:04}",
         "checksum": _NO_CHECKSUM.decode(),
         "id": record.id,
         "chunk": record.chunk_id,
@@ -188,7 +182,7 @@ def parse_header(data: bytes, file_bytes: int) -> SegmentHeader:
     The checksum is compared before anything is parsed; every field is still validated afterwards.
 
     Raises:
-        SegmentRefused: the header is foreign, damaged, of a newer version, or contradicts itself or the file.
+        SegmentRefused: the header is foreign, damaged, of another version, or contradicts itself or the file.
     """
     size = header_size(data, file_bytes)
     whole = data[:size]
@@ -203,15 +197,13 @@ def parse_header(data: bytes, file_bytes: int) -> SegmentHeader:
     if _checksum(blank) != head[2]:
         raise SegmentRefused(FileProblem.CORRUPT, "the header's checksum does not match")
     version = int(head[1])
-    if version > FORMAT_VERSION:
-        raise SegmentRefused(FileProblem.FUTURE, f"format version {version}; this chunkweave reads {FORMAT_VERSION}")
+    if version != FORMAT_VERSION:
+        reason = f"format version {version}; this chunkweave reads {FORMAT_VERSION}"
+        raise SegmentRefused(FileProblem.OTHER_VERSION, reason)
     try:
-        header = _header_of(json.loads(whole[LENGTH_BYTES:]), len(whole), file_bytes)
+        return _header_of(json.loads(whole[LENGTH_BYTES:]), len(whole), file_bytes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SegmentRefused(FileProblem.CORRUPT, f"the header contradicts itself ({error})") from error
-    if version != _version(header.record, header.layout):
-        raise SegmentRefused(FileProblem.CORRUPT, f"the fields do not match format version {version}")
-    return header
 
 
 def is_segment_id(text: str) -> bool:
@@ -283,11 +275,6 @@ def _tensor_table(layout: SegmentLayout) -> dict[str, Any]:
             }
             offset += tensor.nbytes
     return table
-
-
-def _version(record: SegmentRecord, layout: SegmentLayout) -> int:
-    """The oldest version that can represent this. An older reader would ignore `read` ids and keep the segment."""
-    return 3 if record.contexts or record.read else layout.version
 
 
 def _chunk_id(text: str) -> ChunkId:
