@@ -11,7 +11,7 @@ from chunkweave import Engine, StoreConfig
 from chunkweave.models import loading
 from chunkweave.models.loading import faster_dtype, load_folder
 from chunkweave.store.shared_folder import DTYPE_FILE, read_dtype, write_dtype
-from chunkweave.tiers import blobs
+from chunkweave.tiers import blobs, remote
 from chunkweave.weaving.stores import agreed_dtype
 from chunkweave_server.engine_backend import load_engine
 from chunkweave_server.settings import resolve
@@ -121,7 +121,7 @@ def test_a_remote_that_refuses_is_asked_for_one_measurement(tmp_path, monkeypatc
         def close(self) -> None:
             """Nothing is open."""
 
-    monkeypatch.setattr(blobs, "open_blobs", lambda url: Full())
+    monkeypatch.setattr(remote, "open_blobs", lambda url: Full())
     measured = iter(["bfloat16"])
     assert agreed_dtype(StoreConfig(remote_url="redis://x"), lambda: next(measured)) == "bfloat16"
     assert "read-only" in caplog.text
@@ -137,7 +137,7 @@ def test_a_remote_that_does_not_answer_decides_nothing(tmp_path, monkeypatch, ca
         def close(self) -> None:
             """Nothing is open."""
 
-    monkeypatch.setattr(blobs, "open_blobs", lambda url: Down())
+    monkeypatch.setattr(remote, "open_blobs", lambda url: Down())
     assert agreed_dtype(StoreConfig(remote_url="redis://x", cache_dir=tmp_path), lambda: "float32") == "float32"
     assert "no route" in caplog.text
 

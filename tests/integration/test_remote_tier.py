@@ -312,7 +312,7 @@ def test_a_user_with_few_rights_is_enough(tmp_path: Path) -> None:
         assert tier.nbytes(record.id) > 0
         assert [found.id for found in tier.records()] == [record.id]
         tier.delete(record.id)
-        assert tier.undeleted == ()
+        assert tier.get(record.id) is None
     finally:
         server.kill()
 
@@ -343,15 +343,14 @@ def test_tls_verifies_the_certificate(tmp_path: Path) -> None:
         raise
     try:
         record, payload = make_segment(16)
-        trusting = RemoteTier(RedisBlobs(secured.url, ca_file=str(certificate)), FINGERPRINT)
+        trusting = RemoteTier(RedisBlobs(f"{secured.url}?ssl_ca_certs={certificate}"), FINGERPRINT)
         trusting.put(record, payload)
         assert_same(trusting.get(record.id), payload)
         wary = RemoteTier(RedisBlobs(secured.url), FINGERPRINT)
         assert wary.get(record.id) is None
         assert wary.stats.unavailable == 1
-        misnamed = RemoteTier(
-            RedisBlobs(secured.url.replace("127.0.0.1", "localhost"), ca_file=str(certificate)), FINGERPRINT
-        )
+        misnamed_url = secured.url.replace("127.0.0.1", "localhost")
+        misnamed = RemoteTier(RedisBlobs(f"{misnamed_url}?ssl_ca_certs={certificate}"), FINGERPRINT)
         assert misnamed.get(record.id) is None
     finally:
         secured.kill()
@@ -371,7 +370,6 @@ def test_a_wrong_password_is_a_miss_and_one_warning(server: Server, caplog: pyte
     assert PASSWORD not in caplog.text
     assert "not-it" not in caplog.text
     open_url = server.url.replace(f":{PASSWORD}@", "")
-    assert_same(RemoteTier(RedisBlobs(open_url, password=PASSWORD), FINGERPRINT).get(record.id), payload)
     without = RemoteTier(RedisBlobs(open_url), FINGERPRINT)
     assert without.get(record.id) is None
     with pytest.raises(PermissionError):
@@ -381,12 +379,8 @@ def test_a_wrong_password_is_a_miss_and_one_warning(server: Server, caplog: pyte
 def test_urls_are_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no-such-protocol"):
         open_blobs("no-such-protocol://bucket")
-    with pytest.raises(UsageError, match="not a rediss"):
-        RedisBlobs("redis://127.0.0.1:1", ca_file="ca.pem")
     with pytest.raises(UsageError):
         RedisBlobs("redis://127.0.0.1:not-a-port")
-    with pytest.raises(UsageError, match="two passwords"):
-        RedisBlobs("redis://:one@127.0.0.1", password="two")
     assert isinstance(open_blobs("valkeys://127.0.0.1:1"), RedisBlobs)
     assert isinstance(open_blobs(f"file://{tmp_path}"), FsspecBlobs)
 

@@ -32,7 +32,7 @@ class Tier(Protocol[PayloadT]):
         """Delete a payload; unknown ids are ignored.
 
         Raises:
-            OSError: the payload may still be there. This tier does not return it while it is open.
+            OSError: the payload may still be there. The store does not use it, and tries again.
         """
 
     def nbytes(self, segment: SegmentId) -> int:

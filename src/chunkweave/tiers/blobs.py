@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 from chunkweave.errors import ChunkweaveError, UsageError, install_extra
 from chunkweave.types import SegmentId
@@ -130,6 +130,9 @@ _PREFIX = "chunkweave"
 _LARGEST_VALUE_BYTES = 512 * 1024 * 1024
 """A server's default `proto-max-bulk-len`; a larger value ends the connection."""
 _SCAN_COUNT = 500
+_CONNECT_TIMEOUT_S = 0.5
+_READ_TIMEOUT_S = 1.0
+"""Longest wait for the next bytes of a reply, not for the whole reply."""
 _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 
 
@@ -143,32 +146,15 @@ class RedisBlobs:
 
     expires = True
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        password: str | None = None,
-        ca_file: str | None = None,
-        cert_file: str | None = None,
-        key_file: str | None = None,
-        connect_timeout_s: float = 0.5,
-        read_timeout_s: float = 1.0,
-    ) -> None:
+    def __init__(self, url: str) -> None:
         """Create the store without connecting.
 
-        Args:
-            url: `redis://[user:password@]host:port/db`, `rediss://` for TLS, `unix://path`; `valkey` for `redis` too.
-            password: if the URL has none.
-            ca_file: PEM file of the authority that signed the server's certificate; the system's authorities if None.
-                Certificate and host name are always verified, unless an option of the URL says otherwise.
-            cert_file: PEM file of the client's certificate, if the server asks for one.
-            key_file: PEM file of its key.
-            connect_timeout_s: longest wait for a connection.
-            read_timeout_s: longest wait for the next bytes of a reply (not for the whole reply).
+        `url` is `redis://[user:password@]host:port/db`, `rediss://` for TLS, or `unix://path`; `valkey` for `redis`
+        too. With TLS, certificate and host name are verified, unless an option of the URL says otherwise:
+        `?ssl_ca_certs=FILE` names an authority, `ssl_certfile` and `ssl_keyfile` the client's own certificate.
 
         Raises:
-            UsageError: redis-py is not installed, the URL is invalid, TLS files are given without TLS, or two passwords
-                are given.
+            UsageError: redis-py is not installed, or the URL is invalid.
         """
         try:
             import redis
@@ -179,25 +165,16 @@ class RedisBlobs:
         self.name = without_secrets(url)
         url = re.sub(r"^valkey", "redis", url, count=1)
         parts = urlsplit(url)
-        options: dict[str, Any] = {"ssl_ca_certs": ca_file, "ssl_certfile": cert_file, "ssl_keyfile": key_file}
-        options = {name: value for name, value in options.items() if value is not None}
-        if options and parts.scheme != "rediss":
-            raise UsageError(f"TLS files are given, but {self.name} is not a rediss:// URL")
-        if parts.scheme == "rediss":
-            options["ssl_check_hostname"] = True  # not the default before redis-py 6
-        if password is not None:
-            if parts.password or "password" in parse_qs(parts.query):
-                # redis-py would silently prefer the URL's
-                raise UsageError(f"two passwords for {self.name}: one in the URL and one in the settings")
-            options["password"] = password
+        # Not the default before redis-py 6.
+        options: dict[str, Any] = {"ssl_check_hostname": True} if parts.scheme == "rediss" else {}
         local = _LOOPBACK.fullmatch(parts.hostname or "localhost")
-        if parts.scheme == "redis" and (password or parts.password) and not local:
+        if parts.scheme == "redis" and parts.password and not local:
             logger.warning("the password for %s travels in clear text: use rediss:// (TLS)", parts.hostname)
         try:
             self._client: Redis = redis.Redis.from_url(
                 url,
-                socket_connect_timeout=connect_timeout_s,
-                socket_timeout=read_timeout_s,
+                socket_connect_timeout=_CONNECT_TIMEOUT_S,
+                socket_timeout=_READ_TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),
                 decode_responses=False,
                 **options,
@@ -290,13 +267,11 @@ class FsspecBlobs:
 
     expires = False
 
-    def __init__(self, url: str, **storage_options: Any) -> None:
+    def __init__(self, url: str) -> None:
         """Create the store; connects at the first call, unless the driver connects on creation.
 
-        Args:
-            url: parent of the fingerprints' folders, such as `s3://bucket/chunkweave`.
-            storage_options: options of fsspec's driver (`endpoint_url`, `key`, ...); most read their own environment
-                variables and configuration files.
+        `url` is the parent of the fingerprints' folders, such as `s3://bucket/chunkweave`. Drivers read credentials and
+        endpoints from their own environment variables and configuration files.
 
         Raises:
             UsageError: fsspec or the driver for this URL is not installed, or there is no such protocol.
@@ -306,10 +281,9 @@ class FsspecBlobs:
         except ImportError as error:
             raise missing_package("fsspec") from error
         self.name = without_secrets(url)
-        # Other processes write too, so a cached listing would be outdated.
-        options = {"use_listings_cache": False, **storage_options}
         try:
-            filesystem, root = fsspec.core.url_to_fs(url, **options)
+            # Other processes write too, so a cached listing would be outdated.
+            filesystem, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise UsageError(f"{self.name}: {error}") from error
         self._fs: Any = filesystem

@@ -4,16 +4,14 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from threading import Event, Lock
-from typing import Self
-from weakref import WeakSet
+from dataclasses import dataclass, replace
+from threading import Lock
 
 from chunkweave.errors import UsageError
 from chunkweave.kv.segment import Codec, RawCodec, SegmentLost, SegmentSource
 from chunkweave.store.records import SegmentRecord
-from chunkweave.tiers.blobs import BlobKey, BlobRefused, BlobStore
-from chunkweave.tiers.remote_calls import Backoff, BreakerState, CircuitBreaker, RemoteCalls, RemoteGarbage
+from chunkweave.tiers.blobs import BlobKey, BlobRefused, BlobStore, open_blobs
+from chunkweave.tiers.remote_calls import CircuitBreaker, RemoteCalls, RemoteGarbage
 from chunkweave.tiers.segment_file import MemorySegment, encode_segment, file_bytes
 from chunkweave.tiers.segment_header import FileProblem, SegmentHeader, SegmentRefused, header_size, parse_header
 from chunkweave.types import SegmentId
@@ -41,66 +39,58 @@ class RemoteStats:
     bytes_out: int = 0
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, slots=True)
 class RunningPut:
-    """One put, from its first attempt until the last thread that runs it has ended."""
+    """One put, held by its caller and by each thread that writes for it."""
 
     key: BlobKey
-    deleted: Event = field(default_factory=Event)
-    """Set if the key was deleted since: the put must remove what it wrote and write nothing more."""
+    holders: int = 1
+    deleted: bool = False
+    """Whether the key was deleted since: the put writes nothing more, and removes what it wrote."""
 
 
-class Deletions:
-    """Tracks deleted keys that may still be in the remote, or be written later. Thread-safe.
+class RunningPuts:
+    """Puts that may still write. Thread-safe.
 
-    An abandoned put keeps running in its thread and may arrive after a deletion: it is marked, and its thread deletes
-    what it wrote. A failed deletion is pending ("owed"): its key reads as a miss here, and the deletion is retried.
-    Pending deletions are lost when the process ends; `owed` lists them.
+    An abandoned put keeps running in its thread and may arrive after a deletion of its key.
     """
 
-    def __init__(self, *, max_owed: int = 100_000) -> None:
-        self._max_owed = max_owed
+    def __init__(self) -> None:
         self._lock = Lock()
-        self._owed: dict[BlobKey, None] = {}
-        self._puts: WeakSet[RunningPut] = WeakSet()
+        self._puts: set[RunningPut] = set()
 
-    def begin_put(self, key: BlobKey) -> RunningPut:
-        """Register a put of `key`; it replaces a pending deletion."""
+    def begin(self, key: BlobKey) -> RunningPut:
+        """Register a put of `key`, held by the caller."""
         put = RunningPut(key)
         with self._lock:
-            self._owed.pop(key, None)
             self._puts.add(put)
         return put
 
-    def delete(self, key: BlobKey) -> None:
-        """Register a deletion of `key`: pending until `settled`. Marks every running put of `key`."""
+    def hold(self, put: RunningPut) -> bool:
+        """Hold a put for one write; False if it must not write: it is over, or its key was deleted."""
         with self._lock:
-            for put in self._puts:
-                if put.key == key:
-                    put.deleted.set()
-            self._owed[key] = None
-            if len(self._owed) > self._max_owed:
-                oldest = next(iter(self._owed))
-                del self._owed[oldest]
-                logger.error("too many deletions are pending; segment %s may stay in the remote store", oldest.segment)
+            if put.holders == 0 or put.deleted:
+                return False
+            put.holders += 1
+            return True
 
-    def settled(self, key: BlobKey) -> None:
-        """Note that the remote has deleted `key`."""
+    def release(self, put: RunningPut) -> None:
+        """End the hold of a caller or a write."""
         with self._lock:
-            self._owed.pop(key, None)
+            put.holders -= 1
+            if put.holders == 0:
+                self._puts.discard(put)
 
-    def is_owed(self, key: BlobKey) -> bool:
-        """Whether the deletion of `key` is pending."""
+    def mark_deleted(self, key: BlobKey) -> bool:
+        """Mark every running put of `key`; whether there is one."""
         with self._lock:
-            return key in self._owed
-
-    def owed(self, limit: int | None = None) -> tuple[BlobKey, ...]:
-        """Keys whose deletion is pending, oldest first."""
-        with self._lock:
-            return tuple(self._owed)[:limit]
+            puts = [put for put in self._puts if put.key == key]
+            for put in puts:
+                put.deleted = True
+        return bool(puts)
 
 
-_OWED_AT_ONCE = 8
+_AGREEMENT_DEADLINE_S = 5.0
 _HEAD_BYTES = 64 << 10
 """First bytes read for a header: a whole header for up to some thousand tokens, cheaper than a round trip."""
 
@@ -117,39 +107,36 @@ def fetch_header(blobs: BlobStore, key: BlobKey) -> SegmentHeader | None:
     return parse_header(head if needed <= len(head) else blobs.get(key, needed) or b"", total_bytes)
 
 
-class RemoteNote:
-    """A short text that all processes with a remote agree on. Use it as a context manager."""
+def agreed_text(url: str, name: str, proposed: Callable[[], str], allowed: Collection[str]) -> str:
+    """A short text on which all processes with the remote at `url` agree: the stored one, else `proposed`, then stored.
 
-    def __init__(self, blobs: BlobStore, name: str, *, deadline_s: float = 5.0) -> None:
-        self._blobs, self._key = blobs, BlobKey(name, SegmentId("0" * 32))
-        breaker = CircuitBreaker(f"remote store {blobs.name}")
-        self._calls = RemoteCalls(deadline_s=deadline_s, breaker=breaker, cut=blobs.close)
+    A stored text that is not `allowed` is replaced. A remote that does not answer decides nothing.
 
-    def __enter__(self) -> Self:
-        return self
+    Raises:
+        UsageError: as for `open_blobs`.
+    """
+    blobs, key = open_blobs(url), BlobKey(name, SegmentId("0" * 32))
+    breaker = CircuitBreaker(f"remote store {blobs.name}")
+    calls = RemoteCalls(deadline_s=_AGREEMENT_DEADLINE_S, breaker=breaker, cut=blobs.close)
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._blobs.close()
-
-    def agree(self, proposed: Callable[[], str], allowed: Collection[str]) -> str:
-        """The remote's text if it is `allowed`, else `proposed`, which is written there. It need not answer."""
-        text = None
-        try:
-            found = self._read(allowed)
-            if found is None:
-                text = proposed()
-                data = text.encode()
-                self._calls.call(lambda: self._blobs.put(self._key, data))
-                found = self._read(allowed) or text  # of two that write at the same time, the later one counts
-        except OSError as error:
-            logger.warning("%s does not say %s: %s", self._blobs.name, self._key.fingerprint, error)
-            return text or proposed()
-        return found
-
-    def _read(self, allowed: Collection[str]) -> str | None:
-        data = self._calls.call(lambda: self._blobs.get(self._key, 64))
+    def stored() -> str | None:
+        data = calls.call(lambda: blobs.get(key, 64))
         text = (data or b"").decode(errors="replace")
         return text if text in allowed else None
+
+    text: str | None = None
+    try:
+        if (agreed := stored()) is not None:
+            return agreed
+        text = proposed()
+        data = text.encode()
+        calls.call(lambda: blobs.put(key, data))
+        return stored() or text  # of two that write at the same time, the later one counts
+    except OSError as error:
+        logger.warning("%s does not say %s: %s", blobs.name, name, error)
+        return text or proposed()
+    finally:
+        blobs.close()
 
 
 class RemoteTier:
@@ -169,7 +156,6 @@ class RemoteTier:
         codec: Codec | None = None,
         deadline_s: float = 2.0,
         breaker: CircuitBreaker | None = None,
-        backoff: Backoff | None = None,
         ttl_s: float | None = None,
         max_bytes: int = 512 << 20,
         max_listed: int = 100_000,
@@ -183,7 +169,6 @@ class RemoteTier:
             codec: for new segments; stored ones are read by the codec that they name. Raw if None.
             deadline_s: longest time that one call waits for the remote, including retries.
             breaker: the circuit breaker; one with defaults if None.
-            backoff: pauses between retries; defaults if None.
             ttl_s: seconds after its put at which the remote deletes a segment; None for never.
             max_bytes: larger segments are neither put nor fetched.
             max_listed: maximum number of segments that `records` lists.
@@ -204,9 +189,9 @@ class RemoteTier:
         self.breaker = CircuitBreaker(f"remote store {blobs.name}") if breaker is None else breaker
         self._blobs = blobs
         self._codec: Codec = RawCodec() if codec is None else codec
-        self._calls = RemoteCalls(deadline_s=deadline_s, breaker=self.breaker, cut=self.close, backoff=backoff)
+        self._calls = RemoteCalls(deadline_s=deadline_s, breaker=self.breaker, cut=self.close)
         self._ttl_s, self._max_bytes, self._max_listed, self._now = ttl_s, max_bytes, max_listed, now
-        self._deletions = Deletions()
+        self._puts = RunningPuts()
         self._lock = Lock()
         self._stats = RemoteStats()
         self._gave_garbage = False  # one warning until the next valid segment
@@ -219,12 +204,7 @@ class RemoteTier:
     @property
     def available(self) -> bool:
         """False while the breaker is open: a miss then does not mean that the remote lacks the segment."""
-        return self.breaker.state is BreakerState.CLOSED
-
-    @property
-    def undeleted(self) -> tuple[SegmentId, ...]:
-        """Segments whose deletion the remote has not confirmed."""
-        return tuple(key.segment for key in self._deletions.owed())
+        return not self.breaker.is_open
 
     def put(self, record: SegmentRecord, payload: SegmentSource) -> None:
         """Send a segment, replacing one with the same id.
@@ -236,15 +216,13 @@ class RemoteTier:
             SegmentLost: the payload could not be read.
         """
         key = BlobKey(self.fingerprint, record.id)
-        self.settle_deletions(_OWED_AT_ONCE)
         try:
             data = encode_segment(
                 record, payload, codec=self._codec, fingerprint=self.fingerprint, created_s=self._now()
             )
             if len(data) > self._max_bytes:
                 raise BlobRefused(f"segment {record.id} has {len(data)} bytes, the limit is {self._max_bytes}")
-            running = self._deletions.begin_put(key)
-            self._calls.call(lambda: self._send(running, data))
+            self._send(key, data)
         except OSError:
             self._count(failed_puts=1)
             raise
@@ -255,7 +233,7 @@ class RemoteTier:
 
         A layer that fails its checksum raises `SegmentLost` when it is read.
         """
-        key = self._readable_key(segment)
+        key = self._key(segment)
         if key is None:
             self._count(misses=1)
             return None
@@ -271,40 +249,34 @@ class RemoteTier:
         except OSError as error:
             self._note_unavailable(error)
             return None
-        if found is None or self._deletions.is_owed(key):
+        if found is None:
             self._count(misses=1)
             return None
         self._count(hits=1, bytes_in=found.header.record.nbytes)
         return found
 
     def delete(self, segment: SegmentId) -> None:
-        """Delete a segment: here at once, in the remote as soon as it can be reached. Unknown ids are ignored.
-
-        A deletion that the remote did not confirm is logged, counted, listed in `undeleted`, and retried with later
-        puts and deletions of this process.
+        """Delete a segment; unknown ids are ignored. A put that still runs will not bring it back.
 
         Raises:
-            OSError: the remote did not confirm it.
+            OSError: the remote did not confirm it, or a put of this segment may still arrive. Call it again later.
         """
         key = self._key(segment)
         if key is None:
             return
-        self._deletions.delete(key)
-        if not self._carry_out(key):
+        may_arrive = self._puts.mark_deleted(key)
+        try:
+            self._calls.call(lambda: self._blobs.delete(key))
+        except OSError as error:
             self._count(failed_deletes=1)
-            raise OSError(f"{self._blobs.name} did not confirm the deletion")
-        self.settle_deletions(_OWED_AT_ONCE)
-
-    def settle_deletions(self, limit: int | None = None) -> int:
-        """Retry pending deletions, at most `limit`, until one fails; returns how many are left."""
-        for key in self._deletions.owed(limit):
-            if not self._carry_out(key):
-                break
-        return len(self._deletions.owed())
+            raise OSError(f"{self._blobs.name} did not confirm the deletion: {error}") from error
+        if may_arrive:
+            self._count(failed_deletes=1)
+            raise OSError(f"a put of segment {segment} may still arrive at {self._blobs.name}")
 
     def nbytes(self, segment: SegmentId) -> int:
         """Bytes that a segment takes in the remote, 0 if it is not there or the remote does not answer."""
-        key = self._readable_key(segment)
+        key = self._key(segment)
         if key is None:
             return 0
         try:
@@ -319,7 +291,7 @@ class RemoteTier:
         Raises:
             OSError: the remote did not answer, or not in time.
         """
-        keys = [key for segment in segments if (key := self._readable_key(segment)) is not None]
+        keys = [key for segment in segments if (key := self._key(segment)) is not None]
         return self._calls.call(lambda: [record for key in keys for record in self._find(key)]) if keys else []
 
     def close(self) -> None:
@@ -348,17 +320,13 @@ class RemoteTier:
                 key = self._calls.call(lambda: next(keys, None), retry=False)
                 if key is None:
                     return
-                if key.segment in seen or self._deletions.is_owed(key):
+                if key.segment in seen:
                     continue
                 seen.add(key.segment)
-                header = self._calls.call(lambda key=key: self._fetch_header(key))  # type: ignore[misc]
-            except (RemoteGarbage, BlobRefused) as error:
-                logger.debug("not listed: %s", error)
-                continue
+                found = self._calls.call(lambda key=key: self._find(key))  # type: ignore[misc]
             except OSError as error:
                 raise OSError(f"the list of the remote store ends after {len(seen)} segments: {error}") from error
-            if header is not None:
-                yield header.record
+            yield from found
         logger.warning("the remote store holds more than %d segments; the rest is not listed", self._max_listed)
 
     def _fetch(self, key: BlobKey) -> MemorySegment | None:
@@ -374,53 +342,45 @@ class RemoteTier:
             self._gave_garbage = False
         return found
 
-    def _fetch_header(self, key: BlobKey) -> SegmentHeader | None:
-        with _failures():
-            header = fetch_header(self._blobs, key)
-        if header is not None:
-            self._require_own(header, key)
-        return header
-
     def _find(self, key: BlobKey) -> list[SegmentRecord]:
+        """The record under `key`, if there is a valid one."""
         try:
-            header = self._fetch_header(key)
+            with _failures():
+                header = fetch_header(self._blobs, key)
+            if header is None:
+                return []
+            self._require_own(header, key)
         except (RemoteGarbage, BlobRefused) as error:
             logger.debug("segment %s of the remote store is skipped: %s", key.segment, error)
             return []
-        return [] if header is None else [header.record]
+        return [header.record]
 
     def _require_own(self, header: SegmentHeader, key: BlobKey) -> None:
         if header.record.id != key.segment or header.fingerprint != key.fingerprint:
             raise RemoteGarbage(f"it contains segment {header.record.id} of model {header.fingerprint}")
 
-    def _send(self, running: RunningPut, data: bytes) -> None:
-        if running.deleted.is_set():
-            return
-        self._blobs.put(running.key, data, self._ttl_s)
-        if running.deleted.is_set():
-            self._deletions.delete(running.key)
-            self._blobs.delete(running.key)
-            self._deletions.settled(running.key)
-
-    def _carry_out(self, key: BlobKey) -> bool:
+    def _send(self, key: BlobKey, data: bytes) -> None:
+        put = self._puts.begin(key)
         try:
-            self._calls.call(lambda: self._blobs.delete(key))
-        except OSError as error:
-            if self.breaker.state is BreakerState.CLOSED:
-                logger.warning("segment %s may stay in the remote store: %s", key.segment, error)
-            return False
-        self._deletions.settled(key)
-        return True
+            self._calls.call(lambda: self._write(put, data))
+        finally:
+            self._puts.release(put)
+
+    def _write(self, put: RunningPut, data: bytes) -> None:
+        if not self._puts.hold(put):
+            return
+        try:
+            self._blobs.put(put.key, data, self._ttl_s)
+            if put.deleted:
+                self._blobs.delete(put.key)
+        finally:
+            self._puts.release(put)
 
     def _key(self, segment: SegmentId) -> BlobKey | None:
         try:
             return BlobKey(self.fingerprint, segment)
         except ValueError:
             return None
-
-    def _readable_key(self, segment: SegmentId) -> BlobKey | None:
-        key = self._key(segment)
-        return None if key is None or self._deletions.is_owed(key) else key
 
     def _count(self, **more: int) -> None:
         with self._lock:

@@ -22,7 +22,7 @@ from chunkweave.store.level import BackgroundWriter, Level, VariantLimits
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.shared_folder import Tombstones, locked_folder, read_dtype, write_dtype
 from chunkweave.store.store import TieredStore
-from chunkweave.store.tier import SharedTier, Tier
+from chunkweave.store.tier import Tier
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.segment_file import DiskSegment
 from chunkweave.types import Geometry
@@ -219,11 +219,9 @@ def agreed_dtype(config: StoreConfig, measured: Callable[[], str]) -> str:
     found = read_dtype(folder) if folder is not None else None
     found = found if found in DTYPES_ON_CPU else None
     if config.remote_url is not None:
-        from chunkweave.tiers.blobs import open_blobs
-        from chunkweave.tiers.remote import RemoteNote
+        from chunkweave.tiers.remote import agreed_text
 
-        with RemoteNote(open_blobs(config.remote_url), "auto-dtype") as note:
-            chosen = note.agree(lambda: found or measured(), DTYPES_ON_CPU)
+        chosen = agreed_text(config.remote_url, "auto-dtype", lambda: found or measured(), DTYPES_ON_CPU)
         if folder is not None and chosen != found:
             _keep_dtype(folder, chosen, first=False)
         return chosen
@@ -277,10 +275,9 @@ def _slow(config: StoreConfig, fingerprint: str, prefill_s: PrefillSeconds | Non
             blobs, fingerprint, codec=make_codec(config.codec), ttl_s=config.ttl_s if blobs.expires else None
         )
         budget_bytes = _UNBOUNDED_BYTES if config.remote_budget_bytes is None else config.remote_budget_bytes
-        # Listing a remote takes a round trip per segment, so a remote that supports lookups is not listed at the start.
-        load = not isinstance(remote, SharedTier)
         removed = Tombstones(config.cache_dir, fingerprint, blobs.name)
-        store = _store(config, remote, budget_bytes, prefill_s, shared=True, load=load, removed=removed)
+        # Listing a remote takes a round trip per segment, so it is only probed.
+        store = _store(config, remote, budget_bytes, prefill_s, shared=True, load=False, removed=removed)
         yield Level("remote", store, background=True)
 
 
