@@ -1,6 +1,7 @@
 """`chunkweave vllm-check`: whether a model is woven inside vLLM."""
 
 import os
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -31,20 +32,10 @@ def vllm_check(
     output = Output(json)
     untested = "" if checked.tested else ", a release that was not tested"
     verdict = "woven" if checked.woven else "not woven, served by vLLM alone"
-    output.show(f"{checked.architecture} in vLLM {checked.release}{untested}: {verdict}")
+    output.show(f"{checked.architecture} in vLLM {checked.vllm}{untested}: {verdict}")
     output.show(*(f"  {escape(reason)}" for reason in checked.reasons))
     if checked.not_read:
         warn(f"not flags of vLLM's engine, and not read: {' '.join(checked.not_read)}")
-    output.finish(
-        {
-            "model": model,
-            "architecture": checked.architecture,
-            "vllm": checked.release,
-            "tested": checked.tested,
-            "woven": checked.woven,
-            "reasons": list(checked.reasons),
-            "not_read": list(checked.not_read),
-        }
-    )
+    output.finish(asdict(checked))
     if not checked.woven:
         raise typer.Exit(1)

@@ -20,20 +20,18 @@ from chunkweave.vllm.releases import untested_release, vllm_version
 class Checked:
     """What the plug-in says of a model in this vLLM before it sees its layers.
 
-    `architecture` is vLLM's class, `reasons` why it is not woven; `tested` says whether this release was tested. The
-    flags in `not_read` are not of vLLM's engine: those of its server, or wrong ones.
+    `architecture` is vLLM's class, `vllm` its version, `tested` whether that release was tested. The model is woven if
+    there are no `reasons` against it; a worker decides it by its trial at start-up. The flags in `not_read` are not of
+    vLLM's engine: those of its server, or wrong ones.
     """
 
+    model: str
     architecture: str
-    release: str
+    vllm: str
     tested: bool
+    woven: bool
     reasons: tuple[str, ...]
     not_read: tuple[str, ...]
-
-    @property
-    def woven(self) -> bool:
-        """Whether nothing speaks against it; a worker decides it by its trial at start-up."""
-        return not self.reasons
 
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM has no types
@@ -62,4 +60,12 @@ def check(model: str, flags: Sequence[str]) -> Checked:
         reasons = [f"this release of vLLM was not tested, and the plug-in does not work with it ({broken})"]
     else:
         reasons = list(config_problems(architecture.__name__, config))
-    return Checked(architecture.__name__, vllm_version(), untested is None, tuple(reasons), tuple(others))
+    return Checked(
+        model=model,
+        architecture=architecture.__name__,
+        vllm=vllm_version(),
+        tested=untested is None,
+        woven=not reasons,
+        reasons=tuple(reasons),
+        not_read=tuple(others),
+    )
