@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--dataset", type=Path, required=True)
     parser.add_argument("--serve", default="chunkweave serve --model reader", help="the server, but for its port")
     parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument("--indexes", nargs="+", default=["ivf", "hnsw", "flat"])
+    parser.add_argument("--indexes", nargs="+", default=["ivf", "flat"])
     parser.add_argument("--orders", nargs="+", default=["fixed", "free"])
     parser.add_argument("--method", default="prefix")
     parser.add_argument("--fillers", type=int, default=0)

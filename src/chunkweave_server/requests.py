@@ -616,7 +616,7 @@ class CorpusBody(Body):
     name: Label
     chunk_tokens: Annotated[int, Field(ge=8, le=4096)] = 512
     overlap_tokens: Annotated[int, Field(ge=0, le=2048)] = 0
-    index: Literal["flat", "ivf", "hnsw"] | None = None
+    index: Literal["flat", "ivf"] | None = None
 
 
 _MOST_METADATA_BYTES = 16 << 10

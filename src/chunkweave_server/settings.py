@@ -143,7 +143,6 @@ class CorpusIndex(StrEnum):
     AUTO = "auto"
     FLAT = "flat"
     IVF = "ivf"
-    HNSW = "hnsw"
 
 
 @configuration(SERVERS)
@@ -154,7 +153,7 @@ class CorpusSettings:
     corpus: tuple[str, ...] = setting((), "Corpus that all tenants may read: FOLDER or NAME=FOLDER; repeatable.")
     data_dir: Path | None = setting(None, "Folder for corpora created over HTTP; none: in memory.")
     corpus_index: CorpusIndex = CorpusIndex.AUTO
-    """Index of new corpora over HTTP above corpus_flat_chunks: flat, ivf, hnsw or auto (ivf with faiss, else flat)."""
+    """Index of new corpora over HTTP above corpus_flat_chunks: flat, ivf or auto (ivf with faiss, else flat)."""
     corpus_flat_chunks: int = 100_000
     """Most chunks of a corpus created over HTTP that are searched flat."""
 

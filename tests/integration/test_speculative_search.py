@@ -46,7 +46,7 @@ class ScriptedCorpus:
         try:
             for number, (gate, chunks) in enumerate(zip(self.gates, self.stages, strict=True), start=1):
                 assert gate.wait(20)
-                yield RetrievalStage(chunks, number, number == len(self.stages), 0.0, 0, 0)
+                yield RetrievalStage(chunks, number, number == len(self.stages), 0.0, 0)
         finally:
             self.ended.set()
 

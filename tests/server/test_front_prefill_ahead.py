@@ -38,7 +38,7 @@ class SlowCorpus:
             last = number == len(self.stages)
             if last:
                 assert self.go_on.wait(20)
-            yield RetrievalStage(self._found(vector, places), number, last, 0.0, 0, 0)
+            yield RetrievalStage(self._found(vector, places), number, last, 0.0, 0)
 
     def _found(self, vector: Any, places: tuple[int, ...]) -> tuple[RetrievedChunk, ...]:
         found = self._corpus.search(vector, 3)
@@ -228,7 +228,7 @@ def test_an_ordering_counts_the_question_once(vllm):
 
 def test_a_search_that_fails_is_told_and_leaves_nothing_behind(front, corpus, vllm, caplog):
     def broken(_vector: Any, _k: int) -> Iterator[RetrievalStage]:
-        yield RetrievalStage(corpus._found(corpus.embed_query("?"), (0, 1)), 1, False, 0.0, 0, 0)
+        yield RetrievalStage(corpus._found(corpus.embed_query("?"), (0, 1)), 1, False, 0.0, 0)
         wait_until(lambda: len(vllm.seen) == 1)
         raise CorpusError("the index is damaged")
 

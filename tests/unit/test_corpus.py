@@ -172,7 +172,7 @@ def test_a_chunk_is_written_again_only_when_its_part_doubles(tmp_path, monkeypat
 
 
 def test_an_index_of_earlier_vectors_is_not_used(tmp_path):
-    corpus = new_corpus(tmp_path, index=IndexConfig(IndexKind.FAISS_FLAT))
+    corpus = new_corpus(tmp_path, index=IndexConfig(IndexKind.IVF))
     corpus.add([document(0, "harbour"), document(1, "storm")])
     corpus.build_index()
     corpus.remove(["d0"])
@@ -189,9 +189,8 @@ def test_progress_counts_documents():
     assert seen == sorted(seen)
 
 
-@pytest.mark.parametrize("kind", [IndexKind.FAISS_FLAT, IndexKind.IVF, IndexKind.HNSW])
-def test_an_index_is_kept_used_and_made_again_when_it_is_stale(tmp_path, kind, monkeypatch):
-    corpus = new_corpus(tmp_path, index=IndexConfig(kind))
+def test_an_index_is_kept_used_and_made_again_when_it_is_stale(tmp_path, monkeypatch):
+    corpus = new_corpus(tmp_path, index=IndexConfig(IndexKind.IVF))
     corpus.add([document(number) for number in range(60)])
     corpus.build_index()
     built = []
@@ -208,9 +207,8 @@ def test_an_index_is_kept_used_and_made_again_when_it_is_stale(tmp_path, kind, m
     assert opened(tmp_path).search("storm", 5) == corpus.search("storm", 5)
 
 
-@pytest.mark.parametrize("kind", [IndexKind.IVF, IndexKind.HNSW])
-def test_a_corpus_that_grows_past_its_size_is_searched_flat_until_its_index_is_made(tmp_path, kind):
-    corpus = new_corpus(tmp_path, index=IndexConfig(kind, flat_up_to=50))
+def test_a_corpus_that_grows_past_its_size_is_searched_flat_until_its_index_is_made(tmp_path):
+    corpus = new_corpus(tmp_path, index=IndexConfig(IndexKind.IVF, flat_up_to=50))
     corpus.add([document(number) for number in range(50)])
     corpus.build_index()
     assert corpus.searched_by is IndexKind.FLAT
@@ -220,7 +218,7 @@ def test_a_corpus_that_grows_past_its_size_is_searched_flat_until_its_index_is_m
     before = corpus.search("storm", 5)
     assert corpus.searched_by is IndexKind.FLAT, "a search makes no index"
     corpus.build_index()
-    assert corpus.searched_by is kind
+    assert corpus.searched_by is IndexKind.IVF
     assert not corpus.index_outdated
     assert {one.document for one in corpus.search("storm", 9)} >= {one.document for one in before}
     assert opened(tmp_path).search("storm", 9) == corpus.search("storm", 9)
@@ -282,7 +280,7 @@ def test_without_faiss_a_corpus_past_its_size_stays_flat(monkeypatch):
 
 
 def test_a_damaged_index_is_made_again_with_a_line_in_the_log(tmp_path, caplog):
-    corpus = new_corpus(tmp_path, index=IndexConfig(IndexKind.FAISS_FLAT))
+    corpus = new_corpus(tmp_path, index=IndexConfig(IndexKind.IVF))
     corpus.add([document(number) for number in range(6)])
     corpus.build_index()
     (tmp_path / "index.faiss").write_bytes(b"noise")
@@ -298,7 +296,7 @@ def test_an_index_of_another_embedder_is_refused(tmp_path):
             embedder,
             split=SPLIT,
             tokenizer=LetterTokenizer(),
-            index=IndexConfig(IndexKind.FAISS_FLAT),
+            index=IndexConfig(IndexKind.IVF),
         )
         corpus.add([document(number) for number in range(6)])
         corpus.build_index()

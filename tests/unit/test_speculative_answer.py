@@ -195,10 +195,10 @@ class GatedCorpus:
 
     def search_stages(self, vector, k: int):
         try:
-            yield RetrievalStage(found(1), 1, False, 0.0, 0, 0)
+            yield RetrievalStage(found(1), 1, False, 0.0, 0)
             self.waiting.set()
             assert self.gate.wait(20)
-            yield RetrievalStage(found(2), 2, True, 0.0, 0, 0)
+            yield RetrievalStage(found(2), 2, True, 0.0, 0)
         finally:
             self.left = True
 

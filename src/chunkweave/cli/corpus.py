@@ -142,15 +142,13 @@ def search(
         found = list(corpus.search_stages(question, k))
     for stage in found if stages else found[-1:]:
         if stages:
-            cost = f"{stage.distances} distances, {stage.extra_distances} of them extra"
-            output.show(f"stage {stage.number} of {len(found)}: {seconds(stage.seconds)}, {cost}")
+            output.show(f"stage {stage.number} of {len(found)}: {seconds(stage.seconds)}, {stage.distances} distances")
         output.show(retrieved_table(stage.chunks))
     summary = [
         {
             "stage": stage.number,
             "seconds": stage.seconds,
             "distances": stage.distances,
-            "extra_distances": stage.extra_distances,
             "chunks": [f"{chunk.document}#{chunk.place}" for chunk in stage.chunks],
         }
         for stage in found
@@ -207,9 +205,7 @@ def ingest(
             show_default="minilm or model2vec if installed, else hashed-ngrams",
         ),
     ] = None,
-    index: Annotated[
-        str | None, typer.Option(help="flat, faiss-flat, ivf or hnsw; all but flat need faiss.", show_default="flat")
-    ] = None,
+    index: Annotated[str | None, typer.Option(help="flat, or ivf, which needs faiss.", show_default="flat")] = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per chunk.", show_default="512")] = None,
     overlap_tokens: Annotated[
         int | None, typer.Option(help="Maximum tokens that neighbouring chunks share.", show_default="0")

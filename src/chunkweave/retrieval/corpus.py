@@ -374,8 +374,7 @@ class Corpus:
     def build_index(self, *, keep: bool = True) -> None:
         """Build the index now. With `keep`, store it in the folder if its kind takes time to build.
 
-        For `flat` it builds the sketch for the first stage of a large search. Without `flat_up_to`, a search also
-        builds a missing index of the other kinds, but does not store it.
+        `flat` needs none. Without `flat_up_to`, a search also builds a missing index, but does not store it.
 
         Raises:
             UsageError: it needs an extra that is not installed.

@@ -1,12 +1,11 @@
-"""Builds indexes; faiss indexes, searched in stages (RAGCache §6, pipelined vector search); their file in a corpus.
+"""Builds indexes; IVF by faiss, searched in stages (RAGCache §6, pipelined vector search); its file in a corpus.
 
-faiss is imported when one of its indexes is built or read.
+faiss is imported when an IVF index is built or read.
 """
 
 import hashlib
 import json
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
@@ -27,7 +26,6 @@ from chunkweave.retrieval.indexes import (
     checked_query,
     checked_vectors,
     merged,
-    sampled,
     top_hits,
 )
 
@@ -39,6 +37,7 @@ _INDEX_FORMAT = 2
 
 _TRAINING_VECTORS_A_LIST = 64
 _NO_LIST = -1
+_SEED = 0
 
 _Scored = tuple[NDArray[np.float32], NDArray[np.int64]]
 
@@ -53,13 +52,18 @@ def search_in_one_thread() -> None:
         import_faiss().omp_set_num_threads(1)
 
 
-class FaissIndex(ABC):
-    """Base of faiss indexes over inner products; rows are numbered in the order in which they were added."""
+class IvfIndex:
+    """Inverted lists around centroids, over inner products; a stage is a slice of the probed lists, nearest first.
+
+    Rows are numbered in the order in which they were added. Each probed list is scanned once, for any number of stages,
+    so that stages cost calls, but no distances.
+    """
 
     def __init__(self, index: Any, config: IndexConfig) -> None:
         """Wrap a faiss index, which this object then owns; all sizes in `config` are chosen."""
         self.faiss_index: Final = index
         self.config: Final = config
+        self._sizes: NDArray[np.int64] | None = None
 
     @property
     def dimension(self) -> int:
@@ -72,62 +76,36 @@ class FaissIndex(ABC):
     def add(self, vectors: NDArray[np.float32]) -> None:
         """Append rows; see `VectorIndex.add`."""
         self.faiss_index.add(checked_vectors(vectors, len(vectors), self.dimension))
+        self._sizes = None
 
     def search(self, query: NDArray[np.float32], k: int) -> Hits:
         """The best `k` rows; see `VectorIndex.search`."""
-        return self._search(self._checked(query, k), k)
+        checked = self._checked(query, k)
+        return _complete_top(lambda fetch: _first(self.faiss_index.search(checked, fetch)), k, len(self))
 
     def stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
         """Search in stages; see `VectorIndex.stages`."""
         return self._stages(self._checked(query, k), k)
 
-    def _search(self, query: NDArray[np.float32], k: int) -> Hits:
-        """Search without stages, for a query `[1, dimension]`."""
-        return _complete_top(lambda fetch: _first(self.faiss_index.search(query, fetch)), k, len(self))
-
-    @abstractmethod
-    def _stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
-        """Search in stages, for a query `[1, dimension]`."""
-
     def _checked(self, query: NDArray[np.float32], k: int) -> NDArray[np.float32]:
+        """The query as `[1, dimension]`, if it is valid."""
         return checked_query(query, k, rows=len(self), dimension=self.dimension)[np.newaxis]
 
-
-class FaissFlatIndex(FaissIndex):
-    """Exact search by faiss, in one stage: the best of some rows say little about the best of all."""
-
     def _stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
-        yield SearchStage(self._search(query, k), 1, True, len(self))
-
-
-class IvfIndex(FaissIndex):
-    """Inverted lists around centroids; a stage is a slice of the probed lists, nearest first.
-
-    Each probed list is scanned once, for any number of stages, so that stages cost calls, but no distances.
-    """
-
-    def __init__(self, index: Any, config: IndexConfig) -> None:
-        super().__init__(index, config)
-        self._sizes: NDArray[np.int64] | None = None
-
-    def add(self, vectors: NDArray[np.float32]) -> None:
-        """Append rows; see `VectorIndex.add`."""
-        super().add(vectors)
-        self._sizes = None
-
-    def _stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
-        probes, centroids = self.config.probes, self.config.lists
+        probes = self.config.probes
         proximity, lists = self.faiss_index.quantizer.search(query, probes)
         number = min(self.config.stages, probes)
         hits = Hits()
+        distances = self.config.lists  # the centroids, compared before the first stage
         for stage, (start, stop) in enumerate(pairwise(_bounds(probes, number)), start=1):
             # faiss needs as many lists as it probes: lists of other stages are masked with -1, which it skips.
             inside = np.full_like(lists, _NO_LIST)
             inside[0, start:stop] = lists[0, start:stop]
             scan = self._scanner(query, inside, proximity)
             hits = merged([hits, _complete_top(scan, k, len(self))], k)
-            distances = int(self._list_sizes()[lists[0, start:stop]].sum())
-            yield SearchStage(hits, stage, stage == number, distances + (centroids if stage == 1 else 0))
+            distances += int(self._list_sizes()[lists[0, start:stop]].sum())
+            yield SearchStage(hits, stage, stage == number, distances)
+            distances = 0
 
     def _list_sizes(self) -> NDArray[np.int64]:
         """Vectors in each list, `[lists]`; read once, because a call for each list is slow."""
@@ -140,34 +118,6 @@ class IvfIndex(FaissIndex):
         self, query: NDArray[np.float32], lists: NDArray[np.int64], proximity: NDArray[np.float32]
     ) -> Callable[[int], _Scored]:
         return lambda fetch: _first(self.faiss_index.search_preassigned(query, fetch, lists, proximity))
-
-
-class HnswIndex(FaissIndex):
-    """A graph of neighbours; the first stage is a probe with a narrow queue, the last is the full search.
-
-    Deviates from RAGCache §6, which has slices of time: faiss cannot interrupt a walk, and a walk that continues from
-    the end of a probe finds other rows than an undisturbed search. The probe's distances are the extra cost. They come
-    from a counter of the whole process, so searches in other threads add to them.
-    """
-
-    def _search(self, query: NDArray[np.float32], k: int) -> Hits:
-        return self._walk(query, k, self.config.width)[0]
-
-    def _stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
-        narrow, wide = max(self.config.probe_width, k), max(self.config.width, k)
-        if narrow < wide:
-            hits, distances = self._walk(query, k, narrow)
-            yield SearchStage(hits, 1, False, distances, extra_distances=distances)
-        hits, distances = self._walk(query, k, wide)
-        yield SearchStage(hits, 1 + (narrow < wide), True, distances)
-
-    def _walk(self, query: NDArray[np.float32], k: int, width: int) -> tuple[Hits, int]:
-        faiss = import_faiss()
-        before = faiss.cvar.hnsw_stats.ndis
-        parameters = faiss.SearchParametersHNSW(efSearch=max(width, k))
-        scores, rows = _first(self.faiss_index.search(query, k, params=parameters))
-        found = rows >= 0
-        return top_hits(rows[found], scores[found], k), int(faiss.cvar.hnsw_stats.ndis - before)
 
 
 def check_available(kind: IndexKind) -> None:
@@ -200,43 +150,37 @@ def build_index(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], dime
     if config.kind is IndexKind.FLAT:
         index: VectorIndex = FlatIndex(dimension)
     else:
-        index = new_faiss_index(config.resolved(sum(map(len, blocks))), blocks, dimension)
+        index = _trained(config.resolved(sum(map(len, blocks))), blocks, dimension)
     for block in blocks:
         index.add(block)
     return index
 
 
-def new_faiss_index(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], dimension: int) -> FaissIndex:
-    """An empty faiss index, whose kind and sizes `config` has; IVF learns its centroids from a sample of `blocks`.
+def _trained(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], dimension: int) -> IvfIndex:
+    """An empty index of the sizes in `config`, with centroids learned from a sample of `blocks`.
 
     Raises:
         DimensionMismatchError: a block has another number of columns.
-        UsageError: faiss is not installed, or there is no vector that IVF could learn from.
+        UsageError: faiss is not installed, or there is no vector to learn from.
     """
     faiss = import_faiss()
-    metric = faiss.METRIC_INNER_PRODUCT
-    if config.kind is IndexKind.FAISS_FLAT:
-        return FaissFlatIndex(faiss.IndexFlatIP(dimension), config)
-    if config.kind is IndexKind.HNSW:
-        graph = faiss.IndexHNSWFlat(dimension, config.links, metric)
-        graph.hnsw.efConstruction = config.build_width
-        return HnswIndex(graph, config)
     if not any(map(len, blocks)):
         raise UsageError("an IVF index learns its lists from the vectors, and there are none")
-    inverted = faiss.IndexIVFFlat(faiss.IndexFlatIP(dimension), dimension, config.lists, metric)
+    inverted = faiss.IndexIVFFlat(faiss.IndexFlatIP(dimension), dimension, config.lists, faiss.METRIC_INNER_PRODUCT)
     inverted.nprobe = config.probes
-    inverted.cp.seed = config.seed
+    inverted.cp.seed = _SEED
     inverted.cp.min_points_per_centroid = 1
-    sample = sampled(blocks, config.lists * _TRAINING_VECTORS_A_LIST, config.seed)
+    sample = _sampled(blocks, config.lists * _TRAINING_VECTORS_A_LIST)
     inverted.train(checked_vectors(sample, len(sample), dimension))
     return IvfIndex(inverted, config)
 
 
-def wrapped(index: Any, config: IndexConfig) -> FaissIndex:
-    """A faiss index that was read from a file, as an index of the kind in `config`."""
-    if config.kind is IndexKind.FAISS_FLAT:
-        return FaissFlatIndex(index, config)
-    return IvfIndex(index, config) if config.kind is IndexKind.IVF else HnswIndex(index, config)
+def _sampled(blocks: Sequence[NDArray[np.float32]], count: int) -> NDArray[np.float32]:
+    """At most `count` rows of all blocks, drawn without replacement."""
+    rows = np.concatenate(blocks)
+    if len(rows) <= count:
+        return rows
+    return rows[np.sort(np.random.default_rng(_SEED).choice(len(rows), count, replace=False))]
 
 
 def import_faiss() -> Any:
@@ -278,9 +222,7 @@ def _bounds(count: int, slices: int) -> list[int]:
     return bounds
 
 
-def save_index(
-    files: CorpusFiles, manifest: Manifest, index: FaissIndex, blocks: Sequence[NDArray[np.float32]]
-) -> None:
+def save_index(files: CorpusFiles, manifest: Manifest, index: IvfIndex, blocks: Sequence[NDArray[np.float32]]) -> None:
     """Write the index, then a note that identifies its rows: the first rows of `blocks`.
 
     Raises:
@@ -300,7 +242,7 @@ def save_index(
     files.write({INDEX_FILE: data, INDEX_NOTE: (json.dumps(note, indent=1) + "\n").encode()})
 
 
-def stored_index(files: CorpusFiles, manifest: Manifest, blocks: Sequence[NDArray[np.float32]]) -> FaissIndex | None:
+def stored_index(files: CorpusFiles, manifest: Manifest, blocks: Sequence[NDArray[np.float32]]) -> IvfIndex | None:
     """The index on disk, if it has the first rows of `blocks` and these settings; None if it must be built.
 
     Rows that were added later are not in it. An index of other vectors or settings is ignored. So is a damaged one,
@@ -325,7 +267,7 @@ def stored_index(files: CorpusFiles, manifest: Manifest, blocks: Sequence[NDArra
         if digest_of(data) != note["digest"]:
             raise CorpusError("its checksum is wrong")
         faiss_index = import_faiss().deserialize_index(np.frombuffer(data, dtype=np.uint8))
-        return wrapped(faiss_index, IndexConfig.from_dict(note["config"]))
+        return IvfIndex(faiss_index, IndexConfig.from_dict(note["config"]))
     except FileNotFoundError:
         return None
     except (EmbedderMismatchError, UsageError):

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from chunkweave.errors import DimensionMismatchError, TopKError, UsageError
 
 _USUAL_TOP_K = 6
-_ONE_STAGE_VALUES = 64_000_000
-"""Values of all vectors up to which an exact search is one stage: about 20 ms, too short to prefill ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +33,22 @@ class Hits:
 class SearchStage:
     """The result after stage `number` of a search, counted from 1.
 
-    `distances` counts the vectors (and centroids) that this stage compared with the question; `extra_distances` counts
-    those of them that a search without stages does not compare.
+    `distances` counts the vectors (and centroids) that this stage compared with the question.
     """
 
     hits: Hits
     number: int
     last: bool
     distances: int
-    extra_distances: int = 0
 
 
 class IndexKind(StrEnum):
-    """How vectors are searched. All but `flat` need faiss."""
+    """How vectors are searched."""
 
     FLAT = "flat"
     """Compares every vector with NumPy; exact."""
-    FAISS_FLAT = "faiss-flat"
-    """The same with faiss, in one stage."""
     IVF = "ivf"
-    """Compares only the vectors in the lists whose centroids are nearest to the question."""
-    HNSW = "hnsw"
-    """Walks over a graph of near neighbours."""
+    """Compares only the vectors in the lists whose centroids are nearest to the question; needs faiss."""
 
 
 class VectorIndex(Protocol):
@@ -92,9 +84,7 @@ class VectorIndex(Protocol):
 class IndexConfig:
     """The kind of an index, and its sizes.
 
-    `ivf` searches `probes` of `lists` lists; 0: chosen by the number of vectors. In the graph of `hnsw` a vector has
-    `links` neighbours; `build_width` and `width` are faiss's efConstruction and efSearch, `probe_width` is the efSearch
-    of the first stage. An IVF search is cut into `stages` slices; 1 also leaves out the first pass of `flat`.
+    `ivf` searches `probes` of `lists` lists, in `stages` slices; 0 lists or probes: chosen by the number of vectors.
 
     A corpus of at most `flat_up_to` vectors is searched flat. A larger one is searched flat until `Corpus.build_index`
     has built its index, so that no search waits for it. 0: the first search builds the index.
@@ -106,19 +96,14 @@ class IndexConfig:
     kind: IndexKind = IndexKind.FLAT
     lists: int = 0
     probes: int = 0
-    links: int = 32
-    build_width: int = 80
-    width: int = 128
-    probe_width: int = 16
     stages: int = 4
-    seed: int = 0
     flat_up_to: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.lists, self.probes, self.seed, self.flat_up_to) < 0:
-            raise UsageError("lists, probes, seed and flat_up_to of an index cannot be negative")
-        if self.links < 2 or min(self.build_width, self.width, self.probe_width, self.stages) < 1:
-            raise UsageError("an index needs at least two links, and widths and stages of at least 1")
+        if min(self.lists, self.probes, self.flat_up_to) < 0:
+            raise UsageError("lists, probes and flat_up_to of an index cannot be negative")
+        if self.stages < 1:
+            raise UsageError("a search has at least one stage")
         if self.lists and self.probes > self.lists:
             raise UsageError(f"{self.probes} probes of {self.lists} lists")
 
@@ -243,85 +228,11 @@ def merged(found: Sequence[Hits], k: int) -> Hits:
     return top_hits(rows, scores, k)
 
 
-class Sketch:
-    """All rows in few columns, for the first stage of an exact search (RAGCache §5.3).
-
-    The columns are the principal directions of a sample of the rows. Rows that are near in these columns are then
-    compared exactly.
-    """
-
-    def __init__(self, blocks: Sequence[NDArray[np.float32]], *, seed: int = 0) -> None:
-        """Sketch the rows of `blocks`, each `[rows, dimension]`."""
-        self._basis = _principal(sampled(blocks, _SKETCH_SAMPLE, seed), _SKETCH_COLUMNS)
-        self._blocks: list[NDArray[np.float32]] = []
-        self._count = 0
-        for block in blocks:
-            self.add(block)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def add(self, vectors: NDArray[np.float32]) -> None:
-        """Append rows `[rows, dimension]`; the directions stay as they are."""
-        self._blocks.append(vectors @ self._basis)
-        self._count += len(vectors)
-        if len(self._blocks) > _SKETCH_BLOCKS:
-            self._blocks = [np.concatenate(self._blocks)]
-
-    def nearest(self, query: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-        """The `count` rows that are nearest in the sketch, as ascending row numbers."""
-        short = query @ self._basis
-        scores = np.concatenate([block @ short for block in self._blocks])
-        best = np.argpartition(scores, self._count - count)[self._count - count :]
-        return np.sort(best).astype(np.int64)
-
-
-_SKETCH_BLOCKS = 256
-_SKETCH_SAMPLE = 1024
-_SKETCH_COLUMNS = 64
-_SKETCH_CANDIDATES = 256
-_CANDIDATES_A_HIT = 16
-
-
-def worth_sketching(rows: int, dimension: int, stages: int) -> bool:
-    """Whether an exact search takes long enough for a first pass over a sketch."""
-    return stages > 1 and rows * dimension > _ONE_STAGE_VALUES and dimension > 2 * _SKETCH_COLUMNS
-
-
-def sampled(blocks: Sequence[NDArray[np.float32]], count: int, seed: int) -> NDArray[np.float32]:
-    """At most `count` rows of all blocks, drawn without replacement."""
-    rows = sum(map(len, blocks))
-    if rows <= count:
-        return np.concatenate(blocks)
-    chosen = np.sort(np.random.default_rng(seed).choice(rows, count, replace=False))
-    starts = np.cumsum([0, *map(len, blocks)])[:-1].tolist()
-    # `chosen` counts rows over all blocks; each block is indexed from its own first row
-    return np.concatenate(
-        [
-            block[chosen[(chosen >= start) & (chosen < start + len(block))] - start]
-            for block, start in zip(blocks, starts, strict=True)
-        ]
-    )
-
-
-def _principal(sample: NDArray[np.float32], columns: int) -> NDArray[np.float32]:
-    """The principal directions `[dimension, columns]` of a sample, from the products of its rows."""
-    products = sample.astype(np.float64) @ sample.T.astype(np.float64)
-    values, vectors = np.linalg.eigh(products)
-    kept = [place for place in range(len(values) - 1, -1, -1) if values[place] > 1e-9 * values[-1]][:columns]
-    directions: NDArray[np.float32] = (sample.T @ (vectors[:, kept] / np.sqrt(values[kept]))).astype(np.float32)
-    return directions
-
-
 class FlatIndex:
-    """Exact search over blocks of vectors, which are not copied.
-
-    A search has one stage. With a `sketch` of all rows it has an earlier one, over the rows that the sketch finds.
-    """
+    """Exact search over blocks of vectors, which are not copied. A search has one stage."""
 
     def __init__(self, dimension: int) -> None:
         self.dimension: Final = dimension
-        self.sketch: Sketch | None = None
         self._blocks: list[NDArray[np.float32]] = []
         self._rows = 0
 
@@ -329,37 +240,16 @@ class FlatIndex:
         return self._rows
 
     def add(self, vectors: NDArray[np.float32]) -> None:
-        """Append rows; see `VectorIndex.add`. A sketch that lacks them is not used."""
+        """Append rows; see `VectorIndex.add`."""
         self._blocks.append(checked_vectors(vectors, len(vectors), self.dimension))
         self._rows += len(vectors)
 
     def search(self, query: NDArray[np.float32], k: int) -> Hits:
         """The best `k` rows of all; see `VectorIndex.search`."""
-        return self._all(checked_query(query, k, rows=self._rows, dimension=self.dimension), k)
-
-    def stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
-        """Search the rows that the sketch finds, then all; see `VectorIndex.stages`."""
-        return self._scan(checked_query(query, k, rows=self._rows, dimension=self.dimension), k)
-
-    def _scan(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
-        sketch, candidates, number = self.sketch, max(_SKETCH_CANDIDATES, _CANDIDATES_A_HIT * k), 1
-        if sketch is not None and len(sketch) == self._rows > candidates:
-            rows, distances = sketch.nearest(query, candidates), self._rows + candidates
-            hits = top_hits(rows, self._of(rows) @ query, k)
-            yield SearchStage(hits, number, False, distances, extra_distances=distances)
-            number += 1
-        yield SearchStage(self._all(query, k), number, True, self._rows)
-
-    def _all(self, query: NDArray[np.float32], k: int) -> Hits:
+        query = checked_query(query, k, rows=self._rows, dimension=self.dimension)
         scores = np.concatenate([block @ query for block in self._blocks])
         return top_hits(np.arange(self._rows), scores, k)
 
-    def _of(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The vectors of `rows`, which are ascending."""
-        starts = np.cumsum([0, *map(len, self._blocks)])
-        return np.concatenate(
-            [
-                block[rows[(rows >= start) & (rows < start + len(block))] - start]
-                for block, start in zip(self._blocks, starts[:-1].tolist(), strict=True)
-            ]
-        )
+    def stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
+        """Search all rows in one stage; see `VectorIndex.stages`."""
+        return iter([SearchStage(self.search(query, k), 1, True, self._rows)])

@@ -50,8 +50,7 @@ class RetrievedChunk:
 class RetrievalStage:
     """The best chunks after stage `number` (from 1) of a search; the stage took `seconds`.
 
-    The chunks of the `last` stage are those of the search without stages. `distances` and `extra_distances` as in
-    `SearchStage`.
+    The chunks of the `last` stage are those of the search without stages. `distances` as in `SearchStage`.
     """
 
     chunks: tuple[RetrievedChunk, ...]
@@ -59,7 +58,6 @@ class RetrievalStage:
     last: bool
     seconds: float
     distances: int
-    extra_distances: int
 
 
 class StagedCorpus(Protocol):

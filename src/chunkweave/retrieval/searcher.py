@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument
 from chunkweave.retrieval.faiss_indexes import (
-    FaissIndex,
+    IvfIndex,
     available,
     build_index,
     outgrown,
@@ -23,10 +23,8 @@ from chunkweave.retrieval.indexes import (
     Hits,
     IndexConfig,
     IndexKind,
-    Sketch,
     VectorIndex,
     timed_stages,
-    worth_sketching,
 )
 from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
 from chunkweave.types import Chunk
@@ -41,14 +39,13 @@ def document_chunks(document: StoredDocument) -> list[Chunk]:
 
 @dataclass(slots=True, eq=False)
 class Built:
-    """Index and sketch of a corpus, which its searchers share while rows are only added.
+    """Index of a corpus, which its searchers share while rows are only added.
 
-    `index` and `sketch` have the first rows, or all. Both change under `lock`. `looked`: the index on disk was read.
+    `index` has the first rows, or all; it changes under `lock`. `looked`: the index on disk was read.
     `saved_rows`: rows of the index that are on disk.
     """
 
     index: VectorIndex | None = None
-    sketch: Sketch | None = None
     looked: bool = True
     saved_rows: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -58,7 +55,7 @@ class Built:
 class MadeIndex:
     """An index that `Corpus.make_index` built, and the `Built` that it is for."""
 
-    index: VectorIndex | Sketch
+    index: VectorIndex
     built: Built
 
 
@@ -106,8 +103,7 @@ class Searcher:
     def outdated(self) -> bool:
         """Whether `make` has something to build, or may find it on disk."""
         if self.kind is IndexKind.FLAT:
-            worth = worth_sketching(self._count, self._manifest.dimension, self.config.stages)
-            return worth and self.built.sketch is None
+            return False
         index = self.built.index
         return self._count > 0 and (index is None or outgrown(index, self.config, self._count))
 
@@ -133,7 +129,6 @@ class Searcher:
                 stage.last,
                 seconds,
                 stage.distances,
-                stage.extra_distances,
             )
             for stage, seconds in stages
         )
@@ -150,25 +145,25 @@ class Searcher:
         built = self.built
         with built.lock:
             if self.kind is IndexKind.FLAT:
-                return self._flat(built.sketch)
+                return self._flat()
             if built.index is None and self._files is not None and not built.looked:
                 built.index = stored_index(self._files, self._manifest, self._blocks)
                 built.saved_rows = 0 if built.index is None else len(built.index)
             built.looked = True
             if built.index is None:
                 if self.config.flat_up_to:
-                    return self._flat(None)
+                    return self._flat()
                 built.index = build_index(self.config, self._blocks, self._manifest.dimension)
             _complete(built.index, self._blocks)
             return built.index
 
     def make(self) -> MadeIndex | None:
-        """Build an index or sketch that makes searches faster, while searches run; None if there is nothing to build.
+        """Build an index that makes searches faster, while searches run; None if there is nothing to build.
 
         Raises what `index` raises.
         """
         if self.kind is IndexKind.FLAT:
-            return MadeIndex(Sketch(self._blocks, seed=self.config.seed), self.built) if self.outdated else None
+            return None
         if self._count:
             self.index()
         if not self.outdated:
@@ -188,15 +183,12 @@ class Searcher:
             return
         _complete(made.index, self._blocks)
         try:
-            if keep and self._files is not None and isinstance(made.index, FaissIndex):
+            if keep and self._files is not None and isinstance(made.index, IvfIndex):
                 save_index(self._files, self._manifest, made.index, self._blocks)
                 saved_rows = len(made.index)
         finally:
             with built.lock:
-                if isinstance(made.index, Sketch):
-                    built.sketch = made.index
-                else:
-                    built.index, built.saved_rows = made.index, saved_rows
+                built.index, built.saved_rows = made.index, saved_rows
 
     def save(self) -> None:
         """Store the index in the folder, if there is one and the index is of a kind that takes time to build.
@@ -209,7 +201,7 @@ class Searcher:
             return
         index = self.index()
         with self.built.lock:
-            if isinstance(index, FaissIndex) and len(index) != self.built.saved_rows:
+            if isinstance(index, IvfIndex) and len(index) != self.built.saved_rows:
                 save_index(self._files, self._manifest, index, self._blocks)
                 self.built.saved_rows = len(index)
 
@@ -221,14 +213,11 @@ class Searcher:
     def _blocks(self) -> list[NDArray[np.float32]]:
         return [part.vectors for part in self._parts]
 
-    def _flat(self, sketch: Sketch | None) -> FlatIndex:
-        """The flat index, which is the vectors themselves, with a sketch if there is one."""
+    def _flat(self) -> FlatIndex:
+        """The flat index, which is the vectors themselves."""
         if self._flat_index is None:
             self._flat_index = FlatIndex(self._manifest.dimension)
             _complete(self._flat_index, self._blocks)
-        if sketch is not None:
-            _complete(sketch, self._blocks)
-            self._flat_index.sketch = sketch
         return self._flat_index
 
     @cached_property
@@ -251,7 +240,7 @@ class Searcher:
         return tuple(found.values())
 
 
-def _complete(index: VectorIndex | Sketch, blocks: Sequence[NDArray[np.float32]]) -> None:
+def _complete(index: VectorIndex, blocks: Sequence[NDArray[np.float32]]) -> None:
     """Append the rows of `blocks` that an index of the first rows lacks."""
     first = 0
     for block in blocks:
