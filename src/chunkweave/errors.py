@@ -156,7 +156,7 @@ class CorpusError(ChunkweaveError):
 
 
 class EmbedderMismatchError(CorpusError):
-    """A corpus or index is used with another embedder than the one that made it."""
+    """A corpus is used with another embedder than the one that made it."""
 
 
 class DimensionMismatchError(CorpusError):

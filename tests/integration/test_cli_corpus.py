@@ -1,7 +1,9 @@
 """`ingest`, `corpus` and `ask --corpus` as they are called."""
 
 import json
+import sqlite3
 import sys
+from contextlib import closing
 from importlib.resources import files
 from pathlib import Path
 
@@ -72,7 +74,8 @@ def test_a_corpus_keeps_the_settings_it_was_made_with(corpus, notes):
 def test_an_index_is_made_and_kept(tmp_path, notes):
     folder = tmp_path / "corpus"
     assert json_of("ingest", notes, "--corpus", folder, "--index", "ivf")["index"] == "ivf"
-    assert (folder / "index.faiss").stat().st_size > 0
+    with closing(sqlite3.connect(folder / "corpus.sqlite")) as connection:
+        assert connection.execute("SELECT count(*) FROM ivf").fetchone() == (1,)
     assert json_of("corpus", "search", folder, "choir", "--top-k", 1)["retrieved"][0]["title"].startswith("Entry")
 
 

@@ -54,4 +54,4 @@ def test_killed_writers_lose_nothing_that_was_committed(tmp_path):
     assert changes > 2 * RUNS, "writers were killed before they changed anything"
     corpus = opened(tmp_path)
     corpus.remove([one.id for one in corpus.documents])
-    assert [path.name for path in tmp_path.iterdir()] == ["corpus.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.sqlite"]

@@ -495,14 +495,14 @@ def test_a_corpus_that_grows_past_its_size_gets_an_index_and_keeps_it(serve: Ser
     assert "n77" not in found(client, 77)
     served = client.parts.corpora.get(client.service.keys.tenant_of(None), "big")
     wait_until(lambda: served.indexing is None)
-    (note,) = tmp_path.rglob("index.json")
-    written = note.stat().st_mtime_ns
+    (file,) = tmp_path.rglob("corpus.sqlite")
+    written = file.stat().st_mtime_ns
     again = serve(**values)
     wait_until(lambda: state(again)["searched_by"] == "ivf")
     assert found(again, 93)[0] == "n93"
     served = again.parts.corpora.get(again.service.keys.tenant_of(None), "big")
     wait_until(lambda: served.indexing is None)
-    assert note.stat().st_mtime_ns == written, "it was read, not made again"
+    assert file.stat().st_mtime_ns == written, "it was read, not made again"
 
 
 def test_a_corpus_names_its_index_and_what_cannot_be_is_refused(serve: Serve, monkeypatch):

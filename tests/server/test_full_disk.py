@@ -2,10 +2,12 @@
 
 import errno
 import os
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
+from typing import Any
 
 import pytest
 
@@ -22,14 +24,36 @@ CODES = {
 }
 
 
+class FullDisk(sqlite3.Connection):
+    """Says of a full disk that it is full, and of a used-up quota no more than that it cannot be written."""
+
+    number = errno.ENOSPC
+
+    def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+        if statement == "COMMIT":
+            error = sqlite3.OperationalError("not written")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL if self.number == errno.ENOSPC else sqlite3.SQLITE_IOERR_WRITE
+            raise error
+        return super().execute(statement, *values)
+
+
 @contextmanager
 def failing(number: int) -> Iterator[None]:
     """Nothing can be written, made or renamed meanwhile."""
+    connect = sqlite3.connect
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number), "/data/somewhere")
 
+    def connected(name: str, **options: Any) -> sqlite3.Connection:
+        if CODES[number] == "disk_read_only":
+            return connect(name.replace("mode=rw", "mode=ro"), **options)
+        connection = connect(name, **options, factory=FullDisk)
+        connection.number = number
+        return connection
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sqlite3, "connect", connected)
         patch.setattr(os, "fsync", refuse)
         patch.setattr(Path, "mkdir", refuse)
         patch.setattr(Path, "rename", refuse)

@@ -1,6 +1,15 @@
 """The corpus: what it finds, what it keeps, what it refuses."""
 
-import json
+import os
+import random
+import re
+import resource
+import sqlite3
+import threading
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -16,9 +25,11 @@ from chunkweave.errors import (
     UnknownDocumentError,
     UsageError,
 )
-from chunkweave.retrieval import corpus_files, searcher
+from chunkweave.prompt.documents import SplitConfig
+from chunkweave.retrieval import corpus as corpus_module
+from chunkweave.retrieval import searcher
 from chunkweave.retrieval.corpus import Corpus
-from chunkweave.retrieval.corpus_files import CorpusFiles
+from chunkweave.retrieval.corpus_store import CorpusStore, StoredDocument, StoredSettings
 from chunkweave.retrieval.documents import CorpusDocument
 from chunkweave.retrieval.indexes import IndexConfig, IndexKind
 from tests.unit.retrieval_fakes import (
@@ -94,7 +105,7 @@ def test_what_was_written_is_there_after_opening(tmp_path):
     assert again.search("storm", 5) == corpus.search("storm", 5)
     again.add([document(20)])
     assert "d20" in opened(tmp_path / "corpus")
-    assert {path.suffix for path in (tmp_path / "corpus").iterdir()} == {".json", ".jsonl", ".safetensors"}
+    assert [path.name for path in (tmp_path / "corpus").iterdir()] == ["corpus.sqlite"]
 
 
 def test_removed_documents_are_gone_from_search_and_disk(tmp_path):
@@ -105,9 +116,80 @@ def test_removed_documents_are_gone_from_search_and_disk(tmp_path):
     assert [chunk.text for chunk in change.gone] == ["The secret harbour."]
     assert corpus.search("harbour", 1)[0].document == "d1"
     assert "d0" not in opened(tmp_path)
-    assert not any(b"secret" in path.read_bytes() for path in tmp_path.iterdir())
+    assert b"secret" not in bytes_of(tmp_path)
     corpus.remove(["d1"])
     assert len(opened(tmp_path)) == 0
+
+
+def bytes_of(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.iterdir())
+
+
+class NoiseEmbedder(SubjectEmbedder):
+    """Vectors whose bytes no other text's vector has."""
+
+    def _vector(self, text: str) -> np.ndarray:
+        vector = np.random.default_rng(crc32(text.encode())).standard_normal(self.dimension).astype(np.float32)
+        return vector / np.linalg.norm(vector)
+
+
+def test_nothing_of_a_removed_or_replaced_document_stays_in_the_folder(tmp_path):
+    """Text, names, metadata and vectors; also with an index, and while another process has the corpus open."""
+    draw = random.Random(0)
+    config = IndexConfig(IndexKind.IVF, lists=8, probes=8, flat_up_to=1)
+    settings = {"split": SplitConfig(900), "index": config, "tokenizer": LetterTokenizer()}
+    corpus = Corpus.create(tmp_path, NoiseEmbedder(), **settings)
+    marks: dict[str, str] = {}
+    removed: set[str] = set()
+    vectors = {}
+    for step in range(60):
+        gone = [name for name in marks if draw.random() < 0.15]
+        removed |= {marks.pop(name) for name in gone}
+        corpus.remove(gone)
+        documents = []
+        for name in draw.sample([f"document-{number}" for number in range(60)], 5):
+            mark = f"mark{draw.getrandbits(60):015x}"
+            removed |= {marks[name]} if name in marks else set()
+            marks[name] = mark
+            text = " ".join(f"{mark}.{number}" for number in range(draw.choice([1, 1, 3, 20, 60, 300])))
+            documents.append(CorpusDocument(name, text, f"title {mark}", {"note": f"note {mark}"}))
+        corpus.update(documents)
+        for one in documents:
+            vectors[marks[one.id]] = corpus.embed_query(corpus.document(one.id).chunks[0]).tobytes()
+        corpus.build_index()
+        if step % 20 == 0:
+            reader = Corpus.open(tmp_path, NoiseEmbedder(), tokenizer=LetterTokenizer())
+            assert len(reader.search("mark", 3)) == 3
+        found = bytes_of(tmp_path)
+        assert [mark for mark in marks.values() if mark.encode() not in found] == []
+        assert [mark for mark in removed if mark.encode() in found] == []
+        assert [mark for mark in removed if vectors[mark] in found] == []
+    assert len(reader) > 3, "it has what it read"
+    assert {one.id for one in Corpus.open(tmp_path, NoiseEmbedder(), tokenizer=LetterTokenizer()).documents} == {*marks}
+
+
+def test_balancing_the_tables_leaves_no_copy_of_removed_text(tmp_path):
+    """SQLite's secure_delete alone leaves copies in pages whose rows were moved: this fails without the rows' pads."""
+    draw = random.Random(0)
+    store = CorpusStore(tmp_path)
+    store.create(StoredSettings("none", "none", 1, 40, 0, IndexConfig()))
+    documents: list[StoredDocument] = []
+    removed: set[bytes] = set()
+    for step in range(240):
+        leaving = draw.sample(documents, min(len(documents), draw.randint(0, 6)))
+        documents = [one for one in documents if one not in leaving]
+        removed |= {one.digest.encode() for one in leaving}
+        coming = []
+        for number in range(draw.randint(0, 6)):
+            mark = f"mark{draw.getrandbits(60):015x}"
+            text = f"{mark} lorem ipsum " * draw.choice([0, 1, 2, 3, 5, 8])
+            coming.append(StoredDocument(mark, mark, mark, (text,), number=10 * step + number + 1))
+        store.commit(step, leaving, coming, np.zeros((len(coming), 1), dtype=np.float32))
+        documents += coming
+        if step % 3 == 0:
+            found = set(re.findall(rb"mark[0-9a-f]{15}", bytes_of(tmp_path)))
+            assert not found & removed
+    assert len(removed) > 500
 
 
 def test_text_that_another_document_has_is_not_gone():
@@ -143,32 +225,6 @@ def test_changes_in_memory_and_on_disk_end_the_same(tmp_path):
     assert contents(on_disk) == contents(in_memory) == contents(opened(tmp_path))
     for subject in SUBJECTS:
         assert on_disk.search(subject, 20) == in_memory.search(subject, 20) == opened(tmp_path).search(subject, 20)
-
-
-def test_small_parts_are_joined(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_files, "_MOST_PART_CHUNKS", 16)
-    corpus = new_corpus(tmp_path)
-    for number in range(40):
-        corpus.add([document(number)])
-    sizes = [part.chunks for part in CorpusFiles(tmp_path).manifest().parts]
-    assert sizes == [16, 16, 8]
-    assert len(list(tmp_path.glob("part-*"))) == 6, "parts that were joined are removed"
-    assert [one.id for one in opened(tmp_path).documents] == [f"d{number}" for number in range(40)]
-
-
-def test_a_chunk_is_written_again_only_when_its_part_doubles(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_files, "_MOST_PART_CHUNKS", 32)
-    real, written = CorpusFiles._write_part, []
-
-    def counted(self, part, name):
-        written.append(len(part))
-        return real(self, part, name)
-
-    monkeypatch.setattr(CorpusFiles, "_write_part", counted)
-    corpus = new_corpus(tmp_path)
-    for number in range(32):
-        corpus.add([document(number)])
-    assert sum(written) <= 32 * 6, "each chunk once for every power of two up to 32"
 
 
 def test_an_index_of_earlier_vectors_is_not_used(tmp_path):
@@ -279,31 +335,30 @@ def test_without_faiss_a_corpus_past_its_size_stays_flat(monkeypatch):
     assert corpus.searched_by is IndexKind.FLAT
 
 
-def test_a_damaged_index_is_made_again_with_a_line_in_the_log(tmp_path, caplog):
+def changed(folder: Path, statement: str) -> None:
+    with closing(sqlite3.connect(folder / "corpus.sqlite")) as connection, connection:
+        assert connection.execute(statement).rowcount != 0
+
+
+@pytest.mark.parametrize("change", ["lists = zeroblob(40)", "centroids = zeroblob(28)", "config = '{}'"])
+def test_a_damaged_index_is_made_again_with_a_line_in_the_log(tmp_path, caplog, change):
     corpus = new_corpus(tmp_path, index=IndexConfig(IndexKind.IVF))
     corpus.add([document(number) for number in range(6)])
     corpus.build_index()
-    (tmp_path / "index.faiss").write_bytes(b"noise")
+    changed(tmp_path, f"UPDATE ivf SET {change}")
     assert opened(tmp_path).search("storm", 1) == corpus.search("storm", 1)
     assert "checksum" in caplog.text
 
 
-def test_an_index_of_another_embedder_is_refused(tmp_path):
-    mine, other = tmp_path / "mine", tmp_path / "other"
-    for folder, embedder in ((mine, SubjectEmbedder()), (other, SubjectEmbedder("strange"))):
-        corpus = Corpus.create(
-            folder,
-            embedder,
-            split=SPLIT,
-            tokenizer=LetterTokenizer(),
-            index=IndexConfig(IndexKind.IVF),
-        )
-        corpus.add([document(number) for number in range(6)])
-        corpus.build_index()
-    for name in ("index.faiss", "index.json"):
-        (other / name).replace(mine / name)
-    with pytest.raises(EmbedderMismatchError, match="strange-7"):
-        opened(mine).search("storm", 1)
+def test_an_index_of_a_later_commit_is_not_used(tmp_path):
+    corpus = new_corpus(tmp_path, index=IndexConfig(IndexKind.IVF, lists=2, probes=2))
+    corpus.add([document(number) for number in range(9)])
+    reader = opened(tmp_path)
+    corpus.add([document(number) for number in range(9, 40)])
+    corpus.build_index()
+    assert len(reader.search("storm", 9)) == 9
+    reader.build_index()
+    assert len(opened(tmp_path).search("storm", 40)) == 40, "the older reader has not replaced the index"
 
 
 def test_a_corpus_of_another_embedder_is_refused(tmp_path):
@@ -385,25 +440,49 @@ def test_what_is_no_corpus_is_refused(tmp_path):
         new_corpus(tmp_path / "notes.txt")
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "remove", "manifest", "version", "keys"])
+DAMAGE = {
+    "text": "UPDATE documents SET record = replace(record, 'harbour', 'seaport')",
+    "vectors": "UPDATE documents SET vectors = zeroblob(length(vectors)) WHERE number = 3",
+    "row": "DELETE FROM documents WHERE number = 3",
+    "settings": "UPDATE corpus SET settings = '{}'",
+    "index": """UPDATE corpus SET settings = replace(settings, '"kind": "flat"', '"kind": "tree"')""",
+    "generation": "DELETE FROM corpus",
+    "table": "DROP TABLE documents",
+    "version": "PRAGMA user_version = 99",
+}
+
+
+@pytest.mark.parametrize("damage", ["cut", "noise", "head", *DAMAGE])
 def test_damage_is_named(tmp_path, damage):
     new_corpus(tmp_path).add([document(number) for number in range(9)])
-    part = next(tmp_path.glob("*.safetensors" if damage == "flip" else "*.jsonl"))
-    manifest = tmp_path / "corpus.json"
-    data = part.read_bytes()
+    path = tmp_path / "corpus.sqlite"
+    data = path.read_bytes()
     if damage == "cut":
-        part.write_bytes(data[:-5])
-    elif damage == "flip":
-        part.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    elif damage == "remove":
-        part.unlink()
-    elif damage == "manifest":
-        manifest.write_text("{}")
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "noise":
+        path.write_bytes(data[:1024] + random.Random(1).randbytes(len(data) - 1024))
+    elif damage == "head":
+        path.write_bytes(b"noise" * 1000)
     else:
-        told = json.loads(manifest.read_text())
-        manifest.write_text(json.dumps({**told, "format": 99} if damage == "version" else {**told, "colour": "red"}))
-    with pytest.raises(CorpusError, match="another version" if damage == "version" else str(tmp_path)):
+        changed(tmp_path, DAMAGE[damage])
+    with pytest.raises(CorpusError, match="make the corpus again") as caught:
         opened(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_flipped_byte_is_named_or_changes_nothing(tmp_path):
+    corpus = new_corpus(tmp_path)
+    corpus.add([document(number) for number in range(9)])
+    path = tmp_path / "corpus.sqlite"
+    data, draw, named = path.read_bytes(), random.Random(2), 0
+    for _ in range(150):
+        at = draw.randrange(1024, len(data))
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :])
+        try:
+            assert contents(opened(tmp_path)) == contents(corpus)
+        except (CorpusError, EmbedderMismatchError):
+            named += 1
+    assert named > 20
 
 
 def test_two_writers_do_not_undo_each_other(tmp_path):
@@ -415,87 +494,79 @@ def test_two_writers_do_not_undo_each_other(tmp_path):
     assert [one.id for one in opened(tmp_path).documents] == ["d0"]
 
 
-def test_a_reader_takes_what_is_committed_while_it_reads(tmp_path, monkeypatch):
+def test_a_reader_takes_whole_commits_while_another_process_writes(tmp_path):
     corpus = new_corpus(tmp_path)
-    corpus.add([document(0)])
-    stale = CorpusFiles(tmp_path)
-    real, seen = stale.manifest, []
+    corpus.add([document(number, text="Text 0.") for number in range(20)])
+    finished, seen = threading.Event(), set()
 
-    def manifest():
-        found = real()
-        if not seen:
-            corpus.add([document(1)])  # joins the parts: those that were just named are removed
-        seen.append(found.generation)
-        return found
+    def write() -> None:
+        for version in range(1, 60):
+            corpus.update([document(number, text=f"Text {version}.") for number in range(20)])
+        finished.set()
 
-    monkeypatch.setattr(stale, "manifest", manifest)
-    found, parts = stale.read()
-    assert found.generation == 2
-    assert [one.id for part in parts for one in part.documents] == ["d0", "d1"]
-
-
-class Dies(BaseException):
-    """Stands for a process that is killed: nothing catches it."""
+    writer = threading.Thread(target=write)
+    writer.start()
+    while not finished.is_set():
+        texts = {one.chunks for one in opened(tmp_path).documents}
+        assert len(texts) == 1
+        seen |= texts
+    writer.join()
+    assert len(seen) > 1
 
 
-@pytest.mark.parametrize("step", ["write", "rename"])
-@pytest.mark.parametrize("file", range(3))
+class DyingConnection(sqlite3.Connection):
+    """Its process ends, as if it were killed, before a statement."""
+
+    statements_left = 0
+
+    def execute(self, statement: str, *values) -> sqlite3.Cursor:
+        if not statement.startswith("PRAGMA"):
+            type(self).statements_left -= 1
+            if type(self).statements_left < 0:
+                os._exit(9)
+        return super().execute(statement, *values)
+
+
 @pytest.mark.parametrize("change", ["add", "remove", "update"])
-def test_a_writer_that_dies_loses_nothing_that_was_committed(tmp_path, monkeypatch, step, file, change):
+def test_a_writer_that_dies_loses_nothing_that_was_committed(tmp_path, monkeypatch, change):
     corpus = new_corpus(tmp_path)
     corpus.add([document(number) for number in range(5)])
     before = contents(corpus)
     calls = {"add": lambda: corpus.add([document(7)]), "remove": lambda: corpus.remove(["d2"])}
     calls["update"] = lambda: corpus.update([document(3, "choir"), document(8)])
-    real, written = CorpusFiles._write, []
-
-    def dying(self, name, data):
-        written.append(name)
-        if len(written) == file + 1:
-            if step == "write":
-                (self.folder / f".{name}.0123456789abcdef.partial").write_bytes(data[: len(data) // 2])
-            else:
-                (self.folder / f".{name}.0123456789abcdef.partial").write_bytes(data)
-            raise Dies
-        real(self, name, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CorpusFiles, "_write", dying)
-        with pytest.raises(Dies):
+    real = sqlite3.connect
+    died = 0
+    for statements in range(10):
+        child = os.fork()
+        if child == 0:
+            DyingConnection.statements_left = statements
+            monkeypatch.setattr(sqlite3, "connect", partial(real, factory=DyingConnection))
             calls[change]()
-    assert written[-1].endswith(("jsonl", "safetensors", "json"))
-    after = opened(tmp_path)
-    assert contents(after) == before
-    assert len(after.search("storm", 5)) == 5
-    after.add([document(30)])
-    assert contents(opened(tmp_path)) == {**before, **contents_of(30)}
-    assert not list(tmp_path.glob(".*")), "what the dead writer left is removed"
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if os.waitstatus_to_exitcode(status) == 0:
+            break
+        died += 1
+        after = opened(tmp_path)
+        assert contents(after) == before
+        assert len(after.search("storm", 5)) == 5
+    assert died >= 4, "before BEGIN, the check, the change and COMMIT"
+    assert contents(opened(tmp_path)) != before
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.sqlite"]
 
 
-def contents_of(number: int) -> dict[str, tuple]:
-    corpus = memory_corpus()
-    corpus.add([document(number)])
-    return contents(corpus)
-
-
-@pytest.mark.parametrize("files_that_fit", range(3))
-def test_a_failing_disk_changes_nothing(tmp_path, monkeypatch, files_that_fit):
+def test_a_failing_disk_changes_nothing(tmp_path):
     corpus = new_corpus(tmp_path)
     corpus.add([document(0)])
-    before = sorted(path.name for path in tmp_path.iterdir())
-    writes = 0
-
-    def full(*args):
-        nonlocal writes
-        writes += 1
-        if writes > 2 * files_that_fit:  # a file and its folder
-            raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", full)
-        with pytest.raises(CorpusError, match="No space left"):
-            corpus.add([document(1)])
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    size = (tmp_path / "corpus.sqlite").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 2048, limits[1]))
+    try:
+        with pytest.raises(CorpusError, match=r"corpus\.sqlite: .*(disk|full)"):
+            corpus.add([document(number) for number in range(1, 99)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.sqlite"]
     assert [one.id for one in corpus.documents] == ["d0"]
     assert contents(opened(tmp_path)) == contents(corpus)
     corpus.add([document(1)])
@@ -503,7 +574,7 @@ def test_a_failing_disk_changes_nothing(tmp_path, monkeypatch, files_that_fit):
 
 
 def test_an_interrupted_ingest_goes_on_from_the_last_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_files, "_COMMIT_CHUNKS", 10)
+    monkeypatch.setattr(corpus_module, "_COMMIT_CHUNKS", 10)
     embedder = SubjectEmbedder()
     corpus = Corpus.create(tmp_path, embedder, split=SPLIT, tokenizer=LetterTokenizer())
     documents = [document(number) for number in range(35)]

@@ -32,7 +32,7 @@ TORCH_FREE = (
     "chunkweave.retrieval.documents",
     "chunkweave.retrieval.faiss_indexes",
     "chunkweave.retrieval.indexes",
-    "chunkweave.retrieval.corpus_files",
+    "chunkweave.retrieval.corpus_store",
     "chunkweave.cli",
     "chunkweave_server.tenants",
     "chunkweave_server.settings",

@@ -90,8 +90,7 @@ class PromptMaker:
     def _retrieved(self, embedder: HashedNgramEmbedder, question: str) -> list[Chunk]:
         """The passages of the whole data set that are nearest to a question, best first."""
         if self._index is None:
-            self._index = FlatIndex(embedder.dimension)
-            self._index.add(embedder.embed_documents([passage.text for passage in self._passages]))
+            self._index = FlatIndex(embedder.embed_documents([passage.text for passage in self._passages]))
         nearest = self._index.search(embedder.embed_query(question), self._chunks)
         return [self._passages[row] for row in nearest.rows]
 

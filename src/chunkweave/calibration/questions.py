@@ -217,8 +217,7 @@ def document_examples(
     asked: list[tuple[str, str, int | None]] = [(question, "", None) for question in questions]
     asked += [] if questions else _sentences(chunks, count, rng)
     embedder = HashedNgramEmbedder()
-    index = FlatIndex(embedder.dimension)
-    index.add(embedder.embed_documents([chunk.text for chunk in chunks]))
+    index = FlatIndex(embedder.embed_documents([chunk.text for chunk in chunks]))
     examples = []
     for question, answer, own in asked:
         near = [int(row) for row in index.search(embedder.embed_query(question), chunks_each).rows]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from chunkweave.errors import DuplicateDocumentError, EmbedderMismatchError, UnknownDocumentError
 from chunkweave.prompt.documents import SplitConfig, split_located
 from chunkweave.prompt.tokenizer import TextTokenizer
-from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument, appended, next_batch, without
+from chunkweave.retrieval.corpus_store import CorpusContents, CorpusStore, StoredDocument, StoredSettings
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.embedders import Embedder, make_embedder
 from chunkweave.retrieval.faiss_indexes import check_available
@@ -93,6 +93,8 @@ Progress = Callable[[int, int], None]
 """Called with (done, total) during long work."""
 
 _EMBED_BATCH = 64
+_COMMIT_CHUNKS = 512
+"""Chunks embedded between two commits: the maximum that an interruption loses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,20 +150,27 @@ class Corpus:
         self._embedder: Embedder = make_embedder() if embedder is None else embedder
         split, index = split or SplitConfig(), index or IndexConfig()
         check_available(index.kind)
-        self._manifest = Manifest(
+        settings = StoredSettings(
             self._embedder.name,
             self._embedder.fingerprint,
             self._embedder.dimension,
             split.max_tokens,
             split.overlap_tokens,
-            index.as_dict(),
+            index,
         )
-        self._files: CorpusFiles | None = None
+        empty = np.zeros((0, settings.dimension), dtype=np.float32)
         self._given_tokenizer = tokenizer
-        self._parts: tuple[Part, ...] = ()
-        self._by_id: dict[str, StoredDocument] = {}
         self._nbytes: int | None = None  # counted on first use
-        self._searcher = Searcher(self._manifest, (), None, Built())
+        self._store: CorpusStore | None = None
+        self._buffer = empty
+        """The vectors, with room for more."""
+        self._take(CorpusContents(settings, (), empty), Built())
+
+    def _take(self, contents: CorpusContents, built: Built) -> None:
+        """Use these `contents`, whose first rows `built` has, or all."""
+        self._contents = contents
+        self._by_id = {document.id: document for document in contents.documents}
+        self._searcher = Searcher(contents, self._store, built)
 
     @classmethod
     def create(
@@ -181,10 +190,9 @@ class Corpus:
             CorpusError: the folder cannot be written.
         """
         corpus = cls(embedder, split=split, index=index, tokenizer=tokenizer)
-        files = CorpusFiles(Path(folder))
-        files.create(corpus._manifest)
-        corpus._files = files
-        corpus._searcher = Searcher(corpus._manifest, (), files, Built())
+        corpus._store = CorpusStore(Path(folder))
+        corpus._store.create(corpus._contents.settings)
+        corpus._take(corpus._contents, Built())
         return corpus
 
     @classmethod
@@ -200,25 +208,25 @@ class Corpus:
             EmbedderMismatchError: it was made by another embedder.
             UsageError: its embedder needs an extra that is not installed.
         """
-        files = CorpusFiles(Path(folder))
-        manifest, parts = files.read()
-        embedder = make_embedder(manifest.embedder) if embedder is None else embedder
-        if embedder.fingerprint != manifest.fingerprint:
+        store = CorpusStore(Path(folder))
+        contents = store.read()
+        settings = contents.settings
+        embedder = make_embedder(settings.embedder) if embedder is None else embedder
+        if embedder.fingerprint != settings.fingerprint:
             raise EmbedderMismatchError(
-                f"the corpus in {folder} was made by the embedder {manifest.embedder} ({manifest.fingerprint}), not by "
+                f"the corpus in {folder} was made by the embedder {settings.embedder} ({settings.fingerprint}), not by "
                 f"{embedder.name} ({embedder.fingerprint}): open it with that one, or make it again"
             )
         corpus = cls(embedder, tokenizer=tokenizer)
-        corpus._manifest, corpus._files = manifest, files
-        corpus._parts = tuple(parts)
-        corpus._by_id = {document.id: document for part in parts for document in part.documents}
-        corpus._searcher = Searcher(manifest, parts, files, Built(looked=False))
+        corpus._store = store
+        corpus._buffer = contents.vectors
+        corpus._take(contents, Built(looked=False))
         return corpus
 
     @staticmethod
     def exists(folder: str | Path) -> bool:
         """Whether there is a corpus in a folder."""
-        return CorpusFiles(Path(folder)).exist
+        return CorpusStore(Path(folder)).exists
 
     @property
     def embedder(self) -> Embedder:
@@ -228,17 +236,18 @@ class Corpus:
     @property
     def split(self) -> SplitConfig:
         """How documents are cut."""
-        return SplitConfig(self._manifest.max_tokens, self._manifest.overlap_tokens)
+        settings = self._contents.settings
+        return SplitConfig(settings.max_tokens, settings.overlap_tokens)
 
     @property
     def index_config(self) -> IndexConfig:
         """The configuration of the index."""
-        return self._searcher.config
+        return self._contents.settings.index
 
     @property
     def documents(self) -> tuple[StoredDocument, ...]:
         """All documents, cut into chunks, in the order in which they were added."""
-        return tuple(document for part in self._parts for document in part.documents)
+        return self._contents.documents
 
     @property
     def num_documents(self) -> int:
@@ -247,7 +256,7 @@ class Corpus:
 
     def __len__(self) -> int:
         """Number of chunks."""
-        return sum(map(len, self._parts))
+        return len(self._contents.vectors)
 
     @property
     def nbytes(self) -> int:
@@ -277,7 +286,7 @@ class Corpus:
 
     def chunks(self) -> list[Chunk]:
         """All chunks in the order of the documents, for `Engine.precompute`."""
-        return self._searcher.chunks()
+        return [chunk for document in self.documents for chunk in document_chunks(document)]
 
     def add(self, documents: Iterable[CorpusDocument], *, progress: Progress | None = None) -> CorpusChange:
         """Cut, embed and store new documents.
@@ -318,17 +327,17 @@ class Corpus:
         return self._put(checked_documents(documents), progress, limits or GrowthLimits())
 
     def remove(self, documents: Iterable[str]) -> CorpusChange:
-        """Remove documents by id, also from the disk: their parts are rewritten without them.
+        """Remove documents by id, also from the disk, where their bytes are overwritten.
 
         Raises:
             UnknownDocumentError: an id is not there; nothing was removed.
             CorpusError: it cannot be written; nothing was removed.
         """
         ids = tuple(dict.fromkeys(documents))
-        old = [self.document(one) for one in ids]
-        if ids:
-            self._commit(frozenset(ids), None)
-        return CorpusChange(removed=ids, gone=self._gone(old))
+        removed = [self.document(document) for document in ids]
+        if removed:
+            self._commit(removed, [], self._contents.vectors[:0])
+        return CorpusChange(removed=ids, gone=self._gone(removed))
 
     def embed_query(self, question: str) -> NDArray[np.float32]:
         """The vector of a question, `[dimension]`.
@@ -350,7 +359,6 @@ class Corpus:
             TopKError: there are fewer chunks.
             UsageError: `k` is not positive, or the index needs an extra that is not installed.
             DimensionMismatchError: the vector has another shape than `[dimension]`.
-            EmbedderMismatchError: the index on disk was made by another embedder.
         """
         return self._searcher.search(self._vector(question, k), k)
 
@@ -379,7 +387,6 @@ class Corpus:
         Raises:
             UsageError: it needs an extra that is not installed.
             CorpusError: it cannot be written.
-            EmbedderMismatchError: the index on disk was made by another embedder.
         """
         self.take_index(self.make_index(), keep=keep)
 
@@ -421,15 +428,15 @@ class Corpus:
         unchanged = tuple(document.id for document in documents if self.holds(document))
         todo = [document for document in documents if not self.holds(document)]
         old = {document.id: self._by_id[document.id] for document in todo if document.id in self._by_id}
-        growth = Growth(limits, chunks=len(self), nbytes=self.nbytes, dimension=self._manifest.dimension)
+        growth = Growth(limits, chunks=len(self), nbytes=self.nbytes, dimension=self._embedder.dimension)
         cut = (growth.take(document, self._pieces(document), old.get(document.id)) for document in todo)
         fitting = (document for document in takewhile(lambda one: one is not None, cut) if document is not None)
         done = len(unchanged)
-        while batch := next_batch(fitting):
+        while batch := _next_batch(fitting):
             vectors = self._embed(batch, done, len(documents), progress, limits)
             if vectors is None:
                 break
-            self._commit(frozenset(document.id for document in batch) & old.keys(), Part(tuple(batch), vectors))
+            self._commit([old[document.id] for document in batch if document.id in old], batch, vectors)
             done += len(batch)
         if progress is not None:
             progress(done, len(documents))
@@ -460,32 +467,37 @@ class Corpus:
                 return None
             batch = texts[start : start + _EMBED_BATCH]
             vectors = self._embedder.embed_documents(batch)
-            blocks.append(checked_vectors(vectors, len(batch), self._manifest.dimension))
+            blocks.append(checked_vectors(vectors, len(batch), self._embedder.dimension))
             if progress is not None:
                 progress(done + int(np.searchsorted(ends, start + len(batch), side="right")), total)
         return np.concatenate(blocks)
 
-    def _commit(self, leaving: frozenset[str], new: Part | None) -> None:
-        """Remove the documents `leaving` and append the part `new`, in one commit."""
-        parts = without(self._parts, leaving)
-        if new is not None:
-            parts = appended(parts, new)
-        if self._files is not None:
-            self._manifest, parts = self._files.commit(self._manifest, parts)
-        self._parts = tuple(parts)
-        coming = () if new is None else new.documents
+    def _commit(
+        self, removed: Sequence[StoredDocument], added: Sequence[StoredDocument], vectors: NDArray[np.float32]
+    ) -> None:
+        """Remove and add documents in one commit; `vectors` are those of all chunks of `added`."""
+        before = self._contents
+        last = before.documents[-1].number if before.documents else 0
+        new = [replace(document, number=last + count) for count, document in enumerate(added, start=1)]
+        generation = before.generation + 1
+        if self._store is not None:
+            generation = self._store.commit(before.generation, removed, new, vectors)
         if self._nbytes is not None:
-            self._nbytes += self._bytes_of(coming) - self._bytes_of(self._by_id[document] for document in leaving)
-        for document in leaving:
-            del self._by_id[document]
-        self._by_id |= {document.id: document for document in coming}
-        if leaving:
-            self._searcher = Searcher(self._manifest, parts, self._files, Built())
-        else:
-            self._searcher = self._searcher.grown(self._manifest, parts)
+            self._nbytes += self._bytes_of(new) - self._bytes_of(removed)
+        built = self._searcher.built
+        documents = before.documents
+        buffer = self._buffer
+        rows = len(before.vectors)
+        if removed:
+            built = Built()
+            documents, buffer = _without({document.id for document in removed}, documents, before.vectors)
+            rows = len(buffer)
+        self._buffer = _extended(buffer, rows, vectors)
+        vectors = self._buffer[: rows + len(vectors)]
+        self._take(CorpusContents(before.settings, (*documents, *new), vectors, generation), built)
 
     def _bytes_of(self, documents: Iterable[StoredDocument]) -> int:
-        return sum(document_bytes(document, self._manifest.dimension) for document in documents)
+        return sum(document_bytes(document, self._embedder.dimension) for document in documents)
 
     def _gone(self, old: Sequence[StoredDocument]) -> tuple[Chunk, ...]:
         """Chunks of the documents `old` whose text is not in the corpus any more."""
@@ -494,3 +506,38 @@ class Corpus:
             for text in document.chunks:
                 gone.pop(text, None)
         return tuple(gone.values())
+
+
+def _next_batch(documents: Iterator[StoredDocument]) -> list[StoredDocument]:
+    """The next documents that together have enough chunks for one commit; none at the end."""
+    batch: list[StoredDocument] = []
+    chunks = 0
+    for document in documents:
+        batch.append(document)
+        chunks += len(document.chunks)
+        if chunks >= _COMMIT_CHUNKS:
+            break
+    return batch
+
+
+def _without(
+    removed: set[str], documents: Sequence[StoredDocument], vectors: NDArray[np.float32]
+) -> tuple[tuple[StoredDocument, ...], NDArray[np.float32]]:
+    """The documents but for those with the ids `removed`, and the vectors of their chunks, copied."""
+    stays = [document.id not in removed for document in documents for _ in document.chunks]
+    remaining = tuple(document for document in documents if document.id not in removed)
+    return remaining, vectors[np.array(stays, dtype=bool)]
+
+
+def _extended(buffer: NDArray[np.float32], rows: int, new: NDArray[np.float32]) -> NDArray[np.float32]:
+    """A buffer with the first `rows` rows of `buffer`, then `new`: `buffer` itself if they fit, else a larger one.
+
+    The first rows never change, so that searches over them may run meanwhile.
+    """
+    end = rows + len(new)
+    if end > len(buffer):
+        larger = np.empty((max(end, 2 * rows), buffer.shape[1]), dtype=np.float32)
+        larger[:rows] = buffer[:rows]
+        buffer = larger
+    buffer[rows:end] = new
+    return buffer

@@ -1,12 +1,9 @@
-"""Builds indexes; IVF by faiss, searched in stages (RAGCache §6, pipelined vector search); its file in a corpus.
+"""IVF indexes by faiss, searched in stages (RAGCache §6, pipelined vector search).
 
-faiss is imported when an IVF index is built or read.
+faiss is imported when an index is built or read.
 """
 
-import hashlib
-import json
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, Final
@@ -14,26 +11,18 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkweave.errors import CorpusError, EmbedderMismatchError, UsageError, install_extra
-from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, digest_of
+from chunkweave.errors import UsageError, install_extra
+from chunkweave.retrieval.corpus_store import StoredIndex
 from chunkweave.retrieval.indexes import (
-    FlatIndex,
     Hits,
     IndexConfig,
     IndexKind,
     SearchStage,
-    VectorIndex,
     checked_query,
     checked_vectors,
     merged,
     top_hits,
 )
-
-logger = logging.getLogger(__name__)
-
-
-INDEX_FILE, INDEX_NOTE = "index.faiss", "index.json"
-_INDEX_FORMAT = 2
 
 _TRAINING_VECTORS_A_LIST = 64
 _NO_LIST = -1
@@ -59,29 +48,62 @@ class IvfIndex:
     so that stages cost calls, but no distances.
     """
 
-    def __init__(self, index: Any, config: IndexConfig) -> None:
-        """Wrap a faiss index, which this object then owns; all sizes in `config` are chosen."""
-        self.faiss_index: Final = index
-        self.config: Final = config
-        self._sizes: NDArray[np.int64] | None = None
+    def __init__(self, config: IndexConfig, centroids: NDArray[np.float32]) -> None:
+        """An empty index with these `centroids`, `[lists, dimension]`; all sizes in `config` are chosen.
 
-    @property
-    def dimension(self) -> int:
-        """Columns of the vectors."""
-        return int(self.faiss_index.d)
+        Raises:
+            UsageError: faiss is not installed.
+        """
+        faiss = import_faiss()
+        self.config: Final = config
+        self.dimension: Final = centroids.shape[1]
+        self.stored_rows = 0
+        """The first rows, which the corpus's file has."""
+        self._centroids: Final = centroids
+        quantizer = faiss.IndexFlatIP(self.dimension)
+        quantizer.add(centroids)
+        self._faiss_index = faiss.IndexIVFFlat(quantizer, self.dimension, config.lists, faiss.METRIC_INNER_PRODUCT)
+        self._faiss_index.nprobe = config.probes
+        self._lists = np.zeros(0, dtype=np.int64)  # the list of each row
+        self._sizes = np.zeros(config.lists, dtype=np.int64)  # the rows of each list
+
+    @classmethod
+    def restored(cls, stored: StoredIndex, vectors: NDArray[np.float32]) -> "IvfIndex":
+        """A stored index, whose rows are the first of `vectors`."""
+        index = cls(stored.config, stored.centroids)
+        index.stored_rows = len(stored.lists)
+        index._append(vectors[: index.stored_rows], stored.lists)
+        return index
+
+    def as_stored(self) -> StoredIndex:
+        """The form in which a corpus stores it."""
+        return StoredIndex(self.config, self._centroids, self._lists)
 
     def __len__(self) -> int:
-        return int(self.faiss_index.ntotal)
+        return len(self._lists)
 
     def add(self, vectors: NDArray[np.float32]) -> None:
-        """Append rows; see `VectorIndex.add`."""
-        self.faiss_index.add(checked_vectors(vectors, len(vectors), self.dimension))
-        self._sizes = None
+        """Append rows `[rows, dimension]`.
+
+        Raises:
+            DimensionMismatchError: they have another number of columns.
+        """
+        vectors = checked_vectors(vectors, len(vectors), self.dimension)
+        _, nearest = self._faiss_index.quantizer.search(vectors, 1)
+        self._append(vectors, nearest[:, 0])
+
+    def _append(self, vectors: NDArray[np.float32], lists: NDArray[np.int64]) -> None:
+        faiss = import_faiss()
+        vectors = np.ascontiguousarray(vectors)
+        lists = np.ascontiguousarray(lists)
+        self._faiss_index.add_core(len(vectors), faiss.swig_ptr(vectors), None, faiss.swig_ptr(lists))
+        self._lists = np.concatenate([self._lists, lists])
+        self._sizes += np.bincount(lists, minlength=self.config.lists)
 
     def search(self, query: NDArray[np.float32], k: int) -> Hits:
         """The best `k` rows; see `VectorIndex.search`."""
         checked = self._checked(query, k)
-        return _complete_top(lambda fetch: _first(self.faiss_index.search(checked, fetch)), k, len(self))
+        return _complete_top(lambda fetch: _first(self._faiss_index.search(checked, fetch)), k, len(self))
 
     def stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
         """Search in stages; see `VectorIndex.stages`."""
@@ -93,7 +115,7 @@ class IvfIndex:
 
     def _stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
         probes = self.config.probes
-        proximity, lists = self.faiss_index.quantizer.search(query, probes)
+        proximity, lists = self._faiss_index.quantizer.search(query, probes)
         number = min(self.config.stages, probes)
         hits = Hits()
         distances = self.config.lists  # the centroids, compared before the first stage
@@ -103,21 +125,14 @@ class IvfIndex:
             inside[0, start:stop] = lists[0, start:stop]
             scan = self._scanner(query, inside, proximity)
             hits = merged([hits, _complete_top(scan, k, len(self))], k)
-            distances += int(self._list_sizes()[lists[0, start:stop]].sum())
+            distances += int(self._sizes[lists[0, start:stop]].sum())
             yield SearchStage(hits, stage, stage == number, distances)
             distances = 0
-
-    def _list_sizes(self) -> NDArray[np.int64]:
-        """Vectors in each list, `[lists]`; read once, because a call for each list is slow."""
-        if self._sizes is None:
-            lists = self.faiss_index.invlists
-            self._sizes = np.array([lists.list_size(one) for one in range(self.config.lists)], dtype=np.int64)
-        return self._sizes
 
     def _scanner(
         self, query: NDArray[np.float32], lists: NDArray[np.int64], proximity: NDArray[np.float32]
     ) -> Callable[[int], _Scored]:
-        return lambda fetch: _first(self.faiss_index.search_preassigned(query, fetch, lists, proximity))
+        return lambda fetch: _first(self._faiss_index.search_preassigned(query, fetch, lists, proximity))
 
 
 def check_available(kind: IndexKind) -> None:
@@ -135,52 +150,33 @@ def available(kind: IndexKind) -> bool:
     return kind is IndexKind.FLAT or find_spec("faiss") is not None
 
 
-def outgrown(index: VectorIndex, config: IndexConfig, rows: int) -> bool:
-    """Whether an IVF index of `config`, trained on `rows` vectors, has at least 1.5 times the lists of `index`."""
-    return isinstance(index, IvfIndex) and config.resolved(rows).lists >= 1.5 * index.config.lists
+def outgrown(index: IvfIndex, rows: int, config: IndexConfig) -> bool:
+    """Whether an index of `config`, trained on `rows` vectors, has at least 1.5 times the lists of `index`."""
+    return config.resolved(rows).lists >= 1.5 * index.config.lists
 
 
-def build_index(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], dimension: int) -> VectorIndex:
-    """An index over the rows of all `blocks`, each `[rows, dimension]`, in their order.
-
-    Raises:
-        DimensionMismatchError: a block has another number of columns.
-        UsageError: the kind needs faiss, and it is not installed.
-    """
-    if config.kind is IndexKind.FLAT:
-        index: VectorIndex = FlatIndex(dimension)
-    else:
-        index = _trained(config.resolved(sum(map(len, blocks))), blocks, dimension)
-    for block in blocks:
-        index.add(block)
-    return index
-
-
-def _trained(config: IndexConfig, blocks: Sequence[NDArray[np.float32]], dimension: int) -> IvfIndex:
-    """An empty index of the sizes in `config`, with centroids learned from a sample of `blocks`.
+def build_index(config: IndexConfig, vectors: NDArray[np.float32]) -> IvfIndex:
+    """An IVF index over `vectors`, `[rows, dimension]`, with centroids learned from a sample of them.
 
     Raises:
-        DimensionMismatchError: a block has another number of columns.
         UsageError: faiss is not installed, or there is no vector to learn from.
     """
     faiss = import_faiss()
-    if not any(map(len, blocks)):
+    rows, dimension = vectors.shape
+    if rows == 0:
         raise UsageError("an IVF index learns its lists from the vectors, and there are none")
-    inverted = faiss.IndexIVFFlat(faiss.IndexFlatIP(dimension), dimension, config.lists, faiss.METRIC_INNER_PRODUCT)
-    inverted.nprobe = config.probes
-    inverted.cp.seed = _SEED
-    inverted.cp.min_points_per_centroid = 1
-    sample = _sampled(blocks, config.lists * _TRAINING_VECTORS_A_LIST)
-    inverted.train(checked_vectors(sample, len(sample), dimension))
-    return IvfIndex(inverted, config)
-
-
-def _sampled(blocks: Sequence[NDArray[np.float32]], count: int) -> NDArray[np.float32]:
-    """At most `count` rows of all blocks, drawn without replacement."""
-    rows = np.concatenate(blocks)
-    if len(rows) <= count:
-        return rows
-    return rows[np.sort(np.random.default_rng(_SEED).choice(len(rows), count, replace=False))]
+    config = config.resolved(rows)
+    trained = faiss.IndexIVFFlat(faiss.IndexFlatIP(dimension), dimension, config.lists, faiss.METRIC_INNER_PRODUCT)
+    trained.cp.seed = _SEED
+    trained.cp.min_points_per_centroid = 1
+    sample = vectors
+    if rows > config.lists * _TRAINING_VECTORS_A_LIST:
+        random = np.random.default_rng(_SEED)
+        sample = vectors[np.sort(random.choice(rows, config.lists * _TRAINING_VECTORS_A_LIST, replace=False))]
+    trained.train(checked_vectors(sample, len(sample), dimension))
+    index = IvfIndex(config, trained.quantizer.reconstruct_n(0, config.lists))
+    index.add(vectors)
+    return index
 
 
 def import_faiss() -> Any:
@@ -220,67 +216,3 @@ def _first(found: tuple[NDArray[np.float32], NDArray[np.int64]]) -> _Scored:
 def _bounds(count: int, slices: int) -> list[int]:
     bounds: list[int] = np.linspace(0, count, slices + 1).astype(int).tolist()
     return bounds
-
-
-def save_index(files: CorpusFiles, manifest: Manifest, index: IvfIndex, blocks: Sequence[NDArray[np.float32]]) -> None:
-    """Write the index, then a note that identifies its rows: the first rows of `blocks`.
-
-    Raises:
-        CorpusError: they cannot be written.
-    """
-    data = import_faiss().serialize_index(index.faiss_index).tobytes()
-    note = {
-        "format": _INDEX_FORMAT,
-        "fingerprint": manifest.fingerprint,
-        "dimension": index.dimension,
-        "rows": len(index),
-        "rows_digest": _digest_of_rows(blocks, len(index)),
-        "asked": dict(manifest.index),
-        "config": index.config.as_dict(),
-        "digest": digest_of(data),
-    }
-    files.write({INDEX_FILE: data, INDEX_NOTE: (json.dumps(note, indent=1) + "\n").encode()})
-
-
-def stored_index(files: CorpusFiles, manifest: Manifest, blocks: Sequence[NDArray[np.float32]]) -> IvfIndex | None:
-    """The index on disk, if it has the first rows of `blocks` and these settings; None if it must be built.
-
-    Rows that were added later are not in it. An index of other vectors or settings is ignored. So is a damaged one,
-    with a line in the log.
-
-    Raises:
-        EmbedderMismatchError: it was made by another embedder.
-        UsageError: faiss is not installed.
-    """
-    try:
-        note: dict[str, Any] = json.loads((files.folder / INDEX_NOTE).read_text(encoding="utf-8"))
-        if note["format"] != _INDEX_FORMAT:
-            return None
-        if note["fingerprint"] != manifest.fingerprint or note["dimension"] != manifest.dimension:
-            raise EmbedderMismatchError(
-                f"{files.folder / INDEX_FILE} was made by the embedder {note['fingerprint']} with {note['dimension']} "
-                f"dimensions, the corpus by {manifest.fingerprint} with {manifest.dimension}: remove the index"
-            )
-        if note["asked"] != dict(manifest.index) or note["rows_digest"] != _digest_of_rows(blocks, note["rows"]):
-            return None
-        data = (files.folder / INDEX_FILE).read_bytes()
-        if digest_of(data) != note["digest"]:
-            raise CorpusError("its checksum is wrong")
-        faiss_index = import_faiss().deserialize_index(np.frombuffer(data, dtype=np.uint8))
-        return IvfIndex(faiss_index, IndexConfig.from_dict(note["config"]))
-    except FileNotFoundError:
-        return None
-    except (EmbedderMismatchError, UsageError):
-        raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, CorpusError) as error:
-        logger.warning("%s is not used, the index is built again: %s", files.folder / INDEX_FILE, error)
-        return None
-
-
-def _digest_of_rows(blocks: Sequence[NDArray[np.float32]], rows: int) -> str:
-    """Hash of the first `rows` vectors, or of all if there are fewer; does not depend on the cut into blocks."""
-    digest = hashlib.blake2b(digest_size=16)
-    for block in blocks:
-        digest.update(np.ascontiguousarray(block[: max(0, rows)]).data)
-        rows -= len(block)
-    return digest.hexdigest()

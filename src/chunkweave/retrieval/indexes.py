@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import sqrt
-from typing import Any, Final, Protocol, Self
+from typing import Final, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,18 +54,7 @@ class IndexKind(StrEnum):
 class VectorIndex(Protocol):
     """Vectors by row number from 0, in the order in which they were added. Searching may run in several threads."""
 
-    @property
-    def dimension(self) -> int:
-        """Columns of the vectors."""
-
     def __len__(self) -> int: ...
-
-    def add(self, vectors: NDArray[np.float32]) -> None:
-        """Append rows `[rows, dimension]`.
-
-        Raises:
-            DimensionMismatchError: they have another number of columns.
-        """
 
     def search(self, query: NDArray[np.float32], k: int) -> Hits:
         """The best `k` rows for a query `[dimension]`; an index that does not look at all rows may find fewer.
@@ -116,23 +105,7 @@ class IndexConfig:
         lists = self.lists or max(1, min(round(4 * sqrt(rows)), rows // 39))
         lists = min(lists, max(1, rows))
         probes = min(self.probes or max(1, round(lists / 8)), lists)
-        return type(self)(**{**asdict(self), "lists": lists, "probes": probes})
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {**asdict(self), "kind": str(self.kind)}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The configuration that `as_dict` wrote.
-
-        Raises:
-            UsageError: a key or a value is not one of an index.
-        """
-        try:
-            return cls(**{**data, "kind": IndexKind(data["kind"])})
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"not the settings of an index: {error}") from error
+        return replace(self, lists=lists, probes=probes)
 
 
 def timed_stages(
@@ -229,27 +202,20 @@ def merged(found: Sequence[Hits], k: int) -> Hits:
 
 
 class FlatIndex:
-    """Exact search over blocks of vectors, which are not copied. A search has one stage."""
+    """Exact search over vectors float32 `[rows, dimension]`, which are not copied. A search has one stage."""
 
-    def __init__(self, dimension: int) -> None:
-        self.dimension: Final = dimension
-        self._blocks: list[NDArray[np.float32]] = []
-        self._rows = 0
+    def __init__(self, vectors: NDArray[np.float32]) -> None:
+        self._vectors: Final = vectors
 
     def __len__(self) -> int:
-        return self._rows
-
-    def add(self, vectors: NDArray[np.float32]) -> None:
-        """Append rows; see `VectorIndex.add`."""
-        self._blocks.append(checked_vectors(vectors, len(vectors), self.dimension))
-        self._rows += len(vectors)
+        return len(self._vectors)
 
     def search(self, query: NDArray[np.float32], k: int) -> Hits:
         """The best `k` rows of all; see `VectorIndex.search`."""
-        query = checked_query(query, k, rows=self._rows, dimension=self.dimension)
-        scores = np.concatenate([block @ query for block in self._blocks])
-        return top_hits(np.arange(self._rows), scores, k)
+        rows, dimension = self._vectors.shape
+        query = checked_query(query, k, rows=rows, dimension=dimension)
+        return top_hits(np.arange(rows), self._vectors @ query, k)
 
     def stages(self, query: NDArray[np.float32], k: int) -> Iterator[SearchStage]:
         """Search all rows in one stage; see `VectorIndex.stages`."""
-        return iter([SearchStage(self.search(query, k), 1, True, self._rows)])
+        return iter([SearchStage(self.search(query, k), 1, True, len(self))])

@@ -1,31 +1,17 @@
 """Searches the chunks of a corpus at one commit, and builds their index beside searches."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkweave.retrieval.corpus_files import CorpusFiles, Manifest, Part, StoredDocument
-from chunkweave.retrieval.faiss_indexes import (
-    IvfIndex,
-    available,
-    build_index,
-    outgrown,
-    save_index,
-    stored_index,
-)
-from chunkweave.retrieval.indexes import (
-    FlatIndex,
-    Hits,
-    IndexConfig,
-    IndexKind,
-    VectorIndex,
-    timed_stages,
-)
+from chunkweave.retrieval.corpus_store import CorpusContents, CorpusStore, StoredDocument
+from chunkweave.retrieval.faiss_indexes import IvfIndex, available, build_index, outgrown
+from chunkweave.retrieval.indexes import FlatIndex, Hits, IndexConfig, IndexKind, VectorIndex, timed_stages
 from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
 from chunkweave.types import Chunk
 
@@ -42,12 +28,10 @@ class Built:
     """Index of a corpus, which its searchers share while rows are only added.
 
     `index` has the first rows, or all; it changes under `lock`. `looked`: the index on disk was read.
-    `saved_rows`: rows of the index that are on disk.
     """
 
-    index: VectorIndex | None = None
+    index: IvfIndex | None = None
     looked: bool = True
-    saved_rows: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -55,7 +39,7 @@ class Built:
 class MadeIndex:
     """An index that `Corpus.make_index` built, and the `Built` that it is for."""
 
-    index: VectorIndex
+    index: IvfIndex
     built: Built
 
 
@@ -69,29 +53,19 @@ class Searcher:
     The index is read or built when it is first needed.
     """
 
-    def __init__(self, manifest: Manifest, parts: Sequence[Part], files: CorpusFiles | None, built: Built) -> None:
-        """Search `parts`; `built` has their first rows already, or all."""
-        self._manifest = manifest
-        self._parts = tuple(parts)
-        self._files = files
-        self._flat_index: FlatIndex | None = None
+    def __init__(self, contents: CorpusContents, store: CorpusStore | None, built: Built) -> None:
+        """Search `contents`; `built` has their first rows already, or all."""
+        self.config: Final[IndexConfig] = contents.settings.index
         self.built: Final = built
-
-    def grown(self, manifest: Manifest, parts: Sequence[Part]) -> Self:
-        """A searcher over `parts`, which begin with the rows of this one. It shares `built`."""
-        return type(self)(manifest, parts, self._files, self.built)
-
-    @property
-    def config(self) -> IndexConfig:
-        """The configuration of the index."""
-        return IndexConfig.from_dict(dict(self._manifest.index))
+        self._contents = contents
+        self._rows = len(contents.vectors)
+        self._store = store
 
     @property
     def kind(self) -> IndexKind:
         """The kind of index for this number of rows. With `flat_up_to`: `flat` up to it, or if faiss is missing."""
-        config = self.config
-        small = self._count <= config.flat_up_to
-        return IndexKind.FLAT if config.flat_up_to and (small or not available(config.kind)) else config.kind
+        small = self._rows <= self.config.flat_up_to or not available(self.config.kind)
+        return IndexKind.FLAT if self.config.flat_up_to and small else self.config.kind
 
     @property
     def searched_by(self) -> IndexKind:
@@ -102,21 +76,17 @@ class Searcher:
     @property
     def outdated(self) -> bool:
         """Whether `make` has something to build, or may find it on disk."""
-        if self.kind is IndexKind.FLAT:
+        if self.kind is IndexKind.FLAT or not self._rows:
             return False
         index = self.built.index
-        return self._count > 0 and (index is None or outgrown(index, self.config, self._count))
-
-    def chunks(self) -> list[Chunk]:
-        """All chunks, in the order of rows."""
-        return [chunk for part in self._parts for document in part.documents for chunk in document_chunks(document)]
+        return index is None or outgrown(index, self._rows, self.config)
 
     def search(self, vector: NDArray[np.float32], k: int) -> tuple[RetrievedChunk, ...]:
         """The `k` best chunks; see `Corpus.search`."""
         index = self.index()
         found = self._retrieved(index.search(vector, k))
         if len(found) < k:
-            found = self._retrieved(index.search(vector, min(_MOST_COPIES * k, self._count)))
+            found = self._retrieved(index.search(vector, min(_MOST_COPIES * k, self._rows)))
         return found[:k]
 
     def stages(self, vector: NDArray[np.float32], k: int) -> Iterator[RetrievalStage]:
@@ -140,21 +110,20 @@ class Searcher:
 
         Raises:
             UsageError: it needs an extra that is not installed.
-            EmbedderMismatchError: the index on disk was made by another embedder.
         """
+        vectors = self._contents.vectors
+        if self.kind is IndexKind.FLAT:
+            return FlatIndex(vectors)
         built = self.built
         with built.lock:
-            if self.kind is IndexKind.FLAT:
-                return self._flat()
-            if built.index is None and self._files is not None and not built.looked:
-                built.index = stored_index(self._files, self._manifest, self._blocks)
-                built.saved_rows = 0 if built.index is None else len(built.index)
+            if built.index is None and not built.looked:
+                built.index = self._stored_index()
             built.looked = True
             if built.index is None:
                 if self.config.flat_up_to:
-                    return self._flat()
-                built.index = build_index(self.config, self._blocks, self._manifest.dimension)
-            _complete(built.index, self._blocks)
+                    return FlatIndex(vectors)
+                built.index = build_index(self.config, vectors)
+            self._complete(built.index)
             return built.index
 
     def make(self) -> MadeIndex | None:
@@ -162,13 +131,11 @@ class Searcher:
 
         Raises what `index` raises.
         """
-        if self.kind is IndexKind.FLAT:
-            return None
-        if self._count:
+        if self.kind is IndexKind.IVF and self._rows:
             self.index()
         if not self.outdated:
             return None
-        return MadeIndex(build_index(self.config, self._blocks, self._manifest.dimension), self.built)
+        return MadeIndex(build_index(self.config, self._contents.vectors), self.built)
 
     def take(self, made: MadeIndex, *, keep: bool) -> None:
         """Use `made` in searches, if all its rows still exist; missing rows are added first.
@@ -178,72 +145,56 @@ class Searcher:
         Raises:
             CorpusError: it cannot be written; searches use it nevertheless.
         """
-        built, saved_rows = self.built, 0
-        if made.built is not built:
+        if made.built is not self.built:
             return
-        _complete(made.index, self._blocks)
+        self._complete(made.index)
         try:
-            if keep and self._files is not None and isinstance(made.index, IvfIndex):
-                save_index(self._files, self._manifest, made.index, self._blocks)
-                saved_rows = len(made.index)
+            if keep:
+                self._write(made.index)
         finally:
-            with built.lock:
-                built.index, built.saved_rows = made.index, saved_rows
+            with self.built.lock:
+                self.built.index = made.index
 
     def save(self) -> None:
-        """Store the index in the folder, if there is one and the index is of a kind that takes time to build.
+        """Store the index that searches use, if the corpus has a folder.
 
         Raises:
             CorpusError: it cannot be written.
             UsageError: it needs an extra that is not installed.
         """
-        if self._files is None or self.kind is IndexKind.FLAT or not self._parts:
-            return
         index = self.index()
-        with self.built.lock:
-            if isinstance(index, IvfIndex) and len(index) != self.built.saved_rows:
-                save_index(self._files, self._manifest, index, self._blocks)
-                self.built.saved_rows = len(index)
+        if isinstance(index, IvfIndex):
+            with self.built.lock:
+                self._write(index)
 
-    @property
-    def _count(self) -> int:
-        return sum(map(len, self._parts))
+    def _write(self, index: IvfIndex) -> None:
+        if self._store is not None and index.stored_rows != len(index):
+            self._store.write_index(self._contents.generation, index.as_stored())
+            index.stored_rows = len(index)
 
-    @property
-    def _blocks(self) -> list[NDArray[np.float32]]:
-        return [part.vectors for part in self._parts]
+    def _stored_index(self) -> IvfIndex | None:
+        stored = None if self._store is None else self._store.read_index(self._contents.generation)
+        return None if stored is None else IvfIndex.restored(stored, self._contents.vectors)
 
-    def _flat(self) -> FlatIndex:
-        """The flat index, which is the vectors themselves."""
-        if self._flat_index is None:
-            self._flat_index = FlatIndex(self._manifest.dimension)
-            _complete(self._flat_index, self._blocks)
-        return self._flat_index
+    def _complete(self, index: IvfIndex) -> None:
+        """Append the rows that an index of the first rows lacks."""
+        if len(index) < self._rows:
+            index.add(self._contents.vectors[len(index) :])
 
     @cached_property
-    def _rows(self) -> tuple[list[StoredDocument], NDArray[np.int64]]:
-        """The documents, and the row at which each starts, `[documents + 1]`."""
-        documents = [document for part in self._parts for document in part.documents]
-        return documents, np.cumsum([0, *(len(document.chunks) for document in documents)])
+    def _starts(self) -> NDArray[np.int64]:
+        """The row at which each document starts, `[documents + 1]`."""
+        return np.cumsum([0, *(len(document.chunks) for document in self._contents.documents)])
 
     def _retrieved(self, hits: Hits) -> tuple[RetrievedChunk, ...]:
         """The chunks of the hits; of chunks with the same text, the best one alone."""
-        documents, starts = self._rows
         found: dict[str, RetrievedChunk] = {}
         for row, score in zip(hits.rows, hits.scores, strict=True):
-            number = int(np.searchsorted(starts, row, side="right")) - 1
-            document, place = documents[number], row - int(starts[number])  # of all chunks -> of the document's
+            number = int(np.searchsorted(self._starts, row, side="right")) - 1
+            document = self._contents.documents[number]
+            place = row - int(self._starts[number])  # of all chunks -> of the document's
             chunk = document_chunks(document)[place]
             if chunk.text not in found:
                 about = (document.title, document.metadata, document.place_of(place))
                 found[chunk.text] = RetrievedChunk(chunk, document.id, place, len(found) + 1, score, *about)
         return tuple(found.values())
-
-
-def _complete(index: VectorIndex, blocks: Sequence[NDArray[np.float32]]) -> None:
-    """Append the rows of `blocks` that an index of the first rows lacks."""
-    first = 0
-    for block in blocks:
-        if len(index) < first + len(block):
-            index.add(block[len(index) - first :])
-        first += len(block)
