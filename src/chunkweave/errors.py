@@ -20,7 +20,7 @@ ChunkweaveError
 │   ├── DuplicateDocumentError two documents have the same id: choose another, or update
 │   └── EmptyDocumentError     a document has no text
 ├── CorpusError            a corpus cannot be used: files missing or damaged, or another process writes it
-│   ├── EmbedderMismatchError  corpus or index was made by another embedder: open it with that one
+│   ├── EmbedderMismatchError  the corpus was made by another embedder: open it with that one
 │   └── DimensionMismatchError vectors and index differ in width
 ├── NotRemovedError        KV that should be removed still exists, though unused: retry the removal
 └── StoreError             an invariant of the segment store is broken (a bug: please report it)

@@ -201,8 +201,8 @@ def ingest(
     embedder: Annotated[
         str | None,
         typer.Option(
-            help="hashed-ngrams (built in), minilm, model2vec, or a sentence-transformers model.",
-            show_default="minilm or model2vec if installed, else hashed-ngrams",
+            help="hashed-ngrams (built in), minilm, or a sentence-transformers model.",
+            show_default="minilm if installed, else hashed-ngrams",
         ),
     ] = None,
     index: Annotated[str | None, typer.Option(help="flat, or ivf, which needs faiss.", show_default="flat")] = None,

