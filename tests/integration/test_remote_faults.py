@@ -114,7 +114,7 @@ def test_a_killed_server_is_a_miss_at_once_and_comes_back(server: Server, caplog
             time.sleep(0.05)
     wait_until_found(tier, record.id)
     assert_same(tier.get(record.id), payload)
-    assert tier.available
+    assert not tier.breaker.is_open
     assert [entry.getMessage() for entry in caplog.records if "works again" in entry.getMessage()]
     assert len(warnings_in(caplog)) == 1
 
@@ -229,7 +229,7 @@ def test_a_full_server_refuses_writes_and_still_serves_reads(server: Server) -> 
     for _ in range(5):
         with pytest.raises(BlobRefused):
             tier.put(*make_segment(6))
-    assert tier.available
+    assert not tier.breaker.is_open
     assert_same(tier.get(record.id), payload)
     assert tier.stats.failed_puts == 5
 
@@ -279,7 +279,7 @@ def test_a_slow_remote_opens_the_breaker_and_costs_nothing_more(proxy: Proxy) ->
     for _ in range(50):
         assert tier.get(record.id) is None
     assert time.monotonic() - began < 3 * (0.25 + SLACK_S)
-    assert not tier.available
+    assert tier.breaker.is_open
 
 
 @pytest.mark.parametrize("cut_after_bytes", [0, 1, 40, 1500])
@@ -332,7 +332,7 @@ def test_a_deletion_that_did_not_arrive_is_owed_and_tried_again(server: Server, 
     proxy.cut_after_bytes = 0
     proxy.drop()
     assert tier.nbytes(record.id) == 0  # every attempt fails, and the breaker opens
-    assert not tier.available
+    assert tier.breaker.is_open
     with pytest.raises(OSError, match="did not confirm"):
         tier.delete(record.id)
     removal = store.withdraw(lambda _: True)

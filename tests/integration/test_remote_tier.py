@@ -230,7 +230,7 @@ def test_another_format_is_refused_and_stays(blobs: BlobStore) -> None:
         assert tier.get(record.id) is None
     assert list(tier.records()) == []
     assert (tier.stats.refused, tier.stats.garbage) == (5, 0)
-    assert tier.available
+    assert not tier.breaker.is_open
     assert blobs.get(key) == newer
 
 
@@ -239,7 +239,7 @@ def test_sizes_are_bounded_both_ways(blobs: BlobStore) -> None:
     small, large = RemoteTier(blobs, FINGERPRINT, max_bytes=1000), RemoteTier(blobs, FINGERPRINT)
     with pytest.raises(BlobRefused, match="limit is 1000"):
         small.put(record, payload)
-    assert small.available
+    assert not small.breaker.is_open
     large.put(record, payload)
     assert small.get(record.id) is None
     assert (small.stats.failed_puts, small.stats.garbage) == (1, 1)
@@ -363,7 +363,7 @@ def test_a_wrong_password_is_a_miss_and_one_warning(server: Server, caplog: pyte
     tier = RemoteTier(RedisBlobs(server.url.replace(PASSWORD, "not-it")), FINGERPRINT)
     for _ in range(10):
         assert tier.get(record.id) is None
-    assert not tier.available
+    assert tier.breaker.is_open
     warnings = [entry for entry in caplog.records if entry.levelno >= logging.WARNING]
     assert len(warnings) == 1
     assert "PermissionError" in warnings[0].getMessage()

@@ -149,8 +149,8 @@ class Int4Linear(nn.Module):
         return product.reshape(*states.shape[:-1], self.out_features)
 
     def _directly(self, rows: torch.Tensor) -> torch.Tensor:
-        parts = [torch._weight_int4pack_mm_for_cpu(rows, one.packed, GROUP, one.scales) for one in self.planes]
-        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        products = [torch._weight_int4pack_mm_for_cpu(rows, plane.packed, GROUP, plane.scales) for plane in self.planes]
+        return products[0] if len(products) == 1 else products[0] + products[1]
 
     def _dequantized(self, rows: torch.Tensor) -> torch.Tensor:
         outputs = len(self.planes[0].packed)
@@ -161,14 +161,16 @@ class Int4Linear(nn.Module):
     def _columns(self, first: int, stop: int) -> torch.Tensor:
         """The weights of outputs `first` to `stop`, bfloat16 `[in_features, outputs]`."""
         half, inputs = int4_half_block(), self.in_features
-        found: list[torch.Tensor] = []
+        by_plane: list[torch.Tensor] = []
         for plane in self.planes:
             packed = plane.packed.view(-1, inputs, half)[first // (2 * half) : stop // (2 * half)]
             numbers = torch.empty(inputs, len(packed), 2, half, dtype=torch.bfloat16)
             for side, bits in enumerate((packed & 15, packed >> 4)):
                 numbers[:, :, side] = bits.sub_(8).view(torch.int8).transpose(0, 1)
-            found.append(numbers.view(inputs // GROUP, GROUP, stop - first))
-        whole = found[0] if len(found) == 1 else found[0].mul_(16).add_(found[1])  # exact: at most eight bits
+            by_plane.append(numbers.view(inputs // GROUP, GROUP, stop - first))
+        whole = by_plane[0]
+        if len(by_plane) == 2:
+            whole.mul_(16).add_(by_plane[1])  # exact: at most eight bits
         offsets = torch.stack([plane.scales[:, None, first:stop, 1] for plane in self.planes]).sum(0)
         scales = self.planes[-1].scales[:, None, first:stop, 0].contiguous()
         return torch.addcmul(offsets, whole, scales, out=whole).view(inputs, stop - first)
@@ -207,8 +209,8 @@ class Int4Embedding(nn.Module):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[...]` -> `[..., in_features]`, bfloat16."""
-        found = self.linear.outputs(token_ids).to(torch.bfloat16)
-        return found if self._scale == 1.0 else found * torch.tensor(self._scale, dtype=torch.bfloat16)
+        embeddings = self.linear.outputs(token_ids).to(torch.bfloat16)
+        return embeddings if self._scale == 1.0 else embeddings * torch.tensor(self._scale, dtype=torch.bfloat16)
 
 
 @cache

@@ -96,11 +96,11 @@ def load_folder(
         UnsupportedModelError: the architecture cannot be woven, or the adapter cannot be merged into it.
         UsageError: device, dtype or weights are not available here, or not together.
     """
-    kept = settings_of(ModelConfig)["weights"].parse(weights)
+    memory_format = settings_of(ModelConfig)["weights"].parse(weights)
     name = Path(model).resolve().name
     lora = None if adapter is None else read_adapter(adapter)
     file = None
-    if kept is Weights.NATIVE:
+    if memory_format is Weights.NATIVE:
         dtype = _native_dtype(dtype, resolve_device(device, cuda_available=torch.cuda.is_available()))
         file = _native_file(model, lora)
     path = hub_folder(str(model)) if is_hub_name(str(model)) else checkpoint_folder(model, weights=file is None)
@@ -109,7 +109,7 @@ def load_folder(
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
     checkpoint = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     dtype = _dtype(dtype, device, checkpoint, choose_dtype or faster_dtype)
-    quantized = kept.value if kept.rounds else ""
+    quantized = memory_format.value if memory_format.rounds else ""
     if device == "cpu" and file is None:
         _warn_of_memory(path, getattr(torch, dtype).itemsize / getattr(torch, checkpoint).itemsize, model)
     try:
@@ -122,7 +122,7 @@ def load_folder(
         if lora is not None:
             warn_of_other_base(lora, name)
             merge_adapter(loaded, lora)
-        if kept is Weights.AUTO:
+        if memory_format is Weights.AUTO:
             pack_weights(loaded)
     driven = HuggingFaceModel(loaded)
     if verify:
@@ -188,16 +188,17 @@ def load_shape(
     Raises:
         UnknownMethodError: no shape of that name.
     """
-    kept = settings_of(ModelConfig)["weights"].parse(weights)
+    memory_format = settings_of(ModelConfig)["weights"].parse(weights)
     config = shape_config(name)
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
-    dtype = _native_dtype(dtype, device) if kept is Weights.NATIVE else _dtype(dtype, device, "bfloat16", faster_dtype)
-    quantized = kept.value if kept.rounds else ""
-    if kept is Weights.NATIVE:
+    quantized = memory_format.value if memory_format.rounds else ""
+    if memory_format is Weights.NATIVE:
+        dtype = _native_dtype(dtype, device)
         model = random_int4(config, seed)
     else:
+        dtype = _dtype(dtype, device, "bfloat16", faster_dtype)
         model = random_model(config, dtype=getattr(torch, dtype), device=device, seed=seed)
-        if kept is Weights.AUTO:
+        if memory_format is Weights.AUTO:
             pack_weights(model)
     fingerprint = fingerprint_shape(config, dtype, seed, device, quantized=quantized)
     return LoadedModel(HuggingFaceModel(model), bundled_tokenizer(), fingerprint, name, quantized=quantized)

@@ -168,7 +168,8 @@ class RemoteTier:
             fingerprint: of the model; part of every key, so that models share a remote but no segments.
             codec: for new segments; stored ones are read by the codec that they name. Raw if None.
             deadline_s: longest time that one call waits for the remote, including retries.
-            breaker: the circuit breaker; one with defaults if None.
+            breaker: the circuit breaker; one with defaults if None. While it is open, a miss does not mean that the
+                remote lacks the segment.
             ttl_s: seconds after its put at which the remote deletes a segment; None for never.
             max_bytes: larger segments are neither put nor fetched.
             max_listed: maximum number of segments that `records` lists.
@@ -200,11 +201,6 @@ class RemoteTier:
     def stats(self) -> RemoteStats:
         """A snapshot of the counters."""
         return self._stats
-
-    @property
-    def available(self) -> bool:
-        """False while the breaker is open: a miss then does not mean that the remote lacks the segment."""
-        return not self.breaker.is_open
 
     def put(self, record: SegmentRecord, payload: SegmentSource) -> None:
         """Send a segment, replacing one with the same id.
@@ -238,7 +234,7 @@ class RemoteTier:
             self._count(misses=1)
             return None
         try:
-            found = self._calls.call(lambda: self._fetch(key))
+            payload = self._calls.call(lambda: self._fetch(key))
         except RemoteGarbage as error:
             self._note_garbage(segment, str(error))
             return None
@@ -249,11 +245,11 @@ class RemoteTier:
         except OSError as error:
             self._note_unavailable(error)
             return None
-        if found is None:
+        if payload is None:
             self._count(misses=1)
             return None
-        self._count(hits=1, bytes_in=found.header.record.nbytes)
-        return found
+        self._count(hits=1, bytes_in=payload.header.record.nbytes)
+        return payload
 
     def delete(self, segment: SegmentId) -> None:
         """Delete a segment; unknown ids are ignored. A put that still runs will not bring it back.
@@ -323,10 +319,10 @@ class RemoteTier:
                 if key.segment in seen:
                     continue
                 seen.add(key.segment)
-                found = self._calls.call(lambda key=key: self._find(key))  # type: ignore[misc]
+                records = self._calls.call(lambda key=key: self._find(key))  # type: ignore[misc]
             except OSError as error:
                 raise OSError(f"the list of the remote store ends after {len(seen)} segments: {error}") from error
-            yield from found
+            yield from records
         logger.warning("the remote store holds more than %d segments; the rest is not listed", self._max_listed)
 
     def _fetch(self, key: BlobKey) -> MemorySegment | None:
@@ -336,11 +332,11 @@ class RemoteTier:
         if len(data) > self._max_bytes:
             raise RemoteGarbage(f"more than {self._max_bytes} bytes")
         with _failures():
-            found = MemorySegment(data, self._note_lost)
-        self._require_own(found.header, key)
+            payload = MemorySegment(data, self._note_lost)
+        self._require_own(payload.header, key)
         with self._lock:
             self._gave_garbage = False
-        return found
+        return payload
 
     def _find(self, key: BlobKey) -> list[SegmentRecord]:
         """The record under `key`, if there is a valid one."""

@@ -258,10 +258,10 @@ def _open_regular(path: Path) -> Iterator[tuple[int, int]]:
             raise SegmentRefused(FileProblem.FOREIGN, "a link, which is never followed") from error
         raise
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
             raise SegmentRefused(FileProblem.FOREIGN, "not a regular file")
-        yield file, found.st_size
+        yield file, status.st_size
     finally:
         os.close(file)
 

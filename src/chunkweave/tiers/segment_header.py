@@ -21,7 +21,7 @@ import torch
 from chunkweave.errors import UsageError
 from chunkweave.kv.segment import Codec, Shape, TensorLayout, make_codec
 from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
-from chunkweave.types import ChunkId, SegmentId
+from chunkweave.types import ChunkId, Context, SegmentId
 
 FORMAT_VERSION = 1
 """The version that is written, and the only one that is read."""
@@ -232,9 +232,7 @@ def _header_of(fields: dict[str, Any], data_start: int, file_bytes: int) -> Segm
         attention_of(metadata),
         metadata.get("owner", ""),
         int(metadata.get("generation", "0")),
-        tuple(tuple(map(_chunk_id, one.split())) for one in metadata["contexts"].split("|"))
-        if "contexts" in metadata
-        else (),
+        _contexts(metadata["contexts"]) if "contexts" in metadata else (),
         tuple(map(_chunk_id, metadata.get("read", "").split())),
     )
     _require_fitting(record, layout)
@@ -279,6 +277,10 @@ def _tensor_table(layout: SegmentLayout) -> dict[str, Any]:
 
 def _chunk_id(text: str) -> ChunkId:
     return ChunkId(_an_id(text))
+
+
+def _contexts(text: str) -> tuple[Context, ...]:
+    return tuple(tuple(map(_chunk_id, context.split())) for context in text.split("|"))
 
 
 def _an_id(text: str) -> str:

@@ -119,16 +119,17 @@ def _broken_connector() -> Iterator[str]:
     if missing := getattr(ChunkweaveConnector, "__abstractmethods__", ()):
         yield f"vLLM's connectors must have {', '.join(sorted(missing))}"
     above = ChunkweaveConnector.__mro__[1:]
-    for name, own in vars(ChunkweaveConnector).items():
+    for name, ours in vars(ChunkweaveConnector).items():
         if name.startswith("_") and name != "__init__":
             continue
         theirs: Any = next((vars(base)[name] for base in above if name in vars(base)), None)
         if theirs is None and name not in _ADDED_LATER:
             yield f"vLLM's connectors have no {name}"
-        if inspect.isfunction(theirs) and inspect.isfunction(own):
-            given = [one for one in inspect.signature(theirs).parameters.values() if one.kind in (0, 1)]
+        if inspect.isfunction(theirs) and inspect.isfunction(ours):
+            parameters = inspect.signature(theirs).parameters.values()
+            positional = [parameter for parameter in parameters if parameter.kind in (0, 1)]
             try:
-                inspect.signature(own).bind(*given)
+                inspect.signature(ours).bind(*positional)
             except TypeError as error:
                 yield f"vLLM gives {name} of connectors other arguments: {error}"
 
@@ -150,5 +151,5 @@ def _broken_hashes() -> Iterator[str]:
         yield "the hash of a prompt's first block does not depend on its cache_salt"
     request.block_hashes = [hashed("first")]
     plain, salted = hasher(request), SaltedHasher(hasher, 2, b"salt")(request)
-    if [one == other for one, other in zip(plain, salted, strict=True)] != [True, False, False]:
+    if [first == second for first, second in zip(plain, salted, strict=True)] != [True, False, False]:
         yield "the hash of a block does not depend on that of the block before it"

@@ -36,8 +36,8 @@ class _Idle:
         return base.KVConnectorMetadata()
 
     def request_finished(self, request: Any, *_: Any) -> tuple[bool, dict[str, Any] | None]:
-        given = request.kv_transfer_params
-        if not isinstance(given, Mapping) or given.get(FIELD) is None:
+        params = request.kv_transfer_params
+        if not isinstance(params, Mapping) or params.get(FIELD) is None:
             return False, None
         report = {FIELD: {"error": f"nothing is woven: {self.reason}"}}
         self._reports.send(request.request_id, report)
@@ -59,14 +59,15 @@ def _nothing(self: Any, *_args: Any, **_kwargs: Any) -> None:  # noqa: ARG001
 
 
 def _chosen() -> type:
-    found, tested = vllm_version(), " and ".join(TESTED)
+    installed = vllm_version()
+    tested = " and ".join(TESTED)
     broken = broken_contract()
     if broken is not None:
-        where = f"this is vLLM {found}, where chunkweave's plug-in does not work"
+        where = f"this is vLLM {installed}, where chunkweave's plug-in does not work"
         return idle_connector(f"{where} ({broken}); it was tested with {tested}")
     from chunkweave.vllm.connector import ChunkweaveConnector
 
-    logger.warning("chunkweave was tested with vLLM %s, not with %s; what it relies on is there", tested, found)
+    logger.warning("chunkweave was tested with vLLM %s, not with %s; what it relies on is there", tested, installed)
     return ChunkweaveConnector
 
 
