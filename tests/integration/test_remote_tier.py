@@ -68,7 +68,7 @@ def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlobStore]
 
 
 def test_put_get_replace_delete(blobs: BlobStore) -> None:
-    tier = RemoteTier(blobs, FINGERPRINT)
+    tier, another = RemoteTier(blobs, FINGERPRINT), RemoteTier(blobs, FINGERPRINT)
     record, payload = make_segment(1)
     assert tier.get(record.id) is None
     assert tier.nbytes(record.id) == 0
@@ -78,8 +78,9 @@ def test_put_get_replace_delete(blobs: BlobStore) -> None:
     other = SegmentKV(payload.kv + 1)
     tier.put(record, other)
     assert_same(tier.get(record.id), other)
-    tier.delete(record.id)
-    tier.delete(record.id)
+    assert_same(another.get(record.id), other)
+    another.delete(record.id)
+    another.delete(record.id)
     assert tier.get(record.id) is None
     assert tier.nbytes(record.id) == 0
     assert (tier.stats.hits, tier.stats.misses, tier.stats.puts) == (2, 2, 2)
@@ -127,15 +128,6 @@ def test_the_list_is_bounded(blobs: BlobStore, caplog: pytest.LogCaptureFixture)
         tier.put(*make_segment(seed))
     assert len(list(tier.records())) == 3
     assert "more than 3 segments" in caplog.text
-
-
-def test_two_clients_share_segments(blobs: BlobStore) -> None:
-    first, second = RemoteTier(blobs, FINGERPRINT), RemoteTier(blobs, FINGERPRINT)
-    record, payload = make_segment(4)
-    first.put(record, payload)
-    assert_same(second.get(record.id), payload)
-    second.delete(record.id)
-    assert first.get(record.id) is None
 
 
 def test_concurrent_clients(blobs: BlobStore) -> None:

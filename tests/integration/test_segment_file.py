@@ -2,7 +2,6 @@
 
 import json
 import os
-import stat
 import struct
 import threading
 from dataclasses import replace
@@ -115,24 +114,11 @@ def parsed(whole: bytes, kv: SegmentKV) -> SegmentRecord:
     return parse_header(whole, len(whole) + kv.nbytes).record
 
 
-def test_the_attention_profile_comes_back(tmp_path: Path) -> None:
-    plain, kv = make_segment(1, contexts=2)
-    record = with_profile(plain)
-    path = tmp_path / f"{record.id}.safetensors"
-    write_segment(path, record, kv, codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=1.0)
-    assert file_bytes(record, kv, make_codec("raw"), FINGERPRINT) == path.stat().st_size
-    back = read_header(path).record
-    assert back == replace(record, nbytes=path.stat().st_size)
-    assert back.attention == record.attention
-    assert back.attention.cci == record.attention.cci
-
-
 def test_the_generation_comes_back_and_a_file_without_one_is_of_generation_0() -> None:
     plain, kv = make_segment(2)
     woven = replace(plain, generation=3)
     assert parsed(header_of(woven, kv), kv).generation == 3
     assert parsed(header_of(woven, kv, lambda fields: fields.pop("generation")), kv).generation == 0
-    assert b"generation" not in header_of(plain, kv)
     for wrong in ("-1", "many"):
         with pytest.raises(SegmentRefused):
             parsed(header_of(woven, kv, lambda fields, wrong=wrong: fields.update(generation=wrong)), kv)
@@ -171,8 +157,10 @@ def test_what_has_read_more_than_its_context_says_so() -> None:
 
 def test_fields_that_a_record_lacks_are_not_written() -> None:
     plain, kv = make_segment(2)
-    for name in (b"contexts", b"read", b"keys_at"):
-        assert name not in header_of(plain, kv)
+    whole = header_of(plain, kv)
+    for name in (b"contexts", b"read", b"keys_at", b"generation", b"attention"):
+        assert name not in whole
+    assert parsed(whole, kv).attention is None
 
 
 @pytest.mark.parametrize(
@@ -206,12 +194,6 @@ def test_token_masses_are_rounded_to_float32() -> None:
     assert back.outward == pytest.approx((0.1,) * 6, rel=1e-7)
     assert back.outward != record.attention.outward
     assert back.inter == record.attention.inter, "the others keep every digit"
-
-
-def test_a_header_without_a_profile_is_read_as_before() -> None:
-    record, kv = make_segment(1)
-    assert b"attention" not in header_of(record, kv)
-    assert parsed(header_of(record, kv), kv).attention is None
 
 
 @pytest.mark.parametrize(
@@ -274,13 +256,6 @@ def test_a_layer_is_one_read_of_one_run(tmp_path: Path, codec: str, monkeypatch:
     assert reads[-1][0] + run == path.stat().st_size
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
-def test_the_size_is_known_before(tmp_path: Path, codec: str) -> None:
-    record, kv = make_segment(2)
-    predicted = file_bytes(record, kv, make_codec(codec), FINGERPRINT)
-    assert write(tmp_path, 2, codec)[0].stat().st_size == predicted
-
-
 def test_a_source_on_disk_can_be_written_elsewhere(tmp_path: Path) -> None:
     path, record, _ = write(tmp_path)
     other = tmp_path / "other"
@@ -288,12 +263,6 @@ def test_a_source_on_disk_can_be_written_elsewhere(tmp_path: Path) -> None:
     copy = other / path.name
     write_segment(copy, record, open_segment(path), codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=1234.5)
     assert copy.read_bytes() == path.read_bytes()
-
-
-def test_owner_only_and_nothing_else_stays(tmp_path: Path) -> None:
-    path, _, _ = write(tmp_path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert files_under(tmp_path) == [path]
 
 
 def test_one_token_and_long_headers(tmp_path: Path) -> None:
