@@ -69,11 +69,6 @@ class Weights(StrEnum):
     """A GGUF file's own groups of 4 and 8 bits, on CPUs in bfloat16: about the file's size in memory, and no converted
     copy on disk. Decoding is faster, prefill slower; results differ slightly."""
 
-    @property
-    def rounds(self) -> bool:
-        """Whether weights in memory are others than the checkpoint's."""
-        return self is Weights.NATIVE
-
 
 @configuration(_OWN_ENGINE)
 @dataclass(frozen=True, slots=True)

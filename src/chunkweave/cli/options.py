@@ -325,7 +325,7 @@ class ModelOptions:
     @property
     def is_changed(self) -> bool:
         """Whether an adapter or rounding changes the checkpoint's weights."""
-        return self.model.adapter is not None or Weights(self.model.weights).rounds
+        return self.model.adapter is not None or self.model.weights == Weights.NATIVE
 
     def base(self) -> Self:
         """The same model with its checkpoint's own weights: without adapter, and not rounded."""
@@ -335,7 +335,7 @@ class ModelOptions:
     def how_to_calibrate(self) -> str:
         """The command that calibrates this model."""
         adapter = () if self.model.adapter is None else ("--adapter", self.model.adapter)
-        weights = ("--weights", self.model.weights) if Weights(self.model.weights).rounds else ()
+        weights = ("--weights", self.model.weights) if self.model.weights == Weights.NATIVE else ()
         return shlex.join(["chunkweave", "calibrate", self.model.model or "MODEL", *adapter, *weights])
 
     @property

@@ -99,17 +99,17 @@ def load_folder(
     memory_format = settings_of(ModelConfig)["weights"].parse(weights)
     name = Path(model).resolve().name
     lora = None if adapter is None else read_adapter(adapter)
+    device = resolve_device(device, cuda_available=torch.cuda.is_available())
     file = None
     if memory_format is Weights.NATIVE:
-        dtype = _native_dtype(dtype, resolve_device(device, cuda_available=torch.cuda.is_available()))
+        dtype = _native_dtype(dtype, device)
         file = _native_file(model, lora)
     path = hub_folder(str(model)) if is_hub_name(str(model)) else checkpoint_folder(model, weights=file is None)
     config = _read_config(path)
     check_config(config)
-    device = resolve_device(device, cuda_available=torch.cuda.is_available())
     checkpoint = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     dtype = _dtype(dtype, device, checkpoint, choose_dtype or faster_dtype)
-    quantized = memory_format.value if memory_format.rounds else ""
+    quantized = memory_format.value if memory_format is Weights.NATIVE else ""
     if device == "cpu" and file is None:
         _warn_of_memory(path, getattr(torch, dtype).itemsize / getattr(torch, checkpoint).itemsize, model)
     try:
@@ -191,7 +191,7 @@ def load_shape(
     memory_format = settings_of(ModelConfig)["weights"].parse(weights)
     config = shape_config(name)
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
-    quantized = memory_format.value if memory_format.rounds else ""
+    quantized = memory_format.value if memory_format is Weights.NATIVE else ""
     if memory_format is Weights.NATIVE:
         dtype = _native_dtype(dtype, device)
         model = random_int4(config, seed)

@@ -317,7 +317,8 @@ class FsspecBlobs:
                     self._fs.chmod(temporary, 0o600)
                 self._fs.mv(temporary, path)
             except BaseException:  # also on KeyboardInterrupt nothing may remain
-                self._forget(temporary)
+                with suppress(OSError), only_os_errors():
+                    self._fs.rm_file(temporary)
                 raise
 
     def delete(self, key: BlobKey) -> None:
@@ -363,10 +364,3 @@ class FsspecBlobs:
             self._fs.makedirs(folder, exist_ok=True)
             if new:
                 self._fs.chmod(folder, 0o700)
-
-    def _forget(self, temporary: str) -> None:
-        try:
-            with only_os_errors():
-                self._fs.rm_file(temporary)
-        except OSError as error:
-            logger.debug("%s: a temporary file could not be removed: %s", self.name, type(error).__name__)
