@@ -96,8 +96,6 @@ READABLE: dict[str, tuple[str, bytes]] = {
     "notes.txt": ("The net loft burned down in 1911.", b""),
     "guide.md": ("Mooring costs four crowns a night.", b"# Harbour\n\n%s\n"),
     "rules.md": ("Dogs stay on the southern quay.", b"Rules\n\n## Animals\n\n%s\n"),
-    "manual.rst": ("The crane lifts nine tonnes.", b"Crane\n=====\n\n%s\n"),
-    "log.rst": ("The dredger sank at Halvik bank.", b"Log\n---\n\n%s\n"),
     "rows.jsonl": ("Otto Gunmark leads the choir.", b'{"text": "%s", "id": "choir"}\n{"text": "Another row."}\n'),
     "lines.ndjson": ("The organ has thirty stops.", b'{"text": "%s"}\n'),
     "table.csv": ("Brita Lund", b"name,post\n%s,ferry master\nKarl Berg,pilot\n"),

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from chunkweave.retrieval.file_kinds import NOT_READ
 from tests.document_files import HOSTILE, children_s, pdf, readable_files
 from tests.server.conftest import Client
 
@@ -30,7 +31,7 @@ def test_files_of_every_kind_are_read_and_found(notes: Client):
     rows = {row["file"]: row for row in answer.json()["files"]}
     assert {name: row["left_out"] for name, row in rows.items() if row["left_out"]} == {
         "empty.txt": "it is empty",
-        "x.png": "it is a picture (PNG)",
+        "x.png": NOT_READ,
     }
     assert rows["german.txt"]["assumed"] == "Windows-1252 was assumed"
     assert (rows["wrong.txt"]["kind"], rows["wrong.txt"]["converted"]) == ("PDF", True)
@@ -46,8 +47,8 @@ def test_a_kind_that_is_not_read_is_415_with_the_reason(notes: Client):
     refused = upload(notes, {"x.png": PICTURE})
     assert refused.status_code == 415
     assert refused.json()["error"]["code"] == "unreadable_file"
-    assert "x.png: it is a picture (PNG)" in refused.json()["error"]["message"]
-    assert refused.json()["files"][0]["left_out"] == "it is a picture (PNG)"
+    assert f"x.png: {NOT_READ}" in refused.json()["error"]["message"]
+    assert refused.json()["files"][0]["left_out"] == NOT_READ
     for data in (b"%PDF-1.4 broken", b"", b" \n"):
         assert (upload(notes, {"a.pdf": data}).status_code, data) == (400, data)
 

@@ -190,8 +190,8 @@ def ingest(
         list[Path],
         typer.Argument(
             metavar="PATHS...",
-            help="Files or folders: text, Markdown, reStructuredText, CSV, HTML, PDF and DOCX, one document each; "
-            "JSON lines, one document per line.",
+            help="Files or folders: text, Markdown, CSV, HTML, PDF and DOCX, one document each; JSON lines, one "
+            "document per line.",
             show_default=False,
         ),
     ],

@@ -24,13 +24,12 @@ from chunkweave.retrieval.documents import (
     check_document,
     check_text_bytes,
 )
-from chunkweave.retrieval.file_kinds import FileKind, binary_kind, decode, refuse_binary, text_kind
+from chunkweave.retrieval.file_kinds import NOT_READ, FileKind, binary_kind, decode, text_kind
 from chunkweave.retrieval.sections import (
     MOST_HEADER_CHARACTERS,
     markdown_sections,
     markdown_tables,
     page_sections,
-    rst_sections,
 )
 
 MOST_PAGES = 20_000
@@ -79,31 +78,28 @@ class FileReader:
             DocumentError: the file is left out; the message says why.
         """
         begin = file.read(_LOOK_BYTES)
-        named = PurePath(name).suffix.lower() in _LINES and begin.strip() and not begin.startswith(_UTF16_MARKS)
-        if named and binary_kind(begin) is None:
-            yield from self._of_lines(name, begin, file)
-            return
-        refuse_binary(begin)
+        self.kind = binary_kind(begin)  # before the whole file is read
         data = begin + file.read()
         if not data.strip():
             raise EmptyDocumentError("it is empty")
-        self.kind = binary_kind(data)
         if self.kind is not None:
             yield self._converted(name, self.kind, data)
             return
+        if PurePath(name).suffix.lower() in _LINES and not data.startswith(_UTF16_MARKS):
+            yield from self._of_lines(name, data)
+            return
         if self._bounded:
             check_text_bytes(name, len(data))
-        decoded = decode(data)
-        if not decoded.text.strip():
+        text, self.assumed = decode(data)
+        if not text.strip():
             raise EmptyDocumentError("it is empty")
-        self.assumed = decoded.assumed
-        self.kind = text_kind(name, decoded.text)
+        self.kind = text_kind(name, text)
         if self.kind is FileKind.JSON_LINES:
-            yield from self._of_lines(name, b"", io.BytesIO(decoded.text.encode()))
+            yield from self._of_lines(name, text.encode())
         elif self.kind is FileKind.HTML:
-            yield self._converted(name, self.kind, decoded.text.encode())
+            yield self._converted(name, self.kind, text.encode())
         else:
-            yield _checked(_of_text(name, self.kind, decoded.text))
+            yield _checked(_of_text(name, self.kind, text))
 
     def _converted(self, name: str, kind: FileKind, data: bytes) -> CorpusDocument:
         converter = self._converters[kind]
@@ -129,15 +125,13 @@ class FileReader:
         text, sections = page_sections([_clean(page) for page in content])
         return _checked(CorpusDocument(name, text, title, {}, sections))
 
-    def _of_lines(self, name: str, begin: bytes, file: BinaryIO) -> Iterator[CorpusDocument]:
+    def _of_lines(self, name: str, data: bytes) -> Iterator[CorpusDocument]:
         """Documents of JSON lines in UTF-8: `{"text": .., "id": .., "title": .., "metadata": {..}}`, one per line."""
         self.kind = FileKind.JSON_LINES
-        if self._bounded:
-            begin += file.read()
-            if begin.count(b"\n") + (not begin.endswith(b"\n")) > MOST_DOCUMENTS:
-                raise DocumentError(f"{name} has more than {MOST_DOCUMENTS} lines")
+        if self._bounded and data.count(b"\n") + (not data.endswith(b"\n")) > MOST_DOCUMENTS:
+            raise DocumentError(f"{name} has more than {MOST_DOCUMENTS} lines")
         count = 0
-        for number, line in enumerate(_split_lines(begin, file), start=1):
+        for number, line in enumerate(io.BytesIO(data.removeprefix(b"\xef\xbb\xbf")), start=1):
             if not line.strip():
                 continue
             try:
@@ -154,13 +148,6 @@ class FileReader:
                 yield document
         if not count:
             raise DocumentError(f"no line of it is a document: {self.reasons[0]}" if self.reasons else "it is empty")
-
-
-def _split_lines(begin: bytes, file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file whose first bytes were read already."""
-    begin += file.readline()  # the line that was cut
-    yield from io.BytesIO(begin.removeprefix(b"\xef\xbb\xbf"))
-    yield from file
 
 
 _ID_KEYS = ("id", "_id")
@@ -212,8 +199,6 @@ def _of_text(name: str, kind: FileKind, text: str) -> CorpusDocument:
         return CorpusDocument(name, text, tables=tables)
     if kind is FileKind.MARKDOWN:
         return CorpusDocument(name, text, sections=markdown_sections(text), tables=markdown_tables(text))
-    if kind is FileKind.RST:
-        return CorpusDocument(name, text, sections=rst_sections(text))
     return CorpusDocument(name, text)
 
 
@@ -355,13 +340,18 @@ def docx_converter() -> Converter:
 
 
 def check_archive(data: bytes) -> None:
-    """Refuse an archive by the unpacked size that it declares; readers never read more than that.
+    """Refuse an archive that is no Word document, or by the unpacked size that it declares.
+
+    Readers never read more than that size.
 
     Raises:
+        UnreadableFileError: it is no Word document.
         DocumentError: it has too many entries, or its unpacked size is too large.
     """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
+        if "word/document.xml" not in archive.namelist():
+            raise UnreadableFileError(NOT_READ)
     unpacked = sum(entry.file_size for entry in entries)
     too_dense = unpacked > _SMALL_BYTES and unpacked > _MOST_RATIO * len(data)
     if too_dense or unpacked > _MOST_UNPACKED_BYTES or len(entries) > _MOST_ENTRIES:

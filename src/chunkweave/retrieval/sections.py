@@ -18,7 +18,6 @@ MOST_HEADER_CHARACTERS = 1 << 12
 
 _FENCE = re.compile(r" {0,3}(```|~~~)")
 _MARKDOWN_HEADING = re.compile(r" {0,3}#{1,6}[ \t]+(.+?)[ \t]*#*[ \t]*$")
-_RST_RULE = re.compile(r"([=\-~^\"'`#*+_.:])\1{2,}$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +71,6 @@ def markdown_tables(text: str) -> tuple[Table, ...]:
     return tuple(islice(tables, MOST_SECTIONS))
 
 
-def rst_sections(text: str) -> tuple[Section, ...]:
-    """One section per title of reStructuredText: a line underlined by punctuation that is at least as long."""
-    return _sections(_rst_titles(text))
-
-
 def page_sections(pages: Sequence[str]) -> tuple[str, tuple[Section, ...]]:
     """The text of all pages, and a section for each page that has text."""
     texts, sections, start = [], [], 0
@@ -123,15 +117,6 @@ def _markdown_tables(text: str) -> Iterator[Table]:
 
 def _is_rule(line: str) -> bool:
     return "|" in line and "-" in line and not line.strip("|:- \t")
-
-
-def _rst_titles(text: str) -> Iterator[tuple[int, str]]:
-    before, before_start = "", 0
-    for start, line in _lines(text):
-        title = before.strip()
-        if title and len(line) >= len(title) and _RST_RULE.match(line) and not _RST_RULE.match(before):
-            yield before_start, title
-        before, before_start = line, start
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
