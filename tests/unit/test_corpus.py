@@ -66,6 +66,8 @@ def test_a_search_finds_the_subject_with_ranks_scores_and_where_it_stands():
 def test_stages_end_with_what_a_search_finds():
     corpus = memory_corpus(index=IndexConfig(IndexKind.IVF, lists=4, probes=4))
     corpus.add([document(number) for number in range(40)])
+    assert [stage.last for stage in corpus.search_stages("storm", 3)] == [True], "no search waits for an index"
+    corpus.build_index()
     stages = list(corpus.search_stages("storm", 3))
     assert [stage.last for stage in stages] == [False, False, False, True]
     assert stages[-1].chunks == corpus.search("storm", 3)
@@ -77,6 +79,7 @@ def test_a_text_of_several_documents_is_found_once():
     corpus = memory_corpus(index=IndexConfig(IndexKind.IVF, lists=2, probes=2))
     copies = [CorpusDocument(f"copy{number}", "The storm came late.") for number in range(30)]
     corpus.add([*copies, document(0, "storm"), document(1, "ferry")])
+    corpus.build_index()
     found = corpus.search("storm", 3)
     assert len({one.chunk.text for one in found}) == len(found) == 3
     assert [one.rank for one in found] == [1, 2, 3]
@@ -290,7 +293,7 @@ def test_an_index_on_disk_is_used_for_a_corpus_that_has_grown_since(tmp_path, mo
     corpus.add([document(number, "choir") for number in range(60, 70)])
     again = opened(tmp_path)
     monkeypatch.setattr(searcher, "build_index", lambda *args: pytest.fail("it is there"))
-    again.build_index(keep=False)
+    again.build_index()
     assert again.searched_by is IndexKind.IVF
     assert {one.document for one in again.search("choir", 20)} == {f"d{n}" for n in (*range(4, 60, 6), *range(60, 70))}
 
@@ -346,8 +349,12 @@ def test_a_damaged_index_is_made_again_with_a_line_in_the_log(tmp_path, caplog, 
     corpus.add([document(number) for number in range(6)])
     corpus.build_index()
     changed(tmp_path, f"UPDATE ivf SET {change}")
-    assert opened(tmp_path).search("storm", 1) == corpus.search("storm", 1)
+    again = opened(tmp_path)
+    assert again.search("storm", 1) == corpus.search("storm", 1)
     assert "checksum" in caplog.text
+    again.build_index()
+    assert opened(tmp_path).search("storm", 1) == corpus.search("storm", 1)
+    assert len(caplog.records) == 1
 
 
 def test_an_index_of_a_later_commit_is_not_used(tmp_path):
@@ -412,7 +419,7 @@ def test_more_chunks_than_there_are_and_unknown_documents_are_refused():
     with pytest.raises(UnknownDocumentError, match="'d7'"):
         corpus.remove(["d0", "d7"])
     assert len(corpus) == 2
-    with pytest.raises(DimensionMismatchError, match=r"\[3\]"):
+    with pytest.raises(DimensionMismatchError, match=r"\[1, 3\]"):
         corpus.search(np.ones(3, dtype=np.float32), 1)
 
 

@@ -120,7 +120,7 @@ def test_what_cannot_be_searched_for_is_refused_at_once(kind):
             call(query, 6)
         with pytest.raises(UsageError, match="at least 1"):
             call(query, 0)
-        with pytest.raises(DimensionMismatchError, match=r"\[7\]"):
+        with pytest.raises(DimensionMismatchError, match=r"\[1, 7\]"):
             call(query[:7], 2)
         with pytest.raises(DimensionMismatchError, match="finite"):
             call(np.full(8, np.nan, dtype=np.float32), 2)

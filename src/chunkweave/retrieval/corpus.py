@@ -357,7 +357,7 @@ class Corpus:
 
         Raises:
             TopKError: there are fewer chunks.
-            UsageError: `k` is not positive, or the index needs an extra that is not installed.
+            UsageError: `k` is not positive.
             DimensionMismatchError: the vector has another shape than `[dimension]`.
         """
         return self._searcher.search(self._vector(question, k), k)
@@ -379,35 +379,31 @@ class Corpus:
         """Whether `build_index` would make searches faster."""
         return self._searcher.outdated
 
-    def build_index(self, *, keep: bool = True) -> None:
-        """Build the index now. With `keep`, store it in the folder if its kind takes time to build.
-
-        `flat` needs none. Without `flat_up_to`, a search also builds a missing index, but does not store it.
+    def build_index(self) -> None:
+        """Build the index now, if the corpus needs one, and store it in the folder. Until then searches are flat.
 
         Raises:
-            UsageError: it needs an extra that is not installed.
             CorpusError: it cannot be written.
         """
-        self.take_index(self.make_index(), keep=keep)
+        made = self.make_index()
+        if made is None:
+            self._searcher.save()
+        else:
+            self.take_index(made)
 
     def make_index(self) -> MadeIndex | None:
-        """Build an index for `take_index`; None if there is nothing to build.
-
-        May run beside searches and changes. Raises what `build_index` raises.
-        """
+        """Build an index for `take_index`; None if there is nothing to build. May run beside searches and changes."""
         return self._searcher.make()
 
-    def take_index(self, made: MadeIndex | None, *, keep: bool = True) -> None:
+    def take_index(self, made: MadeIndex, *, keep: bool = True) -> None:
         """Use an index in searches, unless documents were removed meanwhile; `keep` stores it.
 
         May run beside searches.
 
-        Raises what `build_index` raises.
+        Raises:
+            CorpusError: it cannot be written; searches use it nevertheless.
         """
-        if made is not None:
-            self._searcher.take(made, keep=keep)
-        elif keep:
-            self._searcher.save()
+        self._searcher.take(made, keep=keep)
 
     @cached_property
     def _tokenizer(self) -> TextTokenizer:

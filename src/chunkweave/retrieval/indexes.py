@@ -76,7 +76,7 @@ class IndexConfig:
     `ivf` searches `probes` of `lists` lists, in `stages` slices; 0 lists or probes: chosen by the number of vectors.
 
     A corpus of at most `flat_up_to` vectors is searched flat. A larger one is searched flat until `Corpus.build_index`
-    has built its index, so that no search waits for it. 0: the first search builds the index.
+    has built its index, so that no search waits for it.
 
     Raises:
         UsageError: a value is out of range.
@@ -143,12 +143,9 @@ def checked_query(query: NDArray[np.float32], k: int, *, rows: int, dimension: i
         UsageError: `k` is not positive.
         DimensionMismatchError: the query has another shape, or a value that is not finite.
     """
-    if query.shape != (dimension,):
-        raise DimensionMismatchError(f"the question's vector is {list(query.shape)}, those of the index [{dimension}]")
-    if not np.isfinite(query).all():
-        raise DimensionMismatchError("the question's vector has a value that is no finite number")
+    checked: NDArray[np.float32] = checked_vectors(query[np.newaxis], 1, dimension)[0]
     check_top_k(k, rows)
-    return np.ascontiguousarray(query, dtype=np.float32)
+    return checked
 
 
 def check_top_k(k: int, chunks: int) -> None:

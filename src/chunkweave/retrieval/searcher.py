@@ -50,7 +50,7 @@ _MOST_COPIES = 16
 class Searcher:
     """The chunks of a corpus at one commit, numbered like the rows of their index. Thread-safe.
 
-    The index is read or built when it is first needed.
+    The index on disk is read by the first search that needs it.
     """
 
     def __init__(self, contents: CorpusContents, store: CorpusStore | None, built: Built) -> None:
@@ -63,20 +63,19 @@ class Searcher:
 
     @property
     def kind(self) -> IndexKind:
-        """The kind of index for this number of rows. With `flat_up_to`: `flat` up to it, or if faiss is missing."""
-        small = self._rows <= self.config.flat_up_to or not available(self.config.kind)
-        return IndexKind.FLAT if self.config.flat_up_to and small else self.config.kind
+        """The kind of index for this number of rows: `flat` up to `flat_up_to`, or if faiss is missing."""
+        small = self._rows <= self.config.flat_up_to
+        return IndexKind.FLAT if small or not available(self.config.kind) else self.config.kind
 
     @property
     def searched_by(self) -> IndexKind:
         """The kind of index that searches use now."""
-        waits = self.config.flat_up_to and self.built.index is None
-        return IndexKind.FLAT if waits else self.kind
+        return IndexKind.FLAT if self.built.index is None else self.kind
 
     @property
     def outdated(self) -> bool:
         """Whether `make` has something to build, or may find it on disk."""
-        if self.kind is IndexKind.FLAT or not self._rows:
+        if self.kind is IndexKind.FLAT:
             return False
         index = self.built.index
         return index is None or outgrown(index, self._rows, self.config)
@@ -104,38 +103,27 @@ class Searcher:
         )
 
     def index(self) -> VectorIndex:
-        """The index for searches: the built one, completed with missing rows; else that on disk; else a new one.
+        """The index for searches: the built one, or that on disk, completed with missing rows; else all vectors.
 
-        With `flat_up_to`, searches do not wait for an index: they compare every vector while there is none.
-
-        Raises:
-            UsageError: it needs an extra that is not installed.
+        No search waits for an index: while there is none, searches compare every vector.
         """
-        vectors = self._contents.vectors
+        flat = FlatIndex(self._contents.vectors)
         if self.kind is IndexKind.FLAT:
-            return FlatIndex(vectors)
+            return flat
         built = self.built
         with built.lock:
             if built.index is None and not built.looked:
                 built.index = self._stored_index()
             built.looked = True
             if built.index is None:
-                if self.config.flat_up_to:
-                    return FlatIndex(vectors)
-                built.index = build_index(self.config, vectors)
+                return flat
             self._complete(built.index)
             return built.index
 
     def make(self) -> MadeIndex | None:
-        """Build an index that makes searches faster, while searches run; None if there is nothing to build.
-
-        Raises what `index` raises.
-        """
-        if self.kind is IndexKind.IVF and self._rows:
-            self.index()
-        if not self.outdated:
-            return None
-        return MadeIndex(build_index(self.config, self._contents.vectors), self.built)
+        """Build an index that makes searches faster, while searches run; None if there is nothing to build."""
+        self.index()
+        return MadeIndex(build_index(self.config, self._contents.vectors), self.built) if self.outdated else None
 
     def take(self, made: MadeIndex, *, keep: bool) -> None:
         """Use `made` in searches, if all its rows still exist; missing rows are added first.
@@ -160,7 +148,6 @@ class Searcher:
 
         Raises:
             CorpusError: it cannot be written.
-            UsageError: it needs an extra that is not installed.
         """
         index = self.index()
         if isinstance(index, IvfIndex):
