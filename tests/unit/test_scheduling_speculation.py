@@ -8,8 +8,8 @@ from chunkweave.errors import UsageError
 from chunkweave.retrieval.speculation import Action, Decision, Speculation, SpeculationCounts
 
 
-def _speculation(batch: int = 4, *, retry: bool = True) -> Speculation[str, str]:
-    return Speculation(max_prefill_batch=batch, retry=retry)
+def _speculation(batch: int = 4) -> Speculation[str, str]:
+    return Speculation(max_prefill_batch=batch)
 
 
 def test_figure_11_of_the_paper():
@@ -41,13 +41,6 @@ def test_under_load_nothing_is_started_and_what_is_wrong_still_ends():
     assert speculation.counts == SpeculationCounts(stages=4, started=1, terminated=1, deferred=2, regenerated=1)
 
 
-def test_as_printed_a_list_that_was_named_under_load_is_never_started():
-    speculation = _speculation(batch=2, retry=False)
-    speculation.on_stage("q", "a", 2)
-    assert speculation.on_stage("q", "a", 0) == Decision(Action.WAIT, ("a",))
-    assert speculation.on_stage("q", "b", 0).action is Action.START
-
-
 def test_an_aborted_request_ends_its_speculation_and_a_failed_one_starts_again():
     speculation = _speculation()
     speculation.on_stage("q", "a", 0)
@@ -65,9 +58,9 @@ stages = st.lists(
 )
 
 
-@given(stages, st.integers(1, 3), st.booleans())
-def test_at_most_one_speculation_runs_for_a_request_and_every_one_is_accounted_for(stages, batch, retry):
-    speculation = _speculation(batch, retry=retry)
+@given(stages, st.integers(1, 3))
+def test_at_most_one_speculation_runs_for_a_request_and_every_one_is_accounted_for(stages, batch):
+    speculation = _speculation(batch)
     running: dict[str, tuple[str, ...]] = {}
     for request, documents, pending, final in stages:
         named = tuple(documents)

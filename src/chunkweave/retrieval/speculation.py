@@ -94,9 +94,8 @@ class SpeculationCounts:
 
 @dataclass(slots=True)
 class _Search(Generic[DocumentT]):
-    """The documents that a request's search found last, and those of its speculation. `ever`: one was started."""
+    """The documents of a request's speculation. `ever`: one was started."""
 
-    documents: tuple[DocumentT, ...] | None = None
     speculation: tuple[DocumentT, ...] | None = None
     ever: bool = False
 
@@ -108,11 +107,10 @@ class Speculation(Generic[RequestT, DocumentT]):
     it uses idle capacity only. Documents are compared as a list; a caller that compares sets sorts it.
 
     Deviation: the printed algorithm starts only when the list changes, so a list that was found under load never
-    starts, even if the search continues for long. Theorem 5.1 lets it start once the pool has room. So does this class,
-    unless `retry` is false.
+    starts, even if the search continues for long. Theorem 5.1 lets it start once the pool has room. So does this class.
     """
 
-    def __init__(self, *, max_prefill_batch: int, retry: bool = True) -> None:
+    def __init__(self, *, max_prefill_batch: int) -> None:
         """Begin without requests.
 
         Raises:
@@ -121,7 +119,6 @@ class Speculation(Generic[RequestT, DocumentT]):
         if max_prefill_batch < 1:
             raise UsageError(f"max_prefill_batch must be at least 1, not {max_prefill_batch}")
         self._max_prefill_batch = max_prefill_batch
-        self._retry = retry
         self._searches: dict[RequestT, _Search[DocumentT]] = {}
         self._counts: Counter[str] = Counter()
 
@@ -140,15 +137,11 @@ class Speculation(Generic[RequestT, DocumentT]):
         """
         search = self._searches.setdefault(request, _Search())
         named = tuple(documents)
-        changed = named != search.documents
-        search.documents = named
         self._counts["stages"] += 1
         if search.speculation == named:
             self._counts["kept"] += 1
             return Decision(Action.KEEP, named)
         terminated = self._terminate(search)
-        if not changed and not self._retry:
-            return Decision(Action.WAIT, named)
         if pending < self._max_prefill_batch:
             search.speculation = named
             search.ever = True
