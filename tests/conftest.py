@@ -23,7 +23,7 @@ def baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(plugins, "_FILES", {})
     folder = tmp_path / "baselines"
     folder.mkdir()
-    kinds = {"random": "RandomTokens", "h2o": "HeavyHitters", "set_cache": "SetCache"}
+    kinds = {"random": "RandomTokens", "set_cache": "SetCache"}
     for name, kind in kinds.items():
         (folder / f"{name}.py").write_text(f"from chunkweave_lab.baselines import {kind} as METHOD\n")
     files = sorted(map(str, folder.iterdir()))

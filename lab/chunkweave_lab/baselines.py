@@ -34,7 +34,7 @@ from chunkweave.planning.scores import LEAST_CHUNKS, FindFocused, focused_by_gap
 from chunkweave.plugins import METHODS
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
-from chunkweave.types import ChunkId, Geometry, Scattered
+from chunkweave.types import ChunkId, Geometry
 
 BENCH_METHODS = replace(METHODS, groups=(*METHODS.groups, "chunkweave_lab.methods"))
 """The methods that benchmarks compare: all methods and the baselines."""
@@ -65,38 +65,6 @@ class RandomTokens:
             for position in rng.sample(span.positions(), ceil(self._ratio * len(span)))
         ]
         return one_pass(self.name, parts, drawn)
-
-
-class HeavyHitters:
-    """`h2o`: recomputes the tokens with most attention from their own chunk ("Prefill-H2O" of Cache-Craft §5.1.4).
-
-    It takes `ceil(recompute_ratio * tokens)` tokens of every reused chunk. H2O keeps such tokens in a shrinking cache;
-    Cache-Craft's baseline recomputes them. The attention was measured when the segment was computed. Without a profile
-    the first tokens are recomputed, where attention sinks form.
-    """
-
-    name = "h2o"
-    budget = RATIO_BUDGET
-    needs_profiles = True
-
-    def __init__(self, config: ReuseConfig) -> None:
-        self._ratio = config.recompute_ratio
-
-    def plan(self, lookup: PromptLookup, _geometry: Geometry) -> Plan:
-        """One pass over misses, question and the heavy hitters of the reused chunks."""
-        parts = reuse_every_hit(lookup, prefer_mean)
-        records = {record.id: record for entry in lookup.parts for record in entry.variants}
-        hitters = [
-            position
-            for part in parts
-            if part.kv_source is KVSource.REUSED and part.segment is not None
-            for position in Scattered(part.span.start, self._heaviest(records[part.segment])).positions()
-        ]
-        return one_pass(self.name, parts, hitters)
-
-    def _heaviest(self, record: SegmentRecord) -> tuple[int, ...]:
-        ranking: Sequence[int] = record.attention.by_received if record.attention else range(len(record))
-        return tuple(ranking[: ceil(self._ratio * len(record))])
 
 
 class SetCache:

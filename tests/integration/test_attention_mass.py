@@ -43,17 +43,10 @@ def check(
     q, k = states(len(positions), heads[0], seed=1, dtype=dtype), states(keys, heads[1], seed=2, dtype=dtype)
     weights = weights_of(q, k, positions, chosen, window, rule)
     mass = AttentionMeter(torch.tensor(positions), parts, heads=chosen, window=window).read(q, k, rule)
-    own = weights[torch.arange(len(positions)), positions].clone()
     weights[torch.arange(len(positions)), positions] = 0.0
     by_part = torch.stack([weights[:, span.start : span.stop].sum(1) for span in parts], 1)
-    received = torch.zeros(keys, dtype=torch.float64)
-    for span in parts:
-        inside = [row for row, position in enumerate(positions) if span.start <= position < span.stop]
-        received[span.start : span.stop] = weights[inside, span.start : span.stop].sum(0)
-    assert mass.by_part.dtype == mass.own.dtype == mass.received.dtype == torch.float32
-    torch.testing.assert_close(mass.by_part.double(), by_part, atol=1e-5, rtol=0)
-    torch.testing.assert_close(mass.own.double(), own, atol=1e-5, rtol=0)
-    torch.testing.assert_close(mass.received.double(), received, atol=1e-5, rtol=0)
+    assert mass.dtype == torch.float32
+    torch.testing.assert_close(mass.double(), by_part, atol=1e-5, rtol=0)
 
 
 @settings(max_examples=80, deadline=None)
@@ -81,15 +74,9 @@ def test_half_precision_states_are_summed_in_float32():
 
 
 def test_scores_that_overflow_without_care():
-    q, k = states(60, 2, seed=1) * 100, states(60, 2, seed=2) * 100
-    mass = AttentionMeter(torch.arange(60), PARTS).read(q, k)
-    torch.testing.assert_close(mass.by_part.sum(1) + mass.own, torch.ones(60))
-
-
-def test_everything_that_a_query_gives_is_accounted_for():
-    mass = AttentionMeter(torch.arange(60), PARTS).read(states(60, 4), states(60, 2))
-    torch.testing.assert_close(mass.by_part.sum(1) + mass.own, torch.ones(60))
-    assert mass.received[59] == 0.0  # nobody comes after the last token
+    mass = AttentionMeter(torch.arange(60), PARTS).read(states(60, 2, seed=1) * 100, states(60, 2, seed=2) * 100)
+    assert mass.isfinite().all()
+    assert mass.sum(1).max() <= 1 + 1e-5
 
 
 # --- what is made of it --------------------------------------------------------------------------------------------
@@ -141,7 +128,6 @@ def test_profiles_are_sums_over_parts_of_the_mean_weights(config):
     assert profile.intra == pytest.approx(rows[:, 31:].sum().item(), abs=1e-5)
     assert profile.sink == pytest.approx(rows[:, :8].sum().item(), abs=1e-5)
     assert profile.outward == pytest.approx(rows[:, 8:31].sum(1).tolist(), abs=1e-5)
-    assert profile.received == pytest.approx(rows[:, 31:].sum(0).tolist(), abs=1e-5)
     system = capture.profile(PLANS[1], range(7))
     assert (system.chunks, system.inter, system.outward) == ((), (), (0.0,) * 7)
     assert system.sink == pytest.approx(weights[1:8, 0].sum().item(), abs=1e-5)
@@ -178,9 +164,7 @@ def test_tokens_that_were_not_recomputed_keep_their_old_mass():
     outward = tuple(0.1 * token for token in range(tokens))
     inter = tuple(share * sum(outward) for share in (0.5, 0.2, 0.3))
     gone = ChunkId("f" * 32)
-    old = AttentionProfile(
-        (gone, PLANS[2].part.id, gone), (5, 22, 5), inter, 3.0, 1.0, outward, tuple(1.0 for _ in outward)
-    )
+    old = AttentionProfile((gone, PLANS[2].part.id, gone), (5, 22, 5), inter, 3.0, 1.0, outward)
     woven = capture.profile(PLANS[4], recomputed, old)
     others = [token for token in range(tokens) if token not in recomputed]
     share = len(others) / tokens
@@ -194,34 +178,32 @@ def test_tokens_that_were_not_recomputed_keep_their_old_mass():
     assert sum(woven.inter) == pytest.approx(sum(woven.outward), abs=1e-4)
     assert woven.intra == pytest.approx(rows[:, 31:].sum().item() + share * 3.0, abs=1e-4)
     assert woven.sink == pytest.approx(rows[:, :8].sum().item() + share * 1.0, abs=1e-4)
-    assert woven.received[0] == pytest.approx(rows[:, 31].sum().item() + share, abs=1e-4)
 
 
 def test_old_mass_on_chunks_that_are_gone_goes_to_new_ones_as_the_recomputed_tokens_see_them():
     """By hand: token 0 was recomputed, and put .6 on c and .2 on d; token 1 had 4 of the old 5."""
     a, b, c, d = (ChunkId(name * 32) for name in "abcd")
-    old = AttentionProfile((a, b), (2, 2), (2.0, 3.0), 1.0, 0.5, (1.0, 4.0), (0.4, 0.0))
-    new = AttentionProfile((b, c, d), (2, 2, 2), (0.1, 0.6, 0.2), 0.3, 0.1, (0.9, 0.0), (0.2, 0.0))
+    old = AttentionProfile((a, b), (2, 2), (2.0, 3.0), 1.0, 0.5, (1.0, 4.0))
+    new = AttentionProfile((b, c, d), (2, 2, 2), (0.1, 0.6, 0.2), 0.3, 0.1, (0.9, 0.0))
     woven = woven_profile(new, old, {0})
     assert woven.outward == pytest.approx((0.9, 4.0))
     assert woven.inter == pytest.approx((0.1 + 0.8 * 3.0, 0.6 + 0.8 * 2.0 * 0.75, 0.2 + 0.8 * 2.0 * 0.25))
     assert (woven.intra, woven.sink) == pytest.approx((0.3 + 0.5 * 1.0, 0.1 + 0.5 * 0.5))
-    gone = woven_profile(AttentionProfile((b,), (2,), (0.1,), 0.3, 0.1, (0.1, 0.0), (0.2, 0.0)), old, {0})
+    gone = woven_profile(AttentionProfile((b,), (2,), (0.1,), 0.3, 0.1, (0.1, 0.0)), old, {0})
     assert gone.inter == pytest.approx((0.1 + 0.8 * 3.0,)), "nothing is new: what was on a is gone"
     assert gone.outward == pytest.approx((0.1, 4.0 * 3 / 5))
-    first = woven_profile(AttentionProfile((), (), (), 0.3, 0.1, (0.0, 0.0), (0.2, 0.0)), old, {0})
+    first = woven_profile(AttentionProfile((), (), (), 0.3, 0.1, (0.0, 0.0)), old, {0})
     assert (first.inter, first.outward) == ((), (0.0, 0.0))
 
 
 def test_tokens_whose_attention_is_not_known_attend_as_the_recomputed_ones_and_rank_behind_them():
     a = ChunkId("a" * 32)
-    new = AttentionProfile((a,), (2,), (0.6,), 0.3, 0.2, (0.4, 0.2, 0.0), (0.2, 0.1, 0.0))
+    new = AttentionProfile((a,), (2,), (0.6,), 0.3, 0.2, (0.4, 0.2, 0.0))
     woven = woven_profile(new, None, {0, 1})
     assert woven.inter == pytest.approx((0.9,))
     assert (woven.intra, woven.sink) == pytest.approx((0.45, 0.3))
-    assert woven.received == pytest.approx((0.3, 0.15, 0.0))
     assert (woven.outward, woven.by_outward) == ((0.4, 0.2, 0.0), (0, 1, 2))
-    alone = AttentionProfile((), (), (), 1.5, 0.9, (0.0, 0.0, 0.0), (0.6, 0.3, 0.0))
+    alone = AttentionProfile((), (), (), 1.5, 0.9, (0.0, 0.0, 0.0))
     woven = woven_profile(new, alone, {0, 1})
     assert woven.inter == pytest.approx((0.9,))
     assert (woven.intra, woven.sink) == pytest.approx((0.3 + 1.5 / 3, 0.2 + 0.9 / 3))
@@ -229,8 +211,8 @@ def test_tokens_whose_attention_is_not_known_attend_as_the_recomputed_ones_and_r
 
 def test_a_chunk_listed_twice_is_carried_over_once_for_each_place():
     a, b = ChunkId("a" * 32), ChunkId("b" * 32)
-    old = AttentionProfile((a, b, a), (2, 2, 2), (1.0, 2.0, 4.0), 0.0, 0.0, (7.0,), (0.0,))
-    new = AttentionProfile((a, a, a, b), (2, 2, 2, 2), (0.0,) * 4, 0.0, 0.0, (0.0,), (0.0,))
+    old = AttentionProfile((a, b, a), (2, 2, 2), (1.0, 2.0, 4.0), 0.0, 0.0, (7.0,))
+    new = AttentionProfile((a, a, a, b), (2, 2, 2, 2), (0.0,) * 4, 0.0, 0.0, (0.0,))
     woven = woven_profile(new, old, ())
     assert woven.inter == (1.0, 4.0, 0.0, 2.0)
     assert woven.outward == (7.0,)

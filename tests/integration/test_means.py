@@ -41,7 +41,7 @@ def share(of: int = 3, group: str = "x") -> MeanShare:
 
 def profile(chunks: Sequence[ChunkId], inter: Sequence[float], *, intra: float = 0.5) -> AttentionProfile:
     outward = tuple(sum(inter) * weight for weight in (0.5, 0.3, 0.2))
-    return AttentionProfile(tuple(chunks), (4,) * len(chunks), tuple(inter), intra, 0.25, outward, (0.75, 0.5, 0.0))
+    return AttentionProfile(tuple(chunks), (4,) * len(chunks), tuple(inter), intra, 0.25, outward)
 
 
 # --- which shares count
@@ -276,7 +276,6 @@ def test_a_means_masses_are_means_over_its_contexts():
     assert mean.mass_on == pytest.approx({A: 0.3, C: 0.2, D: 0.6})
     assert (mean.intra, mean.sink) == (pytest.approx(0.4), pytest.approx(0.25))
     assert mean.outward == pytest.approx((0.55, 0.33, 0.22))
-    assert mean.received == pytest.approx((0.75, 0.5, 0.0))
 
 
 def test_ccis_a_and_b_are_means_over_the_contexts():

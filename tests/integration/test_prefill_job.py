@@ -85,7 +85,6 @@ def test_slices_give_what_one_pass_gives(bench, name, run, tokens):
     for (record, kv), (same, same_kv) in zip(one, other, strict=True):
         assert (kv.layer(3) - same_kv.layer(3)).abs().max() < 1e-4
         assert record.attention.inter == pytest.approx(same.attention.inter, abs=1e-3)
-        assert record.attention.received == pytest.approx(same.attention.received, abs=1e-3)
     bench.runner.store.check()
 
 

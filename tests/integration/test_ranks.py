@@ -135,6 +135,6 @@ def test_profiles(heads):
             capture.read(layer, mine(ranks, states(layer, TOKENS, HEADS)), mine(ranks, states(9, TOKENS, KV_HEADS)))
         profile = capture.profile(parts[2], range(14))
         assert profile is not None
-        return [*profile.inter, profile.intra, profile.sink, *profile.outward, *profile.received]
+        return [*profile.inter, profile.intra, profile.sink, *profile.outward]
 
     agree(work, lambda found, whole: torch.testing.assert_close(torch.tensor(found), torch.tensor(whole)))

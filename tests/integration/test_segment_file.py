@@ -91,7 +91,6 @@ def with_profile(record: SegmentRecord, **changes) -> SegmentRecord:
         intra=1.7,
         sink=0.2,
         outward=tuple(i / 8 for i in range(n)),
-        received=tuple((n - i) / 16 for i in range(n)),
     )
     return replace(record, attention=replace(profile, **changes))
 
@@ -207,7 +206,7 @@ def test_token_masses_are_rounded_to_float32() -> None:
         lambda fields: fields.update(attention_chunks=" ".join(["0" * 32] * 3)),
         lambda fields: fields.update(attention_outward="AAAA"),
         lambda fields: fields.update(attention_outward="!"),
-        lambda fields: fields.update(attention_outward="", attention_received=""),
+        lambda fields: fields.update(attention_outward=""),
     ],
 )
 def test_a_profile_that_contradicts_itself_is_refused(edit) -> None:

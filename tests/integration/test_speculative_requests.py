@@ -291,7 +291,6 @@ def test_a_step_that_was_stopped_between_layers_is_made_again(loaded, method):
         assert (ours is None) == (theirs is None)
         if ours is not None:
             assert ours.inter == pytest.approx(theirs.inter, rel=1e-4, abs=1e-6)
-            assert ours.received == pytest.approx(theirs.received, rel=1e-4, abs=1e-6)
         kv, own = expected.store.get(record.id), engine.store.get(record.id)
         assert all(torch.allclose(kv.layer(layer), own.layer(layer), atol=1e-4) for layer in range(4))
 

@@ -102,7 +102,7 @@ def test_no_request_names_a_file(client: Client, method_file: str):
     assert "unknown reuse method" in error_of(ask(client, chunkweave={"method": method_file}))["message"]
 
 
-@pytest.mark.parametrize("name", ["random", "h2o", "set-cache"])
+@pytest.mark.parametrize("name", ["random", "set-cache"])
 def test_a_baseline_is_no_method_here(client: Client, name: str):
     message = error_of(ask(client, chunkweave={"method": name}))["message"]
     assert f"unknown reuse method {name!r}; there are: {METHODS.listed}" in message

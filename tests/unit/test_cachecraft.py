@@ -1,4 +1,4 @@
-"""The plans of `cachecraft`, `h2o` and `set-cache`: variants, tokens, focus, and every odd prompt."""
+"""The plans of `cachecraft` and `set-cache`: variants, tokens, focus, and every odd prompt."""
 
 import time
 from dataclasses import replace
@@ -42,7 +42,7 @@ def prompt_of(path: str) -> Prompt:
 
 
 def record_of(
-    path: str, inter: tuple[float, ...] | None = None, *, outward=None, received=None, intra=0.5, exact=True
+    path: str, inter: tuple[float, ...] | None = None, *, outward=None, intra=0.5, exact=True
 ) -> SegmentRecord:
     """The last chunk of `path`, computed after the others, with mass `inter` on them (the instruction has none)."""
     chunks = path[:-1].lstrip("*")
@@ -56,7 +56,6 @@ def record_of(
             intra,
             0.1,
             outward or (sum(inter) / n,) * n,
-            received or (0.0,) * n,
         )
     context = tuple(map(ChunkId, path[:-1]))
     return SegmentRecord.of(
@@ -341,7 +340,7 @@ def test_without_cci_the_share_is_that_of_the_overlap_and_tokens_are_drawn():
         (66,) * n,
         exact=True,
         nbytes=1,
-        attention=AttentionProfile((ChunkId("A"), ChunkId("C")), (4, 4), (1.0, 1.0), 0.5, 0.0, (0.05,) * n, (0.0,) * n),
+        attention=AttentionProfile((ChunkId("A"), ChunkId("C")), (4, 4), (1.0, 1.0), 0.5, 0.0, (0.05,) * n),
     )
     parts = (part_of("A"), PromptPart(PartKind.CHUNK, (66,) * n, ChunkId("B")), PromptPart(PartKind.QUESTION, (7,)))
     lookup = look_up(Prompt(parts), [], lambda part: (stored,) if part.id == stored.chunk_id else ())
@@ -352,15 +351,6 @@ def test_without_cci_the_share_is_that_of_the_overlap_and_tokens_are_drawn():
 
 
 # --- the baselines
-
-
-def test_h2o_recomputes_what_received_most():
-    stored = record_of("XB", (1.0,), received=(0.3, 0.9, 0.8, 0.0))
-    plan = plan_of(lookup_of("DB", stored), "h2o", recompute_ratio=0.5)
-    assert plan.passes[0].required == (Span(0, 5), Span(6, 8), Span(9, 12))
-    blind = plan_of(lookup_of("DB", record_of("XB")), "h2o", recompute_ratio=0.3)
-    assert blind.passes[0].required == (Span(0, 7), Span(9, 12)), "the first ceil(.3 * 4) without a profile"
-    assert plan_of(lookup_of("DB", stored), "h2o", recompute_ratio=0.0).passes[0].required == (Span(0, 5), Span(9, 12))
 
 
 def test_what_was_computed_behind_neutral_passages_depends_on_none_of_them():
@@ -377,15 +367,12 @@ def test_what_was_computed_behind_neutral_passages_depends_on_none_of_them():
 def test_a_variant_behind_neutral_passages_is_preferred_and_one_computed_alone_comes_last():
     context = (neutral_id(ChunkId("0" * 32)),)
     neutral = SegmentRecord.of(ChunkId("B"), context, part_of("B").token_ids, exact=True, nbytes=1)
-    behind, alone = record_of("XB", (1.0,), received=(0.0, 0.0, 0.5, 0.0)), record_of("B", ())
+    behind, alone = record_of("XB", (1.0,)), record_of("B", ())
     assert neutral.neutral
     assert prefer_mean((alone, behind, neutral)) == neutral
     assert prefer_mean((alone, behind)) == behind
     assert prefer_mean((alone,)) == alone
     assert prefer_mean(()) is None
-    plan = plan_of(lookup_of("DB", alone, behind), "h2o", recompute_ratio=0.25)
-    assert chosen(plan, 1)[0] == behind.id
-    assert plan.passes[0].required == (Span(0, 5), Span(7, 8), Span(9, 12))
 
 
 def mean_of(inter: tuple[float, ...] | None) -> SegmentRecord:
@@ -393,7 +380,7 @@ def mean_of(inter: tuple[float, ...] | None) -> SegmentRecord:
     profile = None
     if inter is not None:
         outward = (0.1, 0.5, 0.1, 0.3)
-        profile = AttentionProfile(tuple(map(ChunkId, "ACD")), (TOKENS,) * 3, inter, 0.5, 0.1, outward, (0.0,) * TOKENS)
+        profile = AttentionProfile(tuple(map(ChunkId, "ACD")), (TOKENS,) * 3, inter, 0.5, 0.1, outward)
     contexts = [tuple(map(ChunkId, context)) for context in ("AC", "D")]
     return record_of("AB", (1.0,)).mean_over(contexts, nbytes=1, attention=profile, read=())
 
@@ -481,7 +468,6 @@ def test_ten_chunks_with_five_variants_are_planned_at_once():
                 tuple(rng.uniform(1, 20) for _ in context),
                 rng.uniform(50, 200),
                 100.0,
-                tuple(rng.random() for _ in range(n)),
                 tuple(rng.random() for _ in range(n)),
             )
             record = SegmentRecord.of(name, context, (1,) * n, exact=False, nbytes=1, attention=profile)

@@ -170,7 +170,7 @@ def fixed_lookup() -> PromptLookup:
     parts = [replace(lookup.parts[0], exact=None)]
     for entry, mass in zip(lookup.parts[1:3], (0.1, 5.0), strict=True):
         record, gone = entry.variants[0], ChunkId("gone")
-        profile = AttentionProfile((gone,), (100,), (mass,), 1.0, 0.0, (mass / 100,) * 100, (0.0,) * 100)
+        profile = AttentionProfile((gone,), (100,), (mass,), 1.0, 0.0, (mass / 100,) * 100)
         variant = SegmentRecord.of(record.chunk_id, (gone,), record.token_ids, exact=False, nbytes=1, attention=profile)
         parts.append(replace(entry, exact=None, variants=(variant,)))
     return PromptLookup((*parts, lookup.parts[3]))

@@ -114,7 +114,7 @@ def test_a_segment_that_left_the_store_has_an_unknown_context():
 
 def test_a_profile_names_the_chunks_and_leaves_out_what_is_none():
     other = chunk("", 5, PartKind.SYSTEM)
-    profile = AttentionProfile((STORMS.id,), (8,), (0.5,), 1.0, 0.1, (0.1,) * 12, (0.1,) * 12)
+    profile = AttentionProfile((STORMS.id,), (8,), (0.5,), 1.0, 0.1, (0.1,) * 12)
     record = record_of(TIDES, other, STORMS, attention=profile)
     plan = make_plan()
     parts = tuple(replace(one, segment=record.id) if one.part is TIDES else one for one in plan.parts)

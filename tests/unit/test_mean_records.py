@@ -19,7 +19,7 @@ def computed(context=(A, B), *, read=(), exact=False, chunk=X) -> SegmentRecord:
 
 def profile_of(*chunks: ChunkId) -> AttentionProfile:
     ones = (1.0,) * len(chunks)
-    return AttentionProfile(chunks, (4,) * len(chunks), ones, 0.5, 0.1, (1.0, 1.0, 1.0), (0.0, 0.0, 0.0))
+    return AttentionProfile(chunks, (4,) * len(chunks), ones, 0.5, 0.1, (1.0, 1.0, 1.0))
 
 
 def mean(contexts=CONTEXTS, *, read=(), attention=None) -> SegmentRecord:

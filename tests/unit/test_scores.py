@@ -24,9 +24,7 @@ from chunkweave.types import ChunkId
 def profile_of(chunks: str, inter: tuple[float, ...] = (), *, tokens: int = 2, intra: float = 0.5) -> AttentionProfile:
     """A segment that stood after `chunks` of 4 tokens each and put `inter` on them."""
     share = sum(inter) / tokens
-    return AttentionProfile(
-        tuple(map(ChunkId, chunks)), (4,) * len(chunks), inter, intra, 0.1, (share,) * tokens, (0.0,) * tokens
-    )
+    return AttentionProfile(tuple(map(ChunkId, chunks)), (4,) * len(chunks), inter, intra, 0.1, (share,) * tokens)
 
 
 def places(chunks: str) -> dict[ChunkId, int]:
@@ -66,7 +64,6 @@ def test_a_b_and_cci_from_an_attention_matrix():
         intra,
         mass["sink"],
         tuple(sum(weights[q][2:7]) for q in own),
-        tuple(sum(weights[q][s] for q in own if q > s) for s in own),
     )
     a = mass["A"] / (4 * 3) + mass["B"] / (4 * 2)
     b = intra / 4**2
@@ -76,7 +73,6 @@ def test_a_b_and_cci_from_an_attention_matrix():
     diagonal = sum(weights[q][q] for q in own)
     assert sum(profile.inter) + profile.intra + profile.sink + diagonal == pytest.approx(4)
     assert sum(profile.outward) == pytest.approx(sum(profile.inter))
-    assert sum(profile.received) == pytest.approx(intra)
 
 
 def test_cci_without_mass_of_its_own():
@@ -157,9 +153,8 @@ def test_coverage_is_by_tokens():
 
 
 def test_rankings_put_the_greatest_first_and_ties_at_the_start():
-    profile = AttentionProfile((ChunkId("A"),), (4,), (2.0,), 0.5, 0.0, (0.2, 0.9, 0.2, 0.7), (0.5, 0.0, 0.5, 0.6))
+    profile = AttentionProfile((ChunkId("A"),), (4,), (2.0,), 0.5, 0.0, (0.2, 0.9, 0.2, 0.7))
     assert profile.by_outward == (1, 3, 0, 2)
-    assert profile.by_received == (3, 0, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -167,8 +162,7 @@ def test_rankings_put_the_greatest_first_and_ties_at_the_start():
     [
         ({"lengths": ()}, "one length"),
         ({"lengths": (0,)}, "has no tokens"),
-        ({"received": (0.0,)}, "each token"),
-        ({"outward": (), "received": ()}, "each token"),
+        ({"outward": ()}, "each token"),
         ({"intra": -0.1}, "negative or not finite"),
         ({"sink": float("inf")}, "negative or not finite"),
         ({"outward": (float("nan"), 0.0)}, "negative or not finite"),
@@ -182,7 +176,6 @@ def test_profiles_that_contradict_themselves(change, message):
         "intra": 0.5,
         "sink": 0.1,
         "outward": (0.5, 0.5),
-        "received": (0.5, 0.0),
     }
     AttentionProfile(**values)
     with pytest.raises(ValueError, match=message):

@@ -225,10 +225,7 @@ FINE = {"chunks": [[3, 6]]}
             ({**FINE, name: False}, f"unknown fields of chunkweave: {name}; there are")
             for name in ("focus_reading", "use_cci", "use_overlap", "use_coverage")
         ),
-        *(
-            ({**FINE, "method": name}, f"unknown reuse method {name!r}; there")
-            for name in ("random", "h2o", "set-cache")
-        ),
+        *(({**FINE, "method": name}, f"unknown reuse method {name!r}; there") for name in ("random", "set-cache")),
         ({**FINE, "method": "epic", "seed": 1}, "method 'epic' takes no seed: it takes recompute_ratio"),
         ({**FINE, "method": "cachecraft", "query": {"tail": 2}}, "'cachecraft' takes no query: it takes alpha, focus"),
         ({**FINE, "method": "query:late", "query": {"tail": 2}}, "method 'query:late' sets query already"),

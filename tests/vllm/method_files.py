@@ -9,7 +9,6 @@ from chunkweave.plugins import load_plugin_files
 _BASELINE = "from chunkweave_lab.baselines import {} as METHOD\n"
 _FILES = {
     "random": _BASELINE.format("RandomTokens"),
-    "h2o": _BASELINE.format("HeavyHitters"),
     "set-cache": _BASELINE.format("SetCache"),
 }
 

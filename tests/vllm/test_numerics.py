@@ -72,7 +72,6 @@ ATTENTION_METHODS = {
     "cachecraft-1": ("cachecraft", {"alpha": 1.0}),
     "cachecraft-.5": ("cachecraft", {"alpha": 0.5}),
     "cachecraft-unfocused": ("cachecraft", {"alpha": 0.8, "focus": False}),
-    "h2o": ("h2o", {"ratio": 0.15}),
     "set-cache": ("set-cache", {}),
 }
 BEYOND_REFERENCE = {"cachecraft-1", "cachecraft-.5", "query-two-rounds", "set-cache"}
@@ -284,7 +283,7 @@ def test_attention_the_same_as_our_own_engine_and_the_reference(way, own, key, n
     assert (got.log_probs[0] - woven.log_probs).abs().max().item() <= TOLERANCE
 
 
-@pytest.mark.parametrize("key", ["query-.05", "query-two-rounds", "cachecraft-1", "h2o"])
+@pytest.mark.parametrize("key", ["query-.05", "query-two-rounds", "cachecraft-1"])
 def test_the_same_question_again_and_another_one(way, own, key):
     """The first answer's blocks are in vLLM's prefix cache: for the same question they are taken, for no other.
 

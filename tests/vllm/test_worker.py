@@ -145,7 +145,7 @@ class FakeCaptured:
             raise RuntimeError("the device is out of memory")
         self.exact_to.append(exact_to)
         kv = SegmentKV(torch.ones(LAYERS, 2, len(self.part.span), HEADS, HEAD_DIM))
-        profile = AttentionProfile((), (), (), 1.0, 0.5, (0.0,) * 15, (1.0,) * 15)
+        profile = AttentionProfile((), (), (), 1.0, 0.5, (0.0,) * 15)
         yield (
             SegmentRecord.of(
                 self.part.id, self.part.context, self.part.token_ids, exact=True, nbytes=kv.nbytes, attention=profile

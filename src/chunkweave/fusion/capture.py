@@ -171,24 +171,23 @@ class AttentionCapture:
         self._weight = geometry.num_heads / len(own_heads) * len(heads) / len(captured)
         self._tokens = parts[-1].span.stop
         self._by_part = torch.zeros(self._tokens, len(self._parts), device=device)
-        self._received = torch.zeros(self._tokens, device=device)
         self._layers_read: set[int] = set()
-        self._totals: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._totals: torch.Tensor | None = None
         self._rows = self._positions = torch.empty(0, dtype=torch.long, device=device)
         self._where: list[int] = []
         self._key_parts: KeyParts | None = None
         self._geometry = geometry
         self._meters: dict[int | None, AttentionMeter] = {}
         self._scores: dict[int | None, int] = {}
-        self._marked = self._by_part, self._received
+        self._marked = self._by_part
 
     def mark(self) -> None:
         """Save the sums for `undo`."""
-        self._marked = self._by_part.clone(), self._received.clone()
+        self._marked = self._by_part.clone()
 
     def undo(self) -> None:
         """Restore the sums at `mark`: the same tokens will be read again."""
-        self._by_part, self._received = self._marked
+        self._by_part = self._marked
         self._totals = None
 
     def wants(self, layer: int) -> bool:
@@ -201,8 +200,8 @@ class AttentionCapture:
         if positions != self._where:
             self._meters, self._scores = {}, {}
             self._where = positions
-            self._positions = torch.tensor(positions, dtype=torch.long, device=self._received.device)
-        self._rows = torch.tensor(rows, dtype=torch.long, device=self._received.device)
+            self._positions = torch.tensor(positions, dtype=torch.long, device=self._by_part.device)
+        self._rows = torch.tensor(rows, dtype=torch.long, device=self._by_part.device)
 
     def scores(self, layer: int) -> int:
         """Number of attention weights that a `read` of this layer computes: followed tokens x visible keys x heads."""
@@ -229,19 +228,8 @@ class AttentionCapture:
                 self._positions, spans, heads=self._heads, where=self._where, window=window
             )
         meter, rows, scores = self._meters[window], self._rows, self._geometry.scores(layer)
-        if measured is None:
-            mass = meter.read(queries[rows], keys, scores)
-        else:
-            mass = meter.finish(
-                queries[rows],
-                keys,
-                by_part=measured.by_part[rows],
-                own=measured.own[rows],
-                log_sum_exp=measured.log_sum_exp[rows],
-                scores=scores,
-            )
-        self._by_part.index_add_(0, self._positions, mass.by_part)
-        self._received[: len(mass.received)] += mass.received
+        mass = meter.read(queries[rows], keys, scores) if measured is None else meter.of_kernel(measured.by_part[rows])
+        self._by_part.index_add_(0, self._positions, mass)
 
     @property
     def key_parts(self) -> KeyParts:
@@ -250,7 +238,7 @@ class AttentionCapture:
             table = torch.full((self._tokens,), -1, dtype=torch.int32)
             for index, part in enumerate(self._parts):
                 table[part.span.start : part.span.stop] = index
-            self._key_parts = KeyParts(table.to(self._received.device), len(self._parts))
+            self._key_parts = KeyParts(table.to(self._by_part.device), len(self._parts))
         return self._key_parts
 
     def profile(
@@ -270,10 +258,8 @@ class AttentionCapture:
         instructions = [index for index in earlier if index not in chunks]
         rows = slice(part.span.start, part.span.stop)
         mass = torch.zeros(len(part.span), len(self._parts), dtype=torch.float64)
-        by_part, by_all = self.over_ranks()
-        mass[list(recomputed)] = (by_part[rows].double() / len(self._layers_read)).cpu()[list(recomputed)]
-        received = (by_all[rows].double() / len(self._layers_read)).cpu()
-        if not (mass.isfinite().all() and received.isfinite().all()):
+        mass[list(recomputed)] = (self.over_ranks()[rows].double() / len(self._layers_read)).cpu()[list(recomputed)]
+        if not mass.isfinite().all():
             return None
         fresh = AttentionProfile(
             chunks=tuple(_id_of(self._parts[index]) for index in chunks),
@@ -282,18 +268,16 @@ class AttentionCapture:
             intra=float(mass[:, number].sum()),
             sink=float(mass[:, instructions].sum()),
             outward=tuple(mass[:, chunks].sum(1).tolist()),
-            received=tuple(received.tolist()),
         )
         return woven_profile(fresh, stored, recomputed)
 
-    def over_ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums over captured heads of all ranks: by part `[tokens, parts]`, and received `[tokens]`.
+    def over_ranks(self) -> torch.Tensor:
+        """The sums over captured heads of all ranks, by part `[tokens, parts]`.
 
         The first call after the last layer exchanges them; every rank makes it at the same point.
         """
         if self._totals is None:
-            weight = self._weight
-            self._totals = self._ranks.mean(self._by_part * weight), self._ranks.mean(self._received * weight)
+            self._totals = self._ranks.mean(self._by_part * self._weight)
         return self._totals
 
 
@@ -322,14 +306,14 @@ def woven_profile(
     over chunks as the whole segment did. Mass on chunks that precede it again is carried over. Mass on other chunks
     moves to the chunks that are new here, in proportion to the recomputed tokens' mass on them: a token that attends to
     other chunks is assumed to do so in this context too. Otherwise CCI would fall with every generation (§3.1: it is
-    what the chunk's tokens attend to in this context). If no chunk is new, that mass is dropped. Intra, sink and
-    received mass are not stored by token, and are carried over by the share of tokens that were not recomputed.
+    what the chunk's tokens attend to in this context). If no chunk is new, that mass is dropped. Intra and
+    sink mass are not stored by token, and are carried over by the share of tokens that were not recomputed.
 
     Without mass on earlier chunks (the segment was computed alone, or has no profile) the other tokens are assumed to
     attend like the average recomputed token; they rank after these.
 
-    >>> old = AttentionProfile((ChunkId("a"), ChunkId("b")), (2, 2), (1.0, 3.0), 2.0, 0.4, (1.0, 3.0), (1.0, 0.0))
-    >>> new = AttentionProfile((ChunkId("b"),), (2,), (0.5,), 0.3, 0.1, (0.5, 0.0), (0.2, 0.0))
+    >>> old = AttentionProfile((ChunkId("a"), ChunkId("b")), (2, 2), (1.0, 3.0), 2.0, 0.4, (1.0, 3.0))
+    >>> new = AttentionProfile((ChunkId("b"),), (2,), (0.5,), 0.3, 0.1, (0.5, 0.0))
     >>> woven = woven_profile(new, old, {0})  # the second token had 3/4 of the mass, and 3/4 of it was on b
     >>> woven.inter, woven.outward, woven.intra
     ((2.75,), (0.5, 2.25), 1.3)
@@ -356,14 +340,12 @@ def woven_profile(
             new if token in recomputed_tokens else kept * old
             for token, (new, old) in enumerate(zip(fresh.outward, rest.outward, strict=True))
         ),
-        received=tuple(new + share * old for new, old in zip(fresh.received, rest.received, strict=True)),
     )
 
 
 def _times(profile: AttentionProfile, factor: float) -> AttentionProfile:
-    """The profile with intra, sink and received mass multiplied by `factor`."""
-    received = tuple(factor * mass for mass in profile.received)
-    return replace(profile, intra=factor * profile.intra, sink=factor * profile.sink, received=received)
+    """The profile with intra and sink mass multiplied by `factor`."""
+    return replace(profile, intra=factor * profile.intra, sink=factor * profile.sink)
 
 
 def _carried(fresh: AttentionProfile, stored: AttentionProfile) -> tuple[list[float], float]:
@@ -450,5 +432,5 @@ class FocusWatch:
         `queries` `[question tokens, heads, head_dim]` and `keys` `[positions, kv_heads, head_dim]` are those of the
         next layer, after RoPE; a query sees the `window` keys up to its own (None: all). `scores` is the layer's rule.
         """
-        mass = self._ranks.mean(self._meter(window).read(queries, keys, scores).by_part.sum(0))
+        mass = self._ranks.mean(self._meter(window).read(queries, keys, scores).sum(0))
         return self._tracker.update(mass.tolist())

@@ -339,20 +339,6 @@ _DEVICE_BLOCK_WEIGHTS = 1 << 24
 """Weights per block on an accelerator: 64 MiB; few kernels per prompt, without work for keys far ahead."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionMass:
-    """Sums of attention weights, mean over heads, in float32.
-
-    `by_part` `[queries, parts]` is the mass on each part without the query's own key; `own` `[queries]` is that key's
-    weight (the diagonal). `received` `[positions]` is what each key gets from queries in its own part, also without the
-    diagonal; 0 for a key outside all parts.
-    """
-
-    by_part: torch.Tensor
-    own: torch.Tensor
-    received: torch.Tensor
-
-
 class AttentionMeter:
     """Sums the attention of queries at fixed positions; made once and used for every layer with the same queries.
 
@@ -361,8 +347,8 @@ class AttentionMeter:
     queries.
     """
 
-    # Rejected: another call of the fused kernel with part membership as values. It gives only the mass on parts; the
-    # diagonal also needs the log-sum-exp, and what a key receives needs a second product.
+    # Rejected: another call of the fused kernel with part membership as values. It gives the mass on parts with the
+    # diagonal, whose weight also needs the log-sum-exp.
 
     def __init__(
         self,
@@ -388,67 +374,30 @@ class AttentionMeter:
         self._members = torch.zeros(self._stop, len(parts), device=positions.device)
         for index, span in enumerate(parts):
             self._members[span.start : span.stop, index] = 1.0
-        rows = [(span, bisect_left(self._where, span.start), bisect_left(self._where, span.stop)) for span in parts]
-        self._groups = [(span, first, last) for span, first, last in rows if first < last]
         self._chosen = heads
         self._heads = None if heads is None else positions.new_tensor(heads)
 
     def __len__(self) -> int:
         return len(self._where)
 
-    def read(self, queries: torch.Tensor, keys: torch.Tensor, scores: ScoreRule = PLAIN_SCORES) -> AttentionMass:
-        """The mass of `queries` `[queries, heads, head_dim]` over `keys` `[positions, kv_heads, head_dim]`.
+    def read(self, queries: torch.Tensor, keys: torch.Tensor, scores: ScoreRule = PLAIN_SCORES) -> torch.Tensor:
+        """Mass of `queries` `[queries, heads, head_dim]` over `keys` `[positions, kv_heads, head_dim]`, by part.
 
         Both are after RoPE; key i is at position i, and a query sees keys at positions up to its own. `scores` covers
-        all heads.
+        all heads. Returns sums of weights `[queries, parts]`, mean over heads, in float32, without a query's own key.
         """
         rule = self._of_chosen(scores)
         q, k = self._by_head(queries, keys)
         by_part = q.new_zeros(len(self), self._members.shape[1])
-        own, received = q.new_zeros(len(self)), q.new_zeros(keys.shape[0])
         for rows, stop in self._blocks(q.shape[0] * q.shape[1], q.device):
             weights = self._weights(q[:, :, rows], k[:, :, :stop], rows, rule).mean(0)
-            at = self._positions[rows, None]
-            own[rows] = weights.gather(1, at).squeeze(1)
-            weights.scatter_(1, at, 0.0)
+            weights.scatter_(1, self._positions[rows, None], 0.0)
             by_part[rows] = weights @ self._members[:stop]
-            for span, first, last in self._groups:
-                if first < rows.stop and rows.start < last:
-                    inside = slice(max(first, rows.start) - rows.start, min(last, rows.stop) - rows.start)
-                    reached = slice(span.start, min(span.stop, stop))
-                    received[reached] += weights[inside, reached].sum(0)
-        return AttentionMass(by_part, own, received)
+        return by_part
 
-    def finish(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        *,
-        by_part: torch.Tensor,
-        own: torch.Tensor,
-        log_sum_exp: torch.Tensor,
-        scores: ScoreRule = PLAIN_SCORES,
-    ) -> AttentionMass:
-        """The result of `read`, from sums that a kernel already made; computes only what keys received.
-
-        `by_part` `[queries, heads, parts]`, `own` and `log_sum_exp` `[queries, heads]` are the kernel's, for all heads.
-        The log-sum-exp includes sinks. With it, a key's weight needs no other keys, so each part reads only its own.
-        """
-        q, k = self._by_head(queries, keys)
-        heads = slice(None) if self._heads is None else self._heads
-        norms = log_sum_exp[:, heads].T.reshape(q.shape[0], q.shape[1], len(self), 1)
-        received = q.new_zeros(keys.shape[0])
-        for span, first, last in self._groups:
-            reached = slice(span.start, min(span.stop, self._stop))
-            n, width = last - first, reached.stop - reached.start
-            block_scores = capped(
-                torch.bmm(q[:, :, first:last].reshape(len(q), -1, q.shape[-1]), k[:, :, reached]), scores
-            )
-            weights = torch.exp(block_scores.view(*q.shape[:2], n, width) - norms[:, :, first:last])
-            at = torch.arange(reached.start, reached.stop, device=q.device)
-            weights.masked_fill_(at >= self._positions[first:last, None], 0.0)
-            received[reached] += weights.sum(2).mean((0, 1))
-        return AttentionMass(by_part[:, heads].mean(1), own[:, heads].mean(1), received)
+    def of_kernel(self, by_part: torch.Tensor) -> torch.Tensor:
+        """The result of `read` from a kernel's sums `[queries, heads, parts]` over all heads (`Measured.by_part`)."""
+        return by_part.mean(1) if self._heads is None else by_part[:, self._heads].mean(1)
 
     def combined(
         self,

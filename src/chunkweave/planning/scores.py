@@ -20,7 +20,7 @@ def prefix_overlap(profile: AttentionProfile, prefix: Collection[ChunkId]) -> fl
     If the old prefix is empty: 1 if the new one is empty too, else 0. If there is no mass on it, each of its chunks
     counts the same.
 
-    >>> profile = AttentionProfile((ChunkId("a"), ChunkId("b")), (4, 8), (1.0, 0.5), 0.8, 0.7, (0.9, 0.6), (0.8, 0.0))
+    >>> profile = AttentionProfile((ChunkId("a"), ChunkId("b")), (4, 8), (1.0, 0.5), 0.8, 0.7, (0.9, 0.6))
     >>> round(prefix_overlap(profile, {ChunkId("a"), ChunkId("c")}), 4)  # 1 / 1.5
     0.6667
     """

@@ -23,15 +23,14 @@ class AttentionProfile:
     `chunks` are the chunks before the segment in its prompt, in order, with `lengths` in tokens; a chunk that occurred
     twice is listed twice. `inter[j]` is the mass that all tokens of the segment together put on `chunks[j]` (eq. 3 of
     Cache-Craft), `intra` the mass on earlier tokens of their own segment, without the diagonal (eq. 4), `sink` the mass
-    on BOS and the system part, which enter no score. `outward` and `received` hold one number per token: its mass on
-    all of `chunks` (the ranking of eq. 14), and the mass that the segment's later tokens put on it (the ranking of
-    H2O).
+    on BOS and the system part, which enter no score. `outward` holds each token's mass on all of `chunks` (the ranking
+    of eq. 14).
 
     Raises:
-        ValueError: `chunks`, `lengths` and `inter`, or `outward` and `received`, differ in length; a chunk has no
-            tokens; a mass is negative or not finite.
+        ValueError: `chunks`, `lengths` and `inter` differ in length; there is no token; a chunk has none; a mass is
+            negative or not finite.
 
-    >>> profile = AttentionProfile((ChunkId("a"), ChunkId("b")), (4, 8), (1.0, 0.5), 0.8, 0.7, (0.9, 0.6), (0.8, 0.0))
+    >>> profile = AttentionProfile((ChunkId("a"), ChunkId("b")), (4, 8), (1.0, 0.5), 0.8, 0.7, (0.9, 0.6))
     >>> profile.inter_per_pair, profile.intra_per_pair  # 1/(2*4) + .5/(2*8), .8/2**2
     (0.15625, 0.2)
     >>> round(profile.cci, 4)  # the sigmoid of .15625/.2
@@ -44,16 +43,15 @@ class AttentionProfile:
     intra: float
     sink: float
     outward: tuple[float, ...]
-    received: tuple[float, ...]
 
     def __post_init__(self) -> None:
         if not len(self.chunks) == len(self.lengths) == len(self.inter):
             raise ValueError("an attention profile needs one length and one inter mass for each chunk")
-        if not 0 < len(self.outward) == len(self.received):
-            raise ValueError("an attention profile needs an outward and a received mass for each token")
+        if not self.outward:
+            raise ValueError("an attention profile needs an outward mass for each token")
         if min(self.lengths, default=1) < 1:
             raise ValueError("a chunk in an attention profile has no tokens")
-        masses = (*self.inter, self.intra, self.sink, *self.outward, *self.received)
+        masses = (*self.inter, self.intra, self.sink, *self.outward)
         if not isfinite(sum(masses)) or min(masses) < 0.0:
             raise ValueError("an attention profile has a mass that is negative or not finite")
 
@@ -101,11 +99,6 @@ class AttentionProfile:
     def by_outward(self) -> tuple[int, ...]:
         """Token indices by descending `outward`, ties by position."""
         return _falling(self.outward)
-
-    @cached_property
-    def by_received(self) -> tuple[int, ...]:
-        """Token indices by descending `received`, ties by position."""
-        return _falling(self.received)
 
 
 def _falling(mass: Sequence[float]) -> tuple[int, ...]:

@@ -311,7 +311,6 @@ def attention_fields(profile: AttentionProfile | None) -> dict[str, str]:
         "attention_intra": repr(profile.intra),
         "attention_sink": repr(profile.sink),
         "attention_outward": _packed(profile.outward),
-        "attention_received": _packed(profile.received),
     }
 
 
@@ -331,7 +330,6 @@ def attention_of(fields: Mapping[str, str]) -> AttentionProfile | None:
         intra=float(fields["attention_intra"]),
         sink=float(fields["attention_sink"]),
         outward=_unpacked(fields["attention_outward"]),
-        received=_unpacked(fields["attention_received"]),
     )
 
 

@@ -162,5 +162,4 @@ def mean_profile(profiles: Sequence[AttentionProfile | None]) -> AttentionProfil
         intra=sum(one.intra for one in known) * share,
         sink=sum(one.sink for one in known) * share,
         outward=tuple(sum(masses) * share for masses in zip(*(one.outward for one in known), strict=True)),
-        received=tuple(sum(masses) * share for masses in zip(*(one.received for one in known), strict=True)),
     )
