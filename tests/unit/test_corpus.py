@@ -75,6 +75,27 @@ def test_stages_end_with_what_a_search_finds():
     assert sum(stage.distances for stage in stages) == 40 + 4
 
 
+def test_stage_times_leave_out_what_the_caller_does(monkeypatch):
+    corpus = memory_corpus(index=IndexConfig(IndexKind.IVF, lists=4, probes=4))
+    corpus.add([document(number) for number in range(40)])
+    corpus.build_index()
+    now_s = 0.0
+    monkeypatch.setattr(searcher, "perf_counter", lambda: now_s)
+    real = searcher.Searcher._retrieved
+
+    def slow(self, hits):
+        nonlocal now_s
+        now_s += 3.0
+        return real(self, hits)
+
+    monkeypatch.setattr(searcher.Searcher, "_retrieved", slow)
+    times = []
+    for stage in corpus.search_stages("storm", 3):
+        times.append(stage.seconds)
+        now_s += 10.0
+    assert times == [3.0] * 4
+
+
 def test_a_text_of_several_documents_is_found_once():
     corpus = memory_corpus(index=IndexConfig(IndexKind.IVF, lists=2, probes=2))
     copies = [CorpusDocument(f"copy{number}", "The storm came late.") for number in range(30)]

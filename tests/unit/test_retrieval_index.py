@@ -13,7 +13,6 @@ from chunkweave.retrieval.indexes import (
     IndexConfig,
     IndexKind,
     merged,
-    timed_stages,
     top_hits,
 )
 
@@ -159,23 +158,3 @@ def test_merging_keeps_the_best_by_score_then_row(scores, k, parts):
     best = sorted(zip(-values, rows, strict=True))[:k]
     expected = Hits(tuple(int(row) for _, row in best), tuple(float(-score) for score, _ in best))
     assert merged(pieces, k) == expected
-
-
-def test_stage_times_leave_out_what_the_caller_does():
-    now = 0.0
-
-    def clock() -> float:
-        return now
-
-    class Slow:
-        def stages(self, query, k):
-            nonlocal now
-            for seconds in (1.0, 3.0):
-                now += seconds
-                yield seconds
-
-    times = []
-    for stage, seconds in timed_stages(Slow(), np.zeros(1), 1, clock=clock):
-        times.append((stage, seconds))
-        now += 10.0
-    assert times == [(1.0, 1.0), (3.0, 3.0)]

@@ -203,13 +203,14 @@ def _complete_top(search: Callable[[int], _Scored], k: int, limit: int) -> Hits:
     while True:
         scores, rows = search(fetch)
         if fetch == limit or rows[-1] < 0 or scores[-1] < scores[k - 1]:
-            found = rows >= 0
-            return top_hits(rows[found], scores[found], k)
+            valid = rows >= 0
+            return top_hits(rows[valid], scores[valid], k)
         fetch = min(2 * fetch, limit)
 
 
-def _first(found: tuple[NDArray[np.float32], NDArray[np.int64]]) -> _Scored:
-    scores, rows = found
+def _first(results: tuple[NDArray[np.float32], NDArray[np.int64]]) -> _Scored:
+    """The only row of the results of a batch of one query."""
+    scores, rows = results
     return scores[0], rows[0]
 
 

@@ -1,7 +1,6 @@
 """Indexes over vectors: their protocol, search in stages, and an exact index that needs only NumPy."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import sqrt
@@ -108,33 +107,6 @@ class IndexConfig:
         return replace(self, lists=lists, probes=probes)
 
 
-def timed_stages(
-    index: VectorIndex,
-    query: NDArray[np.float32],
-    k: int,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Iterator[tuple[SearchStage, float]]:
-    """The stages of a search with the seconds that each took, without the caller's time between stages.
-
-    Closing the iterator ends the search.
-
-    Raises:
-        TopKError: `k` exceeds the rows of the index.
-        UsageError: `k` is not positive.
-        DimensionMismatchError: the query has another shape than `[dimension]`.
-    """
-    stages = index.stages(query, k)
-
-    def timed() -> Iterator[tuple[SearchStage, float]]:
-        started = clock()
-        for stage in stages:
-            yield stage, clock() - started
-            started = clock()
-
-    return timed()
-
-
 def checked_query(query: NDArray[np.float32], k: int, *, rows: int, dimension: int) -> NDArray[np.float32]:
     """The query as contiguous float32 `[dimension]`, if it is valid.
 
@@ -185,16 +157,16 @@ def top_hits(rows: NDArray[np.int64], scores: NDArray[np.float32], k: int) -> Hi
     """The best `k` of scored rows, `[candidates]` each and in any order; fewer if there are fewer."""
     if len(scores) > k:
         least = np.partition(scores, len(scores) - k)[len(scores) - k]
-        kept = scores >= least  # includes all rows that tie for the last place, so that the lowest of them are taken
-        rows, scores = rows[kept], scores[kept]
+        best = scores >= least  # includes all rows that tie for the last place, so that the lowest of them are taken
+        rows, scores = rows[best], scores[best]
     order = np.lexsort((rows, -scores))[:k]
     return Hits(tuple(rows[order].tolist()), tuple(scores[order].tolist()))
 
 
-def merged(found: Sequence[Hits], k: int) -> Hits:
+def merged(parts: Sequence[Hits], k: int) -> Hits:
     """The best `k` of several hits whose rows do not overlap."""
-    rows = np.array([row for hits in found for row in hits.rows], dtype=np.int64)
-    scores = np.array([score for hits in found for score in hits.scores], dtype=np.float32)
+    rows = np.array([row for hits in parts for row in hits.rows], dtype=np.int64)
+    scores = np.array([score for hits in parts for score in hits.scores], dtype=np.float32)
     return top_hits(rows, scores, k)
 
 

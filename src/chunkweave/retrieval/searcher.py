@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from time import perf_counter
 from typing import Final
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from chunkweave.retrieval.corpus_store import CorpusContents, CorpusStore, StoredDocument
 from chunkweave.retrieval.faiss_indexes import IvfIndex, available, build_index, outgrown
-from chunkweave.retrieval.indexes import FlatIndex, Hits, IndexConfig, IndexKind, VectorIndex, timed_stages
+from chunkweave.retrieval.indexes import FlatIndex, Hits, IndexConfig, IndexKind, SearchStage, VectorIndex
 from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
 from chunkweave.types import Chunk
 
@@ -83,24 +84,24 @@ class Searcher:
     def search(self, vector: NDArray[np.float32], k: int) -> tuple[RetrievedChunk, ...]:
         """The `k` best chunks; see `Corpus.search`."""
         index = self.index()
-        found = self._retrieved(index.search(vector, k))
-        if len(found) < k:
-            found = self._retrieved(index.search(vector, min(_MOST_COPIES * k, self._rows)))
-        return found[:k]
+        chunks = self._retrieved(index.search(vector, k))
+        if len(chunks) < k:
+            chunks = self._retrieved(index.search(vector, min(_MOST_COPIES * k, self._rows)))
+        return chunks[:k]
 
     def stages(self, vector: NDArray[np.float32], k: int) -> Iterator[RetrievalStage]:
         """Search in stages; see `Corpus.search_stages`."""
-        stages = timed_stages(self.index(), vector, k)
-        return (
-            RetrievalStage(
-                found if len(found := self._retrieved(stage.hits)) == k or not stage.last else self.search(vector, k),
-                stage.number,
-                stage.last,
-                seconds,
-                stage.distances,
-            )
-            for stage, seconds in stages
-        )
+        return self._timed(self.index().stages(vector, k), vector, k)
+
+    def _timed(self, stages: Iterator[SearchStage], vector: NDArray[np.float32], k: int) -> Iterator[RetrievalStage]:
+        """The stages with the seconds that each took, without the caller's time between stages."""
+        started_s = perf_counter()
+        for stage in stages:
+            chunks = self._retrieved(stage.hits)
+            if stage.last and len(chunks) < k:
+                chunks = self.search(vector, k)
+            yield RetrievalStage(chunks, stage.number, stage.last, perf_counter() - started_s, stage.distances)
+            started_s = perf_counter()
 
     def index(self) -> VectorIndex:
         """The index for searches: the built one, or that on disk, completed with missing rows; else all vectors.
@@ -175,13 +176,13 @@ class Searcher:
 
     def _retrieved(self, hits: Hits) -> tuple[RetrievedChunk, ...]:
         """The chunks of the hits; of chunks with the same text, the best one alone."""
-        found: dict[str, RetrievedChunk] = {}
+        retrieved: dict[str, RetrievedChunk] = {}
         for row, score in zip(hits.rows, hits.scores, strict=True):
             number = int(np.searchsorted(self._starts, row, side="right")) - 1
             document = self._contents.documents[number]
             place = row - int(self._starts[number])  # of all chunks -> of the document's
             chunk = document_chunks(document)[place]
-            if chunk.text not in found:
+            if chunk.text not in retrieved:
                 about = (document.title, document.metadata, document.place_of(place))
-                found[chunk.text] = RetrievedChunk(chunk, document.id, place, len(found) + 1, score, *about)
-        return tuple(found.values())
+                retrieved[chunk.text] = RetrievedChunk(chunk, document.id, place, len(retrieved) + 1, score, *about)
+        return tuple(retrieved.values())
