@@ -426,7 +426,9 @@ class Corpus:
         old = {document.id: self._by_id[document.id] for document in todo if document.id in self._by_id}
         growth = Growth(limits, chunks=len(self), nbytes=self.nbytes, dimension=self._embedder.dimension)
         cut = (growth.take(document, self._pieces(document), old.get(document.id)) for document in todo)
-        fitting = (document for document in takewhile(lambda one: one is not None, cut) if document is not None)
+        fitting = (
+            document for document in takewhile(lambda document: document is not None, cut) if document is not None
+        )
         done = len(unchanged)
         while batch := _next_batch(fitting):
             vectors = self._embed(batch, done, len(documents), progress, limits)
@@ -437,12 +439,12 @@ class Corpus:
         if progress is not None:
             progress(done, len(documents))
         put = [document.id for document in todo[: done - len(unchanged)]]
-        replaced = [one for one in put if one in old]
+        replaced = tuple(name for name in put if name in old)
         return CorpusChange(
-            tuple(one for one in put if one not in old),
-            tuple(replaced),
+            tuple(name for name in put if name not in old),
+            replaced,
             unchanged,
-            gone=self._gone([old[one] for one in replaced]),
+            gone=self._gone([old[name] for name in replaced]),
             left=tuple(document.id for document in todo[len(put) :]),
         )
 

@@ -67,12 +67,11 @@ def checked_documents(documents: Iterable[CorpusDocument]) -> list[CorpusDocumen
     for document in documents:
         if not document.id.strip():
             raise DocumentError("a document has no id")
-        _check_lengths(document)
+        check_document(document)
         if document.id in checked:
             raise DuplicateDocumentError(f"two documents have the id {document.id!r}: give each its own")
         if not document.text.strip():
             raise EmptyDocumentError(f"document {document.id!r} is empty")
-        _check_writable(document)
         checked[document.id] = document
     return list(checked.values())
 
@@ -86,7 +85,18 @@ def nested_too_deeply(metadata: Any) -> bool:
     return bool(level)
 
 
-def _check_writable(document: CorpusDocument) -> None:
+def check_document(document: CorpusDocument) -> None:
+    """Refuse a document whose id, title or metadata is too long, or that cannot be written as JSON.
+
+    Raises:
+        DocumentError: the document is refused.
+    """
+    bounds = (("id", document.id, MOST_ID_CHARACTERS), ("title", document.title, MOST_TITLE_CHARACTERS))
+    for field_name, text, most in bounds:
+        if len(text) > most:
+            raise DocumentError(
+                f"the {field_name} of document {document.id[:_SHOWN]!r} has {len(text)} characters, and may have {most}"
+            )
     if nested_too_deeply(document.metadata):
         raise DocumentError(f"the metadata of document {document.id!r} is nested too deeply")
     try:
@@ -112,24 +122,5 @@ def check_text_bytes(document: str, nbytes: int) -> None:
         raise DocumentError(f"the text of document {document[:_SHOWN]!r} has {size}")
 
 
-def _check_lengths(document: CorpusDocument) -> None:
-    bounds = (("id", document.id, MOST_ID_CHARACTERS), ("title", document.title, MOST_TITLE_CHARACTERS))
-    for field_name, text, most in bounds:
-        if len(text) > most:
-            raise DocumentError(
-                f"the {field_name} of document {document.id[:_SHOWN]!r} has {len(text)} characters, and may have {most}"
-            )
-
-
 _SHOWN = 60
 """Characters of an id that a message shows if the id is too long."""
-
-
-def check_document(document: CorpusDocument) -> None:
-    """Refuse a document whose id, title or metadata is too long, or that cannot be written as JSON.
-
-    Raises:
-        DocumentError: the document is refused.
-    """
-    _check_lengths(document)
-    _check_writable(document)

@@ -169,10 +169,10 @@ class HashedNgramEmbedder:
         if not words:
             return np.zeros(self.dimension)
         counts = Counter(words)
-        found = [features_of(word) for word in counts]
-        columns = np.concatenate([features.columns for features in found])
+        words_features = [features_of(word) for word in counts]
+        columns = np.concatenate([features.columns for features in words_features])
         weights = np.concatenate(
-            [features.weights * (1 + log(counts[word])) for word, features in zip(counts, found, strict=True)]
+            [features.weights * (1 + log(counts[word])) for word, features in zip(counts, words_features, strict=True)]
         )
         pair_columns, pair_weights = self._pairs(words)
         columns, weights = np.concatenate([columns, pair_columns]), np.concatenate([weights, pair_weights])

@@ -425,8 +425,8 @@ class SpeculativeAnswer(Generic[EventT]):
         ranks = [places[chunk.name] for chunk in self._sent]
         if ranks == sorted(ranks):
             return report
-        found = (one if one.rank is None else replace(one, rank=ranks[one.rank]) for one in report.chunks)
-        return replace(report, chunks=tuple(found))
+        reports = (chunk if chunk.rank is None else replace(chunk, rank=ranks[chunk.rank]) for chunk in report.chunks)
+        return replace(report, chunks=tuple(reports))
 
     def not_started(self, found: Found) -> NotStarted | None:
         """Why no speculation started during the search that ended with `found`; None if one did."""
