@@ -121,12 +121,7 @@ class Corpora:
         conversion: ConversionLimits | None = None,
         weights: TenantWeights | None = None,
     ) -> None:
-        """Without corpora at first. `weights` share the threads between tenants; `conversion` limits uploads.
-
-        Raises:
-            UsageError: the index of new corpora needs an extra that is not installed.
-        """
-        settings.index()
+        """Without corpora at first. `weights` share the threads between tenants; `conversion` limits uploads."""
         self._tokenizer = tokenizer
         self._settings = settings
         self._data_dir = settings.data_dir
@@ -193,7 +188,7 @@ class Corpora:
     async def create(
         self, tenant: Tenant, name: str, split: SplitConfig, kind: IndexKind | None = None
     ) -> ServedCorpus:
-        """Create an empty corpus of a tenant. Once large, it gets an index of this `kind`, or of the configured one.
+        """Create an empty corpus of a tenant. Once large, it gets an index of this `kind`, else the default one.
 
         Raises:
             HttpError: 400, the name is invalid; 409, it is used; 403, the tenant has as many corpora as allowed.

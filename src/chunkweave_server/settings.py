@@ -137,14 +137,6 @@ class LimitSettings:
     """Most memory of a corpus created over HTTP: texts, metadata, vectors."""
 
 
-class CorpusIndex(StrEnum):
-    """Index of large corpora that are created over HTTP."""
-
-    AUTO = "auto"
-    FLAT = "flat"
-    IVF = "ivf"
-
-
 @configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
 class CorpusSettings:
@@ -152,20 +144,17 @@ class CorpusSettings:
 
     corpus: tuple[str, ...] = setting((), "Corpus that all tenants may read: FOLDER or NAME=FOLDER; repeatable.")
     data_dir: Path | None = setting(None, "Folder for corpora created over HTTP; none: in memory.")
-    corpus_index: CorpusIndex = CorpusIndex.AUTO
-    """Index of new corpora over HTTP above corpus_flat_chunks: flat, ivf or auto (ivf with faiss, else flat)."""
     corpus_flat_chunks: int = 100_000
     """Most chunks of a corpus created over HTTP that are searched flat."""
 
     def index(self, kind: IndexKind | None = None) -> IndexConfig:
-        """The index of a new corpus: of this `kind`, or the configured one.
+        """The index of a new corpus: of this `kind`, or IVF if faiss is installed, else flat.
 
         Raises:
             UsageError: the index needs an extra that is not installed.
         """
         if kind is None:
-            usual = IndexKind.IVF if available(IndexKind.IVF) else IndexKind.FLAT
-            kind = usual if self.corpus_index is CorpusIndex.AUTO else IndexKind(self.corpus_index)
+            kind = IndexKind.IVF if available(IndexKind.IVF) else IndexKind.FLAT
         check_available(kind)
         return IndexConfig(kind, flat_up_to=self.corpus_flat_chunks)
 

@@ -45,8 +45,8 @@ CONSTANTS = {
     "ordering": {"ordering_window": "window", "path_chunks": "path_chunks"},
     "batching": ("max_waiting",),
     "fleet": ("replica_requests", "max_prefill_batch"),
-    "limits": (*("default_answer_tokens", "burst", "max_corpora", "max_corpus_chunks", "max_corpus_bytes"),),
-    "corpora": ("corpus_index", "corpus_flat_chunks"),
+    "limits": ("default_answer_tokens", "burst", "max_corpora", "max_corpus_chunks", "max_corpus_bytes"),
+    "corpora": ("corpus_flat_chunks",),
 }
 """Fields of groups of settings that are no settings: tests set them, so as to reach their limits."""
 

@@ -302,7 +302,7 @@ def topics(count: int, notes: int) -> list[str]:
 
 
 def test_half_of_the_speculations_of_bursts_over_an_index_match(serve: Serve):
-    client, random, texts = serve(corpus_flat_chunks=100, corpus_index="ivf"), Random(4), topics(100, 12)
+    client, random, texts = serve(corpus_flat_chunks=100), Random(4), topics(100, 12)
     client.post("/v1/corpora", json={"name": "big"})
     client.post("/v1/corpora/big/documents", json={"documents": texts})
     wait_until(lambda: state(client)["searched_by"] == "ivf")
@@ -479,7 +479,7 @@ def found(client: Client, number: int, name: str = "big") -> list[str]:
 
 
 def test_a_corpus_that_grows_past_its_size_gets_an_index_and_keeps_it(serve: Serve, tmp_path: Path):
-    values = {"data_dir": tmp_path, "corpus_flat_chunks": 40, "corpus_index": "ivf"}
+    values = {"data_dir": tmp_path, "corpus_flat_chunks": 40}
     client = serve(**values)
     assert client.post("/v1/corpora", json={"name": "big"}).json()["index"] == "ivf"
     client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(40))})
@@ -528,7 +528,7 @@ def test_neither_searches_nor_documents_wait_for_an_index_that_is_made(serve: Se
         return real(*args)
 
     monkeypatch.setattr(searcher, "build_index", slow)
-    client = serve(corpus_flat_chunks=20, corpus_index="ivf")
+    client = serve(corpus_flat_chunks=20)
     client.post("/v1/corpora", json={"name": "big"})
     client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(60))})
     assert begun.wait(20)
@@ -543,7 +543,7 @@ def test_neither_searches_nor_documents_wait_for_an_index_that_is_made(serve: Se
 
 
 def test_documents_that_come_beside_searches_are_found(serve: Serve):
-    client = serve(corpus_flat_chunks=30, corpus_index="ivf")
+    client = serve(corpus_flat_chunks=30)
     client.post("/v1/corpora", json={"name": "big"})
     client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(10))})
     known, wrong = [9], []
