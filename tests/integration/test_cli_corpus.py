@@ -79,15 +79,6 @@ def test_an_index_is_made_and_kept(tmp_path, notes):
     assert json_of("corpus", "search", folder, "choir", "--top-k", 1)["retrieved"][0]["title"].startswith("Entry")
 
 
-def test_bad_lines_are_named_and_left_out(tmp_path, notes):
-    (notes / "bad.jsonl").write_text('{"text": "fine"}\n{"text": 3}\n', encoding="utf-8")
-    result = invoke("ingest", notes / "bad.jsonl", "--corpus", tmp_path / "corpus", "--strict")
-    assert result.exit_code == 1
-    assert "bad.jsonl: 1 lines left out: line 2: " in result.stderr.replace("\n", " ")
-    assert not (tmp_path / "corpus").exists(), "nothing is made of documents that cannot be read"
-    assert json_of("ingest", notes, "--corpus", tmp_path / "corpus")["documents"] == 8
-
-
 def test_what_is_wrong_with_a_call(tmp_path, notes, corpus):
     assert invoke("ingest", "--corpus", corpus).exit_code == 2
     assert invoke("ingest", notes, "--corpus", tmp_path / "x", "--index", "tree").exit_code == 2

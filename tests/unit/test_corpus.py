@@ -468,6 +468,16 @@ def test_what_is_no_corpus_is_refused(tmp_path):
         new_corpus(tmp_path / "notes.txt")
 
 
+def test_a_creation_that_was_interrupted_is_no_corpus_and_may_be_repeated(tmp_path):
+    (tmp_path / "corpus.sqlite").touch()
+    assert not Corpus.exists(tmp_path)
+    with pytest.raises(CorpusError, match="chunkweave ingest"):
+        opened(tmp_path)
+    new_corpus(tmp_path).add([document(0)])
+    assert Corpus.exists(tmp_path)
+    assert len(opened(tmp_path)) == 1
+
+
 DAMAGE = {
     "text": "UPDATE documents SET record = replace(record, 'harbour', 'seaport')",
     "vectors": "UPDATE documents SET vectors = zeroblob(length(vectors)) WHERE number = 3",
