@@ -10,7 +10,7 @@ from chunkweave.store.eviction import ReuseFrequencies
 from chunkweave.store.level import BackgroundWriter, Level, VariantLimits
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.types import ChunkId, SegmentId
+from chunkweave.types import ChunkId
 from tests.unit.tier_fakes import FaultyTier, Payload, SharedFaultyTier, id_of, payload_of, record_of, reuse_of, saved
 
 
@@ -23,13 +23,12 @@ class Shelf:
         in_all: int | None = None,
         *,
         host_bytes: int = 1000,
-        kept: frozenset[SegmentId] = frozenset(),
         disk: SharedFaultyTier | None = None,
     ) -> None:
         self.disk = disk or SharedFaultyTier()
         self.writer: BackgroundWriter[Payload] = BackgroundWriter(threaded=False)
         host = SegmentStore(FaultyTier(), budget_bytes=host_bytes)
-        disk_store = SegmentStore(self.disk, budget_bytes=1000, shared=True, kept=kept)
+        disk_store = SegmentStore(self.disk, budget_bytes=1000, shared=True)
         levels = [Level("host", host), Level("disk", disk_store, background=True)]
         self.store: TieredStore[Payload] = TieredStore(
             levels, limits=VariantLimits(per_chunk, in_all), writer=self.writer
@@ -172,12 +171,6 @@ def test_leased_variants_stay_and_the_new_one_is_not_stored_if_all_are():
     assert shelf.store.stats.rejected == 1
     lease.release()
     assert shelf.put("DX") == [True]
-
-
-def test_pinned_variants_stay():
-    shelf = Shelf(per_chunk=2, kept=frozenset({id_of("AX")}))
-    shelf.put("AX", "BX", "CX")
-    assert shelf.held("X") == {"AX", "CX"}
 
 
 def test_nodes_of_the_path_index_are_no_variants():
