@@ -53,7 +53,7 @@ from server_client import (
     upload,
     without_folder,
 )
-from server_process import peak_rss_bytes, serving
+from server_process import INDEXED_MAIN, MAIN, peak_rss_bytes, serving
 
 from chunkweave.calibration.results import BenchmarkResult, commit
 from chunkweave.calibration.summaries import ratio_interval
@@ -93,7 +93,6 @@ class Mechanism:
 
 
 _PREFIX, _ORDER = "--method prefix --policy", "--order free --ordering frequency"
-_SEARCH = "--corpus-index ivf --corpus-flat-chunks 1"
 _BLEND, _FREE = "--method cacheblend --recompute-ratio 0.15", f"{_ORDER} --policy pgdsf"
 MECHANISMS = (
     Mechanism(FULL, "--method full"),
@@ -103,10 +102,10 @@ MECHANISMS = (
     Mechanism("PGDSF", f"{_PREFIX} pgdsf", PREFIX, "1.05 to 1.29x sooner (RAGCache, Table 2)"),
     Mechanism("CRAFT", f"{_PREFIX} lru {_ORDER}", FULL, "1.2 to 1.6x sooner (its Figure 11)"),
     Mechanism("composed", f"{_BLEND} {_FREE}", "CacheBlend", "1.29x sooner (CRAFT, Figure 16)"),
-    Mechanism(RETRIEVAL, f"{_PREFIX} pgdsf {_SEARCH} --no-speculate", RETRIEVAL, "", RETRIEVAL, corpus=True),
+    Mechanism(RETRIEVAL, f"{_PREFIX} pgdsf --no-speculate", RETRIEVAL, "", RETRIEVAL, corpus=True),
     Mechanism(
         "speculation",
-        f"{_PREFIX} pgdsf {_SEARCH} --speculate",
+        f"{_PREFIX} pgdsf --speculate",
         RETRIEVAL,
         "up to 1.6x sooner (RAGCache, Table 3)",
         RETRIEVAL,
@@ -135,10 +134,10 @@ class Run:
 
     def command(self, args: argparse.Namespace, model: Model) -> str:
         """The command of its server."""
-        memory, running = int(args.memory_gib * GIB), ["--max-num-seqs", str(args.running)]
-        call = ["-c", "from chunkweave.cli.app import main; main()"]
+        memory = int(args.memory_gib * GIB)
+        call = ["-c", INDEXED_MAIN if self.mechanism.corpus else MAIN]
         usual = ["--served-model-name", MODEL, "--dtype", args.dtype, "--host", "127.0.0.1", "--port", str(args.port)]
-        usual += [*running, "--max-concurrent", "256"]
+        usual += ["--max-num-seqs", str(args.running), "--max-concurrent", "256"]
         if self.backend == SERVE:
             kept = ["--host-budget", str(memory // 2), "--kv-tokens", str(memory // 2 // model.token_bytes)]
             command = [sys.executable, *call, "serve", "--model", str(model.folder), *usual, *kept]

@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 from bench_program import parse, settings, show, write
 from docs_tables import command_block, markdown_table
-from server_process import serving
+from server_process import INDEXED_MAIN, serving
 
 from chunkweave.errors import ChunkweaveError
 from chunkweave_lab.datasets import load_dataset
@@ -105,10 +105,9 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     questions = [example.question for example in examples][: arguments.questions]
     url, rows = f"http://127.0.0.1:{arguments.port}", []
     with tempfile.TemporaryDirectory() as folder:
-        flags = f"--port {arguments.port} --corpus-flat-chunks {arguments.flat_chunks}"
-        log = Path(folder) / "server.log"
+        command, log = f"{arguments.serve} --port {arguments.port}", Path(folder) / "server.log"
         with (
-            serving(f"{arguments.serve} {flags}", url, ready_path="/ready", log=log),
+            serving(command, url, ready_path="/ready", log=log),
             httpx.Client(base_url=url, timeout=3600) as client,
         ):
             for index in arguments.indexes:
@@ -117,8 +116,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                     reuse = {"corpus": index, "top_k": arguments.top_k, "order": order, "method": arguments.method}
                     before = speculations(client)
                     reports = asyncio.run(bursts(url, questions, arguments.burst, reuse))
-                    row = row_of(index, order, reports, speculations(client) - before)
-                    rows.append(row | made)
+                    rows.append(row_of(index, order, reports, speculations(client) - before) | made)
                     print(rows[-1], file=sys.stderr)
     return rows
 
@@ -127,13 +125,13 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", type=Path, required=True)
-    parser.add_argument("--serve", default="chunkweave serve --model reader", help="the server, but for its port")
+    usual = f'{sys.executable} -c "{INDEXED_MAIN}" serve --model reader'
+    parser.add_argument("--serve", default=usual, help="the server, but for its port")
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--indexes", nargs="+", default=["ivf", "flat"])
     parser.add_argument("--orders", nargs="+", default=["fixed", "free"])
     parser.add_argument("--method", default="prefix")
     parser.add_argument("--fillers", type=int, default=0)
-    parser.add_argument("--flat-chunks", type=int, default=1000)
     parser.add_argument("--top-k", type=int, default=5)
     parser.add_argument("--questions", type=int, default=150)
     parser.add_argument("--burst", type=int, default=4, help="questions at once")
@@ -141,8 +139,7 @@ def main() -> None:
     arguments = parse(parser)
     rows = measure(arguments)
     show(HEADS, [_cells(row) for row in rows])
-    config = settings(arguments, "port") | {"dataset": arguments.dataset.name}
-    write("served-speculation", arguments, config, rows)
+    write("served-speculation", arguments, settings(arguments, "port") | {"dataset": arguments.dataset.name}, rows)
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, str]:

@@ -13,6 +13,13 @@ import httpx
 from chunkweave.errors import ChunkweaveError
 from chunkweave_server.tenants import new_key
 
+MAIN = "from chunkweave.cli.app import main; main()"
+INDEXED_MAIN = (
+    "from chunkweave_server.settings import CorpusSettings as C; init = C.__init__; "
+    f"C.__init__ = lambda self, **given: init(self, corpus_flat_chunks=1, **given); {MAIN}"
+)
+"""The command line for `python -c`; `INDEXED_MAIN` searches also small corpora by their index."""
+
 
 def api_keys(*tenants: str) -> dict[str, str]:
     """A new key for each tenant; servers started from now on accept only these."""
