@@ -26,7 +26,7 @@ from chunkweave_server.threads import TenantThreads
 BEGIN, END = "<tool_call>", "</tool_call>"
 _ARGUMENTS = re.compile(r'\s*\{"name": "([^"\\]+)", "arguments": ')
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_JSON = json.JSONDecoder()
+_STRING_OR_END = re.compile(rf'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|{END}', re.DOTALL)
 _MOST_BYTES = 64 << 10
 """Most bytes of a request's schemas as JSON."""
 _MOST_CALLS = 8
@@ -289,7 +289,7 @@ class ParsedAnswer:
             state.logprobs = joined_logprobs(state.logprobs, choice["logprobs"])
         reason = choice.get("finish_reason")
         text, calls = self._read(state, ends=reason is not None)
-        if reason == "stop" and state.calls and not self._form.named:
+        if reason == "stop" and state.calls and not (state.inside or self._form.named):
             reason = "tool_calls"
         if not text and not calls and reason is None:
             return None
@@ -339,16 +339,23 @@ def _next_call(state: _Parsed, *, ends: bool) -> dict[str, Any] | None:
     begun = _ARGUMENTS.match(state.text)
     if begun is None or not (ends or END in state.text):
         return None
-    try:
-        _, stop = _JSON.raw_decode(state.text, begun.end())
-    except (ValueError, RecursionError):  # its end is text inside the arguments, or it was cut off
-        if not ends or begun.end() == len(state.text):
-            return None
-        stop = len(state.text)
-    function = {"name": begun[1], "arguments": state.text[begun.end() : stop]}
-    _, closed, behind = state.text[stop:].partition(END)
-    if not (ends or closed):
+    rest = state.text[begun.end() :]
+    end = next((piece for piece in _STRING_OR_END.finditer(rest) if piece[0] == END), None)
+    if end is not None:
+        arguments, state.text = rest[: end.start()].removesuffix("}"), rest[end.end() :]
+    elif ends and rest:
+        arguments, state.text = _unframed(rest), ""
+    else:
         return None
-    state.text, state.inside = behind, not closed
+    state.inside = end is None
     state.calls += 1
+    function = {"name": begun[1], "arguments": arguments}
     return {"index": state.calls - 1, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _unframed(text: str) -> str:
+    """The arguments in the text of a call that was cut off: an object, or the beginning of one."""
+    try:
+        return text[: json.JSONDecoder().raw_decode(text)[1]]
+    except (ValueError, RecursionError):
+        return text

@@ -356,3 +356,18 @@ def test_calls_are_read_whole_however_the_text_is_cut_into_pieces(arguments: lis
     assert calls[: len(written) - 1] == written[:-1]
     assert written[-1].startswith("".join(calls[len(written) - 1 :]))
     assert cut or calls == written
+
+
+@pytest.mark.parametrize("odd", ["[" * 990 + "]" * 990, "9" * 5000], ids=["nested deeply", "long number"])
+def test_arguments_that_python_does_not_parse_end_where_their_call_ends(odd: str):
+    calls = [f'{BEGIN}{{"name": "f", "arguments": {{"a": {value}}}}}{END}' for value in (odd, "1")]
+
+    async def events() -> AsyncIterator[ParsedEvent]:
+        yield ParsedEvent([{"index": 0, "text": "\n".join(calls), "finish_reason": "stop"}], None)
+
+    async def read() -> list[str]:
+        parsed = ParsedAnswer(events(), AnswerForm("", calls=True))  # type: ignore[arg-type]
+        (event,) = [event async for event in parsed]
+        return [call["function"]["arguments"] for call in event.choices[0]["tool_calls"]]
+
+    assert asyncio.run(read()) == [f'{{"a": {odd}}}', '{"a": 1}']
