@@ -159,7 +159,10 @@ class Corpora:
             home = None if self._data_dir is None else self._data_dir / tenant.folder
             corpora = self._own.setdefault(tenant.folder, {})
             for folder in sorted(home.iterdir()) if home is not None and home.is_dir() else ():
-                if NAME.fullmatch(folder.name) is None or not Corpus.exists(folder):
+                if NAME.fullmatch(folder.name) is None:
+                    continue
+                if not Corpus.exists(folder):
+                    logger.warning("%s has no corpus of this version, and is not served", folder)
                     continue
                 try:
                     corpus = Corpus.open(folder, tokenizer=self._tokenizer)

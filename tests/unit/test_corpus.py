@@ -27,7 +27,7 @@ from chunkweave.errors import (
 )
 from chunkweave.prompt.documents import SplitConfig
 from chunkweave.retrieval import corpus as corpus_module
-from chunkweave.retrieval import searcher
+from chunkweave.retrieval import corpus_store, searcher
 from chunkweave.retrieval.corpus import Corpus
 from chunkweave.retrieval.corpus_store import CorpusStore, StoredDocument, StoredSettings
 from chunkweave.retrieval.documents import CorpusDocument
@@ -466,10 +466,31 @@ def test_what_is_no_corpus_is_refused(tmp_path):
         new_corpus(tmp_path / "corpus")
     with pytest.raises(CorpusError, match="no corpus can be made"):
         new_corpus(tmp_path / "notes.txt")
+    (tmp_path / "foreign").mkdir()
+    with closing(sqlite3.connect(tmp_path / "foreign" / "corpus.sqlite")) as connection:
+        connection.execute("CREATE TABLE mine (a)")
+    with pytest.raises(CorpusError, match="of another program"):
+        new_corpus(tmp_path / "foreign")
+
+
+def test_a_writer_that_waits_too_long_is_not_told_of_damage(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_store, "_LOCK_TIMEOUT_S", 0.05)
+    corpus = new_corpus(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "corpus.sqlite")) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM documents").fetchall()
+        with pytest.raises(CorpusError, match="another process uses it: try again"):
+            corpus.add([document(0)])
+    corpus.add([document(0)])
+    assert len(opened(tmp_path)) == 1
 
 
 def test_a_creation_that_was_interrupted_is_no_corpus_and_may_be_repeated(tmp_path):
     (tmp_path / "corpus.sqlite").touch()
+    assert not Corpus.exists(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "corpus.sqlite")) as connection:
+        connection.execute("PRAGMA page_size = 1024")
+        connection.execute("PRAGMA auto_vacuum = FULL")
     assert not Corpus.exists(tmp_path)
     with pytest.raises(CorpusError, match="chunkweave ingest"):
         opened(tmp_path)
@@ -513,7 +534,7 @@ def test_a_flipped_byte_is_named_or_changes_nothing(tmp_path):
     corpus.add([document(number) for number in range(9)])
     path = tmp_path / "corpus.sqlite"
     data, draw, named = path.read_bytes(), random.Random(2), 0
-    for _ in range(150):
+    for _ in range(300):
         at = draw.randrange(1024, len(data))
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :])
         try:
@@ -563,6 +584,31 @@ class DyingConnection(sqlite3.Connection):
             if type(self).statements_left < 0:
                 os._exit(9)
         return super().execute(statement, *values)
+
+
+def test_text_of_a_change_that_died_is_gone(tmp_path, monkeypatch):
+    """Also where there was room for it, of a document that was removed before."""
+    store = CorpusStore(tmp_path)
+    store.create(StoredSettings("letters", "f", 1, 8, 0, IndexConfig()))
+
+    def stored(word: str) -> StoredDocument:
+        return StoredDocument(word, "", "", (f"{word} " * 300_000,), number=1)
+
+    vector = np.zeros((1, 1), np.float32)
+    assert store.commit(store.commit(0, (), [stored("former")], vector), [stored("former")], (), vector[:0]) == 2
+    child = os.fork()
+    if child == 0:
+        DyingConnection.statements_left = 3  # BEGIN, the check, the counts
+        monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=DyingConnection))
+        store.commit(2, (), [stored("secret")], vector)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 9
+    file = tmp_path / "corpus.sqlite"
+    assert b"secret" in file.read_bytes(), "it died after it had written"
+    assert store.read().documents == ()
+    assert b"secret" not in file.read_bytes()
+    assert file.stat().st_size < 100_000
 
 
 @pytest.mark.parametrize("change", ["add", "remove", "update"])

@@ -9,7 +9,7 @@ import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +117,11 @@ class CorpusStore:
     A change is one transaction: a process that dies loses only what it had not committed, and the next call rolls it
     back. Any number of processes may read while one writes.
 
-    Removed text is overwritten before a change returns. `secure_delete` alone does not do that: when SQLite balances a
-    tree, copies of rows may stay in the unused part of a page. Therefore every row begins with a `pad` of one page, so
-    that its text and vectors are in overflow pages, which hold nothing else and are overwritten with zeros when they
-    become free. Numbers of documents and lengths of their records may stay.
+    The file has no free pages, so text of a change that failed is gone when it is rolled back, and the file shrinks
+    with what is removed. Removed text is overwritten before a change returns. `secure_delete` alone does not do that:
+    when SQLite balances a tree, copies of rows may stay in the unused part of a page. Therefore every row begins with a
+    `pad` of one page, so that its text and vectors are in overflow pages, which hold nothing else and are overwritten
+    with zeros when they become free. Numbers of documents and lengths of their records may stay.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -129,8 +130,8 @@ class CorpusStore:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a corpus in the folder."""
-        return self._path.is_file() and self._path.stat().st_size > 0
+        """Whether there is a corpus in the folder. A file of one page is left by a creation that was interrupted."""
+        return self._path.is_file() and self._path.stat().st_size > _PAGE_BYTES
 
     def create(self, settings: StoredSettings) -> None:
         """Create the folder with an empty corpus.
@@ -145,17 +146,21 @@ class CorpusStore:
         except OSError as error:
             raise CorpusError(f"no corpus can be made in {self.folder}: {error.strerror or error}") from error
         if foreign:
-            raise UsageError(f"{self.folder} holds other files ({foreign[0]}): a corpus needs its own folder")
+            raise UsageError(f"the folder holds other files ({foreign[0]}): a corpus needs its own folder")
         with self._connection("rwc") as connection:
+            if not self.exists:
+                connection.execute("PRAGMA auto_vacuum = FULL")  # only a database without tables takes it
             connection.execute("BEGIN EXCLUSIVE")
             existing = _version(connection)
+            if not existing and connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+                raise CorpusError(f"{self._path} is a database of another program: a corpus needs its own folder")
             if not existing:
                 for statement in _SCHEMA:
                     connection.execute(statement)
                 connection.execute("INSERT INTO corpus VALUES (?, 0, 0)", [json.dumps(asdict(settings))])
                 connection.execute("COMMIT")
         if existing:
-            raise UsageError(f"there is a corpus in {self.folder} already: open it")
+            raise UsageError("there is a corpus in the folder already: open it")
 
     def read(self) -> CorpusContents:
         """The corpus at its last commit.
@@ -173,8 +178,9 @@ class CorpusStore:
                 raise CorpusError(f"{self._path} was written by another version of chunkweave: make the corpus again")
             row = connection.execute("SELECT settings, generation, documents FROM corpus").fetchone()
             settings, generation, count = _settings(row[0]), row[1], row[2]
-            query = "SELECT record, vectors, checksum FROM documents ORDER BY number"
-            for record, packed, checksum in connection.execute(query):
+            rows = connection.execute("SELECT record, vectors, checksum FROM documents ORDER BY number").fetchall()
+            connection.execute("COMMIT")  # writers wait for the reading alone
+            for record, packed, checksum in rows:
                 if _checksum(record.encode(), packed) != checksum:
                     raise ValueError("a checksum is wrong")
                 documents.append(_document(record))
@@ -276,14 +282,16 @@ class CorpusStore:
                 connection.close()
         except (sqlite3.Error, ValueError, KeyError, TypeError, AttributeError) as error:
             cause = self._disk_error(error)
-            advice = (
-                "" if isinstance(cause, OSError) else "; if it is damaged, remove the folder and make the corpus again"
-            )
+            advice = "; if it is damaged, remove the folder and make the corpus again"
+            if isinstance(cause, OSError):
+                advice = ""
+            elif _primary_code(error) == sqlite3.SQLITE_BUSY:
+                advice = "; another process uses it: try again"
             raise CorpusError(f"{self._path}: {error}{advice}") from cause
 
     def _disk_error(self, error: Exception) -> Exception:
         """The operating system's error that caused `error`, found by writing to the disk: SQLite does not say it."""
-        number = _DISK_ERRORS.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+        number = _DISK_ERRORS.get(_primary_code(error))
         if number is None:
             return error
         try:
@@ -294,6 +302,11 @@ class CorpusStore:
         except OSError as cause:
             return cause
         return OSError(number, os.strerror(number), str(self._path))
+
+
+def _primary_code(error: Exception) -> int:
+    """SQLite's primary result code of an error; 0 if it is not SQLite's."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 def _version(connection: sqlite3.Connection) -> int:
@@ -326,7 +339,9 @@ def _rows(
     start = 0
     for document in documents:
         stop = start + len(document.chunks)
-        record = json.dumps(asdict(document), ensure_ascii=False, allow_nan=False)
+        values = {item.name: getattr(document, item.name) for item in fields(document)}
+        values["places"] = list(map(asdict, document.places))
+        record = json.dumps(values, ensure_ascii=False, allow_nan=False)
         packed = vectors[start:stop].tobytes()
         yield document.number, _PAD, record, packed, _checksum(record.encode(), packed)
         start = stop
