@@ -527,6 +527,10 @@ def _without(
     return remaining, vectors[np.array(stays, dtype=bool)]
 
 
+_LEAST_ROWS = 1 << 15
+"""Rows of the smallest buffer with room: rows that are not written take no memory, and a larger buffer is a copy."""
+
+
 def _extended(buffer: NDArray[np.float32], rows: int, new: NDArray[np.float32]) -> NDArray[np.float32]:
     """A buffer with the first `rows` rows of `buffer`, then `new`: `buffer` itself if they fit, else a larger one.
 
@@ -534,7 +538,7 @@ def _extended(buffer: NDArray[np.float32], rows: int, new: NDArray[np.float32]) 
     """
     end = rows + len(new)
     if end > len(buffer):
-        larger = np.empty((max(end, 2 * rows), buffer.shape[1]), dtype=np.float32)
+        larger = np.empty((max(end, 2 * rows, _LEAST_ROWS), buffer.shape[1]), dtype=np.float32)
         larger[:rows] = buffer[:rows]
         buffer = larger
     buffer[rows:end] = new
