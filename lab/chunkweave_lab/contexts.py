@@ -117,13 +117,15 @@ class ContextWarmth:
         for context in self._contexts(prompt, part, corpus):
             if self.exact:
                 whole = Prompt((*opening, *context, part))
-                yield _last(engine, engine.runner.prefill(whole, make_method("full"), asked=False, profiles=True))
+                yield _last(
+                    engine, engine.runner.prefill(whole, make_method("full"), counts_as_request=False, profiles=True)
+                )
                 continue
             for one in context:
                 for missing in first.preparer.beforehand(one, opening=opening):
                     first.compute(missing, profiles=False)
             whole = Prompt((*opening, *context, part))
-            yield _last(first, first.runner.prefill(whole, ContextMethod(), asked=False, profiles=True))
+            yield _last(first, first.runner.prefill(whole, ContextMethod(), counts_as_request=False, profiles=True))
 
     def _contexts(self, prompt: Prompt, part: PromptPart, corpus: ContextCorpus) -> list[tuple[PromptPart, ...]]:
         without = {one.id for one in prompt.parts} if corpus.grouped else {part.id}

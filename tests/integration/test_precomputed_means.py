@@ -554,7 +554,7 @@ def test_what_was_woven_from_what_is_removed_meanwhile_is_not_stored():
     mean = means_of(engine)[parts_of(engine)[0].id]
     read = next(one for one in mean.sources if one in {part.id for part in parts_of(engine)})
     prompt = engine.builder.build(QUESTION, [CHUNKS[0], CHUNKS[5]])
-    prefilled = engine.runner.prefill(prompt, make_method("full-reuse"), asked=False)
+    prefilled = engine.runner.prefill(prompt, make_method("full-reuse"), counts_as_request=False)
     engine.store.forget_chunks([read])
     before = set(engine.store.records())
     assert engine.runner.store_new(prefilled) <= {record.id for record in before}

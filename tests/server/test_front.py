@@ -787,7 +787,7 @@ def test_what_is_warmed_is_sent_behind_neutral_passages(tmp_path, neutral_tokens
         assert len(vllm.seen) == len(DOCUMENTS)
         for body in vllm.seen:
             params = body["kv_transfer_params"]["chunkweave"]
-            assert (body["max_tokens"], params["asked"], params["method"]) == (1, False, "prefix")
+            assert (body["max_tokens"], params["counts_as_request"], params["method"]) == (1, False, "prefix")
             assert len(params["chunks"]) == params.get("neutral", 0) + 1
             assert params["chunks"][-1][1] == len(body["prompt"]), "the chunk comes last, and nothing behind it"
             assert (params.get("neutral", 0) > 0) is (neutral_tokens > 0)

@@ -58,7 +58,7 @@ def test_all_shares_of_a_mean_and_what_they_are_woven_from_go_to_one_server(fake
         counts: Counter[str] = Counter()
         for body in fake.seen:
             params = params_of(body)
-            assert (body["max_tokens"], params["asked"]) == (1, False)
+            assert (body["max_tokens"], params["counts_as_request"]) == (1, False)
             assert params["chunks"][-1][1] == len(body["prompt"]), "the chunk comes last, and nothing behind it"
             if "mean" not in params:
                 assert params["method"] == "prefix"

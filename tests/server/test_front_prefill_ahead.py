@@ -95,7 +95,7 @@ def test_what_the_search_confirms_was_prefilled_under_the_same_salt(front, corpu
     assert (ahead["max_tokens"], own["max_tokens"]) == (1, 4)
     assert all(ahead[name] == own[name] for name in ("prompt", "model"))
     params, ahead_params = (body["kv_transfer_params"]["chunkweave"] for body in (own, ahead))
-    assert ahead_params == {**params, "asked": False}, "it does not count twice"
+    assert ahead_params == {**params, "counts_as_request": False}, "it does not count twice"
     assert ahead.get("cache_salt") == own.get("cache_salt")
     assert told["choices"][0]["message"]["content"] == " w0 w1 w2 w3"
     pipelining = told["chunkweave"]["pipelining"]

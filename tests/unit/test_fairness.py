@@ -275,7 +275,7 @@ def test_a_step_is_stopped_for_a_tenant_that_asks_seldom_and_it_pays_for_that() 
     assert not scheduler.stops(coming("b", speculative=True))
     assert not scheduler.stops(coming("a")), "its others run"
     first = coming("b")
-    first.displaced = 1530
+    first.discarded_tokens = 1530
     scheduler.add(first)
     assert not scheduler.stops(coming("b")), "it has one under way"
     scheduler.end(first)

@@ -59,7 +59,7 @@ def asks(
 ) -> bool:
     """Whether a request waits, of whose parts nothing has to be computed if they are stored (on a `path`: exactly)."""
     wanted = Wanted(parts, [tokens] * len(parts), tokens * len(parts) + 10, None if path else 1.0)
-    return waits.still_waits(name) or waits.waits(
+    return waits.is_still_waiting(name) or waits.waits(
         name, wanted, NothingStored(), woven=parts if woven else (), profiles=profiles
     )
 
@@ -216,16 +216,16 @@ def test_steps_that_overlap_are_measured_together(waits, clock):
 
 
 def test_one_that_waits_has_nothing_to_decide_until_something_happens(waits, clock):
-    assert not waits.still_waits("waiter")
+    assert not waits.is_still_waiting("waiter")
     waits.begin("one", computes({X: 500}))
     waits.begin("two", computes({Y: 500}))
     assert asks(waits, X, Y)
-    assert waits.still_waits("waiter")
+    assert waits.is_still_waiting("waiter")
     waits.progress("one", 400)
     waits.stored("two", [Y])
-    assert waits.still_waits("waiter"), "for the other one"
+    assert waits.is_still_waiting("waiter"), "for the other one"
     waits.stored("one", [X])
-    assert not waits.still_waits("waiter")
+    assert not waits.is_still_waiting("waiter")
 
 
 def test_if_one_of_two_owners_is_gone_the_waiter_decides_anew(waits):
@@ -233,7 +233,7 @@ def test_if_one_of_two_owners_is_gone_the_waiter_decides_anew(waits):
     waits.begin("two", computes({Y: 500}))
     assert asks(waits, X, Y)
     waits.end("one")
-    assert not waits.still_waits("waiter")
+    assert not waits.is_still_waiting("waiter")
     assert asks(waits, X, Y), "for the one that is left"
     waits.end("two")
     assert not asks(waits, X, Y)

@@ -464,7 +464,7 @@ EFFECTS = {
     "capture": lambda method: {"capture": method not in ("cachecraft", "query-whole", "query:whole:late:stored")},
     "chunks": lambda _: {"chunks": [[3, 6]]},
     "start_tokens": lambda _: {"start_tokens": 2},
-    "asked": lambda _: {"asked": False},
+    "counts_as_request": lambda _: {"counts_as_request": False},
     "find_chunks": lambda _: {"find_chunks": True},
     "neutral": lambda _: {"neutral": 1},
     "at_least": lambda _: {"at_least": False},

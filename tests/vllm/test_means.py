@@ -45,12 +45,12 @@ class Corpus:
 
     def first_pass(self, chunk: Chunk) -> Ask:
         prompt = Given([*self.passages, chunk], question=())
-        return replace(prompt.ask("prefix", neutral=len(self.passages), asked=False), top=None)
+        return replace(prompt.ask("prefix", neutral=len(self.passages), counts_as_request=False), top=None)
 
     def shares(self, chunk: Chunk) -> list[Ask]:
         mean = {"group": f"mean of {chunk[:3]}", "of": len(self.contexts[chunk])}
         prompts = [Given([*context, chunk], question=()) for context in self.contexts[chunk]]
-        return [replace(prompt.ask("full-reuse", mean=mean, asked=False), top=None) for prompt in prompts]
+        return [replace(prompt.ask("full-reuse", mean=mean, counts_as_request=False), top=None) for prompt in prompts]
 
     def warm(self, served: Served) -> None:
         for chunk in self.chunks:

@@ -97,7 +97,7 @@ def test_a_mean_of_chunks_that_were_kept_in_bytes(rounding):
         served.answer(alone(first).ask("prefix"))
     shares = [Given([context, c], question=()) for context in (a, b)]
     for share in shares:
-        served.answer(share.ask("full-reuse", mean={"group": "of c", "of": 2}, asked=False))
+        served.answer(share.ask("full-reuse", mean={"group": "of c", "of": 2}, counts_as_request=False))
     prompt = Given([b, c])
     got = served.answer(prompt.ask("full-reuse"))[0]
     assert got.report["contexts"] == [[prompt.spans[1][0], 2]]

@@ -719,7 +719,7 @@ def test_what_is_recomputed_in_two_rounds_shares_no_blocks_at_all(side):
 
 
 def test_a_request_that_is_not_woven_counts_when_it_first_gets_blocks(side):
-    for name, params in (("a", CHUNKS), ("b", {**CHUNKS, "asked": False})):
+    for name, params in (("a", CHUNKS), ("b", {**CHUNKS, "counts_as_request": False})):
         request = FakeRequest(params, name=name)
         side.add(request)
         assert side.matched(request, 48) == 0

@@ -658,7 +658,7 @@ def test_a_request_counts_once_whether_it_is_woven_or_vllm_computes_it(paged, si
         assert counts() == [(2, 1)] * 3
         weave(side, "b")
         assert counts() == [(3, 1)] * 3
-        side.step(StepOrders(weaves=[WeaveOrder("c", request(asked=False), BLOCKS, 0, 35)], idle=True))
+        side.step(StepOrders(weaves=[WeaveOrder("c", request(counts_as_request=False), BLOCKS, 0, 35)], idle=True))
         assert counts() == [(3, 1)] * 3, "nobody asked for it"
     finally:
         side.close()

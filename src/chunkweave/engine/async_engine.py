@@ -393,7 +393,7 @@ class AsyncEngine:
                 self._refuse_if_full(state.tenant, speculative=state.speculative)
             self._open[number] = entry = _Open(state, stream, confirmed=not state.speculative)
             stream.on_confirm = partial(self._confirm, entry)
-            self._urgent = self._urgent or not state.yields
+            self._urgent = self._urgent or not state.preemptible
             self._arrived.append(state)
             self._commands.append(lambda: self._core.submit(state))
             self._changed.notify()

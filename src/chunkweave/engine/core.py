@@ -226,7 +226,7 @@ class BatchingCore:
         for request in [request for request in self._scheduler.requests.values() if request.unwanted()]:
             self.abort(request.id)
         for request in list(self._scheduler.requests.values()):
-            not_begun = request.admitted_s is None and not request.yields
+            not_begun = request.admitted_s is None and not request.preemptible
             if request.deadline_s is not None and now > request.deadline_s:
                 why = f"was not answered within {now - request.arrived_s:.3g} s"
             elif timeout_s is not None and not_begun and now - request.waits_since_s > timeout_s:
@@ -282,14 +282,14 @@ class BatchingCore:
         request.passed_over = 0
         request.job = self._runner.start(prompt, self._method(request), options)
         request.use = request.use or request.job.use
-        if not request.yields:
+        if not request.preemptible:
             self.count(request)
 
     def _method(self, request: RequestState) -> ReuseMethod:
         """The method of an admitted request. Its recompute ratio is raised only if no other request would wait for
         that.
         """
-        requests = (one for one in self._scheduler.requests.values() if one is not request and not one.yields)
+        requests = (one for one in self._scheduler.requests.values() if one is not request and not one.preemptible)
         alone = next(requests, None) is None
         return request.prepared.raised(self._runner.loading(request.prefetch) if alone else None)
 
@@ -321,8 +321,8 @@ class BatchingCore:
             if (state := request.decode) is not None
         ]
         pieces = [(request.job, tokens) for request, tokens in group.pieces if request.job is not None]
-        yields = all(request.yields for request in group.requests)
-        interrupt = self._interrupt if yields else lambda: self._stopping() is not None
+        preemptible = all(request.preemptible for request in group.requests)
+        interrupt = self._interrupt if preemptible else lambda: self._stopping() is not None
         late, since_s = self._planner.late, self._clock()
         try:
             if group.by_layers:
@@ -336,8 +336,8 @@ class BatchingCore:
                 pieces = [(job, _done(job, tokens)) for job, tokens in pieces]
         except PassInterrupted as stopped:
             self._count(interrupted=1)
-            if not yields and (coming := self._stopping()) is not None:
-                coming.displaced = stopped.part * (len(decodes) + sum(tokens for _, tokens in pieces))
+            if not preemptible and (coming := self._stopping()) is not None:
+                coming.discarded_tokens = stopped.part * (len(decodes) + sum(tokens for _, tokens in pieces))
             return
         except SegmentLost as lost:
             [(job, _)] = pieces
@@ -438,9 +438,9 @@ class BatchingCore:
 
     def _show(self, request: RequestState) -> None:
         assert request.decode is not None, "a request with text has a token"
-        new = request.decode.text[request.shown :]
+        new = request.decode.text[request.delivered_chars :]
         request.deliver(StreamEvent(new, logprobs=request.decode.take_logprobs() if new else None))
-        request.shown += len(new)
+        request.delivered_chars += len(new)
 
     def _finish_if_done(self, request: RequestState) -> None:
         decode = request.decode
@@ -482,12 +482,12 @@ class BatchingCore:
     def _try_again(self, request: RequestState, error: Exception) -> None:
         if request.status is RequestStatus.FINISHED:
             return
-        if request.apart:
+        if request.retry_alone:
             failed = RequestFailedError(f"request {request.id} failed, and its retry failed with {error!r}")
             failed.__cause__ = error
             self._give_up(request, failed)
         else:
-            request.apart = True
+            request.retry_alone = True
             self._count(tried_again=1)
             self._scheduler.put_back(request)
 

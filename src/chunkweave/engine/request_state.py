@@ -118,7 +118,7 @@ class RequestState:
     status: RequestStatus = RequestStatus.WAITING
     number: int = -1
     """Order of arrival, or of confirmation; background requests are numbered after all others."""
-    place: "Waiting[RequestState] | None" = None
+    queue_entry: "Waiting[RequestState] | None" = None
     """Its entry in the cache-aware queue, kept while it runs."""
     waits_since_s: float = field(init=False)
     """Start of its time in the queue: arrival or confirmation."""
@@ -146,11 +146,11 @@ class RequestState:
     """Its use of the store, from its first plan on."""
     counted: bool = False
     """Whether the store has counted `use`."""
-    displaced: float = 0.0
+    discarded_tokens: float = 0.0
     """Tokens computed for others and discarded for this request; its tenant is charged for them."""
-    apart: bool = False
+    retry_alone: bool = False
     """It failed once, and its retry runs apart from all others."""
-    shown: int = 0
+    delivered_chars: int = 0
     """Characters of its text that were delivered."""
     siblings: Siblings | None = None
     """The other answers to the same prompt."""
@@ -161,7 +161,7 @@ class RequestState:
         self.waits_since_s = self.arrived_s
 
     @property
-    def yields(self) -> bool:
+    def preemptible(self) -> bool:
         """Whether any ordinary request may take its slot and memory."""
         return self.speculative or self.background
 
@@ -251,19 +251,19 @@ class RequestQueue:
     def add(self, request: RequestState) -> None:
         """Queue a request and assign its number."""
         request.number = next(self._numbers) + (_BEHIND_ALL if request.background else 0)
-        if request.yields:
+        if request.preemptible:
             self._yielding(request)[request.number] = request
         else:
             queue = self._queue.of(request.tenant)
-            request.place = queue.submit(request, request.path, len(request.prepared.prompt))
+            request.queue_entry = queue.submit(request, request.path, len(request.prepared.prompt))
 
     def put_back(self, request: RequestState) -> None:
         """Return a popped request to its old position."""
-        if request.yields:
+        if request.preemptible:
             self._yielding(request)[request.number] = request
         else:
-            assert request.place is not None, "it had a place in the queue"
-            self._queue.of(request.tenant).put_back(request.place)
+            assert request.queue_entry is not None, "it had a place in the queue"
+            self._queue.of(request.tenant).put_back(request.queue_entry)
 
     def confirm(self, request: RequestState) -> None:
         """Make a speculation an ordinary request, pending or running."""
@@ -277,13 +277,13 @@ class RequestQueue:
     def number(self, request: RequestState) -> None:
         """Assign the next number to a running request, and its position if it is put back."""
         request.number = next(self._numbers)
-        if not request.yields:
+        if not request.preemptible:
             queue = self._queue.of(request.tenant)
-            request.place = queue.place(request, request.path, len(request.prepared.prompt))
+            request.queue_entry = queue.place(request, request.path, len(request.prepared.prompt))
 
     def remove(self, request: RequestState) -> None:
         """Remove a request; no effect if it is not pending."""
-        if request.yields:
+        if request.preemptible:
             self._yielding(request).pop(request.number, None)
         else:
             self._queue.of(request.tenant).remove(request)
@@ -294,8 +294,8 @@ class RequestQueue:
 
     def pop(self, fits: Fits, promised: Mapping[str, float], may: Callable[[str], bool]) -> RequestState | None:
         """Pop the next confirmed request among those that fit; see `FairQueue.pop`."""
-        place = self._queue.pop(lambda waiting: fits(waiting.request), promised, may)
-        return None if place is None else place.request
+        queue_entry = self._queue.pop(lambda waiting: fits(waiting.request), promised, may)
+        return None if queue_entry is None else queue_entry.request
 
     def pop_yielding(self, fits: Fits) -> RequestState | None:
         """Pop the oldest speculation, or else the oldest background request, if no confirmed request is pending.
@@ -310,7 +310,7 @@ class RequestQueue:
 
     def next(self, count: int) -> list[RequestState]:
         """The next `count` confirmed requests in serving order."""
-        return [place.request for place in self._queue.next(count)]
+        return [queue_entry.request for queue_entry in self._queue.next(count)]
 
     def close(self) -> None:
         """Stop following the tree; the queue cannot be used afterwards."""

@@ -102,7 +102,7 @@ class Runner:
         capture: bool = True,
         profiles: bool | None = None,
         prefetched: Prefetch | None = None,
-        asked: bool = True,
+        counts_as_request: bool = True,
         unseen: bool = False,
         mean: MeanShare | None = None,
     ) -> Prefilled:
@@ -110,8 +110,8 @@ class Runner:
 
         Segments are pinned while they are read. This stores nothing; `store_new` does. With `capture=False` nothing can
         be stored afterwards. With `profiles`, segments are stored with what their tokens attend to; None: as the
-        runner's `capture` says, or else if the method reads profiles. If `asked`, it counts as a request in the store's
-        statistics. For `unseen` and `mean` see `PrefillOptions`.
+        runner's `capture` says, or else if the method reads profiles. If `counts_as_request`, it counts as a request in
+        the store's statistics. For `unseen` and `mean` see `PrefillOptions`.
         """
         self.room_for_new_tokens(prompt)
         if profiles is None:
@@ -120,7 +120,7 @@ class Runner:
             profiles = getattr(method, "needs_profiles", False)
         options = PrefillOptions(new_tokens, capture, profiles, prefetched, unseen=unseen, mean=mean)
         with self.start(prompt, method, options) as job:
-            if asked and job.use is not None:
+            if counts_as_request and job.use is not None:
                 self.store.note_request(job.use)
             return self.run([job])[0]
 

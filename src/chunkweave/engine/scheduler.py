@@ -292,9 +292,9 @@ class Scheduler:
     def add(self, request: RequestState) -> None:
         """Queue a new request."""
         self.requests[request.id] = request
-        if not request.yields:
+        if not request.preemptible:
             self._time.join(request.tenant)
-            self._time.charge(request.tenant, request.displaced)
+            self._time.charge(request.tenant, request.discarded_tokens)
         self.queue.add(request)
 
     def branch(self, request: RequestState) -> bool:
@@ -303,7 +303,7 @@ class Scheduler:
         Else it is pending and will be prefilled again.
         """
         self.requests[request.id] = request
-        if not request.yields:
+        if not request.preemptible:
             self._time.join(request.tenant)
         self.queue.number(request)
         fits = len(self._running) < self._budget.max_running and self.pool.reserve(request, request.tokens)
@@ -319,9 +319,9 @@ class Scheduler:
 
         True if its tenant has no active request, was served at least one step less than the others, and the request
         would be admitted at once. So rare users do not wait for the steps of heavy ones. The discarded work is bounded,
-        because its tenant is charged for it (`displaced`).
+        because its tenant is charged for it (`discarded_tokens`).
         """
-        if request.yields or self._time.behind(request.tenant) < self._budget.tokens:
+        if request.preemptible or self._time.behind(request.tenant) < self._budget.tokens:
             return False
         return self._giving_way(request) is not None
 
@@ -368,7 +368,7 @@ class Scheduler:
         If no ordinary request can run: speculations, or else background requests alone.
         """
         self._make_room(speculative=False)
-        if any(not request.yields for request in self._running):
+        if any(not request.preemptible for request in self._running):
             groups = self._groups([request for request in self._running if not request.speculative], self._budget)
             if groups:
                 return groups
@@ -393,7 +393,7 @@ class Scheduler:
         cost = self.planner.pace.tokens_worth(decoded, least=DECODED_COST) if decoded else 0.0
         costs = [(request, cost + more) for request, more in zip(group.decoding, drafts, strict=True)]
         for request, cost in (*costs, *group.pieces):
-            if not request.yields:
+            if not request.preemptible:
                 self._time.charge(request.tenant, cost)
 
     def put_back(self, request: RequestState) -> None:
@@ -412,7 +412,7 @@ class Scheduler:
             self.queue.remove(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.id]
-        if not request.yields and self._time.leave(request.tenant):
+        if not request.preemptible and self._time.leave(request.tenant):
             self.queue.forget(request.tenant)
 
     def check(self) -> None:
@@ -444,7 +444,9 @@ class Scheduler:
         best, most = None, Saving()
         needs_profiles = request.prepared.kept.profiles
         for owner in self._running:
-            serves = (request.yields or not owner.yields) and (owner.prepared.kept.profiles or not needs_profiles)
+            serves = (request.preemptible or not owner.preemptible) and (
+                owner.prepared.kept.profiles or not needs_profiles
+            )
             parts = self._parts_of(owner) if owner.job is not None and serves else ()
             saving = saving_of(wanted, self._store, parts, without=request.waited_for)
             tokens_left = 0 if owner.job is None else owner.job.remaining_tokens
@@ -479,13 +481,13 @@ class Scheduler:
             self.queue.put_back(request)
 
     def _yielding(self) -> list[RequestState]:
-        return [request for request in self._running if request.yields]
+        return [request for request in self._running if request.preemptible]
 
     def _promised(self) -> dict[str, float]:
         """By tenant, prefill tokens left of its running requests."""
         promised: dict[str, float] = {}
         for request in self._running:
-            if request.job is not None and not request.yields:
+            if request.job is not None and not request.preemptible:
                 promised[request.tenant] = promised.get(request.tenant, 0.0) + request.job.remaining_tokens
         return promised
 
@@ -502,7 +504,7 @@ class Scheduler:
         ):
             staying = [running for running in self._running if running not in leaving]
             more = self.pool.blocks_for(request.tokens)
-            candidates = [running for running in staying if running.yields] or self._lent(
+            candidates = [running for running in staying if running.preemptible] or self._lent(
                 request.tenant, staying, places=1, blocks=more
             )
             if not candidates:
@@ -517,7 +519,7 @@ class Scheduler:
         """
         by_tenant: dict[str, list[RequestState]] = {}
         for request in running:
-            if not request.yields:
+            if not request.preemptible:
                 by_tenant.setdefault(request.tenant, []).append(request)
         own = by_tenant.pop(tenant, [])
         if not by_tenant or (own and self._held(own, places, blocks) > self._time.share(tenant)):
@@ -552,8 +554,8 @@ class Scheduler:
         """
         self.planner.begin(requests)
         batches = [
-            [request for request in requests if not request.apart],
-            *([request] for request in requests if request.apart),
+            [request for request in requests if not request.retry_alone],
+            *([request] for request in requests if request.retry_alone),
         ]
         groups = [group for batch in batches for group in self.planner.share(batch, budget)]
         if not groups and requests:

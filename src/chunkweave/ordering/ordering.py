@@ -99,7 +99,7 @@ class Unordered:
     tokens: Sequence[int]
     place: TreePlace[ChunkId] | None = None
 
-    def by_count(self) -> list[int]:
+    def sort_by_request_count(self) -> list[int]:
         """Indices by decreasing count; equal counts by id."""
         return sorted(range(len(self.chunks)), key=lambda number: (-self.counts[number], self.chunks[number]))
 
@@ -111,7 +111,7 @@ class Ordering(Protocol):
     def name(self) -> str:
         """The name on the command line and in reports."""
 
-    def order(self, given: Unordered) -> list[int]:
+    def order(self, unordered: Unordered) -> list[int]:
         """Indices of all chunks in their new order.
 
         Pure: equal sets with equal counts get equal orders, unless the ordering keeps the caller's.
@@ -134,9 +134,9 @@ class OriginalOrder:
 
     name = "original"
 
-    def order(self, given: Unordered) -> list[int]:
+    def order(self, unordered: Unordered) -> list[int]:
         """The given order."""
-        return list(range(len(given.chunks)))
+        return list(range(len(unordered.chunks)))
 
 
 class FrequencyOrder:
@@ -148,27 +148,29 @@ class FrequencyOrder:
 
     name = "frequency"
 
-    def order(self, given: Unordered) -> list[int]:
+    def order(self, unordered: Unordered) -> list[int]:
         """The chunks by count."""
-        return by_frequency(given, given.by_count(), given.place)
+        return by_frequency(unordered, unordered.sort_by_request_count(), unordered.place)
 
 
-def by_frequency(given: Unordered, by_count: Sequence[int], place: TreePlace[ChunkId] | None) -> list[int]:
-    """`by_count`, indices into `given` by decreasing count, with ties broken by what is stored after `place`."""
-    waiting, ordered = list(by_count), []
+def by_frequency(unordered: Unordered, numbers: Sequence[int], place: TreePlace[ChunkId] | None) -> list[int]:
+    """`numbers`, indices of chunks by decreasing count, with ties broken by what is stored after `place`."""
+    waiting, ordered = list(numbers), []
     while waiting and place is not None:
-        chosen, place = _next(given, waiting, place)
+        chosen, place = _next(unordered, waiting, place)
         waiting.remove(chosen)
         ordered.append(chosen)
     return [*ordered, *waiting]
 
 
-def _next(given: Unordered, waiting: Sequence[int], place: TreePlace[ChunkId]) -> tuple[int, TreePlace[ChunkId] | None]:
+def _next(
+    unordered: Unordered, waiting: Sequence[int], place: TreePlace[ChunkId]
+) -> tuple[int, TreePlace[ChunkId] | None]:
     """The first of `waiting`, among those with the highest count, that is stored after `place`, with its node."""
     for number in waiting:
-        if given.counts[number] != given.counts[waiting[0]]:
+        if unordered.counts[number] != unordered.counts[waiting[0]]:
             break
-        below = place.child(given.chunks[number])
+        below = place.child(unordered.chunks[number])
         if below is not None:
             return number, below
     return waiting[0], None
@@ -189,27 +191,27 @@ class TreeGreedyOrder:
 
     name = "tree-greedy"
 
-    def order(self, given: Unordered) -> list[int]:
+    def order(self, unordered: Unordered) -> list[int]:
         """The heaviest path, then by count."""
-        by_count = given.by_count()
-        if given.place is None:
-            return by_count
-        path = heaviest_path(given, by_count, given.place)
+        numbers = unordered.sort_by_request_count()
+        if unordered.place is None:
+            return numbers
+        path = heaviest_path(unordered, numbers, unordered.place)
         taken = set(path)
-        return [*path, *by_frequency(given, [number for number in by_count if number not in taken], None)]
+        return [*path, *by_frequency(unordered, [number for number in numbers if number not in taken], None)]
 
 
-def heaviest_path(given: Unordered, numbers: Sequence[int], place: TreePlace[ChunkId]) -> list[int]:
+def heaviest_path(unordered: Unordered, numbers: Sequence[int], place: TreePlace[ChunkId]) -> list[int]:
     """The indices in `numbers`, in order, whose path after `place` is stored and has the most tokens.
 
     Ties go to the path found first, trying `numbers` in order. Depth-first search that leaves a branch when its
     remaining tokens cannot make it the best. A duplicate chunk is followed once.
     """
-    own: dict[ChunkId, int] = {}
+    number_of: dict[ChunkId, int] = {}
     for number in numbers:
-        own.setdefault(given.chunks[number], number)
-    last_first = list(own)[::-1]
-    tokens_of = {key: given.tokens[number] for key, number in own.items()}
+        number_of.setdefault(unordered.chunks[number], number)
+    last_first = list(number_of)[::-1]
+    tokens_of = {key: unordered.tokens[number] for key, number in number_of.items()}
     best: tuple[ChunkId, ...] = ()
     best_tokens = visited = 0
     pending = [(place, best, 0, sum(tokens_of.values()))]
@@ -224,4 +226,4 @@ def heaviest_path(given: Unordered, numbers: Sequence[int], place: TreePlace[Chu
             if key not in path:
                 more = tokens_of[key]
                 pending.append((child, (*path, key), tokens + more, left_tokens - more))
-    return [own[key] for key in best]
+    return [number_of[key] for key in best]

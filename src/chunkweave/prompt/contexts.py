@@ -47,7 +47,7 @@ class MeanShare:
     `group` names the mean, `of` is its number of contexts. With `anew` it replaces a stored mean. Chunks removed since
     `begun_s` (monotonic seconds) must not be read.
 
-    Over vLLM a mean takes these requests, each with `max_tokens` 1 and `asked` false:
+    Over vLLM a mean takes these requests, each with `max_tokens` 1 and `counts_as_request` false:
 
     1. For each chunk that is in some context, and each chunk without others: `[*instruction, *passages, *chunk]`, with
        method `prefix` and `neutral`, the number of passages.

@@ -51,16 +51,17 @@ class WeaveRequest:
     """A prompt with its parts and its reuse method.
 
     The parts cover the prompt's tokens as sent by the client, without generated ones. `kept` says what is stored of
-    newly computed chunks, `promotion` where exact prefixes may grow. Without `asked` (computed before a search has
-    ended) it does not count for eviction. With `raisable` the client set no budget, so it may be raised to hide
-    loading. With `mean` only the last part is stored, as one context's share of the mean. With `reads_only` nothing is
-    stored, neither here nor where another request would find it in vLLM's own prefix cache, which it does not use.
+    newly computed chunks, `promotion` where exact prefixes may grow. Without `counts_as_request` (computed before a
+    search has ended) it does not count for eviction. With `raisable` the client set no budget, so it may be raised to
+    hide loading. With `mean` only the last part is stored, as one context's share of the mean. With `reads_only`
+    nothing is stored, neither here nor where another request would find it in vLLM's own prefix cache, which it does
+    not use.
     """
 
     prompt: Prompt
     choice: MethodChoice
     kept: Kept
-    asked: bool = True
+    counts_as_request: bool = True
     promotion: Promotion = field(default_factory=Promotion)
     raisable: bool = False
     mean: MeanShare | None = None
@@ -159,12 +160,12 @@ def parse(
 
     `params` is the value of `FIELD`. `chunks` are `[start, stop]` token positions, each beginning where the one before
     ends. Tokens before them are the system part, after `start_tokens` leading tokens that belong to no chunk (default:
-    those of `start` if the prompt begins with them, else none). Tokens after them are the question. `asked` false: the
-    request does not count for eviction. The first `neutral` chunks are neutral passages. `promoted` and `continued` are
-    indices of chunks, see `Promotion`. `mean` names the mean that the last chunk, which ends the prompt, is a share of
-    (`MeanShare`). `at_least`: ratio or alpha may be raised to hide loading; default: if neither is given. `start` is
-    the beginning of our own engine's prompts; chunks after it get the same ids as there. With `num_layers`, named
-    layers are checked against the model.
+    those of `start` if the prompt begins with them, else none). Tokens after them are the question. `counts_as_request`
+    false: the request does not count for eviction. The first `neutral` chunks are neutral passages. `promoted` and
+    `continued` are indices of chunks, see `Promotion`. `mean` names the mean that the last chunk, which ends the
+    prompt, is a share of (`MeanShare`). `at_least`: ratio or alpha may be raised to hide loading; default: if neither
+    is given. `start` is the beginning of our own engine's prompts; chunks after it get the same ids as there. With
+    `num_layers`, named layers are checked against the model.
 
     Raises:
         UsageError: the message says which field is wrong and why.
@@ -206,12 +207,12 @@ def parse(
     ids = [part.id for part in prompt.parts if part.kind is PartKind.CHUNK and part.id is not None]
     kept_over, continued = (_numbered(params.get(name), name, ids) for name in _PROMOTION)
     promotion = Promotion(kept_over, continued or frozenset())
-    raisable, asked, mean = _raisable(params), _asked(params), _mean(params.get("mean"))
+    raisable, counts_as_request, mean = _raisable(params), _counts_as_request(params), _mean(params.get("mean"))
     if mean is not None and (choice.method != ContextMethod.name or prompt.parts[-1].id is None):
         raise UsageError(f"mean needs method {ContextMethod.name!r}, and a prompt that ends with its last chunk")
     if mean is not None and reads_only:
         raise UsageError(f"mean stores its last chunk: {CACHE} must be {CacheUse.USE}")
-    return WeaveRequest(prompt, choice, kept, asked, promotion, raisable, mean, reads_only)
+    return WeaveRequest(prompt, choice, kept, counts_as_request, promotion, raisable, mean, reads_only)
 
 
 def parse_found(
@@ -233,7 +234,7 @@ def parse_found(
         UsageError: the message says which field is wrong and why.
     """
     refuse_unknown_keys(params, REQUEST_FIELDS)
-    if others := sorted(params.keys() - SETTINGS - {FIND, CACHE, "asked", _AT_LEAST}):
+    if others := sorted(params.keys() - SETTINGS - {FIND, CACHE, "counts_as_request", _AT_LEAST}):
         raise UsageError(f"{', '.join(others)} cannot be given with {FIND}")
     _refuse_broken(salt)
     choice, kept = chosen(params, defaults, num_layers)
@@ -243,7 +244,9 @@ def parse_found(
     prompt = finder.prompt(token_ids, start, fingerprint=fingerprint, salt=salt)
     if all(part.id is None for part in prompt.parts):
         return None
-    return WeaveRequest(prompt, choice, kept, _asked(params), Promotion(), _raisable(params), reads_only=reads_only)
+    return WeaveRequest(
+        prompt, choice, kept, _counts_as_request(params), Promotion(), _raisable(params), reads_only=reads_only
+    )
 
 
 def _raisable(params: Mapping[str, Any]) -> bool:
@@ -251,8 +254,8 @@ def _raisable(params: Mapping[str, Any]) -> bool:
     return checked_flag(params.get(_AT_LEAST, not sets_budget), _AT_LEAST)
 
 
-def _asked(params: Mapping[str, Any]) -> bool:
-    return checked_flag(params.get("asked", True), "asked")
+def _counts_as_request(params: Mapping[str, Any]) -> bool:
+    return checked_flag(params.get("counts_as_request", True), "counts_as_request")
 
 
 def _refuse_broken(salt: str) -> None:
@@ -462,5 +465,15 @@ _STORED_KINDS = (PartKind.CHUNK, PartKind.TURN)
 SETTINGS = _COMPARED | {"method", "quality", "recompute_ratio", "check_layers", "alpha", "focus", "capture"}
 """Fields about the method, in requests and, as defaults, in the connector's extra config."""
 
-REQUEST_FIELDS = SETTINGS | {"chunks", "start_tokens", "asked", "neutral", "mean", FIND, CACHE, _AT_LEAST, *_PROMOTION}
+REQUEST_FIELDS = SETTINGS | {
+    "chunks",
+    "start_tokens",
+    "counts_as_request",
+    "neutral",
+    "mean",
+    FIND,
+    CACHE,
+    _AT_LEAST,
+    *_PROMOTION,
+}
 """All fields of a request."""

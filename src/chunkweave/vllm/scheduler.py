@@ -113,7 +113,7 @@ class _Tracked:
     def __post_init__(self) -> None:
         self.parts = tuple(self.request.stored_parts())
         self.segments = tuple(segment_id(part.id, part.context) for part in self.parts)
-        self.counted = not self.request.asked
+        self.counted = not self.request.counts_as_request
 
     @property
     def exact_method(self) -> bool:
@@ -365,7 +365,7 @@ class ConnectorScheduler:
         tracked.local = computed
         if tracked.failed:
             return 0
-        if self._waits.still_waits(request.request_id):
+        if self._waits.is_still_waiting(request.request_id):
             return None
         stop = self._weavable_stop(tracked, request.num_tokens - 1)
         if self._is_to_wait(request.request_id, tracked, stop):

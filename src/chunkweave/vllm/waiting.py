@@ -217,7 +217,7 @@ class PartWaits:
         self._running.pop(request_id, None)
         self._parts.release(request_id)
 
-    def still_waits(self, request_id: str) -> bool:
+    def is_still_waiting(self, request_id: str) -> bool:
         """Whether a waiting request continues to wait: all its owners run, and have not stored everything."""
         wait = self._waits.get(request_id)
         if wait is None or not self._is_in_time(wait) or not self._running.keys() >= set(wait.owners.values()):

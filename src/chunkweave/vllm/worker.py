@@ -327,7 +327,7 @@ class ConnectorWorker:
 
     def _note(self, order: WeaveOrder, lookup: PromptLookup, plan: Plan | None) -> None:
         """Count a requested request once, however often its weave is ordered."""
-        if order.request.asked and order.request_id not in self._noted:
+        if order.request.counts_as_request and order.request_id not in self._noted:
             self._noted.add(order.request_id)
             use = RequestUse.of(lookup, ()) if plan is None else RequestUse.of(lookup, plan.segments(), plan.saved())
             self._store.note_request(use)

@@ -293,7 +293,7 @@ async def compute_ahead(
     fleet = context.fleet
     placed = await fleet.place(prepared, like=at, counted=False, tenant=tenant)
     try:
-        whole = {**body, "temperature": 0, "stream": True, **_prompt(placed, 1, asked=False)}
+        whole = {**body, "temperature": 0, "stream": True, **_prompt(placed, 1, counts_as_request=False)}
         async with aclosing(placed.replica.upstream.complete(whole, uuid.uuid4().hex)) as stream:
             async for _ in stream:
                 pass
@@ -316,8 +316,8 @@ async def _refuse_if_up(replica: Replica, error: UpstreamLostError | UpstreamFai
         raise failed_reply() from error
 
 
-def _prompt(placed: Placed, max_tokens: int, *, asked: bool = True) -> dict[str, Any]:
-    """The fields of a body that depend on the replica. `asked` is false for prefills ahead of a request."""
+def _prompt(placed: Placed, max_tokens: int, *, counts_as_request: bool = True) -> dict[str, Any]:
+    """The fields of a body that depend on the replica. `counts_as_request` is false for prefills ahead of a request."""
     prompt: dict[str, Any] = {"prompt": list(placed.prompt.token_ids), "max_tokens": max_tokens}
     prepared = placed.prepared
     choice, cache = prepared.choice, prepared.request.cache
@@ -330,4 +330,7 @@ def _prompt(placed: Placed, max_tokens: int, *, asked: bool = True) -> dict[str,
         if cache is not CacheUse.USE or reuses_nothing(choice.method, choice.reuse):
             prompt["cache_salt"] = f"{prepared.request.cache_salt}|{uuid.uuid4().hex}"
         return prompt
-    return {**prompt, "kv_transfer_params": {FIELD: params if asked else {**params, "asked": False}}}
+    return {
+        **prompt,
+        "kv_transfer_params": {FIELD: params if counts_as_request else {**params, "counts_as_request": False}},
+    }
