@@ -42,7 +42,7 @@ def install_extra(name: str) -> str:
     return f"pip install '.[{name}]' in a checkout of chunkweave"
 
 
-def unknown_names(given: Iterable[Any], known: Collection[str], form: str = "{}") -> str:
+def unknown_names(names: Iterable[Any], known_names: Collection[str], form: str = "{}") -> str:
     """The given names that are unknown, sorted, each with the closest known name; "" if all are known.
 
     Each name is written in the format `form`.
@@ -50,8 +50,10 @@ def unknown_names(given: Iterable[Any], known: Collection[str], form: str = "{}"
     >>> unknown_names(["prot", "host", 3], ["host", "port"])
     '3, prot (did you mean port?)'
     """
-    unknown = sorted(str(name).encode("utf-8", "backslashreplace").decode() for name in given if name not in known)
-    close = [get_close_matches(name, known, n=1, cutoff=0.75) for name in unknown]
+    unknown = sorted(
+        str(name).encode("utf-8", "backslashreplace").decode() for name in names if name not in known_names
+    )
+    close = [get_close_matches(name, known_names, n=1, cutoff=0.75) for name in unknown]
     return ", ".join(
         f"{form.format(name)} (did you mean {form.format(matches[0])}?)" if matches else form.format(name)
         for name, matches in zip(unknown, close, strict=True)

@@ -303,21 +303,21 @@ def settings_at(config: type[Any], place: Place) -> dict[str, Setting]:
     return {name: declared for name, declared in settings_of(config).items() if place in declared.places}
 
 
-def by_name(given: Mapping[str, Any], known: Mapping[str, Setting]) -> dict[str, Any]:
-    """`given`, keyed by the names of `known` settings; a key may also be the field's name with its unit."""
+def by_name(values: Mapping[str, Any], settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """`values`, keyed by the names of `settings`; a key may also be the field's name with its unit."""
     with_unit = {
-        declared.name + declared.unit.suffix: name for name, declared in known.items() if declared.unit is not None
+        declared.name + declared.unit.suffix: name for name, declared in settings.items() if declared.unit is not None
     }
-    return {with_unit.get(name, name): value for name, value in given.items()}
+    return {with_unit.get(name, name): value for name, value in values.items()}
 
 
-def refuse_unknown(given: Iterable[Any], known: Collection[str], where: str = "") -> None:
+def refuse_unknown(values: Iterable[Any], settings: Collection[str], where: str = "") -> None:
     """Refuse names that are no settings.
 
     Raises:
         UsageError: there are unknown names; the message begins with `where` and suggests close names.
     """
-    if unknown := unknown_names(given, known):
+    if unknown := unknown_names(values, settings):
         raise UsageError(f"{where}no such setting: {unknown}; `chunkweave config show` lists all")
 
 
@@ -333,11 +333,11 @@ def configuration(places: frozenset[Place] = EVERYWHERE) -> Callable[[type[Confi
         plain = config.__init__
 
         @wraps(plain)
-        def init(self: Any, *args: Any, **given: Any) -> None:
+        def init(self: Any, *args: Any, **arguments: Any) -> None:
             declared_settings = settings_of(config)
             by_attribute = {declared.attribute: declared for declared in declared_settings.values()}
             values = {}
-            for name, value in given.items():
+            for name, value in arguments.items():
                 declared = by_attribute.get(name) or declared_settings.get(name)
                 values[name if declared is None else declared.attribute] = (
                     declared.parse(value) if declared is not None and declared.is_parsed(value) else value
@@ -356,15 +356,15 @@ def configuration(places: frozenset[Place] = EVERYWHERE) -> Callable[[type[Confi
     return configured
 
 
-def read(config: type[ConfigT], given: Mapping[str, Any], place: Place) -> ConfigT:
-    """A configuration for one place, from the values of `given` that are its settings there, and defaults.
+def read(config: type[ConfigT], arguments: Mapping[str, Any], place: Place) -> ConfigT:
+    """A configuration for one place, from the `arguments` that are its settings there, and defaults.
 
     Raises:
         UsageError: a value has the wrong type, or the configuration refuses it.
     """
     declared_settings = settings_at(config, place)
     values = {
-        name: declared.check(given[name]) if name in given else declared.default_at(place)
+        name: declared.check(arguments[name]) if name in arguments else declared.default_at(place)
         for name, declared in declared_settings.items()
     }
     return config(**{declared_settings[name].attribute: value for name, value in values.items()})

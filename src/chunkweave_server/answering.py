@@ -222,11 +222,11 @@ class Answering:
         gone, salt = frozenset(texts), tenant.salt(cache_salt)
         if not gone:
             return Forgotten()
-        before = self._using(salt, gone)  # a request that ends during the removal may store its chunk after it
+        used_before = self._using(salt, gone)  # a request that ends during the removal may store its chunk after it
         try:
             return await self._backend.cache.forget(tenant.name, sorted(gone), salt)
         finally:
-            if using := before | self._using(salt, gone):
+            if using := used_before | self._using(salt, gone):
                 sweep = asyncio.create_task(self._forget_after(using, sorted(gone), salt, tenant))
                 self._sweeps.add(sweep)
                 sweep.add_done_callback(self._sweeps.discard)

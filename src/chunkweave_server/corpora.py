@@ -145,8 +145,8 @@ class Corpora:
             UsageError: the name is invalid or already used.
             CorpusError: the folder has no corpus, or a damaged one.
         """
-        given, found, folder = entry.rpartition("=")
-        name = given if found else Path(folder).resolve().name.lower()
+        given, equals, folder = entry.rpartition("=")
+        name = given if equals else Path(folder).resolve().name.lower()
         if NAME.fullmatch(name) is None:
             raise UsageError(f"{name!r} is not a valid corpus name (a-z, 0-9, - and _): give NAME={folder}")
         if name in self._shared:

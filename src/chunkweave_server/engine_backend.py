@@ -267,17 +267,17 @@ class EngineCache:
         It starts again without the removed chunks (`gone`) if chunks were removed meanwhile: the removal may have
         deleted KV that a context was woven from, and the mean needs all its contexts.
         """
-        found, before = False, -1
-        while before != len(gone):
-            before = len(gone)
+        computed, removed_count = False, -1
+        while removed_count != len(gone):
+            removed_count = len(gone)
             begin = partial(self._batching.beforehand, chunk, pool, without=gone, cache_salt=salt)
             work = await self._threads.run(tenant, begin)
-            while (one := await self._threads.run(tenant, partial(next, work, None))) is not None:
-                if reads(one.prompt, gone):
+            while (prepared := await self._threads.run(tenant, partial(next, work, None))) is not None:
+                if reads(prepared.prompt, gone):
                     break
-                await self._compute(tenant, one, gone)
-                found = True
-        return found
+                await self._compute(tenant, prepared, gone)
+                computed = True
+        return computed
 
     async def _compute(self, tenant: str, prepared: PreparedRequest, gone: AbstractSet[ChunkId]) -> None:
         try:

@@ -228,10 +228,10 @@ def _steps(error: Mapping[str, Any], body: Any) -> list[int | str]:
         return list(loc[1:])
     steps: list[int | str] = []
     for step in loc[1:]:
-        there = isinstance(body, Mapping) and step in body
+        exists = isinstance(body, Mapping) and step in body
         if isinstance(step, int):
             body = body[step] if isinstance(body, list) and step < len(body) else None
-        elif there:
+        elif exists:
             body = body[step]
         elif error["type"] != "missing" or step != loc[-1]:
             continue

@@ -140,15 +140,15 @@ class KnownChunks:
 
     def at_all_places(self, chunks: Collection[ChunkId]) -> list[KnownChunk]:
         """The entries of `chunks` at all places; unknown chunks are skipped."""
-        return [one for one in self._chunks.values() if one.id in chunks]
+        return [chunk for chunk in self._chunks.values() if chunk.id in chunks]
 
     def means(self, salt: str) -> dict[str, list[PromptPart]]:
         """The chunks of a salt with a mean, by place."""
-        found: dict[str, list[PromptPart]] = {}
-        for one in self._chunks.values():
-            if one.salt == salt and one.mean is not None:
-                found.setdefault(one.place, []).append(one.part)
-        return found
+        parts_at: dict[str, list[PromptPart]] = {}
+        for chunk in self._chunks.values():
+            if chunk.salt == salt and chunk.mean is not None:
+                parts_at.setdefault(chunk.place, []).append(chunk.part)
+        return parts_at
 
     def add(self, part: PromptPart, salt: str, tenant: str, place: str) -> KnownChunk:
         """Add a chunk and mark it as the most recently requested. Forgets the oldest above `most_tokens`."""
@@ -161,30 +161,30 @@ class KnownChunks:
             self._changes[salt] += part.id not in counts
             counts[part.id] += 1
         self._chunks.move_to_end(key)
-        found = self._chunks[key]
+        entry = self._chunks[key]
         while self._tokens > self._most_tokens and len(self._chunks) > 1:
             self._forget(next(iter(self._chunks.values())))
-        return found
+        return entry
 
     def remove(self, chunks: Collection[ChunkId]) -> None:
         """Forget chunks, at all places."""
-        for one in self.at_all_places(chunks):
-            self._forget(one)
+        for chunk in self.at_all_places(chunks):
+            self._forget(chunk)
 
     def clear(self) -> None:
         """Forget all chunks."""
-        for one in list(self._chunks.values()):
-            self._forget(one)
+        for chunk in list(self._chunks.values()):
+            self._forget(chunk)
 
     def forget_first_passes(self, salt: str) -> None:
         """Note that the first passes of a salt are removed."""
-        for one in self._chunks.values():
-            if one.salt == salt:
-                one.first_pass = False
+        for chunk in self._chunks.values():
+            if chunk.salt == salt:
+                chunk.first_pass = False
 
     def parts(self, salt: str) -> list[PromptPart]:
         """The chunks of a salt, each once."""
-        return list({one.id: one.part for one in self._chunks.values() if one.salt == salt}.values())
+        return list({chunk.id: chunk.part for chunk in self._chunks.values() if chunk.salt == salt}.values())
 
     def has(self, salt: str, chunk: ChunkId | None) -> bool:
         """Whether a salt has a chunk."""
@@ -199,14 +199,16 @@ class KnownChunks:
 
         Among equals, the least recently requested. None if no chunk is queued.
         """
-        queued = (one for one in self._chunks.values() if self.is_queued(one))
-        return max(queued, key=lambda one: (one.mean is None, one.asked), default=None)
+        queued = (chunk for chunk in self._chunks.values() if self.is_queued(chunk))
+        return max(queued, key=lambda chunk: (chunk.mean is None, chunk.asked), default=None)
 
     def to_compare(self) -> list[KnownChunk]:
         """The most requested means of one salt whose contexts may have changed since the last comparison."""
-        changed = [one for one in self._chunks.values() if one.mean and one.compared != self._changes[one.salt]]
-        changed.sort(key=lambda one: -one.asked)
-        return [one for one in changed if one.salt == changed[0].salt][:_COMPARED_AT_A_TIME]
+        changed = [
+            chunk for chunk in self._chunks.values() if chunk.mean and chunk.compared != self._changes[chunk.salt]
+        ]
+        changed.sort(key=lambda chunk: -chunk.asked)
+        return [chunk for chunk in changed if chunk.salt == changed[0].salt][:_COMPARED_AT_A_TIME]
 
     def _forget(self, chunk: KnownChunk) -> None:
         del self._chunks[chunk.place, chunk.id]
@@ -302,14 +304,15 @@ class Improver:
         for chunk in end.report.chunks:
             if chunk.rank is None or chunk.id not in parts:
                 continue
-            one = self._known.add(parts[chunk.id], salt, tenant, str(end.shown.get("replica", "")))
-            one.asked += 1
-            one.tries = 0 if chunk.contexts else one.tries
-            one.failed = one.tries >= _MOST_TRIES
+            entry = self._known.add(parts[chunk.id], salt, tenant, str(end.shown.get("replica", "")))
+            entry.asked += 1
+            entry.tries = 0 if chunk.contexts else entry.tries
+            entry.failed = entry.tries >= _MOST_TRIES
             if chunk.contexts:
-                one.mean = one.mean or frozenset()
+                entry.mean = entry.mean or frozenset()
             elif chunk.kv_source == KVSource.COMPUTED or (chunk.kv_source == KVSource.REUSED and not chunk.reasons):
-                one.mean = None  # with `reasons` the method chose by score: it may have preferred a variant to the mean
+                # With `reasons` the method chose by score: it may have preferred a variant to the mean.
+                entry.mean = None
         self._changed.set()
 
     def warmed(
@@ -325,8 +328,8 @@ class Improver:
         for part in parts:
             assert part.id is not None, "a chunk has an id"
             place, contexts = means.get(part.id, ("", ()))
-            one = self._known.add(part, salt, tenant, place)
-            one.mean = self._read(salt, contexts) if part.id in means else None
+            chunk = self._known.add(part, salt, tenant, place)
+            chunk.mean = self._read(salt, contexts) if part.id in means else None
         self._changed.set()
 
     async def removed(self, chunks: Collection[ChunkId]) -> None:
@@ -359,10 +362,10 @@ class Improver:
             return None
         queued = set()
         for place, chunk in lost:
-            one = self._known.get(place, chunk)
-            if one is not None and not self._computer.stored(one.part):
-                one.mean, one.outdated, one.failed, one.tries = None, False, False, 0
-                queued |= {chunk} if self._known.is_queued(one) else set()
+            entry = self._known.get(place, chunk)
+            if entry is not None and not self._computer.stored(entry.part):
+                entry.mean, entry.outdated, entry.failed, entry.tries = None, False, False, 0
+                queued |= {chunk} if self._known.is_queued(entry) else set()
         self._changed.set()
         return len(queued)
 
@@ -382,8 +385,8 @@ class Improver:
         """Statistics for admins; empty if it is off. Called in a thread."""
         if not self.on:
             return {}
-        shown = {"queued": self._known.queued, "known": len(self._known), "improved": self.improved}
-        return {"improving": {**shown, "spent_s": round(self.spent_s, 3)}}
+        counts = {"queued": self._known.queued, "known": len(self._known), "improved": self.improved}
+        return {"improving": {**counts, "spent_s": round(self.spent_s, 3)}}
 
     async def _run(self) -> None:
         while True:
@@ -434,7 +437,7 @@ class Improver:
             if not self._known.is_queued(chunk) or self._known.get(chunk.place, chunk.id) is not chunk:
                 continue  # removed during the await
             behind = _ids(contexts)
-            if not all(self._known.has(chunk.salt, one) for one in behind):
+            if not all(self._known.has(chunk.salt, behind_id) for behind_id in behind):
                 continue
             anew = chunk.mean is not None
             requests = self._preparer.beforehand(
@@ -454,18 +457,18 @@ class Improver:
         """Compute the next request of a chunk, or finish the chunk."""
         chunk, threads = work.chunk, self._threads
         assert threads is not None, "it has started"
-        one = await threads.run(chunk.tenant, partial(next, work.requests, None))
+        prepared = await threads.run(chunk.tenant, partial(next, work.requests, None))
         if self._work is not work:
             return
-        if one is None:
+        if prepared is None:
             self._work = None
             self._done(work)
             return
-        first = self._known.get(chunk.place, one.prompt.parts[-1].id) if one.mean is None else None
+        first = self._known.get(chunk.place, prepared.prompt.parts[-1].id) if prepared.mean is None else None
         if first is not None and self._serves(first):
             return
         since_s, place = self._clock(), chunk.place
-        self._computing = asyncio.ensure_future(self._computer.compute(one, chunk.tenant, place))
+        self._computing = asyncio.ensure_future(self._computer.compute(prepared, chunk.tenant, place))
         try:
             await asyncio.wait([self._computing])
         except asyncio.CancelledError:
@@ -475,7 +478,7 @@ class Improver:
             return
         computed_at, seconds = self._computing.result()
         self._waited_s = self._clock() - since_s - seconds
-        if one.mean is not None:
+        if prepared.mean is not None:
             work.shares += 1
             if computed_at != place:  # contexts computed at two places make no mean
                 chunk.failed, self._work = True, None
@@ -541,8 +544,8 @@ class Improver:
         most = self._computer.most_tokens or self._preparer.context_tokens
 
         def contexts() -> list[list[tuple[PromptPart, ...]]]:
-            found = [(chunk.part, pool.contexts(chunk.part, rule, without=gone)) for chunk in chunks]
-            return [fitted(part, behind, opening=opening, most_tokens=most) for part, behind in found]
+            with_contexts = [(chunk.part, pool.contexts(chunk.part, rule, without=gone)) for chunk in chunks]
+            return [fitted(part, behind, opening=opening, most_tokens=most) for part, behind in with_contexts]
 
         return await threads.run(tenant, contexts)
 

@@ -483,8 +483,8 @@ class ChatBody(_CompletionBody):
         with_tools = any(message.role == "tool" for message in messages)
         if not messages or (messages[-1].role != "user" and not with_tools):
             raise HttpError(400, _NO_QUESTION, param="messages")
-        asked = self.messages[self._asked_at].text
-        if not asked.strip():
+        question_text = self.messages[self._asked_at].text
+        if not question_text.strip():
             raise HttpError(400, "the question is empty", param=f"messages[{self._asked_at}].content")
         turns = _turns(messages)
         if turns is None:
@@ -492,7 +492,7 @@ class ChatBody(_CompletionBody):
             raise HttpError(400, message, param="messages", code="unsupported_conversation")
         history = tuple((question.text, behind[-1].text) for question, behind in turns[:-1])
         exchanges = tuple(behind for _, behind in turns) if with_tools else ()
-        return Question(asked, system, history=history, exchanges=exchanges, continued=continued)
+        return Question(question_text, system, history=history, exchanges=exchanges, continued=continued)
 
 
 _SYSTEM = ("system", "developer")
@@ -736,8 +736,8 @@ def check_limits(body: CompletionBody, limits: LimitSettings, *, calibrated: boo
     if reuse.quality not in (None, "exact") and reuse.method is None and not calibrated:
         message = "this model was not calibrated: give quality 'exact' or a method"
         raise HttpError(400, message, param="chunkweave.quality", code="not_calibrated")
-    most, given = limits.max_answer_tokens, body.answer_tokens
-    return min(limits.default_answer_tokens if given is None else given, most)
+    most, wanted = limits.max_answer_tokens, body.answer_tokens
+    return min(limits.default_answer_tokens if wanted is None else wanted, most)
 
 
 def check_documents(count: int, limits: LimitSettings) -> None:
@@ -758,8 +758,8 @@ def chunks_of(documents: Sequence[str | Document]) -> tuple[Chunk, ...]:
         HttpError: 400, a document is empty.
     """
     chunks = []
-    for place, one in enumerate(documents):
-        document = Document(text=one) if isinstance(one, str) else one
+    for place, entry in enumerate(documents):
+        document = Document(text=entry) if isinstance(entry, str) else entry
         if not document.text.strip():
             raise HttpError(400, f"documents[{place}] is empty", param=f"documents[{place}]")
         text = f"{document.title}\n{document.text}" if document.title else document.text

@@ -312,8 +312,8 @@ async def search(name: str, body: SearchBody, request: Request, parts: ReadyPart
     return {"object": "list", "data": [chunk.as_dict() for chunk in chunks]}
 
 
-def _document(one: str | IngestedDocument) -> CorpusDocument:
-    document = IngestedDocument(text=one) if isinstance(one, str) else one
+def _document(entry: str | IngestedDocument) -> CorpusDocument:
+    document = IngestedDocument(text=entry) if isinstance(entry, str) else entry
     check_text_bytes(document.id or document.text[:20], len(document.text))
     made = CorpusDocument(document.id or "", document.text, document.title, document.metadata)
     return made if made.id else CorpusDocument(f"text-{made.digest[:16]}", made.text, made.title, made.metadata)

@@ -184,10 +184,12 @@ class Service:
         return SpeculationCounts() if self.parts is None else self.parts.answering.retriever.speculation.counts
 
     def _corpora(self, started: BackendParts) -> Corpora:
-        limits, given = self.settings.limits, self.settings.corpora
+        limits, corpus_settings = self.settings.limits, self.settings.corpora
         weights = TenantWeights.parse(self.settings.batching.tenant_weight)
-        corpora = Corpora(started.tokenizer, given, limits, conversion=self.settings.conversion, weights=weights)
-        for entry in given.corpus:
+        corpora = Corpora(
+            started.tokenizer, corpus_settings, limits, conversion=self.settings.conversion, weights=weights
+        )
+        for entry in corpus_settings.corpus:
             corpora.share(entry)
         corpora.load(self.keys.tenants if len(self.keys) else [ANONYMOUS])
         return corpora

@@ -232,8 +232,8 @@ class FleetSettings:
         """`connector` as the object that vLLM passes to it; a value is parsed as JSON if it is valid JSON."""
         config: dict[str, Any] = {}
         for entry in self.connector:
-            key, found, value = entry.partition("=")
-            if not found or not key.isidentifier():
+            key, equals, value = entry.partition("=")
+            if not equals or not key.isidentifier():
                 raise UsageError(f"connector must be KEY=VALUE, not {entry!r}")
             if key in _OF_METHODS:
                 raise UsageError(f"give --{key.replace('_', '-')}, not --connector {entry}")
@@ -417,25 +417,28 @@ def resolve(
     return _resolved(values | {"backend": (chosen, values.get("backend", (None, "default"))[1])}, chosen)
 
 
-def _resolved(given: Mapping[str, tuple[Any, str]], backend: Backend) -> Resolved:
-    known, here = server_settings(), server_settings(backend)
+def _resolved(named_values: Mapping[str, tuple[Any, str]], backend: Backend) -> Resolved:
+    all_settings, settings_here = server_settings(), server_settings(backend)
     vllm_flags: list[str] = []
-    for name, (value, origin) in given.items():
-        if name in here or origin.startswith(PREFIX):
+    for name, (value, origin) in named_values.items():
+        if name in settings_here or origin.startswith(PREFIX):
             continue
         if name not in _VLLM_FLAGS:
             instead = _IN_VLLM.get(name) if backend is Backend.VLLM else None
             hint = "" if instead is None else f"; {instead}"
             raise UsageError(f"{origin}: {name} is a setting of the other backend; this backend is {backend}{hint}")
-        vllm_flags += [known[name].flag, known[name].text(value)]
+        vllm_flags += [all_settings[name].flag, all_settings[name].text(value)]
     values = {
-        name: given[name][0] if name in given else declared.default_at(backend.place) for name, declared in here.items()
+        name: named_values[name][0] if name in named_values else declared.default_at(backend.place)
+        for name, declared in settings_here.items()
     }
     groups: dict[str, Any] = {}
     for group, kind in GROUPS.items():
-        attributes = {declared.attribute: values[name] for name, declared in settings_of(kind).items() if name in here}
+        attributes = {
+            declared.attribute: values[name] for name, declared in settings_of(kind).items() if name in settings_here
+        }
         groups[group] = None if kind is ShadowConfig and attributes["every"] is None else kind(**attributes)
-    origins = {name: given[name][1] if name in given else "default" for name in here}
+    origins = {name: named_values[name][1] if name in named_values else "default" for name in settings_here}
     return Resolved(Settings(**groups, vllm_flags=tuple(vllm_flags)), origins)
 
 

@@ -318,15 +318,15 @@ class ParsedAnswer:
         if self._form.either and not state.calls:
             state.content = state.content or not BEGIN.startswith(state.text[: len(BEGIN)])
         if state.content:
-            before, state.text = state.text, ""
-            return before
-        before, found, behind = state.text.partition(BEGIN)
-        if found:
+            content, state.text = state.text, ""
+            return content
+        content, begin, behind = state.text.partition(BEGIN)
+        if begin:
             state.inside, state.text = True, behind
         else:
             held = 0 if ends else _held_back(state.text)
-            before, state.text = state.text[: len(state.text) - held], state.text[len(state.text) - held :]
-        return "" if state.calls else before
+            content, state.text = state.text[: len(state.text) - held], state.text[len(state.text) - held :]
+        return "" if state.calls else content
 
 
 def _held_back(text: str) -> int:

@@ -53,9 +53,9 @@ class Tenant:
         """Name of this tenant's folder; unique for each tenant."""
         return self._digest("folder", "")
 
-    def _digest(self, purpose: str, given: str) -> str:
+    def _digest(self, purpose: str, name: str) -> str:
         digest = hashlib.blake2b(digest_size=16, person=b"chunkweave-srv")
-        for text in (purpose, self.name, given):
+        for text in (purpose, self.name, name):
             encoded = text.encode("utf-8")
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
         return digest.hexdigest()
@@ -145,9 +145,9 @@ def read_keys(file: Path | None, variable: str) -> KeyRing:
     """
     keys = [] if file is None else _from_file(file)
     for number, entry in enumerate(filter(None, (part.strip() for part in variable.split(","))), start=1):
-        who, found, key = entry.partition("=")
+        who, equals, key = entry.partition("=")
         name, _, role = who.strip().partition(":")
-        if not found or role not in ("", *_ROLES):
+        if not equals or role not in ("", *_ROLES):
             raise UsageError(f"entry {number} of the API keys is not TENANT=KEY or TENANT:admin=KEY")
         keys.append(StoredKey.of(Tenant(name, admin=role == "admin"), key.strip()))
     return KeyRing(keys)

@@ -215,7 +215,7 @@ def test_the_controller_sets_a_floor_for_alpha_as_for_a_ratio():
 @pytest.mark.parametrize("name", sorted(BENCH_METHODS.names))
 def test_every_budget_starts_at_nothing(name):
     """At value 0 a method with a budget recomputes nothing of what it reuses; others have none to raise."""
-    budget = make_method(name, known=BENCH_METHODS).budget
+    budget = make_method(name, plugins=BENCH_METHODS).budget
     if budget is None:
         return
     plan = make_method(name, replace(ReuseConfig(), **{budget.parameter: 0.0}), BENCH_METHODS).plan(

@@ -114,7 +114,7 @@ def test_random_draws_by_seed_and_prompt():
 
 @pytest.mark.parametrize("name", BENCH_METHODS.names)
 def test_a_method_is_called_as_it_is_found(name):
-    assert make_method(name, known=BENCH_METHODS).name == name
+    assert make_method(name, plugins=BENCH_METHODS).name == name
 
 
 @pytest.mark.parametrize(

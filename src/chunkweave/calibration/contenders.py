@@ -60,9 +60,9 @@ def make_contenders(
             continue
         parameter = method.budget.parameter
         values = (value_of(spec),) if at else alphas if parameter == ALPHA else ratios
-        for one in values:
-            changed: dict[str, Any] = {parameter: one}
-            made[label_of(written, one)] = make(name, settings, replace(usual, **changed))
+        for value in values:
+            changed: dict[str, Any] = {parameter: value}
+            made[label_of(written, value)] = make(name, settings, replace(usual, **changed))
     return made
 
 

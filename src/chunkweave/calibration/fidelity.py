@@ -423,10 +423,10 @@ def log_probabilities(
     return tuple(functional.log_softmax(row.double(), dim=-1) for row in rows)
 
 
-def divergence(expected: torch.Tensor, found: torch.Tensor) -> tuple[list[float], list[bool]]:
+def divergence(expected: torch.Tensor, actual: torch.Tensor) -> tuple[list[float], list[bool]]:
     """D_KL(expected || found) in nats at each position of log-probabilities `[tokens, vocab]`; whether top-1 agrees."""
-    kl = (expected.exp() * (expected - found)).sum(-1).clamp(min=0.0)
-    return kl.tolist(), (expected.argmax(-1) == found.argmax(-1)).tolist()
+    kl = (expected.exp() * (expected - actual)).sum(-1).clamp(min=0.0)
+    return kl.tolist(), (expected.argmax(-1) == actual.argmax(-1)).tolist()
 
 
 def negative_log_likelihood(log_probs: torch.Tensor, token_ids: Sequence[int]) -> float:

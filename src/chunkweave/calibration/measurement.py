@@ -159,10 +159,10 @@ def measure(
         groups = config.groups()
         sums, runs = _Sums(progress), []
         for place, group in enumerate(groups.values()):
-            own = engine if place == 0 else stack.enter_context(beside(engine, store))
+            group_engine = engine if place == 0 else stack.enter_context(beside(engine, store))
             if not all(map(skip, range(len(measured)))):
-                warm_by_earlier(own, tasks[config.earlier - group.warm.queries : config.earlier])
-            way = way_of(own, measured, group.contenders(), group)
+                warm_by_earlier(group_engine, tasks[config.earlier - group.warm.queries : config.earlier])
+            way = way_of(group_engine, measured, group.contenders(), group)
             runs.append(
                 compare([way], group, exact=FLOOR, skip=skip, progress=sums.part(len(measured) * len(way.labels)))
             )
@@ -196,12 +196,12 @@ def make_record(
     engine: Engine,
     examples: Sequence[Example],
     config: CalibrationConfig,
-    found: Sequence[Mapping[str, Samples]],
+    samples: Sequence[Mapping[str, Samples]],
     origin: Origin,
 ) -> CalibrationRecord:
-    """The record of a finished measurement; `found` has at least one question."""
+    """The record of a finished measurement; `samples` has at least one question."""
     rows = {
-        warm: summarize_fidelity([question_samples[warm] for question_samples in found]) for warm in config.groups()
+        warm: summarize_fidelity([question_samples[warm] for question_samples in samples]) for warm in config.groups()
     }
     grid = config.grid()
     every = [_point(row, warm) for warm, warm_rows in rows.items() for row in warm_rows]
@@ -214,7 +214,7 @@ def make_record(
         dtype=f"{computed['dtype']} ({quantized} weights)" if quantized else computed["dtype"],
         dataset=origin.dataset,
         dataset_digest=digest_of(examples),
-        questions=len(found),
+        questions=len(samples),
         chunks=config.chunks,
         prompt_tokens=next(row.prompt_tokens or 0.0 for warm_rows in rows.values() for row in warm_rows),
         new_tokens=config.new_tokens,

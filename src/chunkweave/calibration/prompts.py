@@ -160,7 +160,11 @@ class Warming(Protocol):
         """Number of questions of the data set that only fill the store."""
 
     def prepare(
-        self, engine: Engine, prompt: Prompt, others: Sequence[Prompt] = (), corpus: "ContextCorpus | None" = None
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        other_prompts: Sequence[Prompt] = (),
+        corpus: "ContextCorpus | None" = None,
     ) -> None:
         """Compute the missing parts of the prompt that is measured next."""
 
@@ -198,12 +202,16 @@ class Warmth:
         return self.count if self.by is WarmBy.QUERIES else 0
 
     def prepare(
-        self, engine: Engine, prompt: Prompt, others: Sequence[Prompt] = (), corpus: "ContextCorpus | None" = None
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        other_prompts: Sequence[Prompt] = (),
+        corpus: "ContextCorpus | None" = None,
     ) -> None:
         """Compute the missing parts of the prompt that is measured next; stored parts are leased meanwhile.
 
-        Does nothing if earlier questions of the data set fill the store. `others` supply chunks of other questions,
-        `corpus` the contexts of chunks.
+        Does nothing if earlier questions of the data set fill the store. `other_prompts` supply chunks of other
+        questions, `corpus` the contexts of chunks.
         """
         if self.by is WarmBy.QUERIES:
             return
@@ -211,22 +219,22 @@ class Warmth:
             compute_in_contexts(engine, prompt, corpus)
             return
         with engine.store.lease(engine.store.lookup(prompt)):
-            for request in self._requests(engine, prompt, others):
+            for request in self._requests(engine, prompt, other_prompts):
                 wanted = zip(request.parts, request.contexts(), strict=True)
                 if any(part.id and segment_id(part.id, context) not in engine.store for part, context in wanted):
                     prefill_and_store(engine, request)
 
-    def _requests(self, engine: Engine, prompt: Prompt, others: Sequence[Prompt]) -> list[Prompt]:
+    def _requests(self, engine: Engine, prompt: Prompt, other_prompts: Sequence[Prompt]) -> list[Prompt]:
         if self.by is WarmBy.FIRST:
-            return list(_beginning_alike(prompt, others, self.count))
+            return list(_beginning_alike(prompt, other_prompts, self.count))
         if self.by is WarmBy.CONTEXTS:
-            return list(_in_company(prompt, others, requests=2, rounds=self.count))
+            return list(_in_company(prompt, other_prompts, requests=2, rounds=self.count))
         if self.by is WarmBy.SOURCES:
-            return list(_in_company(prompt, others, requests=self.count))
+            return list(_in_company(prompt, other_prompts, requests=self.count))
         if self.by is WarmBy.NEUTRAL:
-            opening, own, *_ = cast_of(prompt, ())
+            opening, prompt_chunks, *_ = cast_of(prompt, ())
             preamble = engine.preparer.preamble(opening)
-            return [Prompt(tuple(opening)), *(Prompt((*preamble, part)) for part in own)]
+            return [Prompt(tuple(opening)), *(Prompt((*preamble, part)) for part in prompt_chunks)]
         return alone_prompts(prompt, behind_instruction=self.by is WarmBy.INSTRUCTION)
 
 
@@ -253,12 +261,12 @@ class ContextCorpus:
 
 def compute_in_contexts(engine: Engine, prompt: Prompt, corpus: ContextCorpus | None) -> None:
     """Compute a prompt's missing chunks as `Engine.precompute` computes a corpus's."""
-    opening, own, *_ = cast_of(prompt, ())
+    opening, prompt_chunks, *_ = cast_of(prompt, ())
     rule = engine.preparer.rule or ContextRule()
     if corpus is None:
         raise UsageError("these questions have no corpus for the contexts of chunks")
     store_opening(engine, opening)
-    for part in own:
+    for part in prompt_chunks:
         for prepared in engine.preparer.beforehand(part, corpus.contexts(part, prompt, rule), opening=opening):
             engine.compute(prepared, profiles=True)
 
@@ -268,27 +276,27 @@ def company_of(questions: Sequence[T], index: int) -> list[T]:
     return [questions[(index + step) % len(questions)] for step in (1, 2)]
 
 
-def _in_company(prompt: Prompt, others: Sequence[Prompt], *, requests: int, rounds: int = 1) -> Iterator[Prompt]:
-    """`requests` shuffled requests per round that split the chunks of `prompt`, filled up with chunks of `others`.
+def _in_company(prompt: Prompt, other_prompts: Sequence[Prompt], *, requests: int, rounds: int = 1) -> Iterator[Prompt]:
+    """`requests` shuffled requests per round that split the chunks of `prompt`, filled up from `other_prompts`.
 
     The random numbers are seeded by the chunks, so every call gives the same requests.
     """
-    opening, own, strangers, rng = cast_of(prompt, others)
-    cuts = [-(-place * len(own) // requests) for place in range(requests + 1)]
+    opening, prompt_chunks, strangers, rng = cast_of(prompt, other_prompts)
+    cuts = [-(-place * len(prompt_chunks) // requests) for place in range(requests + 1)]
     for _ in range(rounds):
-        rng.shuffle(own)
+        rng.shuffle(prompt_chunks)
         for first, behind in pairwise(cuts):
-            own_chunks = own[first:behind]
-            request = own_chunks + rng.sample(strangers, min(len(strangers), len(own) - len(own_chunks)))
+            own_chunks = prompt_chunks[first:behind]
+            request = own_chunks + rng.sample(strangers, min(len(strangers), len(prompt_chunks) - len(own_chunks)))
             rng.shuffle(request)
             if own_chunks:
                 yield Prompt((*opening, *request))
 
 
-def _beginning_alike(prompt: Prompt, others: Sequence[Prompt], first: int) -> Iterator[Prompt]:
+def _beginning_alike(prompt: Prompt, other_prompts: Sequence[Prompt], first: int) -> Iterator[Prompt]:
     """A request with the first chunks of `prompt` followed by others' chunks, and one with the rest."""
-    opening, own, strangers, rng = cast_of(prompt, others)
-    same, rest = own[:first], own[first:]
+    opening, prompt_chunks, strangers, rng = cast_of(prompt, other_prompts)
+    same, rest = prompt_chunks[:first], prompt_chunks[first:]
     yield Prompt((*opening, *same, *rng.sample(strangers, min(len(strangers), len(rest)))))
     if rest:
         request = rest + rng.sample(strangers, min(len(strangers), len(same)))
@@ -297,12 +305,14 @@ def _beginning_alike(prompt: Prompt, others: Sequence[Prompt], first: int) -> It
 
 
 def cast_of(
-    prompt: Prompt, others: Sequence[Prompt]
+    prompt: Prompt, other_prompts: Sequence[Prompt]
 ) -> tuple[list[PromptPart], list[PromptPart], list[PromptPart], Random]:
-    """A prompt's opening parts, its chunks, chunks that only `others` have, and a seeded random generator."""
+    """A prompt's opening parts, its chunks, chunks that only `other_prompts` have, and a seeded random generator."""
     opening = [part for part in prompt.parts if part.kind in (PartKind.START, PartKind.SYSTEM)]
     own_chunks = list({part.id: part for part in prompt.parts if part.kind is PartKind.CHUNK}.values())
-    company = {part.id: part for other_prompt in others for part in other_prompt.parts if part.kind is PartKind.CHUNK}
+    company = {
+        part.id: part for other_prompt in other_prompts for part in other_prompt.parts if part.kind is PartKind.CHUNK
+    }
     strangers = [part for key, part in company.items() if key not in {part.id for part in own_chunks}]
     return opening, own_chunks, strangers, Random(" ".join(str(part.id) for part in own_chunks))
 

@@ -214,15 +214,15 @@ def document_examples(
     if len(chunks) < chunks_each:
         raise UsageError(f"the documents have {len(chunks)} chunks, but {chunks_each} per prompt are needed")
     rng = Random(seed)
-    asked: list[tuple[str, str, int | None]] = [(question, "", None) for question in questions]
-    asked += [] if questions else _sentences(chunks, count, rng)
+    questions_with_answers: list[tuple[str, str, int | None]] = [(question, "", None) for question in questions]
+    questions_with_answers += [] if questions else _sentences(chunks, count, rng)
     embedder = HashedNgramEmbedder()
     index = FlatIndex(embedder.embed_documents([chunk.text for chunk in chunks]))
     examples = []
-    for question, answer, own in asked:
+    for question, answer, source_row in questions_with_answers:
         near = [int(row) for row in index.search(embedder.embed_query(question), chunks_each).rows]
-        if own is not None and own not in near:
-            near[-1] = own
+        if source_row is not None and source_row not in near:
+            near[-1] = source_row
         rng.shuffle(near)
         answers = (answer,) if answer else ()
         examples.append(Example(question, tuple(chunks[row] for row in near), answers))
@@ -241,7 +241,7 @@ def sentence_questions(text: str) -> Iterator[tuple[str, str]]:
 
 def _sentences(chunks: Sequence[Chunk], count: int, rng: Random) -> Iterator[tuple[str, str, int]]:
     """`count` questions about sentences, each with the rest of the sentence and the index of its chunk."""
-    whole = [(*asked, place) for place, chunk in enumerate(chunks) for asked in sentence_questions(chunk.text)]
+    whole = [(*pair, row) for row, chunk in enumerate(chunks) for pair in sentence_questions(chunk.text)]
     if len(whole) < count:
         raise UsageError(
             f"the documents have {len(whole)} sentences of 10 to 40 words, but {count} are needed; give more "

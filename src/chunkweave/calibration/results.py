@@ -108,13 +108,13 @@ def peak_rss_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def refuse_other_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def refuse_other_settings(path: Path, stored_settings: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to continue a measurement from a file with other settings; both are JSON objects.
 
     Raises:
         UsageError: they differ; the message names the settings.
     """
-    differ = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
+    differ = sorted(key for key in {*stored_settings, *now} if stored_settings.get(key) != now.get(key))
     if differ:
         named = ", ".join(differ)
         raise UsageError(f"{path} was measured under other settings ({named}); delete it, or name another file")
@@ -214,10 +214,10 @@ class QuestionLog:
             whole, _, cut_off = text.rpartition("\n")
             first, *rest = [json.loads(line) for line in whole.split("\n") if line] or [None]
             lines = {int(line["question"]): line for line in rest}
-            before, found = (first["settings"], first["found"]) if first else (self._settings, None)
+            stored_settings, found = (first["settings"], first["found"]) if first else (self._settings, None)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} is not a file of finished questions ({error}); name another file") from error
-        refuse_other_settings(path, before, self._settings)
+        refuse_other_settings(path, stored_settings, self._settings)
         self.found, self._lines = found, lines
         if cut_off:
             path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")

@@ -107,15 +107,15 @@ def _command_elsewhere(name: str) -> Any:
     """The command of another package; for a command of the server that is missing, how to install it."""
     try:
         (entry,) = entry_points(group=_COMMANDS, name=name)
-        found = entry.load()
+        loaded = entry.load()
     except (ImportError, ValueError) as error:
-        found = _missing(name, error)
-    if not isinstance(found, typer.Typer):
+        loaded = _missing(name, error)
+    if not isinstance(loaded, typer.Typer):
         alone = typer.Typer()
-        alone.command(name)(found)
-        found = alone
-    found._add_completion = False  # `chunkweave` itself has it
-    command = typer.main.get_command(found)
+        alone.command(name)(loaded)
+        loaded = alone
+    loaded._add_completion = False  # `chunkweave` itself has it
+    command = typer.main.get_command(loaded)
     command.name, command.rich_help_panel = name, _panels_elsewhere()[name]  # type: ignore[attr-defined]
     return command
 

@@ -440,9 +440,9 @@ def _deleted(tier: "DiskTier", segment: SegmentId) -> bool:
 
 
 def _remote_headers(
-    blobs: "BlobStore", fingerprint: str, chosen: SegmentOptions, known: Collection[SegmentId], cleared: _Cleared
+    blobs: "BlobStore", fingerprint: str, chosen: SegmentOptions, header_ids: Collection[SegmentId], cleared: _Cleared
 ) -> dict[SegmentId, "SegmentHeader | None"]:
-    """Headers of a model's segments in the remote that are not `known`; None where only the id is needed.
+    """Headers of a model's segments in the remote that are not among `header_ids`; None where only the id is needed.
 
     Reads the blobs without the tier's deadlines and circuit breaker: a miss because of a timeout must not count as a
     deletion.
@@ -455,7 +455,7 @@ def _remote_headers(
         for key in blobs.keys(fingerprint):
             if chosen.whole_models:
                 headers[key.segment] = None
-            elif key.segment not in known:
+            elif key.segment not in header_ids:
                 try:
                     header = fetch_header(blobs, key)
                 except SegmentRefused as refused:

@@ -73,10 +73,10 @@ def how_many(corpus: "Corpus", top_k: int | None) -> int:
     return max(1, min(top_k, chunks))
 
 
-def retrieved_table(found: Sequence["RetrievedChunk"]) -> Table:
+def retrieved_table(retrieved: Sequence["RetrievedChunk"]) -> Table:
     """Chunks with rank, score and the beginning of their text."""
     return table_of(
-        found,
+        retrieved,
         ("rank", lambda chunk: str(chunk.rank)),
         ("score", lambda chunk: f"{chunk.score:.3f}"),
         ("chunk", lambda chunk: escape(_where(chunk))),
@@ -139,10 +139,12 @@ def search(
     corpus = open_corpus(folder)
     k = how_many(corpus, top_k)
     with status("searching"):
-        found = list(corpus.search_stages(question, k))
-    for stage in found if stages else found[-1:]:
+        retrieved = list(corpus.search_stages(question, k))
+    for stage in retrieved if stages else retrieved[-1:]:
         if stages:
-            output.show(f"stage {stage.number} of {len(found)}: {seconds(stage.seconds)}, {stage.distances} distances")
+            output.show(
+                f"stage {stage.number} of {len(retrieved)}: {seconds(stage.seconds)}, {stage.distances} distances"
+            )
         output.show(retrieved_table(stage.chunks))
     summary = [
         {
@@ -151,10 +153,10 @@ def search(
             "distances": stage.distances,
             "chunks": [f"{chunk.document}#{chunk.place}" for chunk in stage.chunks],
         }
-        for stage in found
+        for stage in retrieved
     ]
     output.finish(
-        {"question": question, "retrieved": [chunk.as_dict() for chunk in found[-1].chunks], "stages": summary}
+        {"question": question, "retrieved": [chunk.as_dict() for chunk in retrieved[-1].chunks], "stages": summary}
     )
 
 

@@ -97,14 +97,14 @@ def demo(
             "prefill's answer, ≠ different tokens. Full prefill is the reference, right or wrong.\n"
         )
         precompute_chunks(engine, list(dict.fromkeys(chunk for example in scene.examples for chunk in example.chunks)))
-        found = _ask(engine, scene.examples, config, output)
+        all_samples = _ask(engine, scene.examples, config, output)
         whole = {**asdict(config), "warm": str(config.warm), "model": model.name, "dataset": scene.about}
         whole |= computed_on(engine.loaded.model)
-        rows = summarize_fidelity(found)
+        rows = summarize_fidelity(all_samples)
         output.show(_table(rows, whole, scene.remark))
         row_dicts = [row.as_dict() for row in rows]
         measured = BenchmarkResult("demo", command_line(), _SEED, whole, row_dicts, {}).as_dict()
-    answers = [_answer_dict(example, samples) for example, samples in zip(scene.examples, found, strict=True)]
+    answers = [_answer_dict(example, samples) for example, samples in zip(scene.examples, all_samples, strict=True)]
     output.finish({"model": model.name, "answers": answers, "fidelity": measured})
 
 

@@ -79,10 +79,10 @@ class Room:
             raise self._too_long(len(found), count)
         return tuple(found[:count])
 
-    def _too_long(self, asked: int, fitting: int) -> PromptTooLongError:
+    def _too_long(self, wanted: int, fitting: int) -> PromptTooLongError:
         if fitting:
             return PromptTooLongError(
-                f"{fitting} of {counted(asked, 'chunk')} fit into a prompt of {counted(self.most_tokens, 'token')}: "
+                f"{fitting} of {counted(wanted, 'chunk')} fit into a prompt of {counted(self.most_tokens, 'token')}: "
                 f"give --top-k {fitting}"
             )
         return PromptTooLongError(

@@ -165,18 +165,18 @@ def with_blocks(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def as_command(
-    call: Callable[..., None], command: Callable[..., None], shown: Sequence[inspect.Parameter]
+    call: Callable[..., None], command: Callable[..., None], parameters: Sequence[inspect.Parameter]
 ) -> Callable[..., None]:
-    """`call`, changed to have the name and help of `command`, and the parameters `shown`."""
+    """`call`, changed to have the name and help of `command`, and these `parameters`."""
     hidden = any(
         isinstance(option, OptionInfo) and option.hidden
-        for parameter in shown
+        for parameter in parameters
         for option in getattr(parameter.annotation, "__metadata__", ())
     )
     call.__name__ = command.__name__
     call.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{UNLISTED}" if hidden else command.__doc__
-    call.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
 
 
@@ -220,9 +220,9 @@ def _under(panel: str, kind: Any) -> Any:
     """A copy of an option's annotation, with `panel` as its heading in the help; the original may be shared."""
     plain, *annotations = get_args(kind) if get_origin(kind) is Annotated else (kind, typer.Option())
     moved = [copy.copy(annotation) for annotation in annotations]
-    for one in moved:
-        if isinstance(one, OptionInfo):
-            one.rich_help_panel = one.rich_help_panel or panel
+    for option in moved:
+        if isinstance(option, OptionInfo):
+            option.rich_help_panel = option.rich_help_panel or panel
     return Annotated[plain, *moved]
 
 
@@ -243,14 +243,14 @@ def _made(kind: Any, values: dict[str, Any]) -> Any:
 
 
 def option_parameters(
-    known: Iterable[Setting], place: Place, panel: str | None = None, *, listed: Collection[str]
+    settings: Iterable[Setting], place: Place, panel: str | None = None, *, listed: Collection[str]
 ) -> list[inspect.Parameter]:
     """An option for each setting; its value is None if it was not given.
 
     `panel` is the heading of the options in the help, which names those that are `listed`.
     """
     parameters = []
-    for setting in known:
+    for setting in settings:
         default = setting.default_at(place)
         option = typer.Option(
             f"{setting.flag}/--no-{setting.flag[2:]}" if setting.plain is bool else setting.flag,
@@ -283,14 +283,14 @@ def warn(message: str) -> None:
     stderr().print(f"[yellow]{escape(message)}[/yellow]", soft_wrap=True)
 
 
-def given_options(known: Mapping[str, Setting], values: dict[str, Any]) -> dict[str, Any]:
+def given_options(settings: Mapping[str, Setting], values: dict[str, Any]) -> dict[str, Any]:
     """Values of the settings whose options were given, by the settings' names; removes all of them from `values`."""
-    raw_values = {name: values.pop(name) for name in known}
+    raw_values = {name: values.pop(name) for name in settings}
     for name, value in raw_values.items():
-        if known[name].choices and isinstance(value, list) and value:  # repeated, or separated by commas
+        if settings[name].choices and isinstance(value, list) and value:  # repeated, or separated by commas
             raw_values[name] = ",".join(value)
     return {
-        name: (known[name].parse if isinstance(value, str) else known[name].check)(value, known[name].flag)
+        name: (settings[name].parse if isinstance(value, str) else settings[name].check)(value, settings[name].flag)
         for name, value in raw_values.items()
         if value is not None and value != []
     }

@@ -181,13 +181,13 @@ def _count(name: str, value: float | None) -> tuple[str, str]:
     return name.replace("_", " "), f"{value:,}"
 
 
-def _tables(shown: Mapping[str, Any]) -> list[Table]:
+def _tables(state: Mapping[str, Any]) -> list[Table]:
     about = Table("", "", show_header=False)
-    about.add_row("state", "ready" if shown["ready"] else str(shown["stage"]))
-    about.add_row("version", shown["version"])
-    if "models" in shown:
-        about.add_row("models", ", ".join(shown["models"]))
-    cache: Mapping[str, Any] = shown.get("cache", {})
+    about.add_row("state", "ready" if state["ready"] else str(state["stage"]))
+    about.add_row("version", state["version"])
+    if "models" in state:
+        about.add_row("models", ", ".join(state["models"]))
+    cache: Mapping[str, Any] = state.get("cache", {})
     for name, value in cache.get("all_tenants", cache.get("tenant", {})).items():
         about.add_row(*_count(name, value))
     for name, reason in cache.get("off", {}).items():

@@ -132,9 +132,9 @@ class RequestPreparer:
         stores = request.cache is CacheUse.USE
         counted = stores and not speculative
         arranged = Arranged(prompt) if found else self._arrange(prompt, order, request.tenant, counted=counted)
-        kept = self.chooser.kept(choice) if stores else Kept(kv=False)
+        capture_choice = self.chooser.kept(choice) if stores else Kept(kv=False)
         method = method_for(choice, arranged.promotion, None)
-        return PreparedRequest(request, order, arranged, choice, method, kept, room, raisable, not_sent)
+        return PreparedRequest(request, order, arranged, choice, method, capture_choice, room, raisable, not_sent)
 
     def prepare_beforehand(
         self,
@@ -221,10 +221,12 @@ class RequestPreparer:
     def _computing(self, prompt: Prompt, cache_salt: str, mean: MeanShare | None = None) -> PreparedRequest:
         room = min(1, prompt.room_in(self.context_tokens))
         choice = self.chooser.choose(MethodRequest.of("prefix" if mean is None else "full-reuse"))
-        kept = Kept(profiles=self.chooser.kept(self.chooser.choose(MethodRequest())).profiles)
+        capture_choice = Kept(profiles=self.chooser.kept(self.chooser.choose(MethodRequest())).profiles)
         request = Request("", sampling=SamplingParams(1, temperature=0.0), cache_salt=cache_salt)
         method = FirstPassMethod() if mean is None else ContextMethod()
-        return PreparedRequest(request, ChunkOrder.FIXED, Arranged(prompt), choice, method, kept, room, mean=mean)
+        return PreparedRequest(
+            request, ChunkOrder.FIXED, Arranged(prompt), choice, method, capture_choice, room, mean=mean
+        )
 
     def pool_of(self, chunks: Sequence[Chunk | str], *, cache_salt: str = "") -> ContextPool | None:
         """The pool in which chunks are computed ahead of requests; None if neutral passages are configured instead.

@@ -114,23 +114,23 @@ class TurnBuilder:
         """
         if self._sent is None or request.cache is CacheUse.OFF:
             return request, build(request, PromptLimit(most_tokens)), ()
-        held, given = self._sent.before(request), [_chunk(chunk) for chunk in request.chunks]
+        held, new_chunks = self._sent.before(request), [_chunk(chunk) for chunk in request.chunks]
         room = most_tokens - min(request.sampling.max_new_tokens, most_tokens // _ANSWER_SHARE)
         for cut in range(len(held) + 1):
             remaining = (*((),) * cut, *held[cut:])
             sent = {chunk.text for chunks in remaining for chunk in chunks}
-            new = list({chunk.text: chunk for chunk in reversed(given) if chunk.text not in sent}.values())[::-1]
-            asked = replace(request, chunks=new, history_chunks=remaining)
+            new = list({chunk.text: chunk for chunk in reversed(new_chunks) if chunk.text not in sent}.values())[::-1]
+            with_new_chunks = replace(request, chunks=new, history_chunks=remaining)
             try:
-                prompt = build(asked, PromptLimit(most_tokens))
+                prompt = build(with_new_chunks, PromptLimit(most_tokens))
             except PromptTooLongError:
                 if not any(remaining):
                     raise
                 continue
             if len(prompt) <= room or not any(remaining):
                 break
-        repeated = Counter(chunk.text for chunk in given) - Counter(chunk.text for chunk in new)
-        return asked, prompt, self._builder.chunk_parts([*repeated.elements()], cache_salt=request.cache_salt)
+        repeated = Counter(chunk.text for chunk in new_chunks) - Counter(chunk.text for chunk in new)
+        return with_new_chunks, prompt, self._builder.chunk_parts([*repeated.elements()], cache_salt=request.cache_salt)
 
     def answered(self, request: Request, chunks: Sequence[Chunk | str]) -> None:
         """Note that a request was answered with these new `chunks`, in this order."""

@@ -267,11 +267,11 @@ class BatchingCore:
     def _start(self, request: RequestState) -> None:
         prompt = request.prepared.prompt
         room = self.pool.capacity(request) - len(prompt)
-        kept = request.prepared.kept
+        capture_choice = request.prepared.kept
         options = PrefillOptions(
             new_tokens=room,
-            capture=kept.kv,
-            profiles=kept.profiles,
+            capture=capture_choice.kv,
+            profiles=capture_choice.profiles,
             generated=request.generated,
             plan=request.plan,
             prefetched=request.prefetch,
@@ -289,7 +289,11 @@ class BatchingCore:
         """The method of an admitted request. Its recompute ratio is raised only if no other request would wait for
         that.
         """
-        requests = (one for one in self._scheduler.requests.values() if one is not request and not one.preemptible)
+        requests = (
+            other_request
+            for other_request in self._scheduler.requests.values()
+            if other_request is not request and not other_request.preemptible
+        )
         alone = next(requests, None) is None
         return request.prepared.raised(self._runner.loading(request.prefetch) if alone else None)
 
@@ -367,14 +371,14 @@ class BatchingCore:
         tokens_left = self._config.step_tokens - len(requests) - sum(tokens for _, tokens in group.pieces)
         if not most or tokens_left <= 0 or self._costs.stale(len(requests)):
             return [()] * len(requests)
-        found, chances = [], []
+        drafts_of, chances = [], []
         for request in requests:
             assert request.decode is not None, "a decoding request has a token"
             drafts, acceptance = request.decode.find_drafts(most)
-            found.append(drafts[: self._scheduler.room_for_drafts(request, len(drafts))])
+            drafts_of.append(drafts[: self._scheduler.room_for_drafts(request, len(drafts))])
             chances.append(acceptance)
-        counts = self._costs.allot(list(zip(map(len, found), chances, strict=True)), tokens_left)
-        return [drafts[:count] for drafts, count in zip(found, counts, strict=True)]
+        counts = self._costs.allot(list(zip(map(len, drafts_of), chances, strict=True)), tokens_left)
+        return [drafts[:count] for drafts, count in zip(drafts_of, counts, strict=True)]
 
     def _stopping(self) -> RequestState | None:
         """The request that arrived since the step began and stops it; None if there is none."""

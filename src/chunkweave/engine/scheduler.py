@@ -521,10 +521,11 @@ class Scheduler:
         for request in running:
             if not request.preemptible:
                 by_tenant.setdefault(request.tenant, []).append(request)
-        own = by_tenant.pop(tenant, [])
-        if not by_tenant or (own and self._held(own, places, blocks) > self._time.share(tenant)):
+        of_tenant = by_tenant.pop(tenant, [])
+        if not by_tenant or (of_tenant and self._held(of_tenant, places, blocks) > self._time.share(tenant)):
             return []
-        least = self._budget.tokens if own else 0  # preemption repeats a prefill: not worth it for small differences
+        # Preemption repeats a prefill: not worth it for small differences.
+        least = self._budget.tokens if of_tenant else 0
         promised = self._promised()
         times = {name: self._time.of(name, promised.get(name, 0.0)) for name in {*by_tenant, tenant}}
         above = {name: self._held(requests) / self._time.share(name, tenant) for name, requests in by_tenant.items()}

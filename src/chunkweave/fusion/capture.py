@@ -326,10 +326,12 @@ def woven_profile(
     rest = _times(fresh, 1.0 / (1.0 - share)) if stored is None else stored
     looked_out = sum(rest.outward) if stored is not None else 0.0
     if looked_out:
-        carried, kept = _carried(fresh, rest)
+        carried, carried_share = _carried(fresh, rest)
         by_others = sum(rest.outward[token] for token in kept_tokens) / looked_out
     else:
-        carried, kept, by_others = (list(fresh.inter), 0.0, share / (1.0 - share) if recomputed_tokens else 0.0)
+        carried = list(fresh.inter)
+        carried_share = 0.0
+        by_others = share / (1.0 - share) if recomputed_tokens else 0.0
     return AttentionProfile(
         chunks=fresh.chunks,
         lengths=fresh.lengths,
@@ -337,7 +339,7 @@ def woven_profile(
         intra=fresh.intra + share * rest.intra,
         sink=fresh.sink + share * rest.sink,
         outward=tuple(
-            new if token in recomputed_tokens else kept * old
+            new if token in recomputed_tokens else carried_share * old
             for token, (new, old) in enumerate(zip(fresh.outward, rest.outward, strict=True))
         ),
     )

@@ -83,9 +83,13 @@ class PassRun:
         """
         # `hidden` has the flat rows of requests whose passes continue. Requests that ended earlier have no rows left:
         # only passes through all layers give answers.
-        live = [(mine, depth) for mine, depth in self._live if depth > self.layer]
+        live = [(own_rows, depth) for own_rows, depth in self._live if depth > self.layer]
         hidden = dict(
-            zip((mine for mine, _ in live), torch.split(self.hidden, [len(mine) for mine, _ in live]), strict=True)
+            zip(
+                (own_rows for own_rows, _ in live),
+                torch.split(self.hidden, [len(own_rows) for own_rows, _ in live]),
+                strict=True,
+            )
         )
         if rows not in hidden:
             return None
@@ -94,7 +98,7 @@ class PassRun:
         for run in (out, self):
             run._live = [one for one in live if (one[0] is rows) is (run is out)]
             run._depth = max((depth for _, depth in run._live), default=run.layer)
-            run.hidden = torch.cat([hidden[mine] for mine, _ in run._live]) if run._live else self.hidden[:0]
+            run.hidden = torch.cat([hidden[own_rows] for own_rows, _ in run._live]) if run._live else self.hidden[:0]
         return out
 
     def next_layer(self) -> None:
@@ -176,7 +180,7 @@ def _attend(
         return queries[:0], [None] * len(batch)
     if len(finishing) < len(batch):
         parts = torch.split(queries, [rows.queried for rows in batch])
-        queries = torch.cat([mine for mine, rows in zip(parts, batch, strict=True) if rows.finishing])
+        queries = torch.cat([own_rows for own_rows, rows in zip(parts, batch, strict=True) if rows.finishing])
     result = attention.attend(queries, [rows.own_queries(layer) for rows in finishing])
     measured = iter(result.measured)
     return result.states, [next(measured) if rows.finishing else None for rows in batch]
@@ -192,14 +196,16 @@ def _tails(lengths: Sequence[int], counts: Sequence[int], device: torch.device) 
     )
 
 
-def _joined(kept: Sequence[torch.Tensor | None], lengths: Sequence[int], device: torch.device) -> torch.Tensor | None:
+def _joined(
+    kept_rows: Sequence[torch.Tensor | None], lengths: Sequence[int], device: torch.device
+) -> torch.Tensor | None:
     """Flat rows to keep, from the request rows to keep (None: all `lengths` rows); None if all are kept."""
-    if all(mine is None for mine in kept):
+    if all(own_rows is None for own_rows in kept_rows):
         return None
     starts = accumulate(lengths, initial=0)
     return torch.cat(
         [
-            start + (torch.arange(length, device=device) if mine is None else mine)
-            for mine, length, start in zip(kept, lengths, starts, strict=False)
+            start + (torch.arange(length, device=device) if own_rows is None else own_rows)
+            for own_rows, length, start in zip(kept_rows, lengths, starts, strict=False)
         ]
     )

@@ -171,18 +171,18 @@ def _causal_from(where: Sequence[int]) -> int:
     return first if length > 1 and where[first] <= _MAX_BEFORE * length else last + 1
 
 
-def _causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, before: int) -> torch.Tensor:
-    """SDPA's causal path for a run of positions up to the last key; `before` zero queries pad its start.
+def _causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cached_tokens: int) -> torch.Tensor:
+    """SDPA's causal path for a run of positions up to the last key; `cached_tokens` zero queries pad its start.
 
     On CPUs heads are made contiguous, which pays off because every key is read many times.
     """
-    padded = F.pad(queries, (0, 0, 0, 0, before, 0)) if before else queries
+    padded = F.pad(queries, (0, 0, 0, 0, cached_tokens, 0)) if cached_tokens else queries
     q, k, v = (states.transpose(0, 1).unsqueeze(0) for states in (padded, keys, values))
     if queries.device.type == "cpu":
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     grouped = queries.shape[1] != keys.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    return out[0].transpose(0, 1)[before:].reshape(queries.shape[0], -1)
+    return out[0].transpose(0, 1)[cached_tokens:].reshape(queries.shape[0], -1)
 
 
 def attend_masked(

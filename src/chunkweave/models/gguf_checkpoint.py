@@ -211,7 +211,7 @@ def _config(fields: _Fields, tensors: Mapping[str, Any]) -> PreTrainedConfig:
         raise UnsupportedModelError("GGUF files with partial rotary embedding are not supported")
     kind: Callable[..., PreTrainedConfig] = _FAMILIES[architecture]
     rope = _rope(fields, tensors, head_dim)
-    own = _gemma3_fields(fields, rope) if architecture == "gemma3" else {"rope_parameters": rope}
+    family_fields = _gemma3_fields(fields, rope) if architecture == "gemma3" else {"rope_parameters": rope}
     config = kind(
         architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_FAMILIES[architecture].model_type]],
         hidden_size=hidden,
@@ -227,7 +227,7 @@ def _config(fields: _Fields, tensors: Mapping[str, Any]) -> PreTrainedConfig:
         bos_token_id=fields.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=_end_ids(fields),
         pad_token_id=fields.get("tokenizer.ggml.padding_token_id"),
-        **own,
+        **family_fields,
     )
     config.dtype = torch.bfloat16
     return config
@@ -434,10 +434,10 @@ def _tokenizer(fields: _Fields) -> PreTrainedTokenizerFast:
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     kinds: list[int] = fields.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     tokenizer = _byte_level(fields, tokens) if kind == "gpt2" else _sentencepiece(fields, tokens, kinds)
-    for token, one in zip(tokens, kinds, strict=True):
-        if one in (_UNKNOWN, _CONTROL):
+    for token, token_kind in zip(tokens, kinds, strict=True):
+        if token_kind in (_UNKNOWN, _CONTROL):
             tokenizer.add_special_tokens([AddedToken(token, normalized=False)])
-        elif one == _USER_DEFINED:
+        elif token_kind == _USER_DEFINED:
             tokenizer.add_tokens([AddedToken(token, normalized=False)])
     named = {
         f"{ours}_token": tokens[number]

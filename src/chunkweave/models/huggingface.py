@@ -201,14 +201,14 @@ def _narrowed(config: Any) -> Iterator[int]:
 
     Independent of the geometry, so that a window missing there is detected.
     """
-    before, window = getattr(config, "sliding_window", None), _PROBE_TOKENS // 2
-    if before:
+    configured, window = getattr(config, "sliding_window", None), _PROBE_TOKENS // 2
+    if configured:
         config.sliding_window = window
     try:
         yield window
     finally:
-        if before:
-            config.sliding_window = before
+        if configured:
+            config.sliding_window = configured
 
 
 class _Layer:
@@ -230,11 +230,11 @@ class _Layer:
         query_norm, key_norm = [
             _as_it_is if norm is None else _HEAD_NORMS[anatomy.norm_over](_in_one_launch(norm)) for norm in norms
         ]
-        before, behind = (query_norm, key_norm), (_as_it_is, _as_it_is)
+        norms_before, norms_behind = (query_norm, key_norm), (_as_it_is, _as_it_is)
         if anatomy.norms_behind_rope:
-            before, behind = behind, before
-        self._query_norm, self._key_norm = before
-        self.query_norm_behind, self.key_norm_behind = behind
+            norms_before, norms_behind = norms_behind, norms_before
+        self._query_norm, self._key_norm = norms_before
+        self.query_norm_behind, self.key_norm_behind = norms_behind
         self._query_scale = self.attention.scaling * geometry.head_dim**0.5
 
     def qkv(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -259,8 +259,8 @@ class _Layer:
 
     def _through_mlp(self, states: torch.Tensor) -> torch.Tensor:
         """Run the MLP on a batch of one: expert blocks need three dimensions, and may also return router scores."""
-        found = self._mlp(states[None])
-        output: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        result = self._mlp(states[None])
+        output: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return output.view(states.shape)
 
 

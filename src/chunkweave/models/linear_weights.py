@@ -222,12 +222,14 @@ def int4_half_block() -> int:
     """
     outputs = torch.arange(_BLOCK, dtype=torch.int32)[:, None].expand(_BLOCK, GROUP).contiguous()
     try:
-        ones, sixteens = (torch._convert_weight_to_int4pack_for_cpu(of, 1) for of in (outputs % 16, outputs // 16))
+        packed_ones, sixteens = (
+            torch._convert_weight_to_int4pack_for_cpu(of, 1) for of in (outputs % 16, outputs // 16)
+        )
     except (AttributeError, RuntimeError):
         return 0
     for half in (32, 16):
-        low = ((ones & 15) + 16 * (sixteens & 15)).view(-1, GROUP, half)
-        high = ((ones >> 4) + 16 * (sixteens >> 4)).view(-1, GROUP, half)
+        low = ((packed_ones & 15) + 16 * (sixteens & 15)).view(-1, GROUP, half)
+        high = ((packed_ones >> 4) + 16 * (sixteens >> 4)).view(-1, GROUP, half)
         first = (torch.arange(_BLOCK) // (2 * half) * 2 * half).view(-1, 2 * half)[:, :half] + torch.arange(half)
         if bool((low == first[:, None]).all()) and bool((high == first[:, None] + half).all()):
             return half

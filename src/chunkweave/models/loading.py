@@ -236,10 +236,10 @@ def _read_config(path: Path) -> Any:
 def _stop_ids(model: Any, config: Any) -> tuple[int, ...]:
     """End-of-sequence ids in the generation config or the config, besides the tokenizer's own."""
     generation = getattr(model, "generation_config", None)
-    found = getattr(generation, "eos_token_id", None) or getattr(config, "eos_token_id", None)
-    if found is None:
+    stop_ids = getattr(generation, "eos_token_id", None) or getattr(config, "eos_token_id", None)
+    if stop_ids is None:
         return ()
-    return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    return tuple(stop_ids) if isinstance(stop_ids, list | tuple) else (int(stop_ids),)
 
 
 def _dtype(dtype: str, device: str, checkpoint: str, choose: Callable[[], str]) -> str:

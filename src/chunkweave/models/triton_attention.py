@@ -138,11 +138,11 @@ def every_launch(heads: int, kv_heads: int, dtype: torch.dtype) -> list[tuple[Bl
     9
     """
     few, some, many = [1], [max(1, 64 // (heads // kv_heads))], [4096]
-    found: dict[tuple[Blocks, int, torch.dtype], tuple[Blocks, int]] = {}
+    distinct: dict[tuple[Blocks, int, torch.dtype], tuple[Blocks, int]] = {}
     for parts, counts, stop in product((0, *PART_SIZES), (few, some, many), (1, 1 << 13)):
         blocks = choose_blocks(counts, stop, heads, kv_heads, dtype=dtype, processors=1 << 20, parts=parts)
-        found.setdefault((replace(blocks, splits=1), parts, _out_dtype(blocks, parts, dtype)), (blocks, parts))
-    return list(found.values())
+        distinct.setdefault((replace(blocks, splits=1), parts, _out_dtype(blocks, parts, dtype)), (blocks, parts))
+    return list(distinct.values())
 
 
 def _out_dtype(blocks: Blocks, parts: int, dtype: torch.dtype) -> torch.dtype:
@@ -220,17 +220,17 @@ def attend(
     if not parts:
         if splits == 1:
             return Attended(out[0].flatten(1), log_sum_exp[0])
-        found, total = combined(out, log_sum_exp, states.dtype)
-        return Attended(found.flatten(1), total)
+        combined_states, total = combined(out, log_sum_exp, states.dtype)
+        return Attended(combined_states.flatten(1), total)
     if splits == 1:
-        found, total, share = out[0], log_sum_exp[0], None
+        combined_states, total, share = out[0], log_sum_exp[0], None
     else:  # combine the softmaxes over key splits, each weighted by its share of the sum
         total = torch.logsumexp(log_sum_exp, 0)
         share = torch.exp(log_sum_exp - total)[..., None]
-        found = (out * share).sum(0)
+        combined_states = (out * share).sum(0)
     by_part = mass[0] if share is None else (mass * share).sum(0)
     own = own[0] if share is None else (own * share[..., 0]).sum(0)
-    return Attended(found.to(states.dtype).flatten(1), total, by_part[..., : places.parts], own)
+    return Attended(combined_states.to(states.dtype).flatten(1), total, by_part[..., : places.parts], own)
 
 
 @cache
@@ -331,22 +331,22 @@ class TritonAttention:
     def attend(self, queries: torch.Tensor, owners: Sequence[OwnQueries]) -> FlatResult:
         """One launch for requests that need mass by part, one for the others, and PyTorch's for causal runs."""
         counts = [len(owner.queries) for owner in owners]
-        found: list[tuple[torch.Tensor, Measured | None]] = [(queries[:0], None)] * len(owners)
+        results: list[tuple[torch.Tensor, Measured | None]] = [(queries[:0], None)] * len(owners)
         rows = torch.split(queries, counts)
         groups: dict[bool, list[int]] = {}
         for index, owner in enumerate(owners):
             measures = owner.parts is not None and owner.parts.count <= MAX_PARTS
             if owner.queries.causal and not measures:
-                found[index] = owner.queries.attend(rows[index], owner.keys, owner.values), None
+                results[index] = owner.queries.attend(rows[index], owner.keys, owner.values), None
             else:
                 groups.setdefault(measures, []).append(index)
         for measures, indices in groups.items():
             together = queries if len(indices) == len(owners) else torch.cat([rows[index] for index in indices])
             results = self._launch(together, [owners[index] for index in indices], measures=measures)
             for index, result in zip(indices, results, strict=True):
-                found[index] = result
-        states = [states for states, _ in found]
-        return FlatResult(states[0] if len(states) == 1 else torch.cat(states), [measured for _, measured in found])
+                results[index] = result
+        states = [states for states, _ in results]
+        return FlatResult(states[0] if len(states) == 1 else torch.cat(states), [measured for _, measured in results])
 
     def _launch(
         self, queries: torch.Tensor, owners: Sequence[OwnQueries], *, measures: bool

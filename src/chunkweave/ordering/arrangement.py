@@ -184,7 +184,7 @@ class Arranger:
         """Write the counts atomically (None: nowhere): chunk ids, no texts. A failure is logged."""
         if path is None or not self._counted:
             return
-        counted = {tenant: list(one.latest) for tenant, one in self._counted.items()}
+        counted = {tenant: list(history.latest) for tenant, history in self._counted.items()}
         partial = path.with_name(f".{path.name}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ class Arranger:
             if saved["format"] != FORMAT:
                 raise ValueError("another format")
             requests = [
-                (str(tenant), [ChunkId(str(one)) for one in chunks], bool(free))
+                (str(tenant), [ChunkId(str(chunk)) for chunk in chunks], bool(free))
                 for tenant, latest in saved["requests"].items()
                 for free, chunks in latest
             ]
@@ -253,7 +253,7 @@ class Arranger:
         """Indices into `chunks` in the ordering's order, placed after the parts before index `first`."""
         before = (part.id for part in prompt.parts[:first] if part.id is not None)
         ids = [part.id for part in chunks if part.id is not None]
-        counts = [self.table(tenant).count(one) for one in ids]
+        counts = [self.table(tenant).count(chunk) for chunk in ids]
         return self._ordering.order(Unordered(ids, counts, list(map(len, chunks)), self._tree.at(before)))
 
     def count(self, prompt: Prompt, *, free: bool, tenant: str = "") -> None:
@@ -277,8 +277,10 @@ class Arranger:
         if not free and most is None:
             return None
         begins = _beginnings(path)
-        stays = {part.id for part in before if part.id is not None}
-        hot = stays.union(one for one in path[:most] if kept is None or counted.table.count_with(one) >= kept)
+        ids_before = {part.id for part in before if part.id is not None}
+        hot = ids_before.union(
+            chunk for chunk in path[:most] if kept is None or counted.table.count_with(chunk) >= kept
+        )
         return Promotion(
             None if kept is None and most is None else frozenset(hot),
             frozenset(

@@ -92,14 +92,14 @@ class ReuseMethod(Protocol):
         """The plan for one prompt, given what is stored for it. Pure: equal inputs give equal plans."""
 
 
-def make_method(name: str, config: ReuseConfig | None = None, known: Plugins = METHODS) -> ReuseMethod:
-    """The method with this name among the `known` ones, constructed with `config`.
+def make_method(name: str, config: ReuseConfig | None = None, plugins: Plugins = METHODS) -> ReuseMethod:
+    """The method with this name among the `plugins`, constructed with `config`.
 
     Raises:
         UnknownMethodError: no such method; the message lists the known ones.
         UsageError: it cannot be imported, has another `name`, lacks `name` or `budget`, or lists unknown parameters.
     """
-    method: ReuseMethod = known.get(name)(config or ReuseConfig())
+    method: ReuseMethod = plugins.get(name)(config or ReuseConfig())
     for needed, what in (("name", f"{name!r}"), ("budget", "RATIO_BUDGET, or None")):
         if not hasattr(method, needed):
             raise UsageError(f"the reuse method {name!r} has no `{needed}`: set it to {what}")
@@ -110,10 +110,10 @@ def make_method(name: str, config: ReuseConfig | None = None, known: Plugins = M
     return method
 
 
-_PARAMETERS = {one.name for one in fields(ReuseConfig)} - {"capture"}
+_PARAMETERS = {parameter.name for parameter in fields(ReuseConfig)} - {"capture"}
 
 
-def parameter_of(name: str, known: Plugins = METHODS) -> str | None:
+def parameter_of(name: str, plugins: Plugins = METHODS) -> str | None:
     """The field of `ReuseConfig` that sets how much a method recomputes; None if there is none.
 
     Raises:
@@ -122,11 +122,11 @@ def parameter_of(name: str, known: Plugins = METHODS) -> str | None:
     >>> parameter_of("cachecraft"), parameter_of("cacheblend"), parameter_of("prefix")
     ('alpha', 'recompute_ratio', None)
     """
-    budget = make_method(name, known=known).budget
+    budget = make_method(name, plugins=plugins).budget
     return None if budget is None else budget.parameter
 
 
-def parameters_of(name: str, known: Plugins = METHODS) -> tuple[str, ...]:
+def parameters_of(name: str, plugins: Plugins = METHODS) -> tuple[str, ...]:
     """The fields of `ReuseConfig` that a method reads, its budget's first.
 
     Raises:
@@ -135,12 +135,12 @@ def parameters_of(name: str, known: Plugins = METHODS) -> tuple[str, ...]:
     >>> parameters_of("cacheblend"), parameters_of("cachecraft"), parameters_of("prefix")
     (('recompute_ratio', 'check_layers'), ('alpha', 'focus'), ())
     """
-    method = make_method(name, known=known)
+    method = make_method(name, plugins=plugins)
     budget = () if method.budget is None else (method.budget.parameter,)
     return tuple(dict.fromkeys((*budget, *getattr(method, "parameters", ()))))
 
 
-def about_method(name: str, known: Plugins = METHODS) -> str:
+def about_method(name: str, plugins: Plugins = METHODS) -> str:
     """What a method does, for people who choose one: the first line of its docstring.
 
     Raises:
@@ -149,7 +149,7 @@ def about_method(name: str, known: Plugins = METHODS) -> str:
     >>> about_method("full")
     'Computes the whole prompt and reuses nothing: the answer that others are compared with.'
     """
-    return (type(make_method(name, known=known)).__doc__ or "").strip().partition("\n")[0]
+    return (type(make_method(name, plugins=plugins)).__doc__ or "").strip().partition("\n")[0]
 
 
 def method_named(spec: str) -> str:
@@ -157,10 +157,10 @@ def method_named(spec: str) -> str:
     return spec.partition(":")[0]
 
 
-def settings_changes(spec: str, known: Plugins = METHODS, others: Sequence[str] = ()) -> dict[str, Any]:
+def settings_changes(spec: str, plugins: Plugins = METHODS, other_names: Sequence[str] = ()) -> dict[str, Any]:
     """The fields of `ReuseConfig` that a specification's settings change; empty for a name alone.
 
-    Error messages also list `others`, the caller's additional settings.
+    Error messages also list `other_names`, the caller's additional settings.
 
     Raises:
         UnknownMethodError: no such method.
@@ -170,10 +170,10 @@ def settings_changes(spec: str, known: Plugins = METHODS, others: Sequence[str] 
     {'query': {'tail': None, 'layers': <WatchedLayers.LATE: 'late'>}}
     """
     name, *names = spec.split(":")
-    settings: MethodSettings = getattr(make_method(name, known=known), "settings", {}) if names else {}
+    settings: MethodSettings = getattr(make_method(name, plugins=plugins), "settings", {}) if names else {}
     changes: dict[str, Any] = {}
     for setting_text in names:
-        for field, value in _setting_changes(name, setting_text, settings, others).items():
+        for field, value in _setting_changes(name, setting_text, settings, other_names).items():
             earlier_value = changes.get(field)
             if earlier_value is not None and not (
                 isinstance(value, Mapping) and value.keys().isdisjoint(earlier_value)
@@ -183,27 +183,27 @@ def settings_changes(spec: str, known: Plugins = METHODS, others: Sequence[str] 
     return changes
 
 
-def _setting_changes(name: str, one: str, settings: MethodSettings, others: Sequence[str]) -> Mapping[str, Any]:
+def _setting_changes(name: str, word: str, settings: MethodSettings, other_names: Sequence[str]) -> Mapping[str, Any]:
     """The fields that one setting of a method changes."""
-    key, equals, text = one.partition("=")
+    key, equals, text = word.partition("=")
     declared = settings.get(key + equals)
     if declared is None or (equals and not text):
         choices = [f"{key_text}NUMBER" if key_text.endswith("=") else key_text for key_text in settings]
-        there_are = ", ".join((*choices, *others)) or "none"
-        raise UsageError(f"unknown setting {one!r} of {name}; there are: {there_are}")
-    return _with_number(one, text, declared)
+        there_are = ", ".join((*choices, *other_names)) or "none"
+        raise UsageError(f"unknown setting {word!r} of {name}; there are: {there_are}")
+    return _with_number(word, text, declared)
 
 
-def _with_number(one: str, text: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+def _with_number(word: str, text: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     numbered: dict[str, Any] = {}
     for field, value in changes.items():
         if isinstance(value, Mapping):
-            numbered[field] = _with_number(one, text, value)
+            numbered[field] = _with_number(word, text, value)
         elif isinstance(value, type):
             try:
                 numbered[field] = value(text)
             except ValueError as error:
-                raise UsageError(f"{one!r} needs a number after =, such as 4") from error
+                raise UsageError(f"{word!r} needs a number after =, such as 4") from error
         else:
             numbered[field] = value
     return numbered

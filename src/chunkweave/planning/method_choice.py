@@ -173,9 +173,9 @@ class Kept:
     profiles: bool = False
 
     @classmethod
-    def by(cls, own: MethodChoice, usual: MethodChoice, profiles: bool | None) -> "Kept":
-        """What a request answered by `own` keeps; `profiles`, if set (`CaptureConfig.profile`), takes precedence."""
-        choices = (own, usual)
+    def by(cls, request_choice: MethodChoice, usual: MethodChoice, profiles: bool | None) -> "Kept":
+        """What a request with this choice keeps; `profiles`, if set (`CaptureConfig.profile`), takes precedence."""
+        choices = (request_choice, usual)
         kv = bool(profiles) or not all(reuses_nothing(choice.method, choice.reuse) for choice in choices)
         if profiles is None:
             profiles = any(needs_profiles(choice.method, choice.reuse) for choice in choices)
@@ -221,10 +221,10 @@ class MethodChooser:
             )
         if quality is Quality.EXACT or (quality is None and self.record is None):
             return self._exact(Why.EXACT, parameters)
-        found = self._calibrated(quality)
-        if found is None:
+        calibrated_choice = self._calibrated(quality)
+        if calibrated_choice is None:
             return self._exact(Why.OUT_OF_REACH, parameters)
-        method, calibrated = found[0], replace(found[1], capture=self.reuse.capture)
+        method, calibrated = calibrated_choice[0], replace(calibrated_choice[1], capture=self.reuse.capture)
         parameter = parameter_of(method)
         if untaken := parameters.keys() - {parameter}:
             raise UsageError(
@@ -294,14 +294,14 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def refuse_untaken(method: str, given: Iterable[str]) -> None:
+def refuse_untaken(method: str, names: Iterable[str]) -> None:
     """Refuse parameters that a method does not take.
 
     Raises:
-        UsageError: the method does not take one of `given`; the message lists those it takes.
+        UsageError: the method does not take one of `names`; the message lists those it takes.
     """
     taken = parameters_of(method)
-    if untaken := sorted({*given} - {*taken}):
+    if untaken := sorted({*names} - {*taken}):
         raise UsageError(f"method {method!r} takes no {', '.join(untaken)}: it takes {', '.join(taken) or 'none'}")
 
 
@@ -309,14 +309,14 @@ FIELD = "chunkweave"
 """The key of our fields in a request, and of the report in its answer."""
 
 
-def refuse_unknown_keys(given: Iterable[Any], known: Collection[str]) -> None:
+def refuse_unknown_keys(names: Iterable[Any], known_names: Collection[str]) -> None:
     """Refuse unknown keys of a field.
 
     Raises:
         UsageError: there are unknown keys; the message lists them and the known ones.
     """
-    if unknown := unknown_names(given, known):
-        raise UsageError(f"unknown fields of {FIELD}: {unknown}; there are {', '.join(sorted(known))}")
+    if unknown := unknown_names(names, known_names):
+        raise UsageError(f"unknown fields of {FIELD}: {unknown}; there are {', '.join(sorted(known_names))}")
 
 
 def checked_method(value: Any) -> str:

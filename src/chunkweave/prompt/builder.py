@@ -148,8 +148,11 @@ class PromptBuilder:
         if history_chunks and len(history_chunks) != len(history):
             raise UsageError(f"there are {len(history)} earlier questions, but chunks for {len(history_chunks)}")
         turns = (
-            (*self.chunk_parts(before, cache_salt=cache_salt, limit=limit), self._past_turn(*one, cache_salt, limit))
-            for one, before in zip(history, history_chunks or [()] * len(history), strict=True)
+            (
+                *self.chunk_parts(chunks_before, cache_salt=cache_salt, limit=limit),
+                self._past_turn(*turn, cache_salt, limit),
+            )
+            for turn, chunks_before in zip(history, history_chunks or [()] * len(history), strict=True)
         )
         parts = [
             *self.opening(system=system, cache_salt=cache_salt, limit=limit),
@@ -347,10 +350,10 @@ class PromptBuilder:
         if not isinstance(answer, str):
             turn = self._question(question, "an earlier question", limit, answer)
             return _counted(self._stored(PartKind.TURN, turn.token_ids, cache_salt), limit)
-        asked = self._question(question, "an earlier question", limit)
+        question_turn = self._question(question, "an earlier question", limit)
         if limit is not None:
             limit.check(self.tokenizer, answer, "an earlier answer")
-        return _counted(self.turn_part(asked, self.answer_ids(answer.strip()), cache_salt=cache_salt), limit)
+        return _counted(self.turn_part(question_turn, self.answer_ids(answer.strip()), cache_salt=cache_salt), limit)
 
     def _question(
         self, question: str, which: str, limit: PromptLimit | None, behind: Rendered | None = None

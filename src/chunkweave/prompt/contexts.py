@@ -149,7 +149,7 @@ def fitted(
 ) -> list[tuple[PromptPart, ...]]:
     """Contexts cut to fit between an opening and a chunk, without empty and duplicate ones."""
     room = most_tokens - len(part) - 1 - sum(map(len, opening))
-    return [one for one in dict.fromkeys(fitting(context, room) for context in contexts) if one]
+    return [shortened for shortened in dict.fromkeys(fitting(context, room) for context in contexts) if shortened]
 
 
 def token_vectors(parts: Sequence[PromptPart]) -> NDArray[np.float32]:

@@ -118,10 +118,10 @@ def _bits(text: str) -> int:
 
 def _line_breaks(text: str) -> tuple[int, int, int]:
     """Line breaks before, within and after the text's other characters; of white space all are "after"."""
-    whole, left = text.count("\n"), len(text) - len(text.lstrip())
-    if left == len(text):
+    whole, leading = text.count("\n"), len(text) - len(text.lstrip())
+    if leading == len(text):
         return 0, 0, whole
-    before, after = text.count("\n", 0, left), text.count("\n", len(text.rstrip()))
+    before, after = text.count("\n", 0, leading), text.count("\n", len(text.rstrip()))
     return before, whole - before - after, after
 
 
@@ -218,7 +218,7 @@ class Sketch:
 
     def see(self, pieces: Iterable[ChunkId]) -> frozenset[ChunkId]:
         """Count each piece once; returns those that were seen before."""
-        known = set()
+        seen_before = set()
         with self._lock:
             for piece in dict.fromkeys(pieces):
                 digest = hashlib.blake2b(piece.encode(), digest_size=2 * self._ROWS, key=self._key).digest()
@@ -228,11 +228,11 @@ class Sketch:
                     row[cell] = max(row[cell], min(least + 1, 255))
                 self._noted += 1
                 if least:
-                    known.add(piece)
+                    seen_before.add(piece)
             if self._noted >= self._HALVED_AFTER:
                 self._rows = [row.translate(self._HALF) for row in self._rows]
                 self._noted = 0
-        return frozenset(known)
+        return frozenset(seen_before)
 
 
 class ChunkFinder:
@@ -278,10 +278,10 @@ class ChunkFinder:
         ids = [tuple(token_ids[span.start : span.stop]) for span, _ in joined]
         salt = chunk_salt(salt, token_ids[:first], start)
         named = [chunk_id(fingerprint, salt, one) for one in ids[:-1]]
-        known = self._sketch.see(named)
+        seen_before = self._sketch.see(named)
         for number, (one, name, (_, exact)) in enumerate(zip(ids, named, joined, strict=False)):
             kind = PartKind.CHUNK if number or not exact else PartKind.SYSTEM
-            parts.append(PromptPart(kind, one, name, "found in the prompt", exact, name not in known))
+            parts.append(PromptPart(kind, one, name, "found in the prompt", exact, name not in seen_before))
         parts += [PromptPart(PartKind.QUESTION, one) for one in ids[-1:]]
         return Prompt(tuple(parts))
 

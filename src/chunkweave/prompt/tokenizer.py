@@ -27,8 +27,8 @@ class TextTokenizer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens."""
 
-    def token_text(self, token_id: int, before: int | None) -> str:
-        """The text that a token adds after the token `before`; a control token's own text."""
+    def token_text(self, token_id: int, previous_id: int | None) -> str:
+        """The text that a token adds after the token `previous_id`; a control token's own text."""
 
     def control_texts(self, text: str) -> frozenset[str]:
         """The control tokens that `text` spells, as text."""
@@ -139,13 +139,13 @@ class HuggingFaceTokenizer:
             token_ids += self.encode(piece, control_tokens=control_tokens, ordinary=inside)
         return token_ids
 
-    def token_text(self, token_id: int, before: int | None) -> str:
-        """The text that a token adds after the token `before`; a control token's own text."""
+    def token_text(self, token_id: int, previous_id: int | None) -> str:
+        """The text that a token adds after the token `previous_id`; a control token's own text."""
         if token_id in self._control:
             return self._control[token_id]
-        if before is None:
+        if previous_id is None:
             return self.decode([token_id])
-        return self.decode([before, token_id])[len(self.decode([before])) :]
+        return self.decode([previous_id, token_id])[len(self.decode([previous_id])) :]
 
     def control_texts(self, text: str) -> frozenset[str]:
         """The control tokens that `text` spells."""

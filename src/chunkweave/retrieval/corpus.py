@@ -474,25 +474,25 @@ class Corpus:
         self, removed: Sequence[StoredDocument], added: Sequence[StoredDocument], vectors: NDArray[np.float32]
     ) -> None:
         """Remove and add documents in one commit; `vectors` are those of all chunks of `added`."""
-        before = self._contents
-        last = before.documents[-1].number if before.documents else 0
+        contents = self._contents
+        last = contents.documents[-1].number if contents.documents else 0
         new = [replace(document, number=last + count) for count, document in enumerate(added, start=1)]
-        generation = before.generation + 1
+        generation = contents.generation + 1
         if self._store is not None:
-            generation = self._store.commit(before.generation, removed, new, vectors)
+            generation = self._store.commit(contents.generation, removed, new, vectors)
         if self._nbytes is not None:
             self._nbytes += self._bytes_of(new) - self._bytes_of(removed)
         built = self._searcher.built
-        documents = before.documents
+        documents = contents.documents
         buffer = self._buffer
-        rows = len(before.vectors)
+        rows = len(contents.vectors)
         if removed:
             built = Built()
-            documents, buffer = _without({document.id for document in removed}, documents, before.vectors)
+            documents, buffer = _without({document.id for document in removed}, documents, contents.vectors)
             rows = len(buffer)
         self._buffer = _extended(buffer, rows, vectors)
         vectors = self._buffer[: rows + len(vectors)]
-        self._take(CorpusContents(before.settings, (*documents, *new), vectors, generation), built)
+        self._take(CorpusContents(contents.settings, (*documents, *new), vectors, generation), built)
 
     def _bytes_of(self, documents: Iterable[StoredDocument]) -> int:
         return sum(document_bytes(document, self._embedder.dimension) for document in documents)
@@ -522,9 +522,9 @@ def _without(
     removed: set[str], documents: Sequence[StoredDocument], vectors: NDArray[np.float32]
 ) -> tuple[tuple[StoredDocument, ...], NDArray[np.float32]]:
     """The documents but for those with the ids `removed`, and the vectors of their chunks, copied."""
-    stays = [document.id not in removed for document in documents for _ in document.chunks]
+    kept_rows = [document.id not in removed for document in documents for _ in document.chunks]
     remaining = tuple(document for document in documents if document.id not in removed)
-    return remaining, vectors[np.array(stays, dtype=bool)]
+    return remaining, vectors[np.array(kept_rows, dtype=bool)]
 
 
 _LEAST_ROWS = 1 << 15

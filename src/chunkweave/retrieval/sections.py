@@ -102,15 +102,15 @@ def _markdown_headings(text: str) -> Iterator[tuple[int, str]]:
 
 def _markdown_tables(text: str) -> Iterator[Table]:
     header = rows = -1
-    before, before_start = "", 0
+    previous_line, before_start = "", 0
     for start, line in _lines(text):
-        if rows < 0 and "|" in before and _is_rule(line):
+        if rows < 0 and "|" in previous_line and _is_rule(line):
             header = before_start
             rows = text.find("\n", start) + 1 or len(text)
         elif rows >= 0 and "|" not in line:
             yield Table(header, rows, start)
             rows = -1
-        before, before_start = line, start
+        previous_line, before_start = line, start
     if rows >= 0:
         yield Table(header, rows, len(text))
 

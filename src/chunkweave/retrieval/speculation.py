@@ -390,8 +390,8 @@ class SpeculativeAnswer(Generic[EventT]):
     async def on_stage(self, chunks: Sequence[RetrievedChunk]) -> None:
         """Act on a stage that is not the last and found `chunks`."""
         self._drop_failed()
-        own = self._answer is not None and not self._answer.begun
-        decision = self._speculation.on_stage(self, self._key(chunks), max(0, self._pending() - own))
+        answer_waits = self._answer is not None and not self._answer.begun
+        decision = self._speculation.on_stage(self, self._key(chunks), max(0, self._pending() - answer_waits))
         if decision.terminated is not None:
             await self._terminate()
         self._no_room |= decision.action in (Action.WAIT, Action.TERMINATE)

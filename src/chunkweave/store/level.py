@@ -306,12 +306,12 @@ def _perform(write: Write[PayloadT]) -> str:
         return "failed"
 
 
-def _same(write: Write[PayloadT], other: Write[PayloadT]) -> bool:
+def _same(write: Write[PayloadT], second: Write[PayloadT]) -> bool:
     return (
-        write.level is other.level
-        and write.record.id == other.record.id
-        and not other.cancelled
-        and (other.record.exact or not write.record.exact)
+        write.level is second.level
+        and write.record.id == second.record.id
+        and not second.cancelled
+        and (second.record.exact or not write.record.exact)
     )
 
 

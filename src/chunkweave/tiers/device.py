@@ -81,8 +81,8 @@ class CudaStreams(Streams):
 
     def computing(self) -> AbstractContextManager[object]:
         """The stream set by `computes_here`; before the first call this thread's own."""
-        here = nullcontext() if self._computing is None else torch.cuda.stream(self._computing)
-        context: AbstractContextManager[object] = here
+        on_stream = nullcontext() if self._computing is None else torch.cuda.stream(self._computing)
+        context: AbstractContextManager[object] = on_stream
         return context
 
     def computes_here(self) -> None:
@@ -367,9 +367,9 @@ class DeviceTier(HostTier[SegmentSource]):
             if wanted > len(self._free):
                 raise OSError(f"no free blocks on {self.device} for {tokens} tokens")
             blocks = sorted(self._free.popleft() for _ in range(wanted))
-        given = self._streams.mark()
+        mark = self._streams.mark()
         with self._streams.computing():
-            self._streams.wait_for(given)
+            self._streams.wait_for(mark)
             if kv.device.type == self.device.type:
                 self._streams.keep(kv)
             kv = kv.to(self.device, non_blocking=True)  # one copy: a block's rows are strided on the host

@@ -267,9 +267,9 @@ class DiskTier:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            before = self._problem(path)
-            known = before is not None and before.problem is FileProblem.UNDELETABLE
-            level, reason = logging.DEBUG if known else logging.WARNING, f"it could not be removed: {error}"
+            problem = self._problem(path)
+            is_known = problem is not None and problem.problem is FileProblem.UNDELETABLE
+            level, reason = logging.DEBUG if is_known else logging.WARNING, f"it could not be removed: {error}"
             self._refuse(path, FileProblem.UNDELETABLE, reason, _identity(path), level=level)
             return False
         with self._lock:
@@ -333,10 +333,10 @@ class DiskTier:
 
 def _identity(path: Path) -> _Identity | None:
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return None
-    return (found.st_ino, found.st_size, found.st_mtime_ns)
+    return (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _mode(path: Path) -> int:

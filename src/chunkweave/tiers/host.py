@@ -33,8 +33,8 @@ class HostTier(Generic[MeasuredT]):
 
     def put(self, record: SegmentRecord, payload: MeasuredT) -> None:
         """Store `payload`, replacing one with the same id."""
-        kept = payload if self._moved is None else self._moved(payload)
-        self._held[record.id] = (replace(record, nbytes=kept.nbytes), kept)
+        stored = payload if self._moved is None else self._moved(payload)
+        self._held[record.id] = (replace(record, nbytes=stored.nbytes), stored)
 
     def get(self, segment: SegmentId) -> MeasuredT | None:
         """The payload itself, or None if it is not stored."""

@@ -346,7 +346,7 @@ class LayerLoader:
             self._held_back = frozenset(names)
             free = [segment for segment in self.segments if segment.name not in self._held_back]
             by_use = ((segment, layer) for layer, segment in product(range(self._num_layers), free))
-            self._to_send = deque(one for one in by_use if one[0].has(one[1]))
+            self._to_send = deque(key for key in by_use if key[0].has(key[1]))
         self._send_ahead()
 
     def receive(self, segment: LoadingSegment, layer: int) -> torch.Tensor | None:
@@ -354,20 +354,20 @@ class LayerLoader:
         with self._sending:
             self._used.add((segment, layer))
             copied = self._sent.pop((segment, layer), None)
-            found = None if copied is None else copied.receive(layer)
+            kv = None if copied is None else copied.receive(layer)
             if copied is not None:
                 self._staging.give_back(copied.leave())
                 del copied  # before its bytes are taken again
         self._send_ahead()
-        return found
+        return kv
 
     def drop_sent(self, segment: LoadingSegment) -> None:
         """Free the copies of a segment on the device, and send no more of it."""
         with self._sending:
-            mine = [(segment, layer) for layer in range(self._num_layers)]
-            self._used.update(mine)
-            for one in mine:
-                copied = self._sent.pop(one, None)
+            layers_of_segment = [(segment, layer) for layer in range(self._num_layers)]
+            self._used.update(layers_of_segment)
+            for key in layers_of_segment:
+                copied = self._sent.pop(key, None)
                 if copied is not None:
                     self._staging.give_back(copied.leave())
 
@@ -403,7 +403,7 @@ class LayerLoader:
             return
         for (segment, kv), sent in zip(batch, copies, strict=True):
             copied = _Copied(layer, len(kv), kv.nbytes, sent)
-            self._sent.update(((segment, one), copied) for one in copied.layers)
+            self._sent.update(((segment, copied_layer), copied) for copied_layer in copied.layers)
 
     def _next_copy(self, segment: LoadingSegment, layer: int) -> torch.Tensor | None:
         """The layers to send in one copy, from one that was read; their bytes are taken. None if none fits.
@@ -413,7 +413,7 @@ class LayerLoader:
         kv = segment.layers_from(layer, max(1, layer))
         kv = kv[: max(1, _TOGETHER_BYTES // kv[0].nbytes)]
         taken = {(segment, layer + place) for place in range(len(kv))} & (self._used | self._sent.keys())
-        kv = kv[: min((one - layer for _, one in taken), default=len(kv))]
+        kv = kv[: min((taken_layer - layer for _, taken_layer in taken), default=len(kv))]
         while not self._staging.take(kv.nbytes):
             if len(kv) == 1:
                 return None

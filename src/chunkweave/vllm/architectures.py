@@ -158,26 +158,26 @@ def narrowed(attentions: Sequence[Any], window: int) -> Iterator[None]:
     """Narrow existing windows to `window` keys, for a check with few tokens."""
     impls = [attention.impl for attention in attentions if windows_of([attention])]
     earlier = [(impl, impl.sliding_window, getattr(impl, "window_left", None)) for impl in impls]
-    for impl, was, left in earlier:
+    for impl, was, window_left in earlier:
         impl.sliding_window = window if isinstance(was, int) else (window - 1, 0)
-        if left is not None:  # FlashInfer's layers refuse a plan for another window than this
+        if window_left is not None:  # FlashInfer's layers refuse a plan for another window than this
             impl.window_left = window - 1
     try:
         yield
     finally:
-        for impl, was, left in earlier:
+        for impl, was, window_left in earlier:
             impl.sliding_window = was
-            if left is not None:
-                impl.window_left = left
+            if window_left is not None:
+                impl.window_left = window_left
 
 
-def _window(said: Any) -> int | None:
+def _window(window: Any) -> int | None:
     """Parse a backend's window: a number of keys, or how far to the left and right a token sees."""
-    match said:
+    match window:
         case None | -1 | (-1, -1):
             return None
-        case int() if said > 0:
-            return said
+        case int() if window > 0:
+            return window
         case (int(left), 0) if left >= 0:
             return left + 1
-    raise UnsupportedModelError(f"its attention has a limit of an unknown form ({said!r})")
+    raise UnsupportedModelError(f"its attention has a limit of an unknown form ({window!r})")

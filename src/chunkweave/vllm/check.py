@@ -49,7 +49,7 @@ def check(model: str, flags: Sequence[str]) -> Checked:
     source = model if folder == Path(model) else str(folder)
     try:
         parser = AsyncEngineArgs.add_cli_args(_Parser())
-        args, others = parser.parse_known_args(["--model", source, *flags])
+        args, other_arguments = parser.parse_known_args(["--model", source, *flags])
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
         architecture, _ = get_model_architecture(config.model_config)
     except (ValueError, OSError, NotImplementedError, AssertionError) as error:
@@ -67,5 +67,5 @@ def check(model: str, flags: Sequence[str]) -> Checked:
         tested=untested is None,
         woven=not reasons,
         reasons=tuple(reasons),
-        not_read=tuple(others),
+        not_read=tuple(other_arguments),
     )

@@ -145,9 +145,9 @@ def _broken_hashes() -> Iterator[str]:
 
     hasher = get_request_block_hasher(_BLOCK, hashed)
     request = Request("contract", list(range(4 * _BLOCK)), SamplingParams(max_tokens=1), None, cache_salt="one")
-    before = generate_block_hash_extra_keys(request, 0, _BLOCK, 0)
+    keys_before = generate_block_hash_extra_keys(request, 0, _BLOCK, 0)
     request.cache_salt = "another"
-    if generate_block_hash_extra_keys(request, 0, _BLOCK, 0) == before:
+    if generate_block_hash_extra_keys(request, 0, _BLOCK, 0) == keys_before:
         yield "the hash of a prompt's first block does not depend on its cache_salt"
     request.block_hashes = [hashed("first")]
     plain, salted = hasher(request), SaltedHasher(hasher, 2, b"salt")(request)

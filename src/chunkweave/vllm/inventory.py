@@ -39,16 +39,16 @@ def inventory_params(chunks: Iterable[Sequence[int]], start: Sequence[int]) -> d
     return {STORED: chunks_params(chunks, start)}
 
 
-def asked_chunks(given: Any, *, fingerprint: str, salt: str, start: tuple[int, ...]) -> list[ChunkId]:
+def asked_chunks(names: Any, *, fingerprint: str, salt: str, start: tuple[int, ...]) -> list[ChunkId]:
     """The chunks of a command; defaults are as in `request.parse`.
 
     Raises:
         UsageError: the message says which field is wrong.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(names, Mapping):
         raise UsageError(f"{STORED} must be an object such as {{'chunks': [[5, 6, 7]]}}")
-    refuse_unknown_keys(given, {"chunks", "start"})
-    return named_chunks(given, fingerprint=fingerprint, salt=salt, start=start)
+    refuse_unknown_keys(names, {"chunks", "start"})
+    return named_chunks(names, fingerprint=fingerprint, salt=salt, start=start)
 
 
 def inventory_report(chunks: Sequence[ChunkId], stored: Callable[[ChunkId | SegmentId], bool]) -> dict[str, list[int]]:

@@ -210,8 +210,8 @@ def checked_layers(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfi
     with narrowed(attentions, _TOKENS // 2):
         tried = StockLayers(model, config, kv_cache_config)
         _check(tried)
-        kept = _allocated_bytes(tried.device) - allocated
-    return StockLayers(model, config, kv_cache_config), kept
+        kept_bytes = _allocated_bytes(tried.device) - allocated
+    return StockLayers(model, config, kv_cache_config), kept_bytes
 
 
 def _allocated_bytes(device: torch.device) -> int:
@@ -324,16 +324,19 @@ def _check_shift(layers: StockLayers, tables: list[RequestBlocks], ids: torch.Te
     # Attention depends only on distances: the same slots with later positions give the KV of a chunk there.
     layers.forward(ids.to(layers.device), shifted, layers.activate(positions, tables[0]))
     expected = [layers.paged.read(layer, tables[0].of(layer).slots(positions)) for layer in range(layers.num_layers)]
-    before = PromptPart(PartKind.START, tuple(range(3, 3 + _SHIFT)))
+    start_part = PromptPart(PartKind.START, tuple(range(3, 3 + _SHIFT)))
     chunk = PromptPart(PartKind.CHUNK, tuple(ids.tolist()), ChunkId("check"))
     spans = (Span(0, _SHIFT), Span(_SHIFT, _SHIFT + len(ids)))
     plan = Plan(
         "full-reuse",
-        (PartPlan(before, spans[0], KVSource.COMPUTED), PartPlan(chunk, spans[1], KVSource.REUSED, SegmentId("check"))),
+        (
+            PartPlan(start_part, spans[0], KVSource.COMPUTED),
+            PartPlan(chunk, spans[1], KVSource.REUSED, SegmentId("check")),
+        ),
         (Pass((spans[0],)),),
     )
     placed = [Placement(spans[1], SegmentKV(torch.stack(stored).cpu(), keys_at=0))]
-    prompt = before.token_ids + chunk.token_ids
+    prompt = start_part.token_ids + chunk.token_ids
     WeaveJob(layers, tables[1], plan, placed, prompt, first=0, stop=spans[1].stop).run()
     for layer, wanted in enumerate(expected):
         read_keys = layers.paged.read(layer, tables[1].of(layer).slots(shifted))
@@ -373,8 +376,8 @@ def measured_cost(layers: StockLayers, fingerprint: str, most_tokens: int, agree
         )
 
 
-def _compare(what: str, layers: StockLayers, expected: torch.Tensor, found: torch.Tensor) -> None:
-    error = layers.ranks.maximum((found.float() - expected.float()).norm() / expected.float().norm()).item()
+def _compare(what: str, layers: StockLayers, expected: torch.Tensor, actual: torch.Tensor) -> None:
+    error = layers.ranks.maximum((actual.float() - expected.float()).norm() / expected.float().norm()).item()
     if not error <= _TOLERANCE[layers.paged.stored_dtype]:
         raise UnsupportedModelError(f"{what} differ from vLLM's own by {error:.3g} of their norm")
 
@@ -389,9 +392,9 @@ def model_fingerprint(config: VllmConfig) -> str:
     are part of the checkpoint.
     """
     model = config.model_config
-    dtype, kept = str(model.dtype).removeprefix("torch."), config.cache_config.cache_dtype
-    if kept not in ("auto", dtype):
-        dtype += f", KV in {KV_DTYPES.get(kept, kept)}"
+    dtype, cache_dtype = str(model.dtype).removeprefix("torch."), config.cache_config.cache_dtype
+    if cache_dtype not in ("auto", dtype):
+        dtype += f", KV in {KV_DTYPES.get(cache_dtype, cache_dtype)}"
     folder = model_folder(config)
     if folder is None:
         return fingerprint_shape(model.hf_config, dtype, model.seed or 0)

@@ -93,40 +93,40 @@ def chunks_params(chunks: Iterable[Sequence[int]], start: Sequence[int]) -> dict
     return {"chunks": [list(ids) for ids in chunks], "start": list(start)}
 
 
-def removed_chunks(given: Any, *, fingerprint: str, salt: str, start: tuple[int, ...]) -> frozenset[ChunkId] | None:
+def removed_chunks(value: Any, *, fingerprint: str, salt: str, start: tuple[int, ...]) -> frozenset[ChunkId] | None:
     """The chunks that a command names, None for everything; defaults are as in `request.parse`.
 
     Raises:
         UsageError: the message says which field is wrong.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(value, Mapping):
         raise UsageError(f"{FORGET} must be an object such as {{'chunks': [[5, 6, 7]]}}")
-    refuse_unknown_keys(given, {"chunks", "start", EVERYTHING, FIRST_PASSES})
-    if EVERYTHING in given:
-        if given != {EVERYTHING: True}:
+    refuse_unknown_keys(value, {"chunks", "start", EVERYTHING, FIRST_PASSES})
+    if EVERYTHING in value:
+        if value != {EVERYTHING: True}:
             raise UsageError(f"{EVERYTHING} must be true, and alone")
         return None
-    return frozenset(named_chunks(given, fingerprint=fingerprint, salt=salt, start=start))
+    return frozenset(named_chunks(value, fingerprint=fingerprint, salt=salt, start=start))
 
 
-def named_chunks(given: Mapping[str, Any], *, fingerprint: str, salt: str, start: tuple[int, ...]) -> list[ChunkId]:
+def named_chunks(value: Mapping[str, Any], *, fingerprint: str, salt: str, start: tuple[int, ...]) -> list[ChunkId]:
     """The chunks that a command names by their tokens.
 
     Raises:
         UsageError: the message says which field is wrong.
     """
-    chunks = given.get("chunks")
+    chunks = value.get("chunks")
     if not isinstance(chunks, list | tuple) or not chunks:
         raise UsageError("chunks must be a list of lists of token ids")
-    first = _tokens(given["start"], "start") if "start" in given else start
+    first = _tokens(value["start"], "start") if "start" in value else start
     salt = chunk_salt(salt, first, start)
     return [chunk_id(fingerprint, salt, _tokens(ids, "chunks")) for ids in chunks]
 
 
-def _tokens(given: Any, name: str) -> tuple[int, ...]:
-    if not isinstance(given, list | tuple):
-        raise UsageError(f"{name} must hold token ids, not {given!r}"[:200])
-    tokens = tuple(checked_whole(token, name) for token in given)
+def _tokens(value: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise UsageError(f"{name} must hold token ids, not {value!r}"[:200])
+    tokens = tuple(checked_whole(token, name) for token in value)
     if any(not 0 <= token < 1 << _TOKEN_BITS for token in tokens):
         raise UsageError(f"{name} must hold token ids")
     return tokens
@@ -143,9 +143,9 @@ class RemovalAnswers:
         """Whether a request is such a command."""
         return request_id in self._done
 
-    def begin(self, request_id: str, ranks: int, known: Removed) -> None:
+    def begin(self, request_id: str, ranks: int, already_removed: Removed) -> None:
         """Add a command sent to `ranks` workers; its answer starts with `known`."""
-        self._awaited[request_id], self._done[request_id] = ranks, known
+        self._awaited[request_id], self._done[request_id] = ranks, already_removed
 
     def waits(self, request_id: str) -> bool:
         """Whether a worker has not answered yet."""
@@ -210,9 +210,9 @@ class StoreRemovals:
         self._forget_pending(chunks)
         if chunks is not None:
             return self._store.forget_chunks(chunks)
-        before = len(self._store)
+        segments_before = len(self._store)
         self._store.clear()
-        return before
+        return segments_before
 
     @staticmethod
     def _removed(remove: Callable[[], int]) -> Removed:

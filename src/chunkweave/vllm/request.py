@@ -234,8 +234,8 @@ def parse_found(
         UsageError: the message says which field is wrong and why.
     """
     refuse_unknown_keys(params, REQUEST_FIELDS)
-    if others := sorted(params.keys() - SETTINGS - {FIND, CACHE, "counts_as_request", _AT_LEAST}):
-        raise UsageError(f"{', '.join(others)} cannot be given with {FIND}")
+    if unknown := sorted(params.keys() - SETTINGS - {FIND, CACHE, "counts_as_request", _AT_LEAST}):
+        raise UsageError(f"{', '.join(unknown)} cannot be given with {FIND}")
     _refuse_broken(salt)
     choice, kept = chosen(params, defaults, num_layers)
     reads_only = reads_only_of(params)
@@ -325,10 +325,10 @@ def to_params(choice: MethodChoice, *, raisable: bool = False) -> dict[str, Any]
     default, because the connector has its own setting. With `raisable` the values are minimums: the client set no
     budget.
     """
-    given = dict(choice.parameters)
+    value = dict(choice.parameters)
     if choice.reuse.seed == ReuseConfig().seed:
-        given.pop("seed", None)
-    return {**given, **({_AT_LEAST: True} if raisable else {})}
+        value.pop("seed", None)
+    return {**value, **({_AT_LEAST: True} if raisable else {})}
 
 
 def promotion_params(prompt: Prompt, promotion: Promotion) -> dict[str, list[int]]:
@@ -339,29 +339,29 @@ def promotion_params(prompt: Prompt, promotion: Promotion) -> dict[str, list[int
         return [number for number, chunk in enumerate(ids) if chunk in of]
 
     promoted, continued = _PROMOTION
-    given = {} if promotion.kept is None else {promoted: numbers(promotion.kept)}
-    return {**given, **({continued: numbers(promotion.continued)} if promotion.continued else {})}
+    value = {} if promotion.kept is None else {promoted: numbers(promotion.kept)}
+    return {**value, **({continued: numbers(promotion.continued)} if promotion.continued else {})}
 
 
-def _numbered(given: Any, name: str, chunks: Sequence[ChunkId]) -> frozenset[ChunkId] | None:
+def _numbered(value: Any, name: str, chunks: Sequence[ChunkId]) -> frozenset[ChunkId] | None:
     """The chunks with the given indices; None if the field is missing."""
-    if given is None:
+    if value is None:
         return None
-    if not isinstance(given, list | tuple):
-        raise UsageError(f"{name} must be a list of chunk numbers, not {given!r}")
-    if len(given) > len(chunks):
-        raise UsageError(f"{name} names {len(given)} chunks, and there are {len(chunks)}")
-    numbers = [checked_whole(number, name) for number in given]
+    if not isinstance(value, list | tuple):
+        raise UsageError(f"{name} must be a list of chunk numbers, not {value!r}")
+    if len(value) > len(chunks):
+        raise UsageError(f"{name} names {len(value)} chunks, and there are {len(chunks)}")
+    numbers = [checked_whole(number, name) for number in value]
     if any(not 0 <= number < len(chunks) for number in numbers):
         raise UsageError(f"{name} must be chunk numbers from 0 to {len(chunks) - 1}")
     return frozenset(chunks[number] for number in numbers)
 
 
-def _chunks(given: Any, tokens: int) -> list[Span]:
-    if isinstance(given, Sized) and len(given) > max(tokens, 1):  # check before creating an object for each
-        raise UsageError(f"{len(given)} chunks are named in a prompt of {tokens} tokens")
+def _chunks(value: Any, tokens: int) -> list[Span]:
+    if isinstance(value, Sized) and len(value) > max(tokens, 1):  # check before creating an object for each
+        raise UsageError(f"{len(value)} chunks are named in a prompt of {tokens} tokens")
     try:
-        chunks = [Span(checked_whole(start, "chunks"), checked_whole(stop, "chunks")) for start, stop in given]
+        chunks = [Span(checked_whole(start, "chunks"), checked_whole(stop, "chunks")) for start, stop in value]
     except (TypeError, ValueError) as error:
         raise UsageError("chunks must be a list of [start, stop] token positions") from error
     if not chunks or any(span.start >= span.stop for span in chunks):  # `len` of a span has an upper bound
@@ -385,51 +385,51 @@ def reads_only_of(params: Mapping[str, Any]) -> bool:
     Raises:
         UsageError: the field is wrong.
     """
-    given = params.get(CACHE, CacheUse.USE)
-    if given not in (CacheUse.USE, CacheUse.READ):
-        raise UsageError(f"{CACHE} must be {CacheUse.USE} or {CacheUse.READ}, not {str(given)[:40]!r}")
-    return bool(given == CacheUse.READ)
+    value = params.get(CACHE, CacheUse.USE)
+    if value not in (CacheUse.USE, CacheUse.READ):
+        raise UsageError(f"{CACHE} must be {CacheUse.USE} or {CacheUse.READ}, not {str(value)[:40]!r}")
+    return bool(value == CacheUse.READ)
 
 
 def _capture(params: Mapping[str, Any], usual: bool | None) -> bool | None:
     return checked_flag(params["capture"], "capture") if "capture" in params else usual
 
 
-def _compared(given: Mapping[str, Any], usual: ReuseConfig) -> ReuseConfig:
+def _compared(value: Mapping[str, Any], usual: ReuseConfig) -> ReuseConfig:
     """`usual` with the given fields of `_COMPARED`."""
     changed: dict[str, Any] = {}
-    if "seed" in given:
-        changed["seed"] = checked_whole(given["seed"], "seed")
-    if "query" in given:
-        changed["query"] = _query(given["query"], usual.query)
+    if "seed" in value:
+        changed["seed"] = checked_whole(value["seed"], "seed")
+    if "query" in value:
+        changed["query"] = _query(value["query"], usual.query)
     return replace(usual, **changed)
 
 
-def _mean(given: Any) -> MeanShare | None:
-    if given is None:
+def _mean(value: Any) -> MeanShare | None:
+    if value is None:
         return None
-    if not isinstance(given, Mapping) or set(given) - {"anew"} != {"group", "of"}:
+    if not isinstance(value, Mapping) or set(value) - {"anew"} != {"group", "of"}:
         raise UsageError("mean must be an object such as {'group': 'a name', 'of': 4}")
-    group, count = given["group"], checked_whole(given["of"], "mean.of")
+    group, count = value["group"], checked_whole(value["of"], "mean.of")
     if not isinstance(group, str) or not 0 < len(group) <= _MOST_GROUP:
         raise UsageError(f"mean.group must be a text of at most {_MOST_GROUP} characters")
     if not 1 <= count <= MOST_CONTEXTS:
         raise UsageError(f"mean.of must be between 1 and {MOST_CONTEXTS}")
-    return MeanShare(group, count, anew=checked_flag(given.get("anew", False), "mean.anew"))
+    return MeanShare(group, count, anew=checked_flag(value.get("anew", False), "mean.anew"))
 
 
 _MOST_GROUP = 200
 
 
-def _query(given: Any, usual: QueryConfig) -> QueryConfig:
-    if not isinstance(given, Mapping):
+def _query(value_of_field: Any, usual: QueryConfig) -> QueryConfig:
+    if not isinstance(value_of_field, Mapping):
         raise UsageError("query must be an object such as {'tail': 4, 'layers': 'late'}")
     query_fields = sorted(query_field.name for query_field in fields(QueryConfig))
     if unknown := sorted(
-        str(key).encode("utf-8", "backslashreplace").decode() for key in given if key not in query_fields
+        str(key).encode("utf-8", "backslashreplace").decode() for key in value_of_field if key not in query_fields
     ):
         raise UsageError(f"unknown fields of query: {', '.join(unknown)}; there are {', '.join(query_fields)}")
-    return replace(usual, **{name: _query_value(name, value) for name, value in given.items()})
+    return replace(usual, **{name: _query_value(name, value) for name, value in value_of_field.items()})
 
 
 def _query_value(name: str, value: Any) -> Any:

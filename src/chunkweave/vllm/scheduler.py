@@ -314,8 +314,8 @@ class ConnectorScheduler:
 
     def _params(self, request: Any) -> Any:
         """Our field of a request, or what applies without it; None: the request is not ours."""
-        given = request.kv_transfer_params
-        params = given.get(FIELD) if isinstance(given, Mapping) else None
+        transfer_params = request.kv_transfer_params
+        params = transfer_params.get(FIELD) if isinstance(transfer_params, Mapping) else None
         return {FIND: True} if params is None and self._finds and _is_plain(request) else params
 
     def _parsed(self, request: Any, params: Any) -> WeaveRequest | None:
@@ -480,8 +480,8 @@ class ConnectorScheduler:
             return False, {FIELD: {"error": refused}}
         if request.request_id in self._removals:
             return False, {FIELD: self._removals.finish(request.request_id).report}
-        if (asked := self._inventories.pop(request.request_id, None)) is not None:
-            return False, {FIELD: inventory_report(asked, self._stored.__contains__)}
+        if (chunks := self._inventories.pop(request.request_id, None)) is not None:
+            return False, {FIELD: inventory_report(chunks, self._stored.__contains__)}
         tracked = self._requests.pop(request.request_id, None)
         self._arrived.discard(request.request_id)
         self._waits.end(request.request_id)
@@ -535,22 +535,23 @@ class ConnectorScheduler:
         """
         request, found = tracked.request, tracked.found or 0
         tokens, exact = len(request.prompt), found <= tracked.shared
-        before: Mapping[str, Any] = {} if exact else self._reports.get(request.salt, {})
+        woven_report: Mapping[str, Any] = {} if exact else self._reports.get(request.salt, {})
         spans = {
-            KVSource(name): [Span(*span) for span in spans] for name, spans in before.get("kv_sources", {}).items()
+            KVSource(name): [Span(*span) for span in spans]
+            for name, spans in woven_report.get("kv_sources", {}).items()
         }
-        if not before:
+        if not woven_report:
             spans = {KVSource.EXACT: [Span(0, tracked.shared)], KVSource.REUSED: [Span(tracked.shared, tokens)]}
         sources = {source: [span.within(0, found) for span in spans.get(source, ())] for source in KVSource}
         sources[KVSource.COMPUTED].append(Span(found, tokens))
-        recomputed = [position for position in before.get("recomputed", ()) if position < found]
+        recomputed = [position for position in woven_report.get("recomputed", ()) if position < found]
         hits = {"vllm": sum(len(part.span.within(0, found)) for part in tracked.parts)}
         report = request_report(request, sources, recomputed=recomputed, local=found, hits=hits)
         if (
             exact and not tracked.exact_method and request.mean is None
         ):  # requests that find these blocks under this salt find what vLLM computed
             self._remember(request.salt, {"kv_sources": {str(KVSource.EXACT): [[0, tokens]]}})
-        return report | {name: before[name] for name in _OF_WEAVE if name in before}
+        return report | {name: woven_report[name] for name in _OF_WEAVE if name in woven_report}
 
     def _remember(self, salt: str, report: dict[str, Any]) -> None:
         self._forget_report(salt)

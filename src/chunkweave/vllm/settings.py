@@ -53,8 +53,8 @@ class PluginSettings:
         """
         values = by_name(extra, _KNOWN)
         if unknown := unknown_names(values, {*_KNOWN, *SETTINGS}):
-            there = ", ".join(sorted(_KNOWN))
-            raise UsageError(f"unknown keys of kv_connector_extra_config: {unknown}; there are: {there}")
+            known_keys = ", ".join(sorted(_KNOWN))
+            raise UsageError(f"unknown keys of kv_connector_extra_config: {unknown}; there are: {known_keys}")
         url = environment.get(REMOTE_URL_VARIABLE)
         values = ({"remote_url": url} if url else {}) | values
         read(PluginConfig, values, Place.CONNECTOR)  # first: other settings may name plug-ins in its files

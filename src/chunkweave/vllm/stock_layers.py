@@ -279,8 +279,8 @@ class StockLayers:
         for piece in active.pieces:
             rows = piece.rows
             with self._context(rows.stop - rows.start, piece, (self.paged.groups[layer],)):
-                own = (states[rows].flatten(1) for states in (queries, keys, values))
-                done.append(modules.attention(*own))
+                row_states = (states[rows].flatten(1) for states in (queries, keys, values))
+                done.append(modules.attention(*row_states))
         return _joined(done)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, active: ActiveSet) -> torch.Tensor:

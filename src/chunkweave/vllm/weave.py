@@ -592,7 +592,7 @@ class WeaveJob:
     def chosen(self) -> Choices:
         """Positions of the candidates that starts and rules have kept so far, ascending."""
         starts = {(n, START): p.started for n, p in self._passes.items() if self._plan.passes[n].start is not None}
-        return starts | {(n, layer): kept for n, p in self._passes.items() for layer, kept in p.rows.kept.items()}
+        return starts | {(n, layer): rows for n, p in self._passes.items() for layer, rows in p.rows.kept.items()}
 
     @property
     def outline(self) -> tuple[object, ...]:
@@ -668,7 +668,11 @@ class WeaveJob:
         reads_question = pass_.watch is not None or (pass_.stop_unfocused is not None and pass_.starting_tokens > 0)
         stop = max([self._stop, *(capture.part.span.stop for capture in captures)])
         pass_ = clipped(pass_, self._first, self._plan.prompt_tokens if reads_question else stop)
-        decided = {layer: kept for (of, layer), kept in self._decided.items() if of == number and layer != START}
+        decided = {
+            layer: kept_positions
+            for (of, layer), kept_positions in self._decided.items()
+            if of == number and layer != START
+        }
         rows = ActiveRows.of_pass(
             self._input.cache,
             self._input.token_ids,

@@ -65,9 +65,9 @@ class RankAgreement(Alone):
 
     def gather(self, what: Any) -> list[Any]:
         """Each rank's object, by rank."""
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, what, group=self._channel)
-        return found
+        by_rank: list[Any] = [None] * self.size
+        distributed.all_gather_object(by_rank, what, group=self._channel)
+        return by_rank
 
 
 class RankFailedError(SystemExit):
@@ -237,11 +237,11 @@ class WeaveQueue:
     def _agree_on_lookups(self) -> None:
         """Plan orders that all ranks have looked up, with what all of them found."""
         waiting = [(weave, weave.lookup) for weave in self._unsettled() if weave.lookup and weave.planning is None]
-        for weave, found, same in self._agreed(waiting, lambda found: sorted(_known(found))):
+        for weave, lookup, same in self._agreed(waiting, lambda lookup: sorted(_known(lookup))):
             if not same:
-                found = _held_by_all(found, self._ranks.gather(_known(found)))
+                lookup = _held_by_all(lookup, self._ranks.gather(_known(lookup)))
             weave.since_s = self._clock()
-            weave.planning = self._executor.submit(self._plan, weave.order, _by_id(found))
+            weave.planning = self._executor.submit(self._plan, weave.order, _by_id(lookup))
 
     def _agree_on_plans(self) -> None:
         """Start weaves that all ranks planned alike and whose segments are in memory as far as needed."""

@@ -119,8 +119,8 @@ class Means:
         self._done_s[key] = time.monotonic()
         if len(self._done_s) > _MOST_DONE:
             self._done_s.popitem(last=False)
-        for other in [one for one in self._pending if one[-1] == record.chunk_id]:  # older groups of the same chunk
-            del self._pending[other]
+        for older in [pending for pending in self._pending if pending[-1] == record.chunk_id]:
+            del self._pending[older]
         return sums
 
     def forget(self, chunks: frozenset[ChunkId] | None) -> None:
@@ -151,15 +151,15 @@ def mean_profile(profiles: Sequence[AttentionProfile | None]) -> AttentionProfil
     A chunk of one of M contexts has 1/M of its mass there. So CCI's a and b (Cache-Craft eq. 9) are means over the
     contexts, and beta is the share of all mass on chunks of the new prefix.
     """
-    known = [profile for profile in profiles if profile is not None]
-    if len(known) < len(profiles) or not known:
+    complete = [profile for profile in profiles if profile is not None]
+    if len(complete) < len(profiles) or not complete:
         return None
-    share = 1.0 / len(known)
+    share = 1.0 / len(complete)
     return AttentionProfile(
-        chunks=tuple(chunk for one in known for chunk in one.chunks),
-        lengths=tuple(length for one in known for length in one.lengths),
-        inter=tuple(mass * share for one in known for mass in one.inter),
-        intra=sum(one.intra for one in known) * share,
-        sink=sum(one.sink for one in known) * share,
-        outward=tuple(sum(masses) * share for masses in zip(*(one.outward for one in known), strict=True)),
+        chunks=tuple(chunk for profile in complete for chunk in profile.chunks),
+        lengths=tuple(length for profile in complete for length in profile.lengths),
+        inter=tuple(mass * share for profile in complete for mass in profile.inter),
+        intra=sum(profile.intra for profile in complete) * share,
+        sink=sum(profile.sink for profile in complete) * share,
+        outward=tuple(sum(masses) * share for masses in zip(*(profile.outward for profile in complete), strict=True)),
     )

@@ -102,18 +102,18 @@ class WeavingStore:
 
     def plan(
         self,
-        found: PromptLookup,
+        prompt_lookup: PromptLookup,
         method: ReuseMethod,
         *,
         given_up: Collection[SegmentId] = (),
         loading: Loading | None = None,
     ) -> Plan:
-        """Plan with the lookup `found`, without segments in `given_up` and those that, by `loading`, compute faster
+        """Plan with a `prompt_lookup`, without segments in `given_up` and those that, by `loading`, compute faster
         than they load.
 
         Without `loading` the plan is for prefetching: segments of any tier are used, even slow ones.
         """
-        lookup = without(found, given_up)
+        lookup = without(prompt_lookup, given_up)
         if loading is not None:
             lookup = without(lookup, too_slow(lookup, loading))
         plan = method.plan(lookup, self.geometry)
@@ -233,8 +233,8 @@ def unseen_layers(plan: Plan, windows: Sequence[int | None]) -> dict[str, frozen
     unseen: dict[str, frozenset[int]] = {}
     for part in plan.parts:
         if part.segment is not None:
-            here = plan.unseen_layers(part, windows)
-            unseen[part.segment] = unseen.get(part.segment, here) & here
+            unseen_here = plan.unseen_layers(part, windows)
+            unseen[part.segment] = unseen.get(part.segment, unseen_here) & unseen_here
     return unseen
 
 

@@ -38,16 +38,20 @@ _MOST_QUEUE_BYTES = 1 << 30
 
 
 def eviction_cost(
-    config: StoreConfig, fingerprint: str, known: CostModel | None, measure: Callable[[], CostModel] | None, name: str
+    config: StoreConfig,
+    fingerprint: str,
+    cost_model: CostModel | None,
+    measure: Callable[[], CostModel] | None,
+    name: str,
 ) -> CostModel | None:
     """The compute costs for a policy that weighs them (RAGCache §5.1 eq. 2); None for other policies.
 
-    The result is `known`, else the measurement of an earlier start with the same folder, else a new measurement. It is
-    stored in the folder under `name`. It knows nothing about tiers, so loading decisions do not use it.
+    The result is `cost_model`, else the measurement of an earlier start with the same folder, else a new measurement.
+    It is stored in the folder under `name`. It knows nothing about tiers, so loading decisions do not use it.
     """
     if not weighs_cost(config.policy):
         return None
-    cost = known or stored_cost_model(config.cache_dir, fingerprint, name)
+    cost = cost_model or stored_cost_model(config.cache_dir, fingerprint, name)
     if cost is not None or measure is None:
         return cost
     started = time.perf_counter()
@@ -216,16 +220,16 @@ def agreed_dtype(config: StoreConfig, measured: Callable[[], str]) -> str:
     remote that does not answer decides nothing.
     """
     folder = config.cache_dir
-    found = read_dtype(folder) if folder is not None else None
-    found = found if found in DTYPES_ON_CPU else None
+    folder_dtype = read_dtype(folder) if folder is not None else None
+    folder_dtype = folder_dtype if folder_dtype in DTYPES_ON_CPU else None
     if config.remote_url is not None:
         from chunkweave.tiers.remote import agreed_text
 
-        chosen = agreed_text(config.remote_url, "auto-dtype", lambda: found or measured(), DTYPES_ON_CPU)
-        if folder is not None and chosen != found:
+        chosen = agreed_text(config.remote_url, "auto-dtype", lambda: folder_dtype or measured(), DTYPES_ON_CPU)
+        if folder is not None and chosen != folder_dtype:
             _keep_dtype(folder, chosen, first=False)
         return chosen
-    return found or (measured() if folder is None else _keep_dtype(folder, measured(), first=True))
+    return folder_dtype or (measured() if folder is None else _keep_dtype(folder, measured(), first=True))
 
 
 def _keep_dtype(folder: Path, dtype: str, *, first: bool) -> str:

@@ -62,13 +62,13 @@ class VllmCache:
             try:
                 for chunk in chunks:
                     begin = partial(preparer.prepare_beforehand, chunk, pool=pool, without=gone, cache_salt=salt)
-                    found, before = False, -1
-                    while before != len(gone):  # starts again without chunks removed meanwhile
-                        before = len(gone)
+                    computed_any, removed_count = False, -1
+                    while removed_count != len(gone):  # starts again without chunks removed meanwhile
+                        removed_count = len(gone)
                         warming.removed(gone)
                         work = await self._threads.run(tenant, partial(_all_of, begin))
-                        found = await warming.compute(work, gone) or found
-                    computed += found
+                        computed_any = await warming.compute(work, gone) or computed_any
+                    computed += computed_any
             finally:
                 means = {chunk: mean for chunk, mean in warming.means.items() if chunk not in gone}
                 parts = [part for part in (() if pool is None else pool.parts) if part.id in means]
@@ -96,7 +96,7 @@ class VllmCache:
 
     async def compute(self, prepared: PreparedRequest, tenant: str, place: str) -> tuple[str, float]:
         """Compute a prompt on the replica named `place` if it is up; returns the replica's name and the seconds."""
-        replica = next((one for one in self._context.fleet.replicas if one.name == place), None)
+        replica = next((replica for replica in self._context.fleet.replicas if replica.name == place), None)
         since_s = time.perf_counter()
         body = self._body(prepared.request.cache_salt)
         placed = await compute_ahead(self._context, prepared, body, tenant=tenant, at=replica)
@@ -104,7 +104,7 @@ class VllmCache:
 
     async def settle(self, salt: str, parts: Sequence[PromptPart]) -> None:
         """Remove first passes from all replicas that are up."""
-        commands, up = self._commands(salt), [one for one in self._context.fleet.replicas if one.up]
+        commands, up = self._commands(salt), [replica for replica in self._context.fleet.replicas if replica.up]
         await asyncio.gather(*(commands.drop_first_passes(replica, parts) for replica in up))
 
     async def _lost_means(self, salt: str) -> list[tuple[str, ChunkId]]:
@@ -113,8 +113,10 @@ class VllmCache:
         means = self.improving.means(salt)
         for replica in self._context.fleet.replicas:
             if parts := means.get(replica.name):
-                left = await commands.stored(replica, parts)
-                lost += [(replica.name, part.id) for part in parts if part.id is not None and part.id not in left.means]
+                stored = await commands.stored(replica, parts)
+                lost += [
+                    (replica.name, part.id) for part in parts if part.id is not None and part.id not in stored.means
+                ]
         return lost
 
     def _commands(self, salt: str) -> Commands:
@@ -154,19 +156,19 @@ class VllmCache:
             "off": {} if inbox is None else dict(inbox.off),
             "replicas": [
                 {
-                    "name": one.name,
-                    "up": one.up,
-                    "running": one.running,
-                    "waiting": len(one.queue),
-                    "outstanding_tokens": one.outstanding_tokens,
-                    "mirror_tokens": one.contents.tokens,
-                    "mirror_budget_tokens": one.contents.budget_tokens,
-                    "prompt_tokens": one.prompt_tokens,
-                    "expected_tokens": one.expected_tokens,
-                    "found_tokens": one.found_tokens,
-                    "answered": one.served,
+                    "name": replica.name,
+                    "up": replica.up,
+                    "running": replica.running,
+                    "waiting": len(replica.queue),
+                    "outstanding_tokens": replica.outstanding_tokens,
+                    "mirror_tokens": replica.contents.tokens,
+                    "mirror_budget_tokens": replica.contents.budget_tokens,
+                    "prompt_tokens": replica.prompt_tokens,
+                    "expected_tokens": replica.expected_tokens,
+                    "found_tokens": replica.found_tokens,
+                    "answered": replica.served,
                 }
-                for one in self._context.fleet.replicas
+                for replica in self._context.fleet.replicas
             ],
             **self.improving.stats(),
         }
@@ -189,8 +191,8 @@ class _Warming:
     async def look(self, pool: ContextPool) -> set[ChunkId]:
         """Ask all replicas what they store; returns the chunks with a mean on any of them."""
         up, with_mean = [replica for replica in self._context.fleet.replicas if replica.up], set[ChunkId]()
-        found = await asyncio.gather(*(self._commands.stored(replica, pool.parts) for replica in up))
-        for replica, stored in zip(up, found, strict=True):
+        stored_at = await asyncio.gather(*(self._commands.stored(replica, pool.parts) for replica in up))
+        for replica, stored in zip(up, stored_at, strict=True):
             with_mean |= stored.means
             self.means |= {chunk: (replica.name, []) for chunk in stored.means - self.means.keys()}
             self._sent |= {(replica.name, chunk) for chunk in stored.contexts}
@@ -227,11 +229,11 @@ class _Warming:
             try:
                 replica = self._replica_for(work[-1], failed)
                 await self._look_for_contexts(replica, work)
-                for one in work:
-                    if reads(one.prompt, gone):
+                for prepared in work:
+                    if reads(prepared.prompt, gone):
                         return False
-                    await self._compute_at(replica, one)
-                contexts = [one.prompt.contexts()[-1] for one in work if one.mean is not None]
+                    await self._compute_at(replica, prepared)
+                contexts = [prepared.prompt.contexts()[-1] for prepared in work if prepared.mean is not None]
                 if contexts and (chunk := work[-1].prompt.parts[-1].id) is not None:
                     self.means[chunk] = replica.name, contexts
                 return True
@@ -244,43 +246,43 @@ class _Warming:
 
     async def _look_for_contexts(self, replica: Replica, work: Sequence[PreparedRequest]) -> None:
         """Ask which chunks with a mean need no first pass on this replica: contexts can be woven from the mean."""
-        firsts = (one.prompt.parts[-1] for one in work if one.mean is None)
-        asked = [part for part in firsts if part.id in self.means and (replica.name, part.id) not in self._sent]
-        if asked:
-            stored = await self._commands.stored(replica, asked)
+        firsts = (prepared.prompt.parts[-1] for prepared in work if prepared.mean is None)
+        parts = [part for part in firsts if part.id in self.means and (replica.name, part.id) not in self._sent]
+        if parts:
+            stored = await self._commands.stored(replica, parts)
             self._sent |= {(replica.name, chunk) for chunk in stored.contexts}
 
-    def _replica_for(self, one: PreparedRequest, failed: Replica | None) -> Replica:
+    def _replica_for(self, prepared: PreparedRequest, failed: Replica | None) -> Replica:
         """The replica for a chunk; for a mean the one with the fewest tokens of means so far, to spread them.
 
         Chosen by cached tokens, all means would go to the replica of their contexts.
         """
         fleet = self._context.fleet
         up = [each for each in fleet.replicas if each.up]
-        if one.mean is None or not up:
-            return fleet.suited(one, avoid=failed)
+        if prepared.mean is None or not up:
+            return fleet.suited(prepared, avoid=failed)
         replica = min(up, key=lambda each: (each is failed, self._tokens[each.name], each.outstanding_tokens))
-        self._tokens[replica.name] += len(one.prompt.parts[-1])
+        self._tokens[replica.name] += len(prepared.prompt.parts[-1])
         return replica
 
-    async def _compute_at(self, replica: Replica, one: PreparedRequest) -> None:
+    async def _compute_at(self, replica: Replica, prepared: PreparedRequest) -> None:
         """Compute one request on a replica; waits while the queue is full.
 
         Raises:
             UpstreamLostError: the replica was lost.
         """
-        first_pass = replica.name, one.prompt.parts[-1].id
-        if one.mean is None and first_pass in self._sent:
+        first_pass = replica.name, prepared.prompt.parts[-1].id
+        if prepared.mean is None and first_pass in self._sent:
             return
         while True:
             try:
-                placed = await compute_ahead(self._context, one, self._body, tenant=self._tenant, at=replica)
+                placed = await compute_ahead(self._context, prepared, self._body, tenant=self._tenant, at=replica)
                 break
             except QueueFullError:
                 await asyncio.sleep(_POLL_S)
         if placed.replica is not replica:
             raise UpstreamLostError(f"{replica.name} is gone")
-        if one.mean is None:
+        if prepared.mean is None:
             self._sent.add(first_pass)
             self._woven_at.add(replica.name)
 

@@ -213,8 +213,8 @@ class Fleet:
         if avoid is not None and len(replicas) > 1:
             replicas = [replica for replica in replicas if replica is not avoid]
         waiting = Counter[str]()
-        for one in self.replicas:
-            waiting.update({tenant_name: one.queue.waiting(tenant_name) for tenant_name in one.queue.tenants})
+        for started in self.replicas:
+            waiting.update({tenant_name: started.queue.waiting(tenant_name) for tenant_name in started.queue.tenants})
         self._weights.refuse_if_full(tenant, waiting, self._max_waiting)
         # Nothing is awaited between this choice and the queue: the state that it was made from does not change.
         placed = self._choose(prepared, replicas, like)
@@ -279,8 +279,8 @@ class Fleet:
         if not waited and placed.released.done() and not _failed(placed.released):
             replica.running -= 1
         if self._time.leave(placed.tenant):
-            for one in self.replicas:
-                one.queue.forget(placed.tenant)
+            for started in self.replicas:
+                started.queue.forget(placed.tenant)
         self._release(replica)
         if not self.running and not self.waiting and self.on_idle is not None:
             self.on_idle()
@@ -309,11 +309,11 @@ class Fleet:
         if (
             not weaves
             and placed.arranged.promotion is not None
-            and (kept := placed.arranged.promotion.kept) is not None
+            and (promoted := placed.arranged.promotion.kept) is not None
         ):
             head = sum(part.kind is PartKind.SYSTEM for part in placed.prompt.parts)
             mirrored = contents.tree.match(path).nodes - head
-            length = head + promoted_length([chunk in kept for chunk in path[head:]], max(0, mirrored))
+            length = head + promoted_length([chunk in promoted for chunk in path[head:]], max(0, mirrored))
             path, sizes = path[:length], sizes[:length]
         contents.note(path, sizes, weaves=weaves)
 

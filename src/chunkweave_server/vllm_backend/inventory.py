@@ -47,12 +47,12 @@ class Commands:
 
     async def stored(self, replica: Replica, parts: Sequence[PromptPart]) -> StoredChunks:
         """What a replica stores of these chunks."""
-        left, means, contexts = list(parts), set[ChunkId](), set[ChunkId]()
+        remaining, means, contexts = list(parts), set[ChunkId](), set[ChunkId]()
         async for count, report in self._answers(replica, parts, lambda chunks: inventory_params(chunks, self.start)):
-            said, ids = Inventory.of(report), [part.id for part in left[:count]]
-            for found, numbers in ((means, said.means), (contexts, said.contexts)):
-                found.update(one for number in numbers if number < count and (one := ids[number]) is not None)
-            left = left[count:]
+            inventory, ids = Inventory.of(report), [part.id for part in remaining[:count]]
+            for found, numbers in ((means, inventory.means), (contexts, inventory.contexts)):
+                found.update(chunk for number in numbers if number < count and (chunk := ids[number]) is not None)
+            remaining = remaining[count:]
         return StoredChunks(means, contexts)
 
     async def drop_first_passes(self, replica: Replica, parts: Sequence[PromptPart]) -> None:

@@ -174,22 +174,22 @@ class Passthrough:
 
         A body that is refused is not changed, nor one that names documents.
         """
-        given, salt = body.get(FIELD), body.get("cache_salt") or ""
-        if not isinstance(given, dict) or body.get("documents") or body.get("kv_transfer_params"):
+        field, salt = body.get(FIELD), body.get("cache_salt") or ""
+        if not isinstance(field, dict) or body.get("documents") or body.get("kv_transfer_params"):
             return None
         try:
-            reuse = ReuseField.model_validate(given)
+            reuse = ReuseField.model_validate(field)
         except ValueError:
             return None
-        ours = {name: value for name, value in given.items() if value is not None and name != "order"}
-        found, cache = reuse.find_chunks, CacheUse(reuse.cache)
-        if found is None or not (found or self._finds) or not ours.keys() <= _FINDING or not isinstance(salt, str):
+        ours = {name: value for name, value in field.items() if value is not None and name != "order"}
+        finds, cache = reuse.find_chunks, CacheUse(reuse.cache)
+        if finds is None or not (finds or self._finds) or not ours.keys() <= _FINDING or not isinstance(salt, str):
             return None
         other_fields = {name: value for name, value in body.items() if name != FIELD}
-        if cache is CacheUse.OFF or not (found or cache is CacheUse.USE):
+        if cache is CacheUse.OFF or not (finds or cache is CacheUse.USE):
             # A new salt, so that vLLM's own prefix cache is not used.
-            found, ours, other_fields["cache_salt"] = False, {FIND: False}, f"{salt}|{uuid.uuid4().hex}"
-        return {**other_fields, "kv_transfer_params": {FIELD: ours}}, found
+            finds, ours, other_fields["cache_salt"] = False, {FIND: False}, f"{salt}|{uuid.uuid4().hex}"
+        return {**other_fields, "kv_transfer_params": {FIELD: ours}}, finds
 
     async def _ping(self, request: Request) -> Response:
         """Health of vLLM; needs no key."""

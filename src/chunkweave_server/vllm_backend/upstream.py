@@ -325,8 +325,8 @@ def _refusal_of(error: Mapping[str, Any], status: int) -> UpstreamFailedError | 
     if status >= 500:
         return UpstreamFailedError(f"vLLM failed: {message}")
     param = error.get("param")
-    if (found := _VALIDATION.search(message)) is not None:
-        place, message = found["place"], found["message"]
+    if (match := _VALIDATION.search(message)) is not None:
+        place, message = match["place"], match["message"]
         param, message = place, f"{place.removeprefix('body.')}: {message}"
     elif not isinstance(param, str):
         about = _ABOUT_FIELD.match(message)
