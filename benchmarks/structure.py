@@ -8,8 +8,9 @@ It prints, and compares with `[tool.chunkweave.structure]`:
 - `files_entered` by one warm `Engine.generate`, and by one answer of `chunkweave serve`: files of the packages in which
   a function runs, without kernels, of which each machine takes others (--no-rooms skips them: they take half a minute;
   --list names them).
-- `files_in_cycles`: files whose imports lead back to them. Type-checking and function-level imports count, and so do
-  imports of packages (`__init__.py`).
+- `files_in_cycle`: files of one cycle of imports. Type-checking and function-level imports count, and so do imports of
+  packages (`__init__.py`).
+- `pronoun_names`: bound names that do not say what they hold (`PRONOUNS`).
 """
 
 import argparse
@@ -27,6 +28,7 @@ import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,6 +37,10 @@ ROOT = Path(__file__).resolve().parents[1]
 QUESTION = "How many steps has the Sel Tower?"
 PASSAGES = [f"The {name} Tower has {steps} steps." for name, steps in (("Ger", 200), ("Sel", 201), ("Mor", 202))]
 KERNELS = ("chunkweave/models/kernels/", "chunkweave/models/onednn_", "chunkweave/models/triton_")
+PRONOUNS = {
+    *("one", "ones", "found", "own", "given", "kept", "known", "said", "there", "here", "before", "mine"),
+    *("others", "other", "apart", "asked", "shown", "stays", "left", "a_pass"),
+}
 _LAYOUT = {
     tokenize.COMMENT,
     tokenize.DEDENT,
@@ -104,22 +110,23 @@ def imports(source: Path) -> dict[str, set[str]]:
     return found
 
 
-def cycles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Groups of modules that each lead to every other of their group, the largest first."""
-    reached = {name: _reachable(name, graph) for name in graph}
-    groups = {tuple(sorted(other for other in reached[name] if name in reached[other])) for name in graph}
-    return sorted((list(group) for group in groups if group), key=lambda group: (-len(group), group))
+def import_cycle(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    """The modules of one cycle of imports, in order; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [str(name) for name in error.args[1][1:]]
+    return []
 
 
-def _reachable(name: str, graph: Mapping[str, Iterable[str]]) -> set[str]:
-    seen: set[str] = set()
-    waiting = [*graph[name]]
-    while waiting:
-        other = waiting.pop()
-        if other not in seen:
-            seen.add(other)
-            waiting.extend(graph[other])
-    return seen
+def pronoun_names(source: Path) -> int:
+    """How many assignments, loops and parameters bind a name in `PRONOUNS`."""
+    count = 0
+    for path in modules(source).values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = node.arg if isinstance(node, ast.arg) else getattr(node, "id", "")
+            count += name in PRONOUNS and isinstance(getattr(node, "ctx", ast.Store()), ast.Store)
+    return count
 
 
 class FileWatch:
@@ -224,19 +231,23 @@ def main() -> None:
         serve_watched(source, Path(options.watch_server[0]), options.watch_server[1])
         return
     limits = tomllib.loads((options.root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["chunkweave"]
-    groups = cycles(imports(source))
-    found: dict[str, Any] = {"code_lines": lines_by_package(source), "files_in_cycles": sum(map(len, groups))}
+    cycle = import_cycle(imports(source))
+    figures: dict[str, Any] = {
+        "code_lines": lines_by_package(source),
+        "files_in_cycle": len(cycle),
+        "pronoun_names": pronoun_names(source),
+    }
     if not options.no_rooms:
         entered = {"generate": files_of_generate(source), "serve": files_of_serve(source)}
-        found["files_entered"] = {name: len(files) for name, files in entered.items()}
+        figures["files_entered"] = {name: len(files) for name, files in entered.items()}
         if options.list:
             print(json.dumps(entered, indent=1))
-    for name, figure in found.items():
+    for name, figure in figures.items():
         for part, count in figure.items() if isinstance(figure, Mapping) else [("", figure)]:
             print(f"{count:8}  {name.replace('_', ' ')} {part}")
-    for group in groups:
-        print(f"cycle of {len(group)}: {', '.join(group)}")
-    problems = list(above(found, limits["structure"]))
+    if cycle:
+        print(f"cycle of {len(cycle)}: {', '.join(cycle)}")
+    problems = list(above(figures, limits["structure"]))
     print(*problems, sep="\n", end="\n" if problems else "")
     sys.exit(bool(problems))
 
