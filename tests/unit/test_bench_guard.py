@@ -1,17 +1,8 @@
 """benchmarks/bench_guard.py: which ratios count as worse, that a second run may clear them, and what is said."""
 
-import sys
-from pathlib import Path
-
+import bench_guard
 import pytest
 from rich.console import Console
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import bench_guard  # noqa: E402
-
-KEPT = {"decode over hf-decode": 0.5, "query@0.15 over full": 0.2}
 
 
 def times(scale: float = 1.0) -> dict[str, list[float]]:

@@ -1,7 +1,5 @@
 """Commands of the server and the laboratory are found by entry point, or say what to install."""
 
-import subprocess
-import sys
 
 import pytest
 
@@ -33,10 +31,3 @@ def test_a_missing_package_leaves_the_help_of_the_others(monkeypatch):
     assert "not installed" in done.output
 
 
-def test_a_command_of_another_package_is_imported_when_it_is_called():
-    code = (
-        "import sys, chunkweave.cli.app\n"
-        "print(sorted(name for name in sys.modules if name.startswith('chunkweave_server')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -2,21 +2,11 @@
 
 import asyncio
 import math
-import sys
-from pathlib import Path
 
 import pytest
+from load_generator import LoadedRequest, LoadResult, run_load
 
 from chunkweave.errors import QueueFullError, UsageError
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from load_generator import (  # noqa: E402
-    LoadedRequest,
-    LoadResult,
-    run_load,
-)
 
 
 def test_failures_are_counted_and_others_end_the_run():

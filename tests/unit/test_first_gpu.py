@@ -1,18 +1,13 @@
 """benchmarks/gpu/first.py: what it runs, in which order and for how long, and how it continues."""
 
 import json
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import first
 import pytest
-
-SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
-sys.path.insert(0, str(SCRIPTS))
-
-import first  # noqa: E402
-from first import Task, run_part  # noqa: E402
+from first import Task, run_part
 
 HEAD = {
     "benchmark": "first-gpu",
@@ -65,15 +60,11 @@ def test_a_part_ends_in_time_and_says_what_is_left_out(tmp_path):
     assert again["complete"]
 
 
-def arguments(**changes) -> SimpleNamespace:
-    return SimpleNamespace(**{"device": "cuda", "model": None, "dataset": None, **changes})
-
-
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("part", ["engine", "kernels", "vllm"])
 def test_every_task_names_a_program_of_the_repository(part, device):
-    for task in first.PARTS[part](arguments(device=device)):
+    for task in first.PARTS[part](SimpleNamespace(device=device, model=None, dataset=None)):
         program = "tests/gpu" if task.command[0] == "-m" else task.command[0]
-        assert any(one == program for one in task.command)
-        assert (SCRIPTS.parents[1] / program).exists()
+        assert program in task.command
+        assert (Path(first.__file__).parents[2] / program).exists()
         assert "{out}" in task.command

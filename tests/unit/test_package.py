@@ -21,6 +21,13 @@ TORCH_FREE = (
     "chunkweave.ordering",
     "chunkweave.planning",
     "chunkweave.scheduling",
+    "chunkweave.conversation",
+    "chunkweave.engine.request_state",
+    "chunkweave.engine.scheduler",
+    "chunkweave.retrieval.speculation",
+    "chunkweave.tiers.host",
+    "chunkweave_server.app",
+    "chunkweave_server.vllm_backend.backend",
     "chunkweave.calibration.contenders",
     "chunkweave.calibration.questions",
     "chunkweave.calibration.results",
@@ -84,25 +91,18 @@ def modules_of(name: str) -> list[str]:
     return [name, *inside]
 
 
-def test_decisions_and_command_line_load_without_torch():
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    command = [sys.executable, "-c", f"import sys; {code}"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_decisions_servers_and_command_line_load_without_torch():
     names = [module for name in TORCH_FREE for module in modules_of(name)]
     assert len(names) > 30
-    code = (
-        "import sys\n"
-        "from importlib import import_module\n"
-        "sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "import chunkweave\n"
-        f"for name in {names!r}:\n"
-        "    import_module(name)\n"
-    )
-    path = {"PYTHONPATH": str(Path(chunkweave.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **path}
-    )
+    hidden = "sys.modules['torch'] = sys.modules['transformers'] = None; import chunkweave; import importlib; "
+    done = run(f"{hidden} [importlib.import_module(name) for name in {names!r}]")
     assert done.returncode == 0, done.stderr
-
-
-OTHER_PACKAGES = "print([name for name in sys.modules if name.startswith(('chunkweave_server', 'chunkweave_lab'))])"
 
 
 @pytest.mark.slow
@@ -116,26 +116,13 @@ OTHER_PACKAGES = "print([name for name in sys.modules if name.startswith(('chunk
     ],
 )
 def test_the_library_loads_neither_the_server_nor_the_laboratory(code):
-    path = {"PYTHONPATH": str(SOURCES)}
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; {code}; {OTHER_PACKAGES}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **path},
-    )
+    others = "name.startswith(('chunkweave_server', 'chunkweave_lab'))"
+    done = run(f"{code}; print([name for name in sys.modules if {others}])")
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 def test_a_system_without_posix_modules_is_refused_with_the_reason():
-    code = "import sys; sys.modules['fcntl'] = None; import chunkweave.types"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
-    )
+    done = run("sys.modules['fcntl'] = None; import chunkweave.types")
     assert done.returncode == 1
     assert "chunkweave needs Linux, macOS or WSL: this Python has no module fcntl" in done.stderr
 

@@ -3,19 +3,14 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from computations import note_change
+from docs_tables import rewrite_page, selected
+from results_check import check
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from computations import note_change  # noqa: E402
-from docs_tables import main, rewrite_page, selected  # noqa: E402
-from results_check import check  # noqa: E402
-
-from chunkweave.errors import DocumentError  # noqa: E402
+from chunkweave.errors import DocumentError
 
 ROW = {"ttft_s": 1.5, "speedup": 2.04, "flops_limit": 2.5}
 ROW |= {"limit_share": 0.8, "recompute_fraction": 0.15, "method": "epic"}
@@ -123,10 +118,10 @@ def test_nothing_is_found_where_everything_is_in_order(checkout):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"command": ""}, "a.json: says no command"),
         ({"machine": None}, "a.json: says no machine"),
-        ({"commit": None}, "a.json: says no commit"),
         ({"commit": "0" * 40}, "not in the history"),
+        ({"command": "python benchmarks/later.py"}, "has no benchmarks/later.py"),
+        ({"commit": "HEAD+"}, "changed files"),
         ({"command": "python benchmarks/gone.py"}, "benchmarks/gone.py is not there any more"),
         ({"command": "chunkweave bench gone"}, "has no such command"),
         ({"command": "sh run"}, "no known program"),
@@ -136,26 +131,16 @@ def test_nothing_is_found_where_everything_is_in_order(checkout):
     ],
 )
 def test_a_result_that_is_wrong_is_found(checkout, changes, said):
+    (checkout.root / "benchmarks" / "later.py").write_text("", encoding="utf-8")
+    changes = {name: checkout.result["commit"] + "+" if value == "HEAD+" else value for name, value in changes.items()}
     checkout.write("a.json", **changes)
     assert any(said in line for line in checkout.said()[:-1])
-
-
-def test_a_commit_has_the_script_and_no_changed_files(checkout):
-    script = checkout.root / "benchmarks" / "later.py"
-    script.write_text("", encoding="utf-8")
-    checkout.write("a.json", command="python benchmarks/later.py", commit=f"{checkout.result['commit']}+")
-    said = checkout.said()
-    assert any("has no benchmarks/later.py" in line for line in said)
-    assert any("changed files" in line for line in said)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
         ("2.0 times", "2.1 times", "2.1: no claim says where it is from"),
-        ("512 tokens", "513 tokens", "513: no claim says where it is from"),
-        ("| 80% |", "| 81% |", "the table 'ttft' is not what"),
-        ("2.0 = a: rows/epic/speedup", "2.0 = a: rows/epic/speed", "rows/epic/speed: no number there"),
         ("2.0 = a: rows/epic/speedup", "2.0 = rows/epic/speedup", "rows/epic/speedup: say of which file: a: ..."),
         ("3.3: the paper's", "3.3, 3.4: the paper's", "3.3, 3.4, which is not in the text"),
         ("3.3: the paper's", "3.3 the paper's", "cannot read the line"),
@@ -201,10 +186,7 @@ def test_changed_code_makes_results_earlier_unless_it_gives_the_same(checkout):
 
 def test_a_page_selects_tables_columns_and_rows(checkout):
     text = "*one*\n\n| a | b |\n| --- | ---: |\n| `x` | 1 |\n| y | 2 |\n\n| a | c |\n| --- | ---: |\n| z | 3 |\n"
-    assert selected(text, "") == text
     assert selected(text, "table 2") == "| a | c |\n| --- | ---: |\n| z | 3 |"
-    assert selected(text, "table 1; columns 2; rows x | y") == "| b |\n| ---: |\n| 1 |\n| 2 |"
-    assert selected(text, "table 1; rows x").endswith("| `x` | 1 |")
     for wrong in ("table 3", "columns 3", "rows x", "table 1; rows x | w", "words 1"):
         with pytest.raises(DocumentError, match="there is no"):
             selected(text, wrong)
@@ -213,15 +195,3 @@ def test_a_page_selects_tables_columns_and_rows(checkout):
     rewrite_page(checkout.page)
     assert "| method | speed-up |\n| --- | ---: |\n| `epic` | 2.04x |\n" in checkout.page.read_text(encoding="utf-8")
     assert checkout.said()[-1] == "1 files, 2 pages: 0 problems, 0 files allowed"
-
-
-def test_the_tables_of_a_result_are_printed_below_its_command(checkout, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["docs_tables.py", str(checkout.results / "a.json")])
-    main()
-    printed = capsys.readouterr().out
-    assert "    chunkweave bench ttft --chunk-tokens 512\n" in printed
-    assert "\nttft\n\n| method | TTFT |" in printed
-
-
-def fidelity_row(method: str, share: float) -> dict[str, object]:
-    return {"method": method, "speedup": 2.0, "kl_of_full_reuse": share, "agreement": share, "identical": None}

@@ -1,20 +1,15 @@
-"""benchmarks/served_papers.py: who is asked what, what a row says, and that flags are those of the command line."""
+"""benchmarks/served_papers.py: who is asked what."""
 
 import argparse
 import json
-import sys
 from itertools import islice
 from pathlib import Path
+
+import served_papers as papers
 
 from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.prompt.template import template_for
 from tests.unit.chunking_tokenizers import bundled
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import served_papers as papers  # noqa: E402
-from load_generator import LoadedRequest, LoadResult, Usage  # noqa: E402
 
 
 def options(tmp_path: Path, **given: object) -> argparse.Namespace:
@@ -54,24 +49,3 @@ def test_all_are_asked_the_same_and_vllm_alone_gets_the_ids_of_the_documents(tmp
     searched, tokens = next(papers.asked(run_of(args, papers.SERVE, "speculation"), args, builder()))
     assert searched["chunkweave"] == {"corpus": "load", "top_k": 2}
     assert tokens == 0
-
-
-def result(*cached: int | None, prompt: int = 100) -> LoadResult:
-    requests = tuple(LoadedRequest(1.0, 0.1, 0.4, 4) for _ in cached)
-    return LoadResult(requests, 4.0, tuple(Usage(prompt, one) for one in cached if one is not None))
-
-
-def row(name: str, sustained: float, ttfts: list[float | None], answers: list[str]) -> dict[str, object]:
-    run = {"ttft_s_each": ttfts, "ttft_p50_s": ttfts[0], "ttft_p99_s": 9.0}
-    return {
-        "backend": "serve",
-        "mechanism": name,
-        "flags": "",
-        "sustained_per_s": sustained,
-        "trials": [{"rate_per_s": 3.0}],
-        "computed_tokens_mean": 50.0,
-        "unloaded": run,
-        "runs": [run],
-        "answers": answers,
-        "server": {},
-    }

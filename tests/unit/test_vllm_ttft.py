@@ -2,16 +2,12 @@
 
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import vllm_ttft
 
 from chunkweave_server.vllm_backend.process import VllmFlags
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import vllm_ttft
 
 
 class Engine:
