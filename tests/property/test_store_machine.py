@@ -1,7 +1,5 @@
 """The store against a plain dict: any interleaving of inserts, hits, pins, evictions, removals and losses."""
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -10,17 +8,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from chunkweave.errors import StoreError
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.index import Lease, path_request_of
-from chunkweave.store.records import SegmentRecord, segment_id
+from chunkweave.store.records import SegmentRecord
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId, SegmentId
+from tests.unit.tier_fakes import Payload, id_of, payload_of
 
 BUDGET_BYTES = 60
-
-
-@dataclass(frozen=True, slots=True)
-class Payload:
-    nbytes: int
 
 
 # Few paths, so that different rules meet the same segments: all of up to three chunks from two, and some more.
@@ -32,10 +26,6 @@ sizes = st.integers(3, 21).map(lambda nbytes: nbytes if nbytes < 21 else BUDGET_
 
 def _tokens(chunk: str, *, collided: bool = False) -> tuple[int, ...]:
     return (ord(chunk), int(collided))
-
-
-def _id(path: str) -> SegmentId:
-    return segment_id(ChunkId(path[-1]), tuple(map(ChunkId, path[:-1])))
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -71,7 +61,7 @@ class StoreMachine(RuleBasedStateMachine):
         tokens = _tokens(path[-1], collided=collided)
         context = tuple(map(ChunkId, path[:-1]))
         record = SegmentRecord.of(ChunkId(path[-1]), context, tokens, exact=exact, nbytes=nbytes)
-        payload = Payload(nbytes)
+        payload = payload_of(record)
         inserted = self.store.insert(record, payload)
         if record.id in self.lost:
             self.forget(record.id)
@@ -110,7 +100,7 @@ class StoreMachine(RuleBasedStateMachine):
             matching = {record.id: record for record in stored if record.token_ids == part.part.token_ids}
             assert {record.id: record for record in part.variants} == matching
             assert len(part.variants) == len(matching)
-            expected = matching.get(_id(path[: i + 1]))
+            expected = matching.get(id_of(path[: i + 1]))
             on_path = on_path and expected is not None and expected.exact
             assert part.exact == (expected if on_path else None)
 
@@ -136,8 +126,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(paths, max_size=4))
     def lease_ids(self, wanted: list[str]) -> None:
-        lease = self.store.lease(_id(path) for path in wanted)
-        expected = {_id(path) for path in wanted} & set(self.model)
+        lease = self.store.lease(id_of(path) for path in wanted)
+        expected = {id_of(path) for path in wanted} & set(self.model)
         assert set(lease.ids) == expected
         self.leases.append((lease, expected))
 
@@ -152,7 +142,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(path=paths)
     def get(self, path: str) -> None:
-        segment = _id(path)
+        segment = id_of(path)
         payload = self.store.get(segment)
         if segment in self.model and segment not in self.lost:
             assert payload is self.model[segment][1]
@@ -162,8 +152,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(path=paths)
     def remove(self, path: str) -> None:
-        assert self.store.remove(_id(path)) == (_id(path) in self.model)
-        self.forget(_id(path))
+        assert self.store.remove(id_of(path)) == (id_of(path) in self.model)
+        self.forget(id_of(path))
 
     @rule(chunk=chunks)
     def discard_chunk(self, chunk: str) -> None:

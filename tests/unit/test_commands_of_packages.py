@@ -1,6 +1,5 @@
 """Commands of the server and the laboratory are found by entry point, or say what to install."""
 
-
 import pytest
 
 from chunkweave.cli import app
@@ -29,5 +28,3 @@ def test_a_missing_package_leaves_the_help_of_the_others(monkeypatch):
     assert done.exit_code == 0
     assert "calibrate" in done.output
     assert "not installed" in done.output
-
-

@@ -1,4 +1,3 @@
-
 import pytest
 
 from chunkweave.calibration.contenders import make_contenders
@@ -68,5 +67,3 @@ def test_every_setting_of_query_is_one(name):
     assert list(made) == [f"query:{name}@0.15"]
     told, meant = made[f"query:{name}@0.15"]._query, QueryAware.settings[name]["query"]
     assert {field: getattr(told, field) for field in meant} == meant
-
-
