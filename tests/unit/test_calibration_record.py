@@ -282,10 +282,17 @@ def test_a_folder_that_cannot_be_written_to_asks_for_a_cache_folder(tmp_path, mo
         record_path(None, tmp_path, FINGERPRINT)
 
 
-def test_the_cache_folders_record_counts_before_the_one_beside_the_model(tmp_path):
+@pytest.fixture
+def folders(tmp_path):
+    """The folder of a model, and a cache folder with one for its weights."""
     model, cache = tmp_path / "model", tmp_path / "cache"
     for folder in (model, cache / FINGERPRINT):
         folder.mkdir(parents=True)
+    return model, cache
+
+
+def test_the_cache_folders_record_counts_before_the_one_beside_the_model(folders):
+    model, cache = folders
     assert stored_calibration(cache, model, FINGERPRINT) is None
     save_record(model / CALIBRATION_FILE, make_record(dataset="shipped"))
     assert stored_calibration(cache, model, FINGERPRINT).dataset == "shipped"
@@ -294,10 +301,8 @@ def test_the_cache_folders_record_counts_before_the_one_beside_the_model(tmp_pat
     assert stored_calibration(None, model, FINGERPRINT).dataset == "shipped"
 
 
-def test_other_models_records_and_damaged_files_are_logged_and_passed_over(tmp_path, caplog):
-    model, cache = tmp_path / "model", tmp_path / "cache"
-    for folder in (model, cache / FINGERPRINT):
-        folder.mkdir(parents=True)
+def test_other_models_records_and_damaged_files_are_logged_and_passed_over(folders, caplog):
+    model, cache = folders
     (cache / FINGERPRINT / CALIBRATION_FILE).write_text("{", encoding="utf-8")
     save_record(model / CALIBRATION_FILE, make_record())
     with caplog.at_level(logging.WARNING):
@@ -341,84 +346,44 @@ OWN = ReuseConfig(0.4, alpha=2.5)
 BLEND_AT_3 = {"recompute_ratio": 0.3, "check_layers": [1, 2]}
 CRAFT_AT_1 = {"alpha": 1.0, "focus": False}
 CRAFT_AT_HALF, CRAFT_OWN = ({"alpha": alpha, "focus": True} for alpha in (0.5, 2.5))
+NO_FOCUS = {"alpha": 0.5, "focus": False}
+QUERY_WHOLE = {"recompute_ratio": 0.4, "query": {"tail": None, "layers": "late", "factor": "stored", "rounds": 1}}
 
 
 @pytest.mark.parametrize(
-    ("usual", "method_request", "record", "method", "why", "parameters"),
+    ("usual", "request_", "record", "method", "why", "parameters"),
     [
-        (MethodRequest(), MethodRequest(), None, "prefix", Why.EXACT, {}),
-        (MethodRequest(), MethodRequest(), RECORD, "cacheblend", Why.CALIBRATED, BLEND_AT_3),
-        (MethodRequest(), MethodRequest.of(None, "fast"), RECORD, "cachecraft", Why.CALIBRATED, CRAFT_AT_1),
-        (MethodRequest(), MethodRequest.of(None, "exact"), RECORD, "prefix", Why.EXACT, {}),
-        (MethodRequest(), MethodRequest.of(None, "exact"), None, "prefix", Why.EXACT, {}),
-        (MethodRequest(), MethodRequest.of("epic", None), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
-        (MethodRequest(), MethodRequest.of("cachecraft"), RECORD, "cachecraft", Why.ASKED_FOR, CRAFT_OWN),
-        (MethodRequest(), MethodRequest.of("epic", None, 0.1), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.1}),
-        (MethodRequest.of("epic", None), MethodRequest(), RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
-        (MethodRequest.of("epic", None), MethodRequest.of(None, "exact"), RECORD, "prefix", Why.EXACT, {}),
+        ({}, {}, None, "prefix", Why.EXACT, {}),
+        ({}, {}, RECORD, "cacheblend", Why.CALIBRATED, BLEND_AT_3),
+        ({}, {"quality": "fast"}, RECORD, "cachecraft", Why.CALIBRATED, CRAFT_AT_1),
+        ({}, {"quality": "exact"}, RECORD, "prefix", Why.EXACT, {}),
+        ({}, {"quality": "exact"}, None, "prefix", Why.EXACT, {}),
+        ({}, {"method": "epic"}, RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
+        ({}, {"method": "cachecraft"}, RECORD, "cachecraft", Why.ASKED_FOR, CRAFT_OWN),
+        ({}, {"method": "epic", "recompute_ratio": 0.1}, RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.1}),
+        ({"method": "epic"}, {}, RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
+        ({"method": "epic"}, {"quality": "exact"}, RECORD, "prefix", Why.EXACT, {}),
+        ({"method": "epic"}, {"quality": "fast"}, RECORD, "cachecraft", Why.CALIBRATED, CRAFT_AT_1),
+        ({"quality": "fast"}, {}, RECORD, "cachecraft", Why.CALIBRATED, CRAFT_AT_1),
+        ({"quality": "fast"}, {"method": "epic"}, RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
+        ({}, {"recompute_ratio": 0.2}, RECORD, "cacheblend", Why.ASKED_FOR, {**BLEND_AT_3, "recompute_ratio": 0.2}),
+        ({}, {"method": "cachecraft", "alpha": 0.5}, RECORD, "cachecraft", Why.ASKED_FOR, CRAFT_AT_HALF),
+        ({}, {"method": "cachecraft:no-focus", "alpha": 0.5}, None, "cachecraft", Why.ASKED_FOR, NO_FOCUS),
         (
-            MethodRequest.of("epic", None),
-            MethodRequest.of(None, "fast"),
-            RECORD,
-            "cachecraft",
-            Why.CALIBRATED,
-            CRAFT_AT_1,
-        ),
-        (MethodRequest.of(None, "fast"), MethodRequest(), RECORD, "cachecraft", Why.CALIBRATED, CRAFT_AT_1),
-        (
-            MethodRequest.of(None, "fast"),
-            MethodRequest.of("epic", None),
-            RECORD,
-            "epic",
-            Why.ASKED_FOR,
-            {"recompute_ratio": 0.4},
-        ),
-        (
-            MethodRequest(),
-            MethodRequest.of(None, None, 0.2),
-            RECORD,
-            "cacheblend",
-            Why.ASKED_FOR,
-            {**BLEND_AT_3, "recompute_ratio": 0.2},
-        ),
-        (MethodRequest(), MethodRequest("cachecraft", alpha=0.5), RECORD, "cachecraft", Why.ASKED_FOR, CRAFT_AT_HALF),
-        (
-            MethodRequest(),
-            MethodRequest("cachecraft:no-focus", alpha=0.5),
-            None,
-            "cachecraft",
-            Why.ASKED_FOR,
-            {"alpha": 0.5, "focus": False},
-        ),
-        (
-            MethodRequest("cachecraft:no-focus"),
-            MethodRequest(focus=True, alpha=0.5),
+            {"method": "cachecraft:no-focus"},
+            {"focus": True, "alpha": 0.5},
             None,
             "cachecraft",
             Why.ASKED_FOR,
             CRAFT_AT_HALF,
         ),
-        (
-            MethodRequest(),
-            MethodRequest("query:whole:late:stored"),
-            RECORD,
-            "query",
-            Why.ASKED_FOR,
-            {"recompute_ratio": 0.4, "query": {"tail": None, "layers": "late", "factor": "stored", "rounds": 1}},
-        ),
-        (MethodRequest(), MethodRequest("query-whole"), None, "query-whole", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
-        (
-            MethodRequest.of("cachecraft", None),
-            MethodRequest(alpha=0.5),
-            None,
-            "cachecraft",
-            Why.ASKED_FOR,
-            CRAFT_AT_HALF,
-        ),
+        ({}, {"method": "query:whole:late:stored"}, RECORD, "query", Why.ASKED_FOR, QUERY_WHOLE),
+        ({}, {"method": "query-whole"}, None, "query-whole", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
+        ({"method": "cachecraft"}, {"alpha": 0.5}, None, "cachecraft", Why.ASKED_FOR, CRAFT_AT_HALF),
     ],
 )
-def test_a_method_or_a_target_then_the_record_then_exactness(usual, method_request, record, method, why, parameters):
-    choice = MethodChooser(usual, OWN, record).choose(method_request)
+def test_a_method_or_a_target_then_the_record_then_exactness(usual, request_, record, method, why, parameters):
+    choice = MethodChooser(MethodRequest.of(**usual), OWN, record).choose(MethodRequest.of(**request_))
     assert (choice.method, choice.why, dict(choice.parameters)) == (method, why, parameters)
 
 
@@ -465,29 +430,6 @@ def test_a_request_is_read_by_its_fields():
     assert MethodRequest.of_fields({"quality": "fast"}) == MethodRequest(quality=Quality.FAST)
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"method": "magic"}, "unknown reuse method 'magic'; there are: cacheblend, cachecraft"),
-        ({"method": "query:loud"}, "unknown setting 'loud' of query; there are: last, whole"),
-        ({"method": "query:"}, "unknown setting '' of query"),
-        ({"method": "query:tail=0"}, "at least one token of the question"),
-        ({"focus": 1}, "focus must be true or false, not 1"),
-        ({"quality": 3}, "unknown quality 3; there are: exact, balanced, fast"),
-        ({"recompute_ratio": "0.1"}, "recompute_ratio must be a number between 0 and 1, not '0.1'"),
-        ({"alpha": True}, "alpha must be a number, not True"),
-        ({"alpha": 10**400}, "alpha must be a number"),
-        ({"alpha": -1}, "alpha must be a number from 0 on, not -1"),
-        ({"check_layers": 1}, "check_layers must be a list of layer numbers"),
-        ({"check_layers": [1.0]}, "check_layers must be a whole number, not 1.0"),
-        ({"check_layers": [0]}, "check_layers must be ascending layer numbers from 1 on"),
-    ],
-)
-def test_a_field_that_makes_no_sense_is_refused(fields, said):
-    with pytest.raises(UsageError, match=said):
-        MethodRequest.of_fields(fields)
-
-
 def test_layers_that_a_model_lacks_are_refused():
     MethodRequest(check_layers=(1, 7)).refuse_layers_beyond(8)
     MethodRequest("cacheblend").refuse_layers_beyond(1)
@@ -501,53 +443,40 @@ def test_what_sets_how_much_is_recomputed_is_known_to_be_given():
     assert not MethodRequest("cacheblend", check_layers=(1,)).sets_budget
 
 
-def test_calibrated_settings_replace_the_engines_own():
-    choice = MethodChooser(MethodRequest(), OWN, RECORD).choose(MethodRequest.of(None, "balanced"))
-    assert choice.reuse == ReuseConfig(0.3, (1, 2), focus=False)
-
-
 @pytest.mark.parametrize(
-    ("method_request", "record", "said"),
+    ("request_", "record", "said"),
     [
-        (MethodRequest.of(None, "balanced"), None, "calibration record.*make one with `chunkweave calibrate here`"),
-        (MethodRequest.of(None, "fast"), None, "'fast' needs a calibration record"),
-        (MethodRequest.of("cacheblend", "exact"), RECORD, "both given"),
-        (MethodRequest.of(None, "fast", 0.2), RECORD, "no recompute_ratio"),
+        ({"quality": "balanced"}, None, "calibration record.*make one with `chunkweave calibrate here`"),
         (
-            MethodRequest(quality=Quality.FAST, alpha=2.0),
+            {"method": "cacheblend", "quality": "exact"},
             RECORD,
-            "'fast' sets what is recomputed: give no alpha with it",
+            "'exact' and method 'cacheblend' are both given",
         ),
-        (MethodRequest(None, Quality.FAST, 0.2, (1,)), RECORD, "give no recompute_ratio, check_layers with it"),
-        (MethodRequest(alpha=2.0), RECORD, "alpha can only be given with a method: what was calibrated is cacheblend"),
+        ({"quality": "fast", "recompute_ratio": 0.2, "check_layers": (1,)}, RECORD, "no recompute_ratio, check_layers"),
+        ({"quality": "fast", "alpha": 2.0}, RECORD, "'fast' sets what is recomputed: give no alpha with it"),
         (
-            MethodRequest("cachecraft", recompute_ratio=0.2),
+            {"quality": "exact", "recompute_ratio": 0.2},
             None,
-            "takes no recompute_ratio: it takes alpha, focus",
+            "sets what is recomputed: give no recompute_ratio",
         ),
-        (MethodRequest("epic", alpha=0.5), RECORD, "'epic' takes no alpha: it takes recompute_ratio"),
-        (MethodRequest("prefix", focus=False), None, "'prefix' takes no focus: it takes none"),
-        (MethodRequest("query-whole", check_layers=(2,)), None, "takes no check_layers: it takes recompute_ratio"),
-        (MethodRequest(alpha=0.5, check_layers=(2,)), None, "'prefix', which answers where none is named"),
-        (MethodRequest(recompute_ratio=0.2), None, "recompute_ratio can only be given with a method that takes it"),
-        (MethodRequest(None, Quality.EXACT, 0.2), None, "'exact' sets what is recomputed: give no recompute_ratio"),
-        (MethodRequest("cachecraft:no-focus", focus=True), None, "sets focus already"),
-        (MethodRequest.of("cachecraft", "fast"), RECORD, "quality 'fast' and method 'cachecraft' are both given"),
-        (MethodRequest(check_layers=(1,)), RECORD, "check_layers can only be given with a method"),
-        (MethodRequest("cachecraft", alpha=-1.0), RECORD, "alpha must be a number from 0 on"),
-        (MethodRequest("cacheblend", check_layers=(0,)), RECORD, "ascending layer numbers"),
-        (MethodRequest.of("epic", None, 1.5), RECORD, "between 0 and 1"),
-        (MethodRequest.of(None, None, 1.5), None, "between 0 and 1"),
+        ({"alpha": 2.0}, RECORD, "alpha can only be given with a method: what was calibrated is cacheblend"),
+        ({"check_layers": (1,)}, RECORD, "check_layers can only be given with a method"),
+        ({"alpha": 0.5, "check_layers": (2,)}, None, "'prefix', which answers where none is named"),
+        ({"recompute_ratio": 0.2}, None, "recompute_ratio can only be given with a method that takes it"),
+        ({"method": "cachecraft", "recompute_ratio": 0.2}, None, "takes no recompute_ratio: it takes alpha, focus"),
+        ({"method": "epic", "alpha": 0.5}, RECORD, "'epic' takes no alpha: it takes recompute_ratio"),
+        ({"method": "prefix", "focus": False}, None, "'prefix' takes no focus: it takes none"),
+        ({"method": "query-whole", "check_layers": (2,)}, None, "takes no check_layers: it takes recompute_ratio"),
+        ({"method": "cachecraft:no-focus", "focus": True}, None, "sets focus already"),
+        ({"method": "cachecraft", "alpha": -1.0}, RECORD, "alpha must be a number from 0 on"),
+        ({"method": "cacheblend", "check_layers": (0,)}, RECORD, "ascending layer numbers"),
+        ({"method": "epic", "recompute_ratio": 1.5}, RECORD, "between 0 and 1"),
+        ({"recompute_ratio": 1.5}, None, "between 0 and 1"),
     ],
 )
-def test_what_cannot_be_fulfilled_is_a_usage_error(method_request, record, said):
+def test_what_cannot_be_fulfilled_is_a_usage_error(request_, record, said):
     with pytest.raises(UsageError, match=said):
-        MethodChooser(MethodRequest(), OWN, record, "chunkweave calibrate here").choose(method_request)
-
-
-def test_an_unknown_quality_is_refused_with_those_there_are():
-    with pytest.raises(UsageError, match="unknown quality 'best'; there are: exact, balanced, fast"):
-        MethodRequest.of(None, "best")
+        MethodChooser(MethodRequest(), OWN, record, "chunkweave calibrate here").choose(MethodRequest.of(**request_))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.errors import UsageError
 from chunkweave.ordering.arrangement import Promotion
-from chunkweave.planning.calibration import BOUNDS, CalibrationRecord, Quality, Target
+from chunkweave.planning.calibration import BOUNDS, Quality, Target
 from chunkweave.planning.method import make_method
-from chunkweave.planning.method_choice import MethodChooser, MethodRequest, Why
+from chunkweave.planning.method_choice import Kept, MethodChooser, MethodRequest, Why
 from chunkweave.plugins import METHODS
 from chunkweave.prompt.contexts import MOST_CONTEXTS, MeanShare
 from chunkweave.prompt.find_chunks import ChunkFinder
@@ -28,6 +28,7 @@ from chunkweave.vllm.request import (
     to_params,
     weave_params,
 )
+from tests.unit.test_calibration_record import make_record
 from tests.unit.test_planning import GEOMETRY, make_lookup
 
 BOS = 1
@@ -85,16 +86,13 @@ def test_without_bos_at_the_beginning_nothing_is_start():
 
 
 def test_start_is_what_prompts_usually_begin_with():
-    two = parse({"chunks": [[3, 6]]}, IDS, fingerprint="model", salt="", start=(1, 11), defaults=Defaults())
-    assert kinds(two)[:2] == [(PartKind.START, (1, 11)), (PartKind.SYSTEM, (12,))]
-    none = parse({"chunks": [[3, 6]]}, IDS, fingerprint="model", salt="", start=(), defaults=Defaults())
-    assert kinds(none)[0] == (PartKind.SYSTEM, (1, 11, 12))
+    request = read({"chunks": [[3, 6]]}, start=(1, 11))
+    assert kinds(request)[:2] == [(PartKind.START, (1, 11)), (PartKind.SYSTEM, (12,))]
 
 
 def test_behind_the_usual_start_a_chunk_has_the_id_that_our_own_engine_gives_it():
     for start, ids in (((BOS,), IDS), ((), IDS[1:])):
-        params = {"chunks": [[len(start), len(ids)]]}
-        request = parse(params, ids, fingerprint="model", salt="s", start=start, defaults=Defaults())
+        request = read({"chunks": [[len(start), len(ids)]]}, ids, start=start, salt="s")
         assert request.prompt.parts[-1].id == chunk_id("model", "s", IDS[1:])
     other = read({"chunks": [[0, 8]]}, IDS[1:], salt="s")
     assert other.prompt.parts[-1].id != chunk_id("model", "s", IDS[1:])
@@ -141,6 +139,23 @@ def test_a_request_overrules_defaults():
 FINE = {"chunks": [[3, 6]]}
 
 
+def each(name, message, *values):
+    """Rows of requests that have these values in a field."""
+    return [({**FINE, name: value}, message) for value in values]
+
+
+NAN, INFINITY, HUGE = float("nan"), float("inf"), 10**400
+NO_SPANS = [None, 3, "36", [3, 6], [[3]], [[3, 6, 7]], [["3", "6"]], [[3, 6.5]], [[3, INFINITY]], [[False, True]]]
+NO_MEANS = [3, "a", [["group", "a"], ["of", 4]], {}, {"group": "a"}, {"group": "a", "of": 4, "by": 1}]
+SHARE_OF_FOUR = {"group": "a", "of": 4}
+NOT_FULL_REUSE = [
+    {"chunks": [[3, 6], [6, 9]]},
+    {"chunks": [[3, 6], [6, 9]], "method": "prefix"},
+    {"chunks": [[3, 6], [6, 9]], "method": "cacheblend"},
+    {"chunks": [[3, 6], [6, 8]], "method": "full-reuse"},
+]
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -148,93 +163,50 @@ FINE = {"chunks": [[3, 6]]}
         ([[3, 6]], "must be an object"),
         (7, "must be an object"),
         ({}, "chunks must be a list of [start, stop] token positions"),
-        ({"chunks": None}, "chunks must be a list of"),
-        ({"chunks": 3}, "chunks must be a list of"),
-        ({"chunks": "36"}, "chunks must be a list of"),
-        ({"chunks": [3, 6]}, "chunks must be a list of"),
-        ({"chunks": [[3]]}, "chunks must be a list of"),
-        ({"chunks": [[3, 6, 7]]}, "chunks must be a list of"),
-        ({"chunks": [["3", "6"]]}, "chunks must be a list of"),
-        ({"chunks": [[3, 6.5]]}, "chunks must be a list of"),
-        ({"chunks": [[3, float("inf")]]}, "chunks must be a list of"),
-        ({"chunks": [[False, True]]}, "chunks must be a list of"),
-        ({"chunks": [[-3, 6]]}, "chunks must be a list of"),
-        ({"chunks": [[6, 3]]}, "chunks must be a list of"),
-        ({"chunks": []}, "chunks must name at least one chunk, and no empty one"),
-        ({"chunks": [[3, 3]]}, "chunks must name at least one chunk, and no empty one"),
-        ({"chunks": [[3, 5], [6, 8]]}, "each chunk must begin where the one before it ends"),
-        ({"chunks": [[3, 6], [5, 8]]}, "each chunk must begin where the one before it ends"),
-        ({"chunks": [[3, 10]]}, "the last chunk ends at 10, but the prompt has 9 tokens"),
-        (
-            {**FINE, "ratio": 1, 3: 4},
-            "unknown fields of chunkweave: 3, ratio; there are alpha, asked, at_least",
-        ),
-        ({**FINE, "recompute_ratoi": 1}, "chunkweave: recompute_ratoi (did you mean recompute_ratio?); there are"),
-        ({**FINE, "start_tokens": 4}, "start_tokens must be between 0 and 3, where the first chunk begins"),
-        ({**FINE, "start_tokens": -1}, "start_tokens must be between 0 and 3"),
-        ({**FINE, "start_tokens": None}, "start_tokens must be a whole number, not None"),
-        ({**FINE, "start_tokens": True}, "start_tokens must be a whole number, not True"),
-        ({**FINE, "method": "magic"}, f"unknown reuse method 'magic'; there are: {', '.join(METHODS.names)}"),
-        ({**FINE, "method": None}, "unknown reuse method None"),
-        ({**FINE, "method": ["prefix"]}, "unknown reuse method ['prefix']"),
-        ({**FINE, "recompute_ratio": 1.1}, "recompute_ratio must be a number between 0 and 1, not 1.1"),
-        ({**FINE, "recompute_ratio": -0.1}, "recompute_ratio must be a number between 0 and 1, not -0.1"),
-        ({**FINE, "recompute_ratio": float("nan")}, "recompute_ratio must be a number between 0 and 1, not nan"),
-        ({**FINE, "recompute_ratio": 10**400}, "recompute_ratio must be a number between 0 and 1"),
-        ({**FINE, "recompute_ratio": "0.1"}, "recompute_ratio must be a number between 0 and 1, not '0.1'"),
-        ({**FINE, "recompute_ratio": True}, "recompute_ratio must be a number between 0 and 1, not True"),
-        ({**FINE, "recompute_ratio": None}, "recompute_ratio must be a number between 0 and 1, not None"),
-        ({**FINE, "check_layers": 1}, "check_layers must be a list of layer numbers"),
-        ({**FINE, "check_layers": "1"}, "check_layers must be a list of layer numbers"),
-        ({**FINE, "check_layers": [1.0]}, "check_layers must be a whole number, not 1.0"),
-        ({**FINE, "check_layers": [True]}, "check_layers must be a whole number, not True"),
-        ({**FINE, "check_layers": []}, "check_layers must be ascending layer numbers from 1 on"),
-        ({**FINE, "check_layers": [0]}, "check_layers must be ascending layer numbers from 1 on"),
-        ({**FINE, "check_layers": [2, 1]}, "check_layers must be ascending layer numbers from 1 on"),
-        ({**FINE, "promoted": 0}, "promoted must be a list of chunk numbers, not 0"),
-        ({**FINE, "promoted": [1]}, "promoted must be chunk numbers from 0 to 0"),
-        ({**FINE, "continued": [-1]}, "continued must be chunk numbers from 0 to 0"),
-        ({**FINE, "continued": [0.0]}, "continued must be a whole number, not 0.0"),
-        ({**FINE, "seed": 1.5}, "seed must be a whole number, not 1.5"),
-        ({**FINE, "seed": float("inf")}, "seed must be a whole number, not inf"),
-        ({**FINE, "seed": "x"}, "seed must be a whole number, not 'x'"),
-        ({**FINE, "alpha": "1"}, "alpha must be a number, not '1'"),
-        ({**FINE, "alpha": True}, "alpha must be a number, not True"),
-        ({**FINE, "alpha": -1}, "alpha must be a number from 0 on, not -1.0"),
-        ({**FINE, "alpha": float("nan")}, "alpha must be a number from 0 on"),
-        ({**FINE, "alpha": 10**400}, "alpha must be a number, not 1"),
-        ({**FINE, "focus": 1}, "focus must be true or false, not 1"),
-        ({**FINE, "capture": None}, "capture must be true or false, not None"),
-        ({**FINE, "quality": "best"}, "unknown quality 'best'; there are: exact, balanced, fast"),
-        ({**FINE, "quality": ["fast"]}, "unknown quality ['fast']; there are: exact, balanced, fast"),
-        ({**FINE, "quality": "fast"}, "quality 'fast' needs a calibration record"),
+        *each("chunks", "chunks must be a list of", *NO_SPANS, [[-3, 6]], [[6, 3]]),
+        *each("chunks", "chunks must name at least one chunk, and no empty one", [], [[3, 3]]),
+        *each("chunks", "each chunk must begin where the one before it ends", [[3, 5], [6, 8]], [[3, 6], [5, 8]]),
+        *each("chunks", "the last chunk ends at 10, but the prompt has 9 tokens", [[3, 10]]),
+        ({**FINE, "ratio": 1, 3: 4}, "unknown fields of chunkweave: 3, ratio; there are alpha, asked, at_least"),
+        *each("recompute_ratoi", "chunkweave: recompute_ratoi (did you mean recompute_ratio?); there are", 1),
+        *each("start_tokens", "start_tokens must be between 0 and 3, where the first chunk begins", 4, -1),
+        *each("start_tokens", "start_tokens must be a whole number, not", None, True),
+        *each("method", f"unknown reuse method 'magic'; there are: {', '.join(METHODS.names)}", "magic"),
+        *each("method", "unknown reuse method", None, ["prefix"], "random", "set-cache"),
+        *each("method", "unknown setting 'loud' of query; there are: last, whole", "query:loud"),
+        *each("method", "unknown setting '' of query", "query:"),
+        *each("method", "at least one token of the question", "query:tail=0"),
+        *each("recompute_ratio", "recompute_ratio must be a number between 0 and 1, not", 1.1, -0.1, NAN, "0.1"),
+        *each("recompute_ratio", "recompute_ratio must be a number between 0 and 1", HUGE, True, None),
+        *each("check_layers", "check_layers must be a list of layer numbers", 1, "1"),
+        *each("check_layers", "check_layers must be a whole number, not", [1.0], [True]),
+        *each("check_layers", "check_layers must be ascending layer numbers from 1 on", [], [0], [2, 1]),
+        *each("promoted", "promoted must be a list of chunk numbers, not 0", 0),
+        *each("promoted", "promoted must be chunk numbers from 0 to 0", [1]),
+        *each("continued", "continued must be chunk numbers from 0 to 0", [-1]),
+        *each("continued", "continued must be a whole number, not 0.0", [0.0]),
+        *each("seed", "seed must be a whole number, not", 1.5, INFINITY, "x"),
+        *each("alpha", "alpha must be a number, not", "1", True, HUGE),
+        *each("alpha", "alpha must be a number from 0 on", -1, NAN),
+        *each("focus", "focus must be true or false, not 1", 1),
+        *each("capture", "capture must be true or false, not None", None),
+        *each("quality", "unknown quality 'best'; there are: exact, balanced, fast", "best"),
+        *each("quality", "unknown quality ['fast']", ["fast"]),
+        *each("quality", "quality 'fast' needs a calibration record", "fast"),
         ({**FINE, "quality": "exact", "method": "query"}, "quality 'exact' and method 'query' are both given"),
-        ({**FINE, "query": 3}, "query must be an object such as {'tail': 4, 'layers': 'late'}"),
-        ({**FINE, "query": {"tails": 3}}, "unknown fields of query: tails; there are factor, layers, rounds, tail"),
-        ({**FINE, "query": {"tail": "all"}}, "query.tail must be a whole number, not 'all'"),
-        ({**FINE, "query": {"tail": 0}}, "at least one token of the question must be watched, not 0"),
-        ({**FINE, "query": {"layers": "early"}}, "query.layers must be one of all, late, first-third, not 'early'"),
-        ({**FINE, "query": {"layers": [1, 2]}}, "query.layers must be one of all, late, first-third, not [1, 2]"),
-        ({**FINE, "query": {"factor": None}}, "query.factor must be one of none, stored, not None"),
-        ({**FINE, "query": {"factor": "measured"}}, "query.factor must be one of none, stored, not 'measured'"),
-        *(
-            ({**FINE, "query": {name: 2}}, f"unknown fields of query: {name}; there are")
-            for name in ("over_heads", "over_tokens", "over_layers", "widen", "first_tokens", "mixed_share", "until")
-        ),
-        *(
-            ({**FINE, name: False}, f"unknown fields of chunkweave: {name}; there are")
-            for name in ("focus_reading", "use_cci", "use_overlap", "use_coverage")
-        ),
-        *(({**FINE, "method": name}, f"unknown reuse method {name!r}; there") for name in ("random", "set-cache")),
+        *each("query", "query must be an object such as {'tail': 4, 'layers': 'late'}", 3),
+        *each("query", "unknown fields of query: tails; there are factor, layers, rounds, tail", {"tails": 3}),
+        *each("query", "query.tail must be a whole number, not 'all'", {"tail": "all"}),
+        *each("query", "at least one token of the question must be watched, not 0", {"tail": 0}),
+        *each("query", "query.layers must be one of all, late, first-third, not 'early'", {"layers": "early"}),
+        *each("query", "query.layers must be one of all, late, first-third, not [1, 2]", {"layers": [1, 2]}),
+        *each("query", "query.factor must be one of none, stored, not", {"factor": None}, {"factor": "measured"}),
+        *each("query", "query can only be given with a method that takes it", {"tail": 2}),
+        *each("query", "rounds must be 1 or 2, not 3", {"rounds": 3}),
         ({**FINE, "method": "epic", "seed": 1}, "method 'epic' takes no seed: it takes recompute_ratio"),
         ({**FINE, "method": "cachecraft", "query": {"tail": 2}}, "'cachecraft' takes no query: it takes alpha, focus"),
         ({**FINE, "method": "query:late", "query": {"tail": 2}}, "method 'query:late' sets query already"),
-        ({**FINE, "query": {"tail": 2}}, "query can only be given with a method that takes it"),
-        ({**FINE, "query": {"rounds": 3}}, "rounds must be 1 or 2, not 3"),
-        *(
-            ({**FINE, "mean": mean}, "mean must be an object such as {'group': 'a name', 'of': 4}")
-            for mean in (3, "a", [["group", "a"], ["of", 4]], {}, {"group": "a"}, {"group": "a", "of": 4, "by": 1})
-        ),
+        *each("mean", "mean must be an object such as {'group': 'a name', 'of': 4}", *NO_MEANS),
         *(
             ({**FINE, "mean": {"group": group, "of": 4}}, "mean.group must be a text of at most 200 characters")
             for group in (None, 7, "", "x" * 201, ["a"])
@@ -243,17 +215,11 @@ FINE = {"chunks": [[3, 6]]}
             ({**FINE, "mean": {"group": "a", "of": count}}, f"mean.of must be between 1 and {MOST_CONTEXTS}")
             for count in (0, -1, MOST_CONTEXTS + 1)
         ),
-        ({**FINE, "mean": {"group": "a", "of": "4"}}, "mean.of must be a whole number, not '4'"),
-        ({**FINE, "mean": {"group": "a", "of": True}}, "mean.of must be a whole number, not True"),
-        ({**FINE, "mean": {"group": "a", "of": 1, "anew": 1}}, "mean.anew must be true or false, not 1"),
+        *each("mean", "mean.of must be a whole number, not", {"group": "a", "of": "4"}, {"group": "a", "of": True}),
+        *each("mean", "mean.anew must be true or false, not 1", {**SHARE_OF_FOUR, "anew": 1}),
         *(
-            ({**fields, "mean": {"group": "a", "of": 4}}, "mean needs method 'full-reuse', and a prompt that ends with")
-            for fields in (
-                {"chunks": [[3, 6], [6, 9]]},
-                {"chunks": [[3, 6], [6, 9]], "method": "prefix"},
-                {"chunks": [[3, 6], [6, 9]], "method": "cacheblend"},
-                {"chunks": [[3, 6], [6, 8]], "method": "full-reuse"},
-            )
+            ({**fields, "mean": SHARE_OF_FOUR}, "mean needs method 'full-reuse', and a prompt that ends with")
+            for fields in NOT_FULL_REUSE
         ),
     ],
     ids=repr,
@@ -320,11 +286,6 @@ def test_chunks_are_found_in_a_prompt_that_names_none():
     for wrong in ({"neutral": 1}, {"start_tokens": 1}, {"mean": {}}, {"alpha": 1}, {"unknown": 1}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             found(wrong)
-
-
-def test_a_prompt_without_token_ids_is_refused():
-    with pytest.raises(UsageError, match="the last chunk ends at 6, but the prompt has 0 tokens"):
-        read({"chunks": [[3, 6]]}, ())
 
 
 def ids_of(request: WeaveRequest) -> list[str]:
@@ -536,85 +497,53 @@ def test_what_depends_on_the_question_shares_no_blocks_with_another_question():
 
 
 @pytest.mark.parametrize(
-    ("params", "server", "capture"),
-    [
-        ({}, {}, False),
-        ({"method": "cachecraft"}, {}, True),
-        ({"method": "cachecraft", "capture": False}, {}, False),
-        ({"method": "query"}, {}, False),
-        ({"method": "query", "query": {"factor": "stored"}}, {}, True),
-        ({"method": "prefix"}, {"method": "cachecraft"}, True),
-        ({"method": "prefix"}, {"capture": True}, True),
-        ({"method": "cachecraft"}, {"capture": False}, False),
-        ({"method": "cachecraft", "capture": True}, {"capture": False}, True),
-    ],
-)
-def test_attention_is_captured_where_a_method_needs_it(params, server, capture):
-    assert read({"chunks": [[3, 6]], **params}, defaults=Defaults.from_config(server)).kept.profiles is capture
-
-
-@pytest.mark.parametrize(
     ("params", "server", "kept"),
     [
-        ({"method": "full"}, {"method": "full"}, False),
-        ({"method": "full"}, {}, True),
-        ({"method": "prefix"}, {"method": "full"}, True),
-        ({"method": "full", "capture": True}, {"method": "full"}, True),
+        ({}, {}, Kept()),
+        ({"method": "cachecraft"}, {}, Kept(profiles=True)),
+        ({"method": "cachecraft", "capture": False}, {}, Kept()),
+        ({"method": "query"}, {}, Kept()),
+        ({"method": "query", "query": {"factor": "stored"}}, {}, Kept(profiles=True)),
+        ({"method": "prefix"}, {"method": "cachecraft"}, Kept(profiles=True)),
+        ({"method": "prefix"}, {"capture": True}, Kept(profiles=True)),
+        ({"method": "cachecraft"}, {"capture": False}, Kept()),
+        ({"method": "cachecraft", "capture": True}, {"capture": False}, Kept(profiles=True)),
+        ({"method": "full"}, {"method": "full"}, Kept(kv=False)),
+        ({"method": "prefix"}, {"method": "full"}, Kept()),
+        ({"method": "full", "capture": True}, {"method": "full"}, Kept(profiles=True)),
     ],
 )
-def test_kv_is_kept_where_something_may_reuse_it(params, server, kept):
-    assert read({"chunks": [[3, 6]], **params}, defaults=Defaults.from_config(server)).kept.kv is kept
+def test_what_may_be_reused_is_kept_with_attention_where_a_method_needs_it(params, server, kept):
+    assert read({"chunks": [[3, 6]], **params}, defaults=Defaults.from_config(server)).kept == kept
 
 
-def calibrated() -> CalibrationRecord:
-    return CalibrationRecord(
-        fingerprint="model",
-        model="tiny",
-        dtype="float32",
-        dataset="worlds",
-        dataset_digest="",
-        questions=1,
-        chunks=1,
-        prompt_tokens=1.0,
-        new_tokens=1,
-        seed=0,
-        reuse=dict.fromkeys(("query", "cachecraft"), ReuseConfig(seed=3)),
-        references=(),
-        points=(),
-        targets={
-            Quality.BALANCED: Target(BOUNDS[Quality.BALANCED], {"query": 0.1}, "query"),
-            Quality.FAST: Target(BOUNDS[Quality.FAST], {"cachecraft": 0.5}, "cachecraft"),
-        },
-    )
+CALIBRATED = make_record(
+    fingerprint="model",
+    reuse=dict.fromkeys(("query", "cachecraft"), ReuseConfig(seed=3)),
+    targets={
+        Quality.BALANCED: Target(BOUNDS[Quality.BALANCED], {"query": 0.1}, "query"),
+        Quality.FAST: Target(BOUNDS[Quality.FAST], {"cachecraft": 0.5}, "cachecraft"),
+    },
+)
 
 
 @pytest.mark.parametrize(
     ("server", "params", "method", "why"),
     [
         ({}, {}, "query", Why.CALIBRATED),
-        ({}, {"quality": "fast"}, "cachecraft", Why.CALIBRATED),
         ({}, {"quality": "exact"}, "prefix", Why.EXACT),
-        ({}, {"method": "epic"}, "epic", Why.ASKED_FOR),
         ({"quality": "fast"}, {}, "cachecraft", Why.CALIBRATED),
-        ({"method": "prefix"}, {}, "prefix", Why.ASKED_FOR),
         ({"method": "prefix"}, {"quality": "balanced"}, "query", Why.CALIBRATED),
     ],
 )
 def test_a_calibration_record_says_what_a_quality_means(server, params, method, why):
-    request = read({"chunks": [[3, 6]], **params}, defaults=Defaults.from_config(server, calibrated()))
+    request = read({"chunks": [[3, 6]], **params}, defaults=Defaults.from_config(server, CALIBRATED))
     assert (request.method, request.choice.why) == (method, why)
     if why is Why.CALIBRATED:
         assert request.reuse.seed == 3
         query = {"tail": 1, "layers": "all", "factor": "none", "rounds": 1}
         found = {"query": {"recompute_ratio": 0.1, "query": query}, "cachecraft": {"alpha": 0.5, "focus": True}}
         assert request.choice.parameters == found[method]
-
-
-def test_what_was_calibrated_takes_no_other_parameters():
-    defaults = Defaults.from_config({}, calibrated())
-    with pytest.raises(UsageError, match="alpha can only be given with a method"):
-        read({"chunks": [[3, 6]], "alpha": 1}, defaults=defaults)
-    assert read({"chunks": [[3, 6]], "recompute_ratio": 0.4}, defaults=defaults).reuse.recompute_ratio == 0.4
 
 
 @pytest.mark.parametrize(
