@@ -111,6 +111,15 @@ class Simulation:
         if self.steps % 50 < 5:
             self.scheduler.check()
 
+    def take_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def prefill(self, request: RequestState) -> None:
+        """Take steps until the request has its first token."""
+        while request.decode is None:
+            self.step()
+
     def _prefill(self, request: RequestState, tokens: int) -> None:
         self.prefilled[request.tenant] += tokens
         request.job.next_tokens -= tokens
@@ -164,11 +173,9 @@ def test_of_two_that_want_all_each_gets_its_share(weights: tuple[str, ...], rati
         run.submit("a", 700)
         run.submit("b", 300)
         run.submit("b", 300)
-    for _ in range(100):
-        run.step()
+    run.take_steps(100)
     before = run.prefilled.copy()
-    for _ in range(400):
-        run.step()
+    run.take_steps(400)
     a, b = (run.prefilled[tenant] - before[tenant] for tenant in "ab")
     assert a / b == pytest.approx(ratio, rel=0.15)
 
@@ -181,8 +188,7 @@ def test_draft_tokens_are_paid_for() -> None:
         for _ in range(150):
             for tenant in "ab":
                 run.submit(tenant, 300, answer=20)
-        for _ in range(300):
-            run.step()
+        run.take_steps(300)
         shares.append(run.prefilled["a"] / run.prefilled["b"])
     assert shares[1] < 0.85 * shares[0]
 
@@ -212,8 +218,7 @@ def test_a_lone_tenant_sees_no_difference() -> None:
 def test_what_is_lent_is_taken_back_from_the_youngest_and_never_the_last_of_a_tenant() -> None:
     run = Simulation(max_running=4)
     first = [run.submit("a", 400, answer=1000) for _ in range(6)]
-    for _ in range(5):
-        run.step()
+    run.take_steps(5)
     assert [one.runs for one in first] == [True] * 4 + [False] * 2
     second = [run.submit("b", 100, answer=1000) for _ in range(3)]
     run.step()

@@ -185,11 +185,16 @@ def test_tokens_by_source_sum_to_the_prompt():
     assert tokens_by_source(None, 10, 2)[0] == 2
 
 
+async def opened(folder: Path) -> tuple[ReportInbox, ReportSender]:
+    """An inbox, and a sender to it."""
+    inbox = ReportInbox(folder / "reports")
+    await inbox.open()
+    return inbox, ReportSender(inbox.path)
+
+
 def test_reports_are_found_by_the_fronts_own_id(tmp_path):
     async def exchange():
-        inbox = ReportInbox(tmp_path / "reports")
-        await inbox.open()
-        sender = ReportSender(inbox.path)
+        inbox, sender = await opened(tmp_path)
         sender.send(f"cmpl-{ID}-0-ab12cd34", {"chunkweave": {"method": "prefix"}})
         sender.send("cmpl-somebody-else", {"chunkweave": {}})
         sender.send("plain", None)
@@ -209,8 +214,7 @@ def test_reports_are_found_by_the_fronts_own_id(tmp_path):
 
 def test_workers_say_what_their_stores_count(tmp_path, monkeypatch):
     async def exchange():
-        inbox = ReportInbox(tmp_path / "reports")
-        await inbox.open()
+        inbox, _ = await opened(tmp_path)
         assert inbox.store_counts() is None
         monkeypatch.setenv("CHUNKWEAVE_REPORT_SOCKET", inbox.path)
         monkeypatch.setenv("CHUNKWEAVE_REPLICA", "replica-0")
@@ -229,10 +233,8 @@ def test_workers_say_what_their_stores_count(tmp_path, monkeypatch):
 
 def test_a_server_that_weaves_nothing_says_why_until_it_weaves(tmp_path, monkeypatch):
     async def exchange():
-        inbox = ReportInbox(tmp_path / "reports")
-        await inbox.open()
+        inbox, sender = await opened(tmp_path)
         monkeypatch.setenv("CHUNKWEAVE_REPLICA", "replica-0")
-        sender = ReportSender(inbox.path)
         sender.send_off("this is vLLM 0.99.0")
         await asyncio.sleep(0.05)
         before = dict(inbox.off)
@@ -252,30 +254,13 @@ def test_nothing_is_counted_for_nobody(monkeypatch):
     CountsSender(0, lambda: pytest.fail("nobody asked")).close()
 
 
-def test_a_socket_that_a_killed_server_left_is_taken_over_and_one_in_use_is_not(tmp_path):
+def test_a_killed_servers_socket_is_taken_over_and_a_report_that_is_too_long_goes_without_positions(tmp_path):
     async def exchange():
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as killed:
             killed.bind(str(tmp_path / "reports"))
-        inbox = ReportInbox(tmp_path / "reports")
-        await inbox.open()
+        inbox, sender = await opened(tmp_path)
         with pytest.raises(UsageError, match="in use"):
             await ReportInbox(tmp_path / "reports").open()
-        sender = ReportSender(inbox.path)
-        sender.send(ID, {"chunkweave": {"method": "epic"}})
-        try:
-            return await inbox.report(ID, 5)
-        finally:
-            sender.close()
-            inbox.close()
-
-    assert asyncio.run(exchange()) == {"method": "epic"}
-
-
-def test_a_report_that_is_too_long_goes_without_its_positions(tmp_path):
-    async def exchange():
-        inbox = ReportInbox(tmp_path / "reports")
-        await inbox.open()
-        sender = ReportSender(inbox.path)
         sender.send(ID, {"chunkweave": {"method": "epic", "recomputed": list(range(10**6))}})
         try:
             return await inbox.report(ID, 5)

@@ -83,8 +83,7 @@ def steps_beside(run: Simulation, tokens: int) -> list[int]:
 def test_prefills_have_less_of_a_step_beside_answers_and_all_of_it_afterwards():
     run = simulated()
     streams = [run.submit("", 20, answer=10**6) for _ in range(3)]
-    for _ in range(20):
-        run.step()
+    run.take_steps(20)
     beside = steps_beside(run, 1500)
     assert max(beside) <= 100, "100 ms"
     assert sum(sorted(beside)[-10:]) > 10 * 60, "it is used"
@@ -99,16 +98,14 @@ def test_prefills_have_their_time_where_the_answers_themselves_take_longer():
     run = simulated()
     run.step_s = 0.5
     run.submit("", 20, answer=10**6)
-    for _ in range(20):
-        run.step()
+    run.take_steps(20)
     assert len(steps_beside(run, 1500)) < 1500 / 90 + 10
 
 
 def test_with_step_time_none_a_step_is_as_large_as_it_may_be():
     run = simulated(step_time_s=None)
     run.submit("", 20, answer=10**6)
-    for _ in range(3):
-        run.step()
+    run.take_steps(3)
     assert max(steps_beside(run, 1500)) == 399
 
 
@@ -116,41 +113,43 @@ def test_a_prefill_continues_where_answers_take_all_the_time_there_is():
     """Not even one token fits into a millisecond."""
     run = simulated(step_time_s=0.001)
     run.submit("", 20, answer=10**6)
-    for _ in range(3):
-        run.step()
+    run.take_steps(3)
     steps = steps_beside(run, 320)
     assert len(steps) <= 320 / LEAST_TOKENS + 4
 
 
-def test_every_answer_of_a_loud_tenant_gets_its_turns_beside_a_quiet_ones():
-    """Each answer in a step takes almost as long as a step: all eight at once would slow the quiet one eight times."""
-    run = simulated(step_tokens=64)
+def speed_beside_loud(*weights: str) -> float:
+    """How fast a quiet tenant's answer is beside seven of a loud one, against how fast it would be alone.
+
+    Each answer in a step takes almost as long as a step: all eight at once would slow the quiet one eight times.
+    """
+    run = simulated(*weights, step_tokens=64)
     run.step_s, run.token_s = 0.0002, 0.001
     loud = [run.submit("loud", 200, answer=10**6) for _ in range(7)]
-    for _ in range(200):  # more than what a tenant may be ahead
-        run.step()
+    run.take_steps(200)  # more than what a tenant may be ahead
     quiet = run.submit("quiet", 100, answer=10**6)
-    while quiet.decode is None:
-        run.step()
-    before, own, since_s = {one: one.decode.steps for one in loud}, quiet.decode.steps, run.now_s
-    for _ in range(60):
-        run.step()
-    alone = (run.now_s - since_s) / (run.step_s + run.token_s)
-    assert quiet.decode.steps - own >= 0.45 * alone, "about half as fast as alone"
-    assert all(one.decode.steps > before[one] for one in loud)
+    run.prefill(quiet)
+    before = {request: request.decode.steps for request in (*loud, quiet)}
+    since_s = run.now_s
+    run.take_steps(60)
+    assert all(request.decode.steps > steps for request, steps in before.items())
+    return (quiet.decode.steps - before[quiet]) * (run.step_s + run.token_s) / (run.now_s - since_s)
+
+
+def test_every_answer_of_a_loud_tenant_gets_its_turns_beside_a_quiet_ones_and_a_share_is_by_weight():
+    equal = speed_beside_loud()
+    assert equal >= 0.45, "about half as fast as alone"
+    assert speed_beside_loud("quiet=3") > 1.3 * equal
 
 
 def test_an_answer_that_has_no_share_of_a_step_waits_for_step_time_and_no_longer():
     run = simulated("quiet=1000", step_tokens=64, step_time_s=0.01)
     loud = run.submit("loud", 200, answer=10**6)
-    for _ in range(1000):
-        run.step()
+    run.take_steps(1000)
     quiet = run.submit("quiet", 100, answer=10**6)
-    while quiet.decode is None:
-        run.step()
+    run.prefill(quiet)
     before, since_s = loud.decode.steps, run.now_s
-    for _ in range(60):
-        run.step()
+    run.take_steps(60)
     assert (run.now_s - since_s) / 0.05 <= loud.decode.steps - before < 60
 
 
@@ -158,31 +157,12 @@ def test_a_tenant_pays_no_time_back_that_it_had_in_its_turn():
     """The new tenant is served as much as the other one before it is limited."""
     run = simulated(step_tokens=100, step_time_s=0.2)
     run.submit("", 20, answer=10**6)
-    for _ in range(200):
-        run.step()
+    run.take_steps(200)
     new, passed_over = run.submit("new", 6000, answer=2), []
     while new.decode is None:
         run.step()
         passed_over.append(new.passed_over)
     assert max(passed_over) <= 3
-
-
-def test_a_share_is_by_weight():
-    speeds = []
-    for one in (simulated(step_tokens=64), simulated("quiet=3", step_tokens=64)):
-        one.step_s, one.token_s = 0.0002, 0.001
-        for _ in range(7):
-            one.submit("loud", 200, answer=10**6)
-        for _ in range(200):
-            one.step()
-        quiet = one.submit("quiet", 100, answer=10**6)
-        while quiet.decode is None:
-            one.step()
-        own, since_s = quiet.decode.steps, one.now_s
-        for _ in range(60):
-            one.step()
-        speeds.append((quiet.decode.steps - own) / (one.now_s - since_s))
-    assert speeds[1] > 1.3 * speeds[0]
 
 
 def test_a_generated_token_costs_what_it_takes():
@@ -202,8 +182,7 @@ def test_a_tenant_is_not_served_much_because_its_prompts_are_long_and_decoding_i
     run.step_s, run.token_s = 0.02, 0.0001
     for _ in range(10):
         run.submit("answers", 10, answer=10**6)
-    for _ in range(300):
-        run.step()
+    run.take_steps(300)
     waited = []
     for _ in range(40):
         asked = [run.submit("prompts", 300, answer=40) for _ in range(2)]
