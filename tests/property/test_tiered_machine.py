@@ -79,6 +79,7 @@ class TieredMachine(RuleBasedStateMachine):
         news = self.follower.take(limit)
         assert news.added.isdisjoint(self.told)
         assert news.removed <= self.told
+        assert limit is None or len(news.added) + len(news.removed) <= limit
         self.told = (self.told | news.added) - news.removed
         if not news.more:
             records = [record for level in self.store.levels for record in level.store.records()]

@@ -42,6 +42,17 @@ class LetterTokenizer:
         return list(map(ord, text))
 
 
+class CountingTokenizer(LetterTokenizer):
+    """Counts the characters that it is given."""
+
+    def __init__(self) -> None:
+        self.characters = 0
+
+    def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
+        self.characters += len(text)
+        return super().encode(text, control_tokens=control_tokens)
+
+
 SPLIT = SplitConfig(max_tokens=40)
 
 

@@ -27,12 +27,6 @@ def test_counts_are_those_of_the_last_requests(asked, window):
         table.check()
 
 
-def test_a_chunk_that_comes_twice_in_a_request_is_asked_for_once():
-    table = AccessTable(10)
-    table.note("aab")
-    assert table.count("a") == table.count("b") == 1
-
-
 def test_memory_does_not_grow_with_requests():
     table = AccessTable(100)
     for number in range(5_000):

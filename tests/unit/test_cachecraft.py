@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.config import CaptureConfig, ReuseConfig
-from chunkweave.planning.method import make_method, prefer_mean
+from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource, Plan, RecomputeScore, StopUnfocused
 from chunkweave.planning.scores import focused_by_gap
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, neutral_id
@@ -362,17 +362,6 @@ def test_what_was_computed_behind_neutral_passages_depends_on_none_of_them():
     for record, cci in ((stored, CCI), (neutral, 0.5)):
         _, score = chosen(plan_of(lookup_of("DB", record), alpha=0.8), 1)
         assert (score.cci, score.overlap, score.cfo) == pytest.approx((cci, 0.0, 0.8 * cci))
-
-
-def test_a_variant_behind_neutral_passages_is_preferred_and_one_computed_alone_comes_last():
-    context = (neutral_id(ChunkId("0" * 32)),)
-    neutral = SegmentRecord.of(ChunkId("B"), context, part_of("B").token_ids, exact=True, nbytes=1)
-    behind, alone = record_of("XB", (1.0,)), record_of("B", ())
-    assert neutral.neutral
-    assert prefer_mean((alone, behind, neutral)) == neutral
-    assert prefer_mean((alone, behind)) == behind
-    assert prefer_mean((alone,)) == alone
-    assert prefer_mean(()) is None
 
 
 def mean_of(inter: tuple[float, ...] | None) -> SegmentRecord:

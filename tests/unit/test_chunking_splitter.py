@@ -1,7 +1,6 @@
 """Splitting documents into chunks."""
 
 import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +10,7 @@ from chunkweave.errors import UsageError
 from chunkweave.prompt.documents import SplitConfig, split_text
 from chunkweave.types import Chunk
 from tests.unit.chunking_tokenizers import bundled
+from tests.unit.retrieval_fakes import CountingTokenizer, LetterTokenizer
 
 PIECES = st.sampled_from(["word ", "A sentence. ", "\n\n", "\n", "\t", " ", "unbrokenword", "é", "漢字", "🙂", "</s>"])
 TEXTS = st.one_of(st.text(), st.lists(PIECES, max_size=120).map("".join))
@@ -66,10 +66,13 @@ def test_white_space_has_no_chunks() -> None:
     assert split_text(" \n\t ", bundled()) == []
 
 
-@pytest.mark.parametrize(("max_tokens", "overlap_tokens"), [(0, 0), (15, 0), (64, 64), (64, -1)])
-def test_bounds_out_of_range(max_tokens: int, overlap_tokens: int) -> None:
-    with pytest.raises(UsageError):
+@pytest.mark.parametrize(("max_tokens", "overlap_tokens"), [(64, 64), (64, -1), (16, 9), (17, 9), (512, 257)])
+def test_chunks_overlap_by_half_at_most(max_tokens: int, overlap_tokens: int) -> None:
+    with pytest.raises(UsageError, match="half"):
         SplitConfig(max_tokens, overlap_tokens)
+    SplitConfig(max_tokens, max_tokens // 2)
+    with pytest.raises(UsageError, match="at least"):
+        SplitConfig(15)
 
 
 def test_the_bound_holds_where_more_text_is_fewer_tokens() -> None:
@@ -90,34 +93,7 @@ def test_the_tokenizer_sees_each_character_a_few_times_only(seam: str) -> None:
     assert tokenizer.characters < 25 * len(text)
 
 
-class ForwardingTokenizer:
-    """The bundled tokenizer, for tests to change."""
-
-    start_ids: tuple[int, ...] = ()
-    stop_ids: frozenset[int] = frozenset()
-
-    def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
-        return bundled().encode(text, control_tokens=control_tokens)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bundled().decode(token_ids)
-
-    def render_chat(self, messages, variables=None) -> str | None:
-        return None
-
-
-class CountingTokenizer(ForwardingTokenizer):
-    """Counts the characters that it is given."""
-
-    def __init__(self) -> None:
-        self.characters = 0
-
-    def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
-        self.characters += len(text)
-        return super().encode(text, control_tokens=control_tokens)
-
-
-class ErraticTokenizer(ForwardingTokenizer):
+class ErraticTokenizer(LetterTokenizer):
     """Some texts have more tokens than longer ones that hold them, as can happen with BPE, here often."""
 
     def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:

@@ -1,19 +1,18 @@
 """Options that come in blocks: what Typer sees of a command, and what the command gets."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from chunkweave.cli.app import app as chunkweave_app
 from chunkweave.cli.options import given_options, with_blocks
 from chunkweave.config import FindConfig
 from chunkweave.planning.calibration import Quality
-from chunkweave.plugins import METHODS
+from chunkweave.plugins import METHODS, ORDERINGS, POLICIES
 from chunkweave.settings import Place, settings_at
+from tests.unit.test_settings import COMMANDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +75,10 @@ def test_the_help_shows_every_option_of_a_block_under_its_heading(app):
     assert places == sorted(places)
 
 
-def commands(group: Any, *path: str) -> Iterator[tuple[str, Any]]:
-    """Every command with what is typed to call it."""
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from commands(command, *path, name)
-        else:
-            yield " ".join((*path, name)), command
-
-
-COMMANDS = dict(commands(typer.main.get_command(chunkweave_app)))
-
-
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_help_that_takes_methods_or_qualities_lists_them(name):
+def test_a_help_that_takes_plugins_or_qualities_lists_them(name):
     listed = {"method": METHODS.names, "methods": METHODS.names, "quality": sorted(Quality)}
+    listed |= {"policy": POLICIES.names, "ordering": ORDERINGS.names, "orderings": ORDERINGS.names}
     for parameter in COMMANDS[name].params:
         said = getattr(parameter, "help", None) or ""
         assert [one for one in listed.get(parameter.name, ()) if one not in said] == []

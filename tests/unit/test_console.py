@@ -30,32 +30,18 @@ def test_the_time_that_is_left_follows_from_what_is_done(monkeypatch):
     assert lines.line(130.0) == "copying segments: 3 of 80, 0:00:30 so far, about 0:12:50 left"
 
 
-def test_a_long_first_step_is_not_silent(soon, capsys):
-    with console.progress("measuring"):
-        time.sleep(0.2)
-    assert set(capsys.readouterr().err.splitlines()) == {"measuring: 0:00:00 so far"}
-
-
-def test_the_first_line_comes_after_some_seconds():
-    assert console._FIRST_S <= 5 < console._LINE_S
-
-
-def test_what_is_done_soon_leaves_no_line(capsys):
-    with console.progress("copying segments") as report:
-        report(1, 1)
-    assert not capsys.readouterr().err
-
-
-def test_a_log_gets_lines_of_what_has_no_known_length(soon, capsys):
-    with console.status("loading a model"):
+@pytest.mark.parametrize("shown_work", [console.progress, console.status])
+def test_a_long_first_step_is_not_silent(soon, capsys, shown_work):
+    with shown_work("measuring"):
         time.sleep(0.2)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) >= 2
-    assert set(lines) == {"loading a model: 0:00:00 so far"}
+    assert set(lines) == {"measuring: 0:00:00 so far"}
 
 
-def test_a_quick_one_leaves_no_line(capsys):
-    with console.status("loading a model"):
+@pytest.mark.parametrize("shown_work", [console.progress, console.status])
+def test_what_is_done_soon_leaves_no_line(capsys, shown_work):
+    with shown_work("measuring"):
         pass
     assert not capsys.readouterr().err
 

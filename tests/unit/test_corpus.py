@@ -118,20 +118,6 @@ def test_a_vector_may_stand_for_the_question():
     assert corpus.search(corpus.embed_query("choir"), 1) == corpus.search("choir", 1)
 
 
-def test_what_was_written_is_there_after_opening(tmp_path):
-    corpus = new_corpus(tmp_path / "corpus")
-    change = corpus.add([document(number) for number in range(20)])
-    assert change.added == tuple(f"d{number}" for number in range(20))
-    again = opened(tmp_path / "corpus")
-    assert contents(again) == contents(corpus)
-    assert again.split == SPLIT
-    assert len(again) == len(corpus) == 20
-    assert again.search("storm", 5) == corpus.search("storm", 5)
-    again.add([document(20)])
-    assert "d20" in opened(tmp_path / "corpus")
-    assert [path.name for path in (tmp_path / "corpus").iterdir()] == ["corpus.sqlite"]
-
-
 def test_removed_documents_are_gone_from_search_and_disk(tmp_path):
     corpus = new_corpus(tmp_path)
     corpus.add([document(0, text="The secret harbour."), document(1, text="The open lighthouse.")])
@@ -247,6 +233,8 @@ def test_changes_in_memory_and_on_disk_end_the_same(tmp_path):
         corpus.remove(["d3", "d30", "d31"])
         corpus.update([document(5, "choir"), document(99)])
     assert contents(on_disk) == contents(in_memory) == contents(opened(tmp_path))
+    assert opened(tmp_path).split == SPLIT
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.sqlite"]
     for subject in SUBJECTS:
         assert on_disk.search(subject, 20) == in_memory.search(subject, 20) == opened(tmp_path).search(subject, 20)
 
@@ -267,24 +255,6 @@ def test_progress_counts_documents():
     assert seen[0] == (64, 150)
     assert seen[-1] == (150, 150)
     assert seen == sorted(seen)
-
-
-def test_an_index_is_kept_used_and_made_again_when_it_is_stale(tmp_path, monkeypatch):
-    corpus = new_corpus(tmp_path, index=IndexConfig(IndexKind.IVF))
-    corpus.add([document(number) for number in range(60)])
-    corpus.build_index()
-    built = []
-    real = searcher.build_index
-    monkeypatch.setattr(searcher, "build_index", lambda *args: built.append(1) or real(*args))
-    again = opened(tmp_path)
-    assert again.search("storm", 5) == corpus.search("storm", 5)
-    assert built == []
-    again.add([document(60, "storm")])
-    assert built == [], "what was added goes into the index that is there"
-    assert "d60" in {one.document for one in again.search("storm", 20)}
-    again.remove(["d60"])
-    assert "d60" not in {one.document for one in again.search("storm", 20)}
-    assert opened(tmp_path).search("storm", 5) == corpus.search("storm", 5)
 
 
 def test_a_corpus_that_grows_past_its_size_is_searched_flat_until_its_index_is_made(tmp_path):

@@ -7,15 +7,6 @@ from hypothesis import strategies as st
 from chunkweave.scheduling.drafts import Drafts, StepCosts
 
 
-def test_drafts_follow_the_longest_match_and_the_latest_among_equals():
-    assert Drafts([5, 1, 2, 3, 9, 2, 7, 1, 2]).find((), 2) == (3, 9), "two tokens match there, one token at the later 2"
-    assert Drafts([1, 2, 3, 1, 2, 4, 1, 2]).find((), 1) == (4,)
-    assert Drafts([1, 2, 3]).find((), 4) == ()
-    assert Drafts([]).find((), 4) == ()
-    assert Drafts([7, 7]).find((), 4) == (7,), "no more tokens are known behind the match"
-    assert Drafts([1, 2, 1]).find((), 0) == ()
-
-
 def test_the_answer_itself_is_searched_as_it_grows():
     drafts = Drafts([1, 2])
     answer = [8, 9, 6]

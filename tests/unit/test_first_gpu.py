@@ -1,7 +1,6 @@
 """benchmarks/gpu/first.py: what it runs, in which order and for how long, and how it continues."""
 
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,17 +46,6 @@ def test_a_finished_task_is_not_repeated_and_a_failed_one_comes_last(tmp_path):
     page = (tmp_path / "engine.md").read_text()
     assert "| one | finished |" in page
     assert "## one\n\n    a kernel was compiled\n\n| n |" in page
-
-
-def test_a_part_ends_in_time_and_says_what_is_left_out(tmp_path):
-    started = time.monotonic()
-    slow = ROWS % "False" + "; import time, subprocess; subprocess.run(['sleep', '60'])"
-    found = run(tmp_path, program(slow), program(ROWS % "True", name="later"), minutes=0.05)
-    assert time.monotonic() - started < 30
-    assert (found["one"]["state"], found["one"]["rows"]) == ("interrupted", [{"n": 1}])
-    assert found["later"]["state"] == "left out"
-    again = run(tmp_path, program(ROWS % "True"), program(ROWS % "True", name="later"))
-    assert again["complete"]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -50,19 +50,6 @@ def test_the_gap_reading_cuts_at_the_largest_gap(mass):
     assert len(focused) == gaps.index(max(gaps)) + 1
 
 
-def test_a_gap_that_is_all_of_the_mass_counts_for_nothing_as_printed():
-    """Two chunks stand far above three others: p = (0, 1, 0, 0), and 1 log 1 = 0."""
-    mass = [0.1, 5.0, 0.1, 5.0, 0.1]
-    assert focused_by_gap(mass) == {1, 3}
-    assert focused_as_printed(mass) == {1}
-
-
-def test_as_printed_takes_one_chunk_fewer_than_lie_above_its_gap():
-    mass = [8.0, 7.0, 4.0, 3.9]  # shares .244, .732, .024: the second increment is the greatest
-    assert focused_by_gap(mass) == {0, 1}
-    assert focused_as_printed(mass) == {0}
-
-
 @pytest.mark.parametrize("focused", [focused_as_printed, focused_by_gap])
 def test_fewer_than_three_chunks_and_equal_masses_are_all_focused(focused):
     assert focused([]) == frozenset()
@@ -91,12 +78,6 @@ def test_fewer_than_three_chunks_never_settle(focused):
     for chunks in range(3):
         tracker = FocusTracker(2, focused)
         assert all(tracker.update([9.0, 1.0][:chunks]) is None for _ in range(5))
-
-
-def test_readings_differ():
-    mass = [8.0, 7.0, 4.0, 3.9]
-    assert FocusTracker(1, focused_as_printed).update(mass) == {0}
-    assert FocusTracker(1, focused_by_gap).update(mass) == {0, 1}
 
 
 def test_the_largest_gap_is_the_default_everywhere():

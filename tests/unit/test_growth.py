@@ -5,23 +5,20 @@ from itertools import islice
 
 import pytest
 
-from chunkweave.errors import UsageError
 from chunkweave.prompt import documents as cutting
 from chunkweave.prompt.documents import SplitConfig, split_located, split_text
 from chunkweave.retrieval.corpus import Corpus, GrowthLimits, document_bytes
 from chunkweave.retrieval.documents import CorpusDocument
-from tests.unit.retrieval_fakes import LetterTokenizer, SubjectEmbedder, document, memory_corpus, new_corpus
+from tests.unit.retrieval_fakes import (
+    CountingTokenizer,
+    LetterTokenizer,
+    SubjectEmbedder,
+    document,
+    memory_corpus,
+    new_corpus,
+)
 
 LONG = "The ferry crosses the harbour in a storm. " * 2000
-
-
-class CountingTokenizer(LetterTokenizer):
-    def __init__(self) -> None:
-        self.characters = 0
-
-    def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
-        self.characters += len(text)
-        return super().encode(text, control_tokens=control_tokens)
 
 
 def counted_corpus(split: SplitConfig) -> tuple[Corpus, CountingTokenizer]:
@@ -121,10 +118,3 @@ def test_pieces_are_cut_as_they_are_asked_for():
     tokenizer = CountingTokenizer()
     assert len(list(islice(split_located(LONG * 50, tokenizer, SplitConfig(40)), 3))) == 3
     assert tokenizer.characters < 30 * cutting._BLOCK_CHARACTERS
-
-
-@pytest.mark.parametrize(("max_tokens", "overlap_tokens"), [(16, 9), (16, 15), (17, 9), (512, 257)])
-def test_chunks_overlap_by_half_at_most(max_tokens: int, overlap_tokens: int):
-    with pytest.raises(UsageError, match="half"):
-        SplitConfig(max_tokens, overlap_tokens)
-    SplitConfig(max_tokens, max_tokens // 2)

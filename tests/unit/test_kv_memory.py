@@ -4,7 +4,7 @@ import gc
 import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,11 +83,8 @@ def test_many_threads_never_share_memory():
             if not bool((mine == number).all()):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
     assert not wrong
     assert 0 < memory.waiting_bytes <= 2 * 6 * 2 * MIB, "each held two at a time"
 

@@ -73,18 +73,6 @@ def test_tree_greedy_saves_what_the_best_permutation_saves(chunks, counted, stor
     assert tree.stored_tokens(ordered("tree-greedy", chunks, counted, tree)) == best
 
 
-def test_tree_greedy_counts_tokens_and_not_chunks():
-    tree: KnowledgeTree[str] = KnowledgeTree(["host"])
-    for path, tokens in (("a", 10), ("ab", 10), ("c", 50)):
-        tree.placed(path, "host", tokens)
-    assert (
-        "".join(
-            "abc"[p] for p in make_ordering("tree-greedy").order(Unordered("abc", [9, 9, 0], [10, 10, 50], tree.at(())))
-        )
-        == "cab"
-    )
-
-
 def test_nothing_stored_before_the_chunks_leaves_counts_and_ids():
     for name in ("frequency", "tree-greedy"):
         assert make_ordering(name).order(Unordered("cab", [1, 1, 2], [5, 5, 5], None)) == [2, 1, 0]
@@ -106,17 +94,6 @@ def test_the_example_of_section_3_1():
     assert tree.match(original).nodes == 1
     assert frequency == greedy == ["C1", "C4", "C5", "C2", "C3"]
     assert tree.match(frequency).nodes == 3
-
-
-def test_the_permutation_example_of_section_4_2():
-    """{C1, C2, C3} and {C2, C3, C4}, C2 and C3 being asked for more often: both begin with them."""
-    counted = {"C1": 1, "C2": 3, "C3": 2, "C4": 1}
-    tree: KnowledgeTree[str] = KnowledgeTree(["host"])
-    for chunks in (["C1", "C2", "C3"], ["C2", "C3", "C4"]):
-        places = make_ordering("frequency").order(
-            Unordered(chunks, [counted[one] for one in chunks], [1, 1, 1], tree.at(()))
-        )
-        assert [chunks[place] for place in places][:2] == ["C2", "C3"]
 
 
 def test_an_unknown_ordering_is_refused():

@@ -194,11 +194,6 @@ def test_tables_of_markdown_and_of_pages_are_found(conversion: Conversion) -> No
     assert len(page.tables) == 1
 
 
-def test_items_of_a_list_that_are_not_closed_are_two(conversion: Conversion) -> None:
-    (page,) = read_bytes(conversion, "a.html", b"<html><ul><li>one<li>two</ul>").documents
-    assert page.text.splitlines() == ["- one", "- two"]
-
-
 @pytest.mark.parametrize("charset", ["punycode", "idna", "utf-7", "rot-13", "bz2", "unicode_escape"])
 def test_a_declared_charset_that_is_no_encoding_of_pages_is_not_used(conversion: Conversion, charset: str) -> None:
     page = f"<html><meta charset={charset}><p>".encode() + "Die Fähre fährt täglich.".encode("cp1252")

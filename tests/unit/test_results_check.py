@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from computations import note_change
-from docs_tables import rewrite_page, selected
+from docs_tables import rewrite_page
 from results_check import check
 
 from chunkweave.errors import DocumentError
@@ -159,16 +159,6 @@ def test_a_page_that_says_something_else_is_found(checkout, old, new, said):
     assert any(said in line for line in checkout.said()[:-1]), checkout.said()
 
 
-def test_a_move_changes_no_computation(checkout):
-    (checkout.source / "rows.py").unlink()
-    (checkout.source / "loop.py").write_text(f"{LOOP}\n\nLONGEST = 3\n", encoding="utf-8")
-    (checkout.source / "sums.py").write_text("import math as m\n\n\n" + ROWS.partition("3\n\n\n")[2], encoding="utf-8")
-    assert any("cannot read src/chunkweave/rows.py" in line for line in checkout.said())
-    text = checkout.computations.read_text(encoding="utf-8").replace("chunkweave/rows.py", "chunkweave/sums.py")
-    checkout.computations.write_text(text, encoding="utf-8")
-    assert checkout.said() == ["1 files, 2 pages: 0 problems, 0 files allowed"]
-
-
 def test_changed_code_makes_results_earlier_unless_it_gives_the_same(checkout):
     origins = {"a.json": checkout.result}
     (checkout.source / "rows.py").write_text(ROWS.replace("fsum", "prod"), encoding="utf-8")
@@ -182,16 +172,3 @@ def test_changed_code_makes_results_earlier_unless_it_gives_the_same(checkout):
     assert checkout.said()[-1].endswith("0 problems, 0 files allowed")  # no result says that it measured this code
     with pytest.raises(DocumentError, match="no family hours, only times"):
         note_change(checkout.root, checkout.results, origins, "hours", same=True)
-
-
-def test_a_page_selects_tables_columns_and_rows(checkout):
-    text = "*one*\n\n| a | b |\n| --- | ---: |\n| `x` | 1 |\n| y | 2 |\n\n| a | c |\n| --- | ---: |\n| z | 3 |\n"
-    assert selected(text, "table 2") == "| a | c |\n| --- | ---: |\n| z | 3 |"
-    for wrong in ("table 3", "columns 3", "rows x", "table 1; rows x | w", "words 1"):
-        with pytest.raises(DocumentError, match="there is no"):
-            selected(text, wrong)
-    checkout.replace("<!-- ttft: results/a.json -->", "<!-- ttft: results/a.json; columns 1 3; rows epic -->")
-    assert any("the table 'ttft' is not what" in line for line in checkout.said())
-    rewrite_page(checkout.page)
-    assert "| method | speed-up |\n| --- | ---: |\n| `epic` | 2.04x |\n" in checkout.page.read_text(encoding="utf-8")
-    assert checkout.said()[-1] == "1 files, 2 pages: 0 problems, 0 files allowed"

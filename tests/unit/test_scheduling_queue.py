@@ -140,15 +140,6 @@ def test_the_longer_prefix_and_the_shorter_computation_go_first():
     assert order == ["three", "two", "one"], "4/1, 4/2 and 2/2"
 
 
-def test_a_window_of_zero_serves_in_order_of_arrival():
-    tree: KnowledgeTree[str] = KnowledgeTree(["device"])
-    queue: CacheAwareQueue[str] = CacheAwareQueue(tree, window=0)
-    tree.placed("b", "device", 2)
-    for path in "abab":
-        queue.submit(f"{path}{len(queue)}", path, 4)
-    assert [served.request for served in iter(queue.pop, None)] == ["a0", "b1", "a2", "b3"]
-
-
 def test_what_was_preempted_waits_in_its_old_place():
     tree: KnowledgeTree[str] = KnowledgeTree(["device"])
     queue: CacheAwareQueue[str] = CacheAwareQueue(tree, window=2)

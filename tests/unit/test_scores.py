@@ -82,28 +82,8 @@ def test_cci_without_mass_of_its_own():
     assert profile_of("A", (1e-3,), intra=1e-300).cci == 1.0
 
 
-def test_beta_by_hand():
-    profile = profile_of("ABC", (1.0, 2.0, 5.0))
-    assert prefix_overlap(profile, {ChunkId("B"), ChunkId("X")}) == pytest.approx(2 / 8)
-    assert prefix_overlap(profile, {ChunkId(c) for c in "XCBA"}) == 1.0
-    assert prefix_overlap(profile, set()) == 0.0
-
-
-def test_beta_of_an_empty_old_prefix():
-    assert prefix_overlap(profile_of(""), set()) == 1.0
-    assert prefix_overlap(profile_of(""), {ChunkId("A")}) == 0.0
-
-
 def test_beta_when_nothing_was_looked_at_counts_chunks():
     assert prefix_overlap(profile_of("AB", (0.0, 0.0)), {ChunkId("A")}) == 0.5
-
-
-def test_a_chunk_twice_in_the_old_prefix_counts_once_with_all_its_mass():
-    profile = profile_of("ABA", (1.0, 2.0, 5.0))
-    assert prefix_overlap(profile, {ChunkId("A")}) == pytest.approx(6 / 8)
-    assert adjusted_overlap(profile, places("AB")) == 1.0, "ordered by the first place: A before B"
-    assert adjusted_overlap(profile, places("BA")) == 0.0
-    assert adjusted_overlap(profile, places("ABBA")) == 1.0
 
 
 @settings(deadline=None)
@@ -125,18 +105,6 @@ def test_the_overlap_by_brute_force(old, new, data):
     assert adjusted_overlap(profile, places(new)) == pytest.approx(beta * (1 - gamma))
     if set(old) <= set(new):
         assert prefix_overlap(profile, set(map(ChunkId, new))) in (0.0, 1.0), "not nearly 1: no token is recomputed"
-
-
-@settings(deadline=None)
-@given(st.permutations(range(6)))
-def test_gamma_counts_discordant_pairs(order):
-    discordant = sum(a > b for a, b in combinations(order, 2))
-    old = [ChunkId(str(i)) for i in range(6)]
-    assert order_penalty(old, dict(zip(old, order, strict=True))) == pytest.approx(discordant / 15)
-
-
-def test_gamma_of_fewer_than_two():
-    assert order_penalty([], places("AB")) == order_penalty([ChunkId("A"), ChunkId("X")], places("BA")) == 0.0
 
 
 def test_cfo_scales_and_is_clamped():

@@ -12,9 +12,7 @@ from settings_page import PAGE, settings_table
 from chunkweave.cli.app import app
 from chunkweave.config import Backend
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.plugins import METHODS, ORDERINGS, POLICIES, Plugins
 from chunkweave.settings import SERVERS, Place, Setting, Unit, settings_of
-from chunkweave_lab.baselines import BENCH_METHODS
 from chunkweave_server.requests import ReuseField
 from chunkweave_server.settings import GROUPS, resolve, server_settings
 
@@ -123,22 +121,6 @@ def test_options_say_what_their_setting_says(command: str):
         assert option.default is None, "what is not given is for the other sources to say"
         assert option.show_default == (one.text(default) if default not in (None, "", False, ()) else False)
         assert name not in NO_SETTINGS.get(command, {})
-
-
-@pytest.mark.parametrize(
-    ("command", "name", "plugins"),
-    [
-        *((command, "method", METHODS) for command in ("ask", "serve", "vllm-serve")),
-        *((command, "policy", POLICIES) for command in ("ask", "serve", "vllm-serve", "simulate")),
-        *((command, "ordering", ORDERINGS) for command in ("ask", "serve", "vllm-serve")),
-        ("analyze", "orderings", ORDERINGS),
-        ("calibrate", "methods", METHODS),
-        *((command, "methods", METHODS) for command in ("bench ttft", "bench fidelity")),
-        ("study", "methods", BENCH_METHODS),
-    ],
-)
-def test_the_help_lists_the_plugins_that_an_option_may_name(command: str, name: str, plugins: Plugins):
-    assert plugins.listed in dict(options(COMMANDS[command]))[name].help
 
 
 @pytest.mark.parametrize("name", ["method", "policy", "ordering"])

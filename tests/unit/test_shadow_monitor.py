@@ -1,7 +1,7 @@
 """When shadow checks are made, what their figures are, and when they switch weaving off."""
 
 import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from math import inf, nan
 
 import pytest
@@ -102,11 +102,9 @@ def test_many_threads_lose_no_count():
             if monitor.wants():
                 monitor.take(NEAR)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work) for _ in range(4)]:
+            done.result()
     assert (monitor.stats.woven, monitor.stats.sampled, monitor.stats.checked) == (2000, 1000, 1000)
 
 

@@ -6,22 +6,6 @@ from chunkweave.tiers.host import HostTier
 from tests.unit.tier_fakes import Payload, id_of, payload_of, record_of
 
 
-def test_put_get_replace_delete() -> None:
-    tier: HostTier[Payload] = HostTier()
-    first, second = payload_of(record_of("A", nbytes=3)), payload_of(record_of("A", nbytes=5))
-    tier.put(record_of("A"), first)
-    assert tier.get(id_of("A")) is first
-    assert (tier.nbytes(id_of("A")), tier.nbytes(id_of("B"))) == (3, 0)
-    assert tier.size_of(record_of("A"), second) == 5
-    tier.put(record_of("A"), second)
-    assert tier.get(id_of("A")) is second
-    assert [(record.id, record.nbytes) for record in tier.records()] == [(id_of("A"), 5)]
-    tier.delete(id_of("A"))
-    tier.delete(id_of("A"))
-    assert tier.get(id_of("A")) is None
-    assert list(tier.records()) == []
-
-
 def test_records_is_a_snapshot() -> None:
     tier: HostTier[Payload] = HostTier()
     for name in "ABC":

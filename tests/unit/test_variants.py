@@ -1,7 +1,8 @@
 """Limits on variants: the least reused goes first, off every level, and nothing that somebody still needs."""
 
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
-from threading import Barrier, Thread
+from threading import Barrier
 
 import pytest
 
@@ -230,12 +231,6 @@ def test_in_all_the_least_reused_of_any_chunk_goes():
     assert shelf.held() == {"A", "C", "D"}
 
 
-def test_one_popular_chunk_may_have_them_all():
-    shelf = Shelf(in_all=4)
-    shelf.put("AX", "BX", "CX", "DX")
-    assert len(shelf.held("X")) == 4, "from N x M variants of one chunk to N x M chunks (§3.3)"
-
-
 def test_what_the_byte_budget_evicts_is_forgotten():
     host = Level("host", SegmentStore(FaultyTier(), budget_bytes=20))
     store: TieredStore[Payload] = TieredStore([host], limits=VariantLimits(per_chunk=2))
@@ -297,11 +292,8 @@ def test_threads_together_keep_to_the_limit():
             record = record_of(f"{context}{other}X", exact=False)
             shelf.store.insert(record, payload_of(record))
 
-    threads = [Thread(target=store, args=(context,)) for context in "ABCDEFGH"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(store, "ABCDEFGH"))
     assert len(shelf.held("X")) == 2
     shelf.store.check()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import words
-from words import ROOT, words_in
+from words import ROOT
 
 FILES = {
     "docs/papers.md": "# Papers\n\nRAGCache\n",
@@ -31,20 +31,6 @@ def checked(root: Path) -> tuple[int, str]:
     command = [sys.executable, words.__file__, "--no-help", "--root", str(root)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("Nobody waits.\n\nWhoever may.", [(1, "nobody"), (3, "whoever")]),
-        ("a call under\n    # way", [(1, "under way")]),
-        ("class TurnUnderWay: told_of = under_way", [(1, "under way"), (1, "told"), (1, "under way")]),
-        ("It goes\non, as it is had.", [(1, "goes on"), (2, "is had")]),
-        ("untold bodystands, stand and understands", []),
-    ],
-)
-def test_words_are_found_over_lines_and_in_names(text, words):
-    assert list(words_in(text)) == words
 
 
 @pytest.mark.parametrize(
