@@ -187,15 +187,7 @@ def test_no_prefill_waits_longer_than_patience_and_the_others(tokens, patience, 
                 left[1000 + 10 * step + piece.number % 10], waited[1000 + 10 * step + piece.number % 10] = [3, True], 0
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [
-        {"max_running": 0},
-        {"step_tokens": 8},
-        {"kv_tokens": 16},
-        {"deadline_s": 0},
-    ],
-)
+@pytest.mark.parametrize("limits", [{"max_running": 0}, {"step_tokens": 8}, {"kv_tokens": 16}, {"deadline_s": 0}])
 def test_limits_that_make_no_sense_are_refused(limits):
     with pytest.raises(UsageError):
         BatchingConfig(**limits)

@@ -44,6 +44,15 @@ from tests.unit.retrieval_fakes import (
 )
 
 
+def indexed(documents: int, folder: Path | None = None, **config: int) -> Corpus:
+    """A corpus of so many documents with an IVF index."""
+    index = IndexConfig(IndexKind.IVF, **config)
+    corpus = memory_corpus(index=index) if folder is None else new_corpus(folder, index=index)
+    corpus.add([document(number) for number in range(documents)])
+    corpus.build_index()
+    return corpus
+
+
 def contents(corpus: Corpus) -> dict[str, tuple]:
     return {one.id: (one.title, one.chunks, dict(one.metadata)) for one in corpus.documents}
 
@@ -76,9 +85,7 @@ def test_stages_end_with_what_a_search_finds():
 
 
 def test_stage_times_leave_out_what_the_caller_does(monkeypatch):
-    corpus = memory_corpus(index=IndexConfig(IndexKind.IVF, lists=4, probes=4))
-    corpus.add([document(number) for number in range(40)])
-    corpus.build_index()
+    corpus = indexed(40, lists=4, probes=4)
     now_s = 0.0
     monkeypatch.setattr(searcher, "perf_counter", lambda: now_s)
     real = searcher.Searcher._retrieved
@@ -258,9 +265,7 @@ def test_progress_counts_documents():
 
 
 def test_a_corpus_that_grows_past_its_size_is_searched_flat_until_its_index_is_made(tmp_path):
-    corpus = new_corpus(tmp_path, index=IndexConfig(IndexKind.IVF, flat_up_to=50))
-    corpus.add([document(number) for number in range(50)])
-    corpus.build_index()
+    corpus = indexed(50, folder=tmp_path, flat_up_to=50)
     assert corpus.searched_by is IndexKind.FLAT
     assert not corpus.index_outdated
     corpus.add([document(50, "storm")])
@@ -278,9 +283,7 @@ def test_a_corpus_that_grows_past_its_size_is_searched_flat_until_its_index_is_m
 
 
 def test_an_index_on_disk_is_used_for_a_corpus_that_has_grown_since(tmp_path, monkeypatch):
-    corpus = new_corpus(tmp_path, index=IndexConfig(IndexKind.IVF, lists=3, probes=3, flat_up_to=10))
-    corpus.add([document(number) for number in range(60)])
-    corpus.build_index()
+    corpus = indexed(60, folder=tmp_path, lists=3, probes=3, flat_up_to=10)
     corpus.add([document(number, "choir") for number in range(60, 70)])
     again = opened(tmp_path)
     monkeypatch.setattr(searcher, "build_index", lambda *args: pytest.fail("it is there"))
@@ -290,9 +293,7 @@ def test_an_index_on_disk_is_used_for_a_corpus_that_has_grown_since(tmp_path, mo
 
 
 def test_lists_are_learned_anew_when_there_should_be_half_as_many_again():
-    corpus = memory_corpus(index=IndexConfig(IndexKind.IVF, flat_up_to=10))
-    corpus.add([document(number) for number in range(120)])
-    corpus.build_index()  # 120 // 39 = 3 lists
+    corpus = indexed(120, flat_up_to=10)  # 120 // 39 = 3 lists
     corpus.add([document(number) for number in range(120, 170)])
     assert not corpus.index_outdated, "170 // 39 = 4"
     corpus.add([document(number) for number in range(170, 200)])
@@ -336,9 +337,7 @@ def changed(folder: Path, statement: str) -> None:
 
 @pytest.mark.parametrize("change", ["lists = zeroblob(40)", "centroids = zeroblob(28)", "config = '{}'"])
 def test_a_damaged_index_is_made_again_with_a_line_in_the_log(tmp_path, caplog, change):
-    corpus = new_corpus(tmp_path, index=IndexConfig(IndexKind.IVF))
-    corpus.add([document(number) for number in range(6)])
-    corpus.build_index()
+    corpus = indexed(6, folder=tmp_path)
     changed(tmp_path, f"UPDATE ivf SET {change}")
     again = opened(tmp_path)
     assert again.search("storm", 1) == corpus.search("storm", 1)

@@ -4,7 +4,7 @@ import asyncio
 import math
 
 import pytest
-from load_generator import LoadedRequest, LoadResult, run_load
+from load_generator import run_load
 
 from chunkweave.errors import QueueFullError, UsageError
 
@@ -45,13 +45,3 @@ def test_failures_are_counted_and_others_end_the_run():
     for wrong in ([], [1.0, 0.5], [-1.0]):
         with pytest.raises(UsageError):
             asyncio.run(run_load(ask, wrong))
-
-
-def test_statistics_by_hand():
-    requests = [LoadedRequest(0.0, float(n), 2.0 * n, 11) for n in range(1, 11)]
-    result = LoadResult((*requests, LoadedRequest(0.0, 99.0, 99.0, 1, "lost")), 20.0)
-    assert result.ttft_mean_s == 5.5
-    assert [result.ttft_s(percent) for percent in (0, 50, 90, 100)] == pytest.approx([1.0, 5.5, 9.1, 10.0])
-    assert result.requests_per_s == 0.5
-    told = result.as_dict()
-    assert told["requests"] == 11

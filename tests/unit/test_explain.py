@@ -74,6 +74,13 @@ def explained(recomputed=FIXED, stop=None, records=RECORDS, rules=()):
     return explain_plan(make_plan(rules=rules), num_layers=8, recomputed=recomputed, records=records, stop=stop)
 
 
+def explained_with_tides(record: SegmentRecord):
+    """The explanation of the plan with another record for tides."""
+    plan = make_plan()
+    parts = tuple(replace(one, segment=record.id) if one.part is TIDES else one for one in plan.parts)
+    return explain_plan(replace(plan, parts=parts), num_layers=8, recomputed=(), records={record.id: record})
+
+
 def rendered(renderable) -> str:
     console = Console(width=150, record=True, file=None, quiet=True)
     with console.capture() as capture:
@@ -116,9 +123,7 @@ def test_a_profile_names_the_chunks_and_leaves_out_what_is_none():
     other = chunk("", 5, PartKind.SYSTEM)
     profile = AttentionProfile((STORMS.id,), (8,), (0.5,), 1.0, 0.1, (0.1,) * 12)
     record = record_of(TIDES, other, STORMS, attention=profile)
-    plan = make_plan()
-    parts = tuple(replace(one, segment=record.id) if one.part is TIDES else one for one in plan.parts)
-    made = explain_plan(replace(plan, parts=parts), num_layers=8, recomputed=(), records={record.id: record})
+    made = explained_with_tides(record)
     assert made.parts[1].context == ("storms",)
 
 
@@ -126,9 +131,7 @@ def test_a_mean_names_the_chunks_of_all_its_contexts():
     """Once each, also if they were in several; what this prompt lacks has the start of its id."""
     contexts = [(SYSTEM.id, STORMS.id), (SYSTEM.id, BOATS.id, STORMS.id), (ChunkId("0123456789abcdef" * 2),)]
     record = record_of(TIDES).mean_over(contexts, nbytes=1, attention=None, read=())
-    plan = make_plan()
-    parts = tuple(replace(one, segment=record.id) if one.part is TIDES else one for one in plan.parts)
-    made = explain_plan(replace(plan, parts=parts), num_layers=8, recomputed=(), records={record.id: record})
+    made = explained_with_tides(record)
     tides = made.parts[1]
     assert (tides.contexts, set(tides.context)) == (3, {"storms", "boats", "01234567"})
     assert variant_words(tides).startswith(f"{record.id[:8]} mean over 3 contexts of 3 chunks (")

@@ -105,22 +105,17 @@ def test_one_chunk_and_the_smallest_budget_recompute_one_token():
 def test_a_start_needs_a_watch_before_it_and_a_weight_for_each():
     made = plan(STORED)
     watching, weaving = made.passes
-    with pytest.raises(ValueError, match="watched"):
-        replace(made, passes=(weaving,)).validate(8)
-    with pytest.raises(ValueError, match="must be required"):
-        replace(made, passes=(replace(watching, watch=replace(watching.watch, question=Span(2, 4))), weaving)).validate(
-            8
-        )
-    with pytest.raises(ValueError, match="one weight"):
-        replace(made, passes=(watching, replace(weaving, start=TopBy(8, weights=(1.0,))))).validate(8)
-    with pytest.raises(ValueError, match="after the last"):
-        replace(
-            made, passes=(replace(watching, depth=1, watch=replace(watching.watch, layers=(1,))), weaving)
-        ).validate(8)
-    with pytest.raises(ValueError, match="last pass"):
-        replace(made, passes=(watching, replace(weaving, depth=3))).validate(8)
-    with pytest.raises(ValueError, match="hidden"):
-        replace(made, passes=(replace(watching, hidden=(Span(2, 4),)), weaving)).validate(8)
+    wrong = {
+        "watched": [weaving],
+        "must be required": [replace(watching, watch=replace(watching.watch, question=Span(2, 4))), weaving],
+        "one weight": [watching, replace(weaving, start=TopBy(8, weights=(1.0,)))],
+        "after the last": [replace(watching, depth=1, watch=replace(watching.watch, layers=(1,))), weaving],
+        "last pass": [watching, replace(weaving, depth=3)],
+        "hidden": [replace(watching, hidden=(Span(2, 4),)), weaving],
+    }
+    for message, passes in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            replace(made, passes=tuple(passes)).validate(8)
 
 
 def test_stored_attention_on_earlier_chunks_weighs_the_candidates():
@@ -174,10 +169,7 @@ def test_a_budget_of_one_token_is_one_round():
     assert len(plan(make_lookup((5,), stored=(0,)), ratio=0.1, rounds=2).passes) == 2
 
 
-@pytest.mark.parametrize(
-    "query",
-    [{"tail": 0}, {"rounds": 3}],
-)
+@pytest.mark.parametrize("query", [{"tail": 0}, {"rounds": 3}])
 def test_what_makes_no_sense_is_refused(query):
     with pytest.raises(UsageError):
         QueryConfig(**query)

@@ -108,13 +108,7 @@ def test_many_threads_lose_no_count():
     assert (monitor.stats.woven, monitor.stats.sampled, monitor.stats.checked) == (2000, 1000, 1000)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"every": 0},
-        {"min_agreement": 1.5},
-    ],
-)
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"min_agreement": 1.5}])
 def test_odd_configurations_are_refused(wrong):
     with pytest.raises(UsageError):
         ShadowConfig(**wrong)

@@ -3,12 +3,13 @@
 import pytest
 
 from chunkweave.planning.cost import CostModel
+from chunkweave.prompt.parts import PartKind, PromptPart
 from chunkweave.store.eviction import PathRequest, PGDSFPolicy, ReuseFrequencyPolicy, make_policy
-from chunkweave.store.index import path_request_of
-from chunkweave.store.records import SegmentRecord
+from chunkweave.store.index import PartLookup, PromptLookup, path_request_of
+from chunkweave.store.records import SegmentRecord, segment_id
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier
-from chunkweave.types import ChunkId, SegmentId
+from chunkweave.types import ChunkId, SegmentId, Span
 
 
 def _record(name: str, *, tokens: int = 100, exact: bool = True) -> SegmentRecord:
@@ -132,19 +133,12 @@ def test_a_new_node_has_the_clock_at_its_request_and_not_that_after_its_own_evic
     assert policy.explain(one.id)["priority"] == 1.0 + 2.0
 
 
-def test_what_was_computed_ahead_of_any_request_costs_what_computing_it_alone_does():
-    policy = PGDSFPolicy(COST.prefill)
-    record = _record("a", tokens=300)
-    policy.on_insert(record)
-    assert _ranked(policy, record) == pytest.approx(9.0 / 300)
-
-
 def test_a_window_without_uses_is_refused():
     with pytest.raises(ValueError, match="at least one use"):
         PGDSFPolicy(window=0)
 
 
-def test_the_cost_reaches_only_policies_that_ask_for_one():
+def test_a_cost_reaches_policies_that_ask_for_one_and_what_was_computed_ahead_costs_what_computing_it_alone_does():
     record = _record("a", tokens=300)
     policy = make_policy("pgdsf", prefill_s=COST.prefill)
     policy.on_insert(record)
@@ -153,11 +147,6 @@ def test_the_cost_reaches_only_policies_that_ask_for_one():
 
 
 def test_a_lookup_is_told_as_the_path_that_it_asked_for():
-    from chunkweave.prompt.parts import PartKind, PromptPart
-    from chunkweave.store.index import PartLookup, PromptLookup
-    from chunkweave.store.records import segment_id
-    from chunkweave.types import Span
-
     system = SegmentRecord.of(ChunkId("s"), (), (1, 2), exact=True, nbytes=2)
     alone = SegmentRecord.of(ChunkId("a"), (), (3,), exact=True, nbytes=1)
     lookup = PromptLookup(

@@ -367,23 +367,6 @@ def test_every_method_can_be_asked_for(method):
     assert (request.method, request.choice.why) == (method, Why.ASKED_FOR)
 
 
-def test_the_parameters_of_methods():
-    query = {"tail": None, "layers": "first-third", "factor": "stored", "rounds": 2}
-    craft = read({"chunks": [[3, 6]], "method": "cachecraft", "alpha": 2, "focus": False})
-    assert craft.reuse == ReuseConfig(alpha=2.0, focus=False)
-    request = read({"chunks": [[3, 6]], "method": "query", "query": query})
-    assert request.reuse == ReuseConfig(
-        query=QueryConfig(
-            tail=None,
-            layers=WatchedLayers.FIRST_THIRD,
-            factor=DeviationFactor.STORED,
-            rounds=2,
-        ),
-    )
-    late = read({"chunks": [[3, 6]], "method": "query", "query": {"layers": "late"}})
-    assert late.reuse.query == QueryConfig(layers=WatchedLayers.LATE)
-
-
 WHOLE = QueryConfig(tail=None, layers=WatchedLayers.LATE, factor=DeviationFactor.STORED)
 
 
@@ -394,6 +377,7 @@ WHOLE = QueryConfig(tail=None, layers=WatchedLayers.LATE, factor=DeviationFactor
         ("cacheblend", ReuseConfig(0.3, (1, 4))),
         ("cachecraft", ReuseConfig(alpha=0.5, focus=False)),
         ("query", ReuseConfig(0.3, query=QueryConfig(tail=None, rounds=2))),
+        ("query", ReuseConfig(query=QueryConfig(layers=WatchedLayers.FIRST_THIRD, factor=DeviationFactor.STORED))),
         ("query:whole:late:stored", ReuseConfig(0.05)),
         ("query-whole", ReuseConfig(0.05)),
         ("prefix", ReuseConfig()),
