@@ -315,62 +315,23 @@ def test_a_lost_payload_is_a_miss_that_drops_the_record(caplog: pytest.LogCaptur
 # --- check, interrupts, threads -----------------------------------------------------------------------------
 
 
-def _break_bytes(store: Store) -> None:
-    store._index._used_bytes += 1
+DAMAGE: dict[str, Callable[[Store, pytest.MonkeyPatch], object]] = {
+    "bytes": lambda store, patch: patch.setattr(store._index, "_used_bytes", 1),
+    "policy": lambda store, patch: store._index._policy.on_remove(id_of("A")),
+    "chunk index": lambda store, patch: store._index._chunks[ChunkId("A")].pop(id_of("A")),
+    "path index": lambda store, patch: store._index.paths.remove(record_of("AB")),
+    "inexact in the path index": lambda store, patch: store._index.paths.add(record_of("X")),
+    "orphan": lambda store, patch: patch.setattr(store._index.paths._nodes[id_of("A")], "value", None),
+    "budget": lambda store, patch: patch.setattr(store, "budget_bytes", 5),
+    "tier": lambda store, patch: store.tier.put(record_of("Z", nbytes=1), payload_of(record_of("Z", nbytes=1))),
+    "pins": lambda store, patch: patch.setattr(store.lease([id_of("A")]), "_ids", (SegmentId("stray"),)),
+}
 
 
-def _break_policy(store: Store) -> None:
-    store._index._policy.on_remove(id_of("A"))
-
-
-def _break_chunk_index(store: Store) -> None:
-    del store._index._chunks[ChunkId("A")][id_of("A")]
-
-
-def _break_path_index(store: Store) -> None:
-    store._index.paths.remove(record_of("AB"))
-
-
-def _let_inexact_in(store: Store) -> None:
-    store._index.paths.add(record_of("X"))
-
-
-def _orphan(store: Store) -> None:
-    store._index.paths._nodes[id_of("A")].value = None
-
-
-def _break_budget(store: Store) -> None:
-    store.budget_bytes = 5
-
-
-def _break_tier(store: Store) -> None:
-    store.tier.put(record_of("Z", nbytes=1), payload_of(record_of("Z", nbytes=1)))
-
-
-def _break_pins(store: Store) -> None:
-    store._test_lease = lease = store.lease([id_of("A")])  # type: ignore[attr-defined]
-    lease._ids = (SegmentId("stray"),)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        _break_bytes,
-        _break_policy,
-        _break_chunk_index,
-        _break_path_index,
-        _let_inexact_in,
-        _orphan,
-        _break_budget,
-        _break_tier,
-        _break_pins,
-    ],
-)
-def test_check_notices(damage: Callable[[Store], None]) -> None:
-    store = _store("A", "AB")
-    _put(store, "X", exact=False)
-    store.check()
-    damage(store)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_check_notices(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = _store("A", "AB", "~X")
+    DAMAGE[damage](store, monkeypatch)
     with pytest.raises(StoreError):
         store.check()
 
@@ -430,8 +391,7 @@ def _told(store: Store) -> set[ChunkId | SegmentId]:
 @pytest.mark.parametrize("name", ["insert", "replace", "discard", "clear"])
 def test_an_interrupt_at_any_line_leaves_tree_and_follower_with_what_is_stored(name: str) -> None:
     for lines in range(1, 1000):
-        store = _store("A", "AB", "B", budget_bytes=45)
-        _put(store, "AX", exact=False)
+        store = _store("A", "AB", "B", "~AX", budget_bytes=45)
         tree: KnowledgeTree[ChunkId] = KnowledgeTree(["host"])
         follower = StoreFollower(lambda one, store=store: one in _told(store))
         follower._lock = RLock()  # type: ignore[assignment]  # unlike a signal, the tracer may interrupt a release
@@ -451,8 +411,7 @@ def test_an_interrupt_at_any_line_leaves_tree_and_follower_with_what_is_stored(n
 @pytest.mark.parametrize("name", INTERRUPTED)
 def test_an_interrupt_at_any_line_leaves_a_store_that_checks_and_works(name: str) -> None:
     for lines in range(1, 1000):
-        store = _store("A", "AB", "B", budget_bytes=45)
-        _put(store, "AX", exact=False)
+        store = _store("A", "AB", "B", "~AX", budget_bytes=45)
         before = _paths(store)
         if not _interrupt_after(lines, lambda store=store: INTERRUPTED[name](store)):
             assert lines > 5, "the action was never interrupted"

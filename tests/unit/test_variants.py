@@ -11,7 +11,6 @@ from chunkweave.store.eviction import ReuseFrequencies
 from chunkweave.store.level import BackgroundWriter, Level, VariantLimits
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
-from chunkweave.types import ChunkId
 from tests.unit.tier_fakes import FaultyTier, Payload, SharedFaultyTier, id_of, payload_of, record_of, reuse_of, saved
 
 
@@ -93,58 +92,51 @@ def test_limits_below_one_are_refused():
 # --- per chunk
 
 
-def test_without_limits_everything_stays():
-    shelf = Shelf()
-    shelf.put(*(f"{context}X" for context in "ABCDEFGH"))
-    assert len(shelf.held("X")) == 8
+NODES = ["CX", "!X", "!A", "!AX", "!B", "!BX", "!AB", "!ABX"]
 
 
-def test_the_least_reused_variant_of_the_chunk_goes_off_every_level():
-    shelf = Shelf(per_chunk=2)
-    shelf.put("AX", "BX", "Y")
-    shelf.store.flush()
-    shelf.store.note_request(reuse_of("AX", 0.5))
-    assert shelf.put("CX") == [True]
-    assert shelf.held("X") == {"AX", "CX"}
-    assert shelf.held() == {"AX", "CX", "Y"}, "other chunks are not concerned"
-    assert shelf.store.stats.variants_dropped == 1
-
-
-def test_reuse_that_saved_more_counts_more():
-    shelf = Shelf(per_chunk=2)
-    shelf.put("AX", "BX")
-    for _ in range(2):
-        shelf.store.note_request(reuse_of("AX", 1.0))
-    shelf.store.note_request(reuse_of("BX", 0.5))
-    shelf.store.note_request(reuse_of("BX", 0.9))
-    shelf.put("CX")
-    assert shelf.held("X") == {"BX", "CX"}, "2 against 2 + 1/.9"
-
-
-def test_the_new_one_never_goes_and_is_next_if_it_stays_unused():
-    shelf = Shelf(per_chunk=2)
-    shelf.put("AX", "BX")
-    for path in ("AX", "BX"):
-        shelf.store.note_request(reuse_of(path, 1.0))
-    shelf.store.note_request(reuse_of("BX", 1.0))
-    shelf.put("CX", "DX")
-    assert shelf.held("X") == {"BX", "DX"}, "AX went for CX, which went unused for DX"
-
-
-def test_what_is_queued_counts_and_does_not_come_back():
-    shelf = Shelf(per_chunk=1, host_bytes=10)
-    shelf.put("AX", "Y")
-    assert shelf.store.record(id_of("AX")) is None, "evicted by Y, still to be written"
-    shelf.put("BX")
-    assert shelf.held("X") == {"BX"}
-
-
-def test_storing_again_what_is_held_drops_nothing():
-    shelf = Shelf(per_chunk=2)
-    shelf.put("AX", "BX")
-    assert shelf.put("AX") == [True]
-    assert shelf.put("AX", exact=True) == [True], "and exact replaces inexact"
-    assert shelf.held("X") == {"AX", "BX"}
+@pytest.mark.parametrize(
+    ("limits", "steps", "left"),
+    [
+        ({}, [f"{context}X" for context in "ABCDEFGH"], {f"{context}X" for context in "ABCDEFGH"}),
+        ({"per_chunk": 2}, ["AX", "BX", "Y", ("AX", 0.5), "CX"], {"AX", "CX", "Y"}),
+        ({"per_chunk": 2}, ["AX", "BX", ("AX", 1), ("AX", 1), ("BX", 0.5), ("BX", 0.9), "CX"], {"BX", "CX"}),
+        ({"per_chunk": 2}, ["AX", "BX", ("AX", 1), ("BX", 1), ("BX", 1), "CX", "DX"], {"BX", "DX"}),
+        ({"per_chunk": 1, "host_bytes": 10}, ["AX", "Y", "BX"], {"Y", "BX"}),
+        ({"per_chunk": 2}, ["AX", "BX", "AX", "!AX"], {"AX", "BX"}),
+        ({"per_chunk": 1}, NODES, {"X", "A", "AX", "B", "BX", "AB", "ABX", "CX"}),
+        ({"per_chunk": 1}, [*NODES, "DX"], {"X", "A", "AX", "B", "BX", "AB", "ABX", "DX"}),
+        ({"per_chunk": 1}, [("AX", 0.5), "AX", "BX"], {"BX"}),
+        ({"in_all": 3}, ["A", "B", "C", ("A", 1), ("C", 1), "D"], {"A", "C", "D"}),
+        ({"in_all": 2}, ["!X", "!XY", ("XY", 0.1), "BZ"], {"X", "BZ"}),
+        ({"in_all": 2}, ["!X", "!XY", ("XY", 0.1), "BZ", ("BZ", 1), "CZ"], {"BZ", "CZ"}),
+    ],
+    ids=[
+        "without limits everything stays",
+        "the least reused variant of the chunk goes off every level",
+        "reuse that saved more counts more: 2 against 2 + 1/.9",
+        "the new one never goes, and is next if it stays unused",
+        "what is queued counts and does not come back",
+        "storing again what is held drops nothing",
+        "nodes of the path index are no variants",
+        "but what is beside them is one",
+        "reuse of the unknown is ignored",
+        "in all the least reused of any chunk goes",
+        "in all inner nodes of the path index go last",
+        "and then they go",
+    ],
+)
+def test_what_a_limit_drops(limits: dict[str, int], steps: list, left: set[str]):
+    """Steps: a path comes (after `!` exact), or is reused with an impact."""
+    shelf = Shelf(**limits)
+    for step in steps:
+        if isinstance(step, tuple):
+            shelf.store.note_request(reuse_of(*step))
+        else:
+            shelf.put(step.lstrip("!"), exact=step.startswith("!"))
+    assert shelf.held() == left
+    paths = {step.lstrip("!") for step in steps if isinstance(step, str)}
+    assert shelf.store.stats.variants_dropped == len(paths) - len(left)
 
 
 def test_a_found_folder_over_the_limit_shrinks_with_the_next_one():
@@ -174,17 +166,6 @@ def test_leased_variants_stay_and_the_new_one_is_not_stored_if_all_are():
     assert shelf.put("DX") == [True]
 
 
-def test_nodes_of_the_path_index_are_no_variants():
-    shelf = Shelf(per_chunk=1)
-    paths = ("X", "A", "AX", "B", "BX", "ABX", "AB")
-    shelf.put("CX")
-    shelf.put(*paths[:5], *reversed(paths[5:]), exact=True)
-    assert shelf.held("X") == {"X", "AX", "BX", "ABX", "CX"}, "four exact paths end in X, and one variant is left"
-    shelf.put("DX")
-    assert shelf.held("X") == {"X", "AX", "BX", "ABX", "DX"}
-    assert shelf.store.stats.variants_dropped == 1
-
-
 def test_an_exact_segment_without_its_ancestors_is_a_variant():
     shelf = Shelf(per_chunk=1)
     shelf.put("AX", exact=True)
@@ -208,27 +189,7 @@ def test_a_path_may_run_over_several_levels():
     assert shelf.held("X") == {"AX", "BX"}, "A is on disk, AX was in memory when BX came"
 
 
-def test_in_all_inner_nodes_of_the_path_index_go_last():
-    shelf = Shelf(in_all=2)
-    shelf.put("X", "XY", exact=True)
-    shelf.store.note_request(reuse_of("XY", 0.1))
-    shelf.put("BZ")
-    assert shelf.held() == {"X", "BZ"}, "XY continues X, so that it goes though it was reused"
-    shelf.store.note_request(reuse_of("BZ", 1.0))
-    shelf.put("CZ")
-    assert shelf.held() == {"BZ", "CZ"}
-
-
 # --- in all, and with byte budgets
-
-
-def test_in_all_the_least_reused_of_any_chunk_goes():
-    shelf = Shelf(in_all=3)
-    shelf.put("A", "B", "C")
-    for path in "AC":
-        shelf.store.note_request(reuse_of(path, 1.0))
-    shelf.put("D")
-    assert shelf.held() == {"A", "C", "D"}
 
 
 def test_what_the_byte_budget_evicts_is_forgotten():
@@ -308,11 +269,3 @@ def test_the_histogram_of_variants():
     assert stats.variants == {1: 2, 2: 1, 3: 1}, "A and Y, Z, X"
     assert (stats.chunks, stats.segments) == (4, 7)
     assert sum(count * chunks for count, chunks in stats.variants.items()) == stats.segments
-
-
-def test_reuse_of_the_unknown_is_ignored():
-    shelf = Shelf(per_chunk=1)
-    shelf.store.note_request(reuse_of("AX", 0.5))
-    shelf.put("AX", "BX")
-    assert shelf.held("X") == {"BX"}
-    assert shelf.store.remove_where(lambda record: record.chunk_id == ChunkId("X")) > 0
