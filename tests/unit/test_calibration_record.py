@@ -344,6 +344,7 @@ def test_what_comes_with_the_package_is_of_this_format_and_keeps_what_it_promise
 RECORD = make_record()
 OWN = ReuseConfig(0.4, alpha=2.5)
 BLEND_AT_3 = {"recompute_ratio": 0.3, "check_layers": [1, 2]}
+BLEND_AT_4 = {"recompute_ratio": 0.4, "check_layers": [2, 3]}
 CRAFT_AT_1 = {"alpha": 1.0, "focus": False}
 CRAFT_AT_HALF, CRAFT_OWN = ({"alpha": alpha, "focus": True} for alpha in (0.5, 2.5))
 NO_FOCUS = {"alpha": 0.5, "focus": False}
@@ -380,6 +381,8 @@ QUERY_WHOLE = {"recompute_ratio": 0.4, "query": {"tail": None, "layers": "late",
         ({}, {"method": "query:whole:late:stored"}, RECORD, "query", Why.ASKED_FOR, QUERY_WHOLE),
         ({}, {"method": "query-whole"}, None, "query-whole", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
         ({"method": "cachecraft"}, {"alpha": 0.5}, None, "cachecraft", Why.ASKED_FOR, CRAFT_AT_HALF),
+        ({}, {"method": "cacheblend", "check_layers": (2, 3)}, None, "cacheblend", Why.ASKED_FOR, BLEND_AT_4),
+        ({"method": "cacheblend"}, {"check_layers": (2, 3)}, None, "cacheblend", Why.ASKED_FOR, BLEND_AT_4),
     ],
 )
 def test_a_method_or_a_target_then_the_record_then_exactness(usual, request_, record, method, why, parameters):
@@ -401,14 +404,6 @@ def test_a_target_that_no_method_reaches_is_answered_exactly_and_says_so(caplog)
     assert chooser.choose(MethodRequest.of(None, "fast")).method == "cacheblend"
     assert MethodChooser(MethodRequest.of(None, "fast"), record=record).choose_usual().why is Why.CALIBRATED
     assert not caplog.text
-
-
-def test_a_request_says_at_which_layers_a_named_method_checks():
-    for usual, method_request in (
-        (MethodRequest(), MethodRequest("cacheblend", check_layers=(2, 3))),
-        (MethodRequest("cacheblend"), MethodRequest(check_layers=(2, 3))),
-    ):
-        assert MethodChooser(usual, OWN).choose(method_request).reuse == replace(OWN, check_layers=(2, 3))
 
 
 def test_the_parameter_of_a_calibrated_method_can_be_given_without_naming_it():

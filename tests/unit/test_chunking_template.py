@@ -33,16 +33,6 @@ def filled(template: PromptTemplate, instruction: str, passage: str, question: s
     )
 
 
-@pytest.mark.parametrize("tokenizer", [llama(), chatml(), bundled()], ids=["llama", "chatml", "bundled"])
-def test_the_parts_put_together_are_what_the_template_renders(tokenizer: HuggingFaceTokenizer) -> None:
-    template = chat_template(tokenizer)
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "A passage.\n\nQuestion: Why?"},
-    ]
-    assert filled(template, "Be brief.", "A passage.", "Why?") == tokenizer.render_chat(messages)
-
-
 def test_without_a_system_role_the_instruction_opens_the_users_turn() -> None:
     template = chat_template(mistral(), "Be brief.")
     assert template.head == "<s>[INST] "
@@ -106,7 +96,9 @@ def test_a_format_holds_its_placeholder_once(form: str) -> None:
         PromptTemplate(chunk_format=form)
 
 
-@pytest.mark.parametrize("tokenizer", [llama(), chatml(), mistral()], ids=["llama", "chatml", "mistral"])
+@pytest.mark.parametrize(
+    "tokenizer", [llama(), chatml(), bundled(), mistral()], ids=["llama", "chatml", "bundled", "mistral"]
+)
 def test_two_turns_put_together_are_what_the_template_renders(tokenizer: HuggingFaceTokenizer) -> None:
     template = chat_template(tokenizer)
     first = "A passage.\n\nQuestion: Why?"

@@ -10,8 +10,8 @@ from chunkweave.cli import console
 
 @pytest.fixture
 def soon(monkeypatch):
-    monkeypatch.setattr(console, "_FIRST_S", 0.05)
-    monkeypatch.setattr(console, "_LINE_S", 0.05)
+    monkeypatch.setattr(console, "_FIRST_S", 0.01)
+    monkeypatch.setattr(console, "_LINE_S", 0.01)
 
 
 def test_a_log_says_how_far_it_is_and_about_how_long_it_takes(soon, capsys):

@@ -72,15 +72,13 @@ def test_the_hottest_nodes_are_the_most_used_with_their_ancestors():
     assert ["".join(path) for path in tree.hottest(9, "device")] == ["s", "t", "sb"], "nothing below a gap"
 
 
-def test_names_that_mean_nothing_are_refused():
+@pytest.mark.parametrize(
+    ("tiers", "path", "tier"),
+    [((), "a", "host"), (("host", "host"), "a", "host"), (TIERS, "a", "tape"), (TIERS, "", "host")],
+)
+def test_names_that_mean_nothing_are_refused(tiers, path, tier):
     with pytest.raises(UsageError):
-        KnowledgeTree(())
-    with pytest.raises(UsageError):
-        KnowledgeTree(("host", "host"))
-    with pytest.raises(UsageError):
-        KnowledgeTree(TIERS).placed("a", "tape", 1)
-    with pytest.raises(UsageError):
-        KnowledgeTree(TIERS).placed("", "host", 1)
+        KnowledgeTree(tiers).placed(path, tier, 1)
 
 
 def test_places_are_walked_as_far_as_something_is_stored():

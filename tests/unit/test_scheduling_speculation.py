@@ -23,15 +23,6 @@ def test_figure_11_of_the_paper():
     assert speculation.running == 0
 
 
-def test_a_last_list_that_differs_is_generated_anew():
-    speculation = _speculation()
-    speculation.on_stage("q", "ab", 0)
-    assert speculation.on_final("q", "ba") == Decision(Action.GENERATE, ("b", "a"), terminated=("a", "b"))
-    assert speculation.counts.regenerated == 1
-    assert speculation.on_final("never heard of", "a") == Decision(Action.GENERATE, ("a",))
-    assert speculation.counts.late == 1
-
-
 def test_under_load_nothing_is_started_and_what_is_wrong_still_ends():
     speculation = _speculation(batch=2)
     assert speculation.on_stage("q", "a", 2) == Decision(Action.WAIT, ("a",))
@@ -41,13 +32,13 @@ def test_under_load_nothing_is_started_and_what_is_wrong_still_ends():
     assert speculation.counts == SpeculationCounts(stages=4, started=1, terminated=1, deferred=2, regenerated=1)
 
 
-def test_an_aborted_request_ends_its_speculation_and_a_failed_one_starts_again():
+def test_an_aborted_request_ends_its_speculation_and_the_unknown_comes_late():
     speculation = _speculation()
     speculation.on_stage("q", "a", 0)
-    speculation.failed("q")
-    assert speculation.on_stage("q", "a", 0).action is Action.START
     assert speculation.abort("q") == ("a",)
     assert speculation.abort("q") is None
+    assert speculation.on_final("never heard of", "a") == Decision(Action.GENERATE, ("a",))
+    assert speculation.counts.late == 1
     with pytest.raises(UsageError, match="at least 1"):
         _speculation(batch=0)
 

@@ -117,19 +117,6 @@ def test_the_tier_never_holds_more_than_the_budget_not_even_in_flight() -> None:
     assert store.stats.evictions > 0
 
 
-def test_what_cannot_fit_is_rejected_and_nothing_is_evicted_for_it() -> None:
-    store = _store("A", "B", budget_bytes=20)
-    assert not _put(store, "C", nbytes=21)
-    with store.lease([id_of("A")]):
-        assert not _put(store, "C", nbytes=11)
-        assert _paths(store) == {"A", "B"}
-        assert _put(store, "C", nbytes=10)
-        assert _paths(store) == {"A", "C"}
-    assert store.stats.rejected == 2
-    assert store.stats.evictions == 1
-    store.check()
-
-
 @pytest.mark.parametrize(
     ("stored", "incoming", "nbytes", "left"),
     [
@@ -177,15 +164,6 @@ def test_who_holds_more_than_its_share_is_evicted_first() -> None:
     assert put("T", "b")
     assert _paths(store) == set("RST") | set("BCE"), "what a request used first counts as the last"
     store.check()
-
-
-def test_an_inner_node_goes_when_nothing_else_is_unpinned() -> None:
-    store = _store("A", "AB", budget_bytes=20)
-    with store.lease([id_of("AB")]):
-        assert _put(store, "C")
-        assert _paths(store) == {"AB", "C"}
-        assert _exact(store, "AB") == ""
-        store.check()
 
 
 def test_what_is_pinned_or_looked_up_is_not_used() -> None:
