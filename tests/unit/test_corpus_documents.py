@@ -2,7 +2,6 @@
 
 import json
 from io import BytesIO
-from pathlib import Path
 
 import pytest
 
@@ -14,12 +13,7 @@ from chunkweave.retrieval.reading import documents_of, read_files
 from chunkweave.retrieval.sections import Section
 from tests.document_files import read_bytes
 from tests.unit.retrieval_fakes import memory_corpus
-
-
-def write(path: Path, content: str | bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
+from tests.unit.test_reading import write
 
 
 def lines(*rows: object) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from chunkweave.config import Backend
-from chunkweave.errors import ChunkweaveError, UnknownMethodError, UsageError
+from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.models.adapters import Adapter, read_adapter
 from chunkweave.vllm.report_socket import CountsSender, ReportSender
 from chunkweave_server.settings import FleetSettings, resolve
@@ -142,11 +142,6 @@ def test_settings_of_the_connector_and_of_replicas():
 def test_wrong_settings_are_refused(wrong, told):
     with pytest.raises(ChunkweaveError, match=told):
         FleetSettings(**wrong)
-
-
-def test_a_method_that_does_not_exist_is_refused_at_the_start():
-    with pytest.raises(UnknownMethodError, match="there are"):
-        resolve({"method": "magic"}, {}, backend=Backend.VLLM)
 
 
 def test_samples_of_one_metric_stand_together_under_one_description():

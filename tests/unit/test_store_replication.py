@@ -1,20 +1,12 @@
 """Replicas of hot upper nodes in a store with payloads."""
 
-from dataclasses import dataclass
-
-from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.index import RequestUse
 from chunkweave.store.level import Level
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import REPLICATED_EVERY, TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier
-from chunkweave.types import ChunkId
-
-
-@dataclass(frozen=True, slots=True)
-class Payload:
-    nbytes: int
+from tests.unit.tier_fakes import Payload, payload_of, prompt_of, record_of
 
 
 def _store(*names: str) -> TieredStore[Payload]:
@@ -22,13 +14,12 @@ def _store(*names: str) -> TieredStore[Payload]:
 
 
 def _ask(store: TieredStore[Payload], path: str) -> None:
-    parts = [PromptPart(PartKind.CHUNK, (0,), ChunkId(key)) for key in path]
-    store.note_request(RequestUse.of(store.lookup(Prompt((*parts, PromptPart(PartKind.QUESTION, (1,))))), ()))
+    store.note_request(RequestUse.of(store.lookup(prompt_of(path)), ()))
 
 
 def _insert(store: TieredStore[Payload], path: str) -> SegmentRecord:
-    record = SegmentRecord.of(ChunkId(path[-1]), tuple(map(ChunkId, path[:-1])), (0,), exact=True, nbytes=1)
-    assert store.insert(record, Payload(1))
+    record = record_of(path, nbytes=1)
+    assert store.insert(record, payload_of(record))
     return record
 
 
@@ -42,8 +33,8 @@ def test_the_hottest_nodes_get_a_copy_that_answers_when_the_device_is_empty():
     assert store.replicate() == 0
     store.levels[0].store.clear()
     assert {record.id for record in store.records()} == {records["s"].id, records["sa"].id}
-    assert store.tree.match("sa").tokens_by_tier == {"host": 2}
-    assert store.get(records["sa"].id) == Payload(1)
+    assert store.tree.match("sa").tokens_by_tier == {"host": 4}
+    assert store.get(records["sa"].id) == payload_of(records["sa"])
     store.check()
     store.close()
 

@@ -65,6 +65,11 @@ class Stack:
             assert self.store.insert(record, payload_of(record))
         self.store.check()
 
+    def put_down(self, *paths: str, exact: bool = True) -> None:
+        """Store, and write to the slower levels."""
+        self.put(*paths, exact=exact)
+        self.store.flush()
+
     def exact(self, path: str) -> str:
         return "".join(part.part.id or "" for part in self.store.lookup(prompt_of(path)).parts if part.exact)
 
@@ -72,8 +77,7 @@ class Stack:
 def with_a_below() -> Stack:
     """A is on the disk and remote; B has pushed it out of the host."""
     stack = Stack(host_bytes=10)
-    stack.put("A")
-    stack.store.flush()
+    stack.put_down("A")
     stack.put("B")
     return stack
 
@@ -88,8 +92,7 @@ def test_what_is_computed_reaches_every_level_and_host_evictions_cost_nothing_mo
     assert stack.exact("ABC") == "ABC", "the exact prefix runs over levels"
     assert stack.store.get(id_of(gone)) == payload_of(record_of(gone))
     assert (stack.disk.puts, stack.remote.puts, stack.store.stats.demotions) == (3, 3, 1)
-    stack.put("D")
-    stack.store.flush()
+    stack.put_down("D")
     assert (stack.disk.puts, stack.store.stats.demotions) == (4, 1), "swapped out once: what is below just goes"
     stack.store.check()
 
@@ -112,8 +115,7 @@ def test_admission_counts_sightings_and_guards_the_way_down() -> None:
     assert stack.store.stats.writes_queued == 0
     stack.store.note_request(use_of("A"))
     assert stack.store.stats.writes_queued == 2
-    stack.put("C", "D")
-    stack.store.flush()
+    stack.put_down("C", "D")
     assert set(stack.disk.payloads()) == {id_of("A")}, "B was seen once and is evicted for good"
 
 
@@ -130,13 +132,11 @@ def test_a_full_queue_skips_and_never_waits() -> None:
 
 def test_what_the_queue_skipped_is_demoted_when_host_evicts_it() -> None:
     stack = Stack(host_bytes=20, max_items=2)
-    stack.put("A", "B")
-    stack.store.flush()
+    stack.put_down("A", "B")
     assert set(stack.disk.payloads()) == {id_of("A")}
     stack.store.note_request(use_of("A"))
     stack.store.flush()
-    stack.put("C")
-    stack.store.flush()
+    stack.put_down("C")
     assert id_of("B") in stack.disk.payloads()
     assert stack.store.stats.demotions == 1
 
@@ -158,10 +158,8 @@ def test_a_level_that_fails_is_passed_over_then_paused_then_tried_again() -> Non
 def test_a_follower_is_told_of_what_a_paused_level_holds() -> None:
     stack = Stack(host_bytes=10)
     stack.remote.late = True
-    stack.put("A")
-    stack.store.flush()
-    stack.put("B")
-    stack.store.flush()
+    stack.put_down("A")
+    stack.put_down("B")
     assert not stack.store.levels[2].available
     stack.disk.broken = True
     for _ in range(2):
@@ -205,8 +203,7 @@ def test_an_unreachable_remote_forgets_nothing() -> None:
 
 def test_an_inexact_copy_never_stands_in_for_an_exact_one() -> None:
     stack = Stack(host_bytes=10)
-    stack.put("A", exact=False)
-    stack.store.flush()
+    stack.put_down("A", exact=False)
     stack.put("A")
     assert stack.store.record(id_of("A")) == record_of("A")
     assert not stack.disk.payloads(), "the inexact copies below are gone"
@@ -428,8 +425,7 @@ def test_a_write_that_is_removed_in_its_middle_and_cannot_be_deleted_stays_remov
 
 def test_a_model_with_other_weights_has_nothing_in_memory_and_writes_nothing_down() -> None:
     stack = Stack()
-    stack.put("A")
-    stack.store.flush()
+    stack.put_down("A")
     stack.store.leave_slow_levels()
     assert stack.store.tier_of(id_of("A")) == "disk", "for other servers"
     written = stack.disk.puts, stack.remote.puts
@@ -443,8 +439,7 @@ def test_a_model_with_other_weights_has_nothing_in_memory_and_writes_nothing_dow
 
 def test_what_is_too_old_is_not_found_and_goes_everywhere() -> None:
     stack = Stack(ttl_s=10.0)
-    stack.put("A")
-    stack.store.flush()
+    stack.put_down("A")
     stack.clock.now_s += 5
     stack.put("B")
     stack.clock.now_s += 5
@@ -481,8 +476,7 @@ def test_a_clock_that_was_ahead_makes_nothing_live_longer() -> None:
 
 def test_pins_hold_on_every_level() -> None:
     stack = Stack(host_bytes=10, disk_bytes=5)
-    stack.put("A")
-    stack.store.flush()
+    stack.put_down("A")
     with stack.store.lease(stack.store.lookup(prompt_of("A"))) as lease:
         assert lease.ids == (id_of("A"),)
         record = record_of("B")
