@@ -126,11 +126,6 @@ def test_alpha_scales_the_tokens_and_zero_reuses_everything():
     assert nothing.passes == plan_of(lookup_of("DB", stored), "full-reuse").passes
 
 
-def test_equal_masses_are_recomputed_from_the_start_on():
-    plan = plan_of(lookup_of("DB", record_of("AB", (1.0,))), alpha=0.5)
-    assert recomputed(plan) == [5, 6]
-
-
 # --- odd prompts
 
 
@@ -245,12 +240,6 @@ def test_a_variant_of_so_many_generations_is_recomputed_whole(limit, tokens):
     assert score.cfo == (1.0 if tokens == 4 else pytest.approx(1.2 * score.cci * 0.4))
     _, score = chosen(plan_of(lookup_of("ACB", woven), alpha=1.2, capture=capture), 2)
     assert score.tokens == 0, "in its own context nothing is missing"
-
-
-def test_impact_ranks_where_the_clamp_would_not():
-    """At alpha 9 both would be recomputed whole."""
-    much, little = record_of("AB", (4.0,)), record_of("CB", (0.1,))
-    assert chosen(plan_of(lookup_of("DB", much, little), alpha=9.0), 1)[0] == little.id
 
 
 def test_without_a_profile_all_may_depend_on_what_is_gone():

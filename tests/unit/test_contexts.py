@@ -118,13 +118,6 @@ def test_fewer_chunks_than_contexts_make_as_many_contexts():
     assert dealt([], ContextRule(4, 400)) == []
 
 
-def test_each_chunk_is_in_one_context_at_most():
-    contexts = dealt(sized(*range(1, 30)), ContextRule(4, 40))
-    ids = [one.id for context in contexts for one in context]
-    assert len(ids) == len(set(ids))
-    assert len(contexts) == 4
-
-
 # --- fitting
 
 
@@ -146,13 +139,6 @@ def test_a_context_that_has_a_long_chunk_ends_there():
 def test_vectors_have_length_one():
     lengths = np.linalg.norm(token_vectors([A, NEAR, FAR, ELSEWHERE]), axis=1)
     assert lengths == pytest.approx(np.ones(4), abs=1e-6)
-
-
-def test_rare_tokens_count_more():
-    """Both others share one token with the first: 7 is in two chunks of five, 8 in four."""
-    first, by_rare, by_common = part(7, 8, 100), part(7, 101), part(8, 102)
-    vectors = token_vectors([first, by_rare, by_common, part(8, 103), part(8, 104)])
-    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2] > 0.01
 
 
 def test_weights_by_hand():

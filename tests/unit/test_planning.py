@@ -136,11 +136,6 @@ def test_methods_declare_what_they_need(declared, config, names):
     assert {name for name in METHODS.names if declared(name, config)} == names
 
 
-def test_a_ratio_of_nothing_costs_nothing():
-    lookup = make_lookup((10, 20), stored={0, 1})
-    assert plan("cacheblend", lookup, recompute_ratio=0.0).passes == plan("full-reuse", lookup).passes
-
-
 def test_unknown_methods_are_named_with_those_there_are():
     with pytest.raises(UnknownMethodError, match=f"'blend'; there are: {', '.join(METHODS.names)}$"):
         make_method("blend")
