@@ -32,9 +32,11 @@ def test_under_load_nothing_is_started_and_what_is_wrong_still_ends():
     assert speculation.counts == SpeculationCounts(stages=4, started=1, terminated=1, deferred=2, regenerated=1)
 
 
-def test_an_aborted_request_ends_its_speculation_and_the_unknown_comes_late():
+def test_an_aborted_request_ends_its_speculation_a_failed_one_starts_again_and_the_unknown_comes_late():
     speculation = _speculation()
     speculation.on_stage("q", "a", 0)
+    speculation.failed("q")
+    assert speculation.on_stage("q", "a", 0).action is Action.START
     assert speculation.abort("q") == ("a",)
     assert speculation.abort("q") is None
     assert speculation.on_final("never heard of", "a") == Decision(Action.GENERATE, ("a",))
