@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -190,3 +191,15 @@ class ThrottledTier:
     def records(self) -> Iterator[SegmentRecord]:
         """All stored records."""
         return (record for record, _ in tuple(self._held.values()))
+
+
+def run_at_once(count: int, work: Callable[[int], None]) -> None:
+    """Call `work` with each number below `count` in a thread of its own; raises what one of them raised."""
+    barrier = threading.Barrier(count)
+
+    def begin(number: int) -> None:
+        barrier.wait(30)
+        work(number)
+
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(begin, range(count)))

@@ -11,7 +11,6 @@ from transformers import DynamicCache
 from chunkweave import Chunk, Engine, ReuseConfig, StoreConfig
 from chunkweave.config import CaptureConfig, ContextSource
 from chunkweave.engine.runner import Runner
-from chunkweave.errors import UsageError
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.contexts import ContextPool
 from chunkweave.prompt.parts import Prompt, PromptPart, is_neutral
@@ -154,11 +153,6 @@ class ByHand:
 
 
 @pytest.fixture(scope="module")
-def model():
-    return toy_model("llama")
-
-
-@pytest.fixture(scope="module")
 def warmed() -> Engine:
     """An engine that has computed all chunks; tests only look at it."""
     torch.set_num_threads(1)
@@ -185,19 +179,6 @@ def test_what_is_stored_is_the_mean_over_the_contexts_by_hand(family):
         kv, read = expected[part.id]
         torch.testing.assert_close(kv_of(engine, record), kv, atol=2e-4, rtol=2e-4)
         assert record.sources == read
-
-
-def test_the_usual_rule_is_that_of_the_settings():
-    """Four contexts by default: of five others, the first has the ranks 0 and 4."""
-    engine = Engine(toy_model("llama"))
-    rule = engine.preparer.rule
-    assert rule is not None
-    engine.precompute(CHUNKS)
-    part = parts_of(engine)[0]
-    ranked = ContextPool(parts_of(engine)).nearest(part)
-    system = engine.builder.opening()[-1].id
-    expected = {(system, *(one.id for one in reversed(ranked[first :: rule.count]))) for first in range(rule.count)}
-    assert set(means_of(engine)[part.id].contexts) == expected
 
 
 # --- what a mean is not
@@ -259,6 +240,7 @@ def test_again_computes_nothing(prefills):
     assert engine.precompute(CHUNKS) == 0
     assert engine.precompute(CHUNKS[::-1]) == 0
     assert engine.precompute(CHUNKS[:1], pool=ContextPool(parts_of(engine))) == 0
+    assert engine.precompute(CHUNKS[:1]) == 0, "alone, too"
     assert prefills == []
     assert set(engine.store.records()) == records
 
@@ -307,12 +289,6 @@ def test_interrupted_it_ends_with_the_same_means(after, monkeypatch, warmed):
     assert not [record for record in engine.store.records() if record.neutral and record.chunk_id in means_of(engine)]
     for chunk, record in means_of(engine).items():
         torch.testing.assert_close(kv_of(engine, record), kv_of(warmed, means_of(warmed)[chunk]))
-
-
-def test_progress_is_by_chunk():
-    seen = []
-    engine_of().precompute(CHUNKS[:3], progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
 # --- where there are no contexts
@@ -372,15 +348,13 @@ def test_a_chunk_that_leaves_room_for_no_other_is_computed_behind_neutral_passag
     assert engine.precompute([*CHUNKS, long]) == 0
 
 
-def test_contexts_that_do_not_fit_are_left_out():
-    """Of the nearest chunks only one fits: the other contexts would be empty, and the same."""
-    engine = engine_of(context_count=8, context_tokens=1)
-    short, long = Chunk("Piers.", "short"), long_chunk(engine, 475)
-    part, little = parts_of(engine, [long, short])
-    room = engine.preparer.context_tokens - len(part) - 1 - sum(map(len, engine.builder.opening()))
-    assert len(little) <= room < min(map(len, parts_of(engine)))
-    assert engine.precompute([long], pool=ContextPool(parts_of(engine, [long, short, *CHUNKS]))) == 1
-    assert means_of(engine)[part.id].contexts == ((engine.builder.opening()[-1].id, little.id),)
+def test_where_the_room_is_bounded_a_chunk_is_computed_behind_what_fits():
+    engine = engine_of()
+    part, *others = parts_of(engine)
+    most = len(part) + sum(map(len, engine.builder.opening())) + 4
+    (beforehand,) = engine.preparer.beforehand(part, [[other] for other in others], most_tokens=most)
+    assert beforehand.mean is None
+    assert engine.compute(beforehand)
 
 
 # --- whose contexts
@@ -428,13 +402,6 @@ def test_salts_are_apart():
             assert {one for context in record.contexts for one in context} <= {*own, system}
     first, second = (parts_of(engine, cache_salt=salt)[0] for salt in ("a", "b"))
     assert not means_of(engine)[first.id].sources & means_of(engine)[second.id].sources
-
-
-def test_chunks_of_another_salt_are_no_contexts():
-    engine = engine_of()
-    with pytest.raises(UsageError, match="is not in the pool"):
-        engine.precompute(CHUNKS, pool=ContextPool(parts_of(engine, cache_salt="a")), cache_salt="b")
-    assert not means_of(engine)
 
 
 # --- attention
