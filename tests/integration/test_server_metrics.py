@@ -1,6 +1,5 @@
 """What the exposition says, as Prometheus reads it, after requests whose reports are known."""
 
-import asyncio
 import json
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from chunkweave import AsyncEngine, BatchingConfig, Engine, Request, ReuseConfig, SamplingParams, StoreConfig
+from chunkweave import BatchingConfig, Engine, Request, ReuseConfig, SamplingParams, StoreConfig
 from chunkweave.config import CaptureConfig
 from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import (
@@ -41,7 +40,7 @@ from chunkweave_server.metrics import (
     store_samples,
 )
 from chunkweave_server.settings import ImprovingSettings
-from tests.integration.test_batching_core import CHUNKS, STORED
+from tests.integration.test_batching_core import CHUNKS, STORED, run_async, until
 from tests.toys import toy_model
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -64,6 +63,10 @@ def value(samples: Samples, name: str, **labels: str) -> float:
     return samples[name, frozenset(labels.items())]
 
 
+def assert_shown(samples: Samples, labels: dict[str, str], **values: float) -> None:
+    assert {name: value(samples, name, **labels) for name in values} == pytest.approx(values)
+
+
 @pytest.fixture(scope="module")
 def served():
     """Some requests of two methods, their reports, and what was exposed after them and in their midst."""
@@ -71,38 +74,35 @@ def served():
     engine.precompute(STORED)
     reports = []
 
-    async def main():
-        async with AsyncEngine(engine, BatchingConfig(max_running=2)) as batching:
-            metrics = ServerMetrics(
-                "toy",
-                [
-                    lambda: batching_samples(batching.stats),
-                    lambda: store_samples(engine.store),
-                    lambda: shadow_samples(engine.shadow),
-                ],
+    async def work(batching):
+        metrics = ServerMetrics(
+            "toy",
+            [
+                lambda: batching_samples(batching.stats),
+                lambda: store_samples(engine.store),
+                lambda: shadow_samples(engine.shadow),
+            ],
+        )
+        before = scrape(metrics)
+        method_requests = [("cacheblend", 6), ("full", 1), ("cacheblend", 9), ("prefix", 4)]
+        for number, (method, tokens) in enumerate(method_requests):
+            request = Request(
+                f"When, {number}?",
+                CHUNKS[number:] + CHUNKS[:number],
+                sampling=SamplingParams(max_new_tokens=tokens),
             )
-            before = scrape(metrics)
-            method_requests = [("cacheblend", 6), ("full", 1), ("cacheblend", 9), ("prefix", 4)]
-            for number, (method, tokens) in enumerate(method_requests):
-                request = Request(
-                    f"When, {number}?",
-                    CHUNKS[number:] + CHUNKS[:number],
-                    sampling=SamplingParams(max_new_tokens=tokens),
-                )
-                answer = await batching.submit(request, method=method).answer()
-                metrics.observe(answer.report, finish_reason=answer.finish_reason)
-                reports.append(answer)
-            while engine.shadow.stats.checked < engine.shadow.stats.sampled:
-                await asyncio.sleep(0.001)
-            long = [batching.submit(Request(f"{n}?", (), sampling=SamplingParams(200))) for n in range(3)]
-            while batching.stats.running < 2:
-                await asyncio.sleep(0.001)
-            midst = scrape(metrics)
-            for stream in long:
-                await stream.aclose()
-            return metrics, before, midst
+            answer = await batching.submit(request, method=method).answer()
+            metrics.observe(answer.report, finish_reason=answer.finish_reason)
+            reports.append(answer)
+        await until(lambda: engine.shadow.stats.checked == engine.shadow.stats.sampled)
+        long = [batching.submit(Request(f"{n}?", (), sampling=SamplingParams(200))) for n in range(3)]
+        await until(lambda: batching.stats.running == 2)
+        midst = scrape(metrics)
+        for stream in long:
+            await stream.aclose()
+        return metrics, before, midst
 
-    return engine, reports, *asyncio.run(main())
+    return engine, reports, *run_async(work, engine, BatchingConfig(max_running=2))
 
 
 def test_tokens_by_source_are_those_of_the_reports(served):
@@ -172,43 +172,31 @@ def test_gauges_show_what_goes_on_now(served):
 def test_the_store_is_shown_by_tier(served):
     engine, _, metrics, before, _ = served
     samples, stats = scrape(metrics), engine.store.stats
-    assert value(samples, "store_bytes", tier="host") == stats.levels["host"].bytes > 0
-    assert value(samples, "store_segments", tier="host") == stats.segments
-    assert value(samples, "store_evictions_total", tier="host") == 0
+    held = {"store_bytes": stats.levels["host"].bytes, "store_segments": stats.segments, "store_evictions_total": 0}
+    assert_shown(samples, {"tier": "host"}, **held, tier_available=1, tier_failures_total=0)
+    assert held["store_bytes"] > 0
     assert value(samples, "store_inserts_total", tier="host") > value(before, "store_inserts_total", tier="host")
     assert value(samples, "store_lookups_total", result="hit") == stats.hits
-    assert value(samples, "tier_available", tier="host") == 1
-    assert value(samples, "tier_failures_total", tier="host") == 0
 
 
 def test_the_shadow_check_is_shown(served):
     engine, _, metrics, _, _ = served
     samples, stats = scrape(metrics), engine.shadow.stats
-    assert value(samples, "woven_answers_total") == stats.woven == 2
-    assert value(samples, "shadow_checks_total", result="checked") == stats.checked == 1
-    assert value(samples, "shadow_agreements_total") == stats.agreed
-    assert value(samples, "shadow_divergence", statistic="mean") == pytest.approx(stats.mean_kl)
-    assert value(samples, "weaving_enabled") == 1
+    assert (stats.woven, stats.checked) == (2, 1)
+    assert_shown(samples, {}, woven_answers_total=2, shadow_agreements_total=stats.agreed, weaving_enabled=1)
+    assert_shown(samples, {"result": "checked"}, shadow_checks_total=1)
+    assert_shown(samples, {"statistic": "mean"}, shadow_divergence=stats.mean_kl)
     engine.shadow.switch_off("a test")
-    assert value(scrape(metrics), "weaving_enabled") == 0
-    assert value(scrape(metrics), "weaving_switch_offs_total") == 1
+    assert_shown(scrape(metrics), {}, weaving_enabled=0, weaving_switch_offs_total=1)
 
 
 def test_outcomes_are_counted_once_each(served):
     _, answers, _, _, _ = served
     metrics = ServerMetrics("toy")
     metrics.observe(answers[0].report, finish_reason=answers[0].finish_reason)
-    errors = [
-        DeadlineError(),
-        RequestAbortedError(),
-        RequestFailedError(),
-        QueueFullError(),
-        PromptTooLongError(),
-        ChunkweaveError(),
-        OSError(),
-    ]
-    for error in errors:
-        metrics.ended(outcome_of(error))
+    refused = (QueueFullError, PromptTooLongError)
+    for error in (DeadlineError, RequestAbortedError, RequestFailedError, *refused, ChunkweaveError, OSError):
+        metrics.ended(outcome_of(error()))
     samples = scrape(metrics)
     counted = {outcome.value: value(samples, "requests_total", outcome=outcome.value) for outcome in Outcome}
     assert counted == {"finished": 1, "aborted": 1, "failed": 3, "timed_out": 1, "rejected": 2}
@@ -303,17 +291,18 @@ def dead_remote():
 
 def test_a_dead_remote_shows_as_failures_and_an_open_breaker(dead_remote):
     samples = scrape(ServerMetrics("toy", [lambda: store_samples(dead_remote)]))
-    assert value(samples, "breaker_opens_total", tier="remote") == 1
+    assert_shown(samples, {"tier": "remote"}, breaker_opens_total=1, tier_available=0)
     assert value(samples, "tier_failures_total", tier="remote") >= 1
-    assert value(samples, "tier_available", tier="remote") == 0
 
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 LIBRARY_LABELS = {"le", "model_name"}
 
 
-def everything(answers, engine) -> Samples:
-    """What a server with all its parts exposes."""
+@pytest.fixture(scope="module")
+def everything(served, dead_remote) -> Samples:
+    """What a server with all its parts exposes, and one whose remote does not answer."""
+    engine, answers, *_ = served
     speculation: Speculation[str, str] = Speculation(max_prefill_batch=1)
     improver = Improver(ImprovingSettings(), engine.preparer, Mock())
     metrics = ServerMetrics(
@@ -329,14 +318,12 @@ def everything(answers, engine) -> Samples:
     )
     for answer in answers:
         metrics.observe(answer.report, finish_reason=answer.finish_reason)
-    return scrape(metrics)
+    return scrape(metrics) | scrape(ServerMetrics("toy", [lambda: store_samples(dead_remote)]))
 
 
-def test_dashboard_and_alerts_ask_only_for_what_there_is(served, dead_remote):
-    engine, answers, _, _, _ = served
-    samples = everything(answers, engine) | scrape(ServerMetrics("toy", [lambda: store_samples(dead_remote)]))
+def test_dashboard_and_alerts_ask_only_for_what_there_is(everything):
     labels: dict[str, set[str]] = {}
-    for name, own in samples:
+    for name, own in everything:
         labels.setdefault(name, set()).update(label for label, _ in own)
     board = json.loads((DEPLOY / "grafana" / "chunkweave.json").read_text())
     asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
@@ -354,10 +341,8 @@ def test_dashboard_and_alerts_ask_only_for_what_there_is(served, dead_remote):
     assert len(set(numbers)) == len(numbers)
 
 
-def test_every_metric_is_in_the_documentation(served, dead_remote):
-    engine, answers, _, _, _ = served
-    samples = everything(answers, engine) | scrape(ServerMetrics("toy", [lambda: store_samples(dead_remote)]))
-    families = {re.sub(r"_(bucket|count|sum|created|total)$", "", name) for name, _ in samples}
+def test_every_metric_is_in_the_documentation(everything):
+    families = {re.sub(r"_(bucket|count|sum|created|total)$", "", name) for name, _ in everything}
     page = (DEPLOY.parent / "docs" / "operating.md").read_text()
     section = page.partition("## Metrics\n")[2].partition("\n## ")[0]
     columns = [line.split("|")[2] for line in section.splitlines() if line.startswith("|")]
