@@ -1,14 +1,17 @@
 """The step loop: many requests give what each gives alone, blocks are bounded and none leaks, nobody is forgotten."""
 
+import asyncio
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave import Answer, Chunk, Engine, Request, ReuseConfig, SamplingParams, StreamEvent
+from chunkweave import Answer, AsyncEngine, Chunk, Engine, Request, ReuseConfig, SamplingParams, StreamEvent
 from chunkweave.engine.core import BatchingCore
 from chunkweave.engine.request_state import RequestState
 from chunkweave.engine.runner import Runner
@@ -20,9 +23,15 @@ from chunkweave.errors import (
     UnknownRequestError,
     UsageError,
 )
+from chunkweave.kv.segment import SegmentSource
+from chunkweave.models.loading import LoadedModel
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.scheduling.budget import BatchingConfig
-from tests.toys import toy_model
+from chunkweave.store.level import Level
+from chunkweave.store.store import TieredStore
+from chunkweave.store.tier_store import SegmentStore
+from chunkweave.tiers.host import HostTier
+from tests.toys import Link, ThrottledTier, toy_model
 
 CHUNKS = [
     Chunk("The harbour of Skerrow was founded in 1871.", "history"),
@@ -35,17 +44,71 @@ STORED = CHUNKS[:4]
 METHODS = ("cacheblend", "cachecraft", "query", "prefix", "full")
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    """The system part and four of five chunks are stored, and nothing is added: that decides what methods reuse.
+def settled_engine(
+    stored: Sequence[Chunk] = STORED, *, ratio: float = 0.3, system: bool = True, **options: Any
+) -> Engine:
+    """The system part, if wanted, and chunks are stored, and nothing is added: that decides what methods reuse.
     Each chunk has one variant.
     """
-    engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3))
-    engine.precompute(STORED)
-    engine.generate("When?", max_new_tokens=1)
+    engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=ratio), **options)
+    engine.precompute(stored)
+    if system:
+        engine.generate("When?", max_new_tokens=1)
     engine.runner.store_new = lambda prefilled: 0
     engine.runner.store_computed = lambda job: 0
     return engine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return settled_engine()
+
+
+def stored_engine() -> Engine:
+    """Four of five chunks are stored, and so is what else is computed."""
+    engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3))
+    engine.precompute(STORED)
+    return engine
+
+
+def engine_over_a_slow_level(
+    loaded: LoadedModel,
+    seen_as: Callable[[str, SegmentSource], SegmentSource],
+    link: Link | None = None,
+    **options: Any,
+) -> Engine:
+    """An engine whose chunks lie below a memory that is empty; a segment is read there as `seen_as` makes it."""
+    host = SegmentStore(HostTier(), budget_bytes=1 << 30)
+    tier = ThrottledTier(link or Link(1e12))
+    slow = SegmentStore(tier, budget_bytes=1 << 30)
+    store = TieredStore([Level("host", host), Level("slow", slow, background=True)])
+    engine = Engine(loaded, store=store, **{"reuse": ReuseConfig(recompute_ratio=0.3), **options})
+    engine.precompute(STORED)
+    store.flush(5)
+    host.clear()
+    real = tier.get
+    tier.get = lambda segment: (source := real(segment)) and seen_as(segment, source)
+    return engine
+
+
+def run_async(
+    work: Callable[[AsyncEngine], Awaitable[Any]], engine: Engine, limits: BatchingConfig | None = None
+) -> Any:
+    """What `work` returns, given an asynchronous engine that is closed behind it."""
+
+    async def main() -> Any:
+        async with AsyncEngine(engine, limits) as batching:
+            return await work(batching)
+
+    return asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    ends = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < ends, "it never came"
+        await asyncio.sleep(0.001)
 
 
 class Inbox:
@@ -113,15 +176,6 @@ def asked(chunks: list[int], tokens: int, **sampling) -> Request:
     )
 
 
-def reference_engine() -> Engine:
-    """What answers one request after the other over `STORED`, and stores nothing more."""
-    engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3))
-    engine.precompute(STORED)
-    engine.runner.store_new = lambda prefilled: 0
-    engine.runner.store_computed = lambda job: 0
-    return engine
-
-
 def alone(engine: Engine, request: Request, method: str) -> Answer:
     return engine.generate_batch([request], method=method)[0]
 
@@ -175,19 +229,14 @@ def test_a_preempted_request_is_woven_as_before_though_more_is_stored_by_then(me
     """Of its three chunks one is computed and stored; a new plan would reuse it."""
     first, second = asked([], 60), asked([2, 4, 0], 60)
 
-    def fresh() -> Engine:
-        engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3))
-        engine.precompute(STORED)
-        return engine
-
-    engine = fresh()
+    engine = stored_engine()
     prompts = [len(engine.preparer.prepare(request, MethodRequest(method)).prompt) for request in (first, second)]
     driver = Driver(engine, max_running=2, kv_tokens=sum(prompts) + 60, block_tokens=4)
     for request in (first, second):
         driver.submit(request, method)
     driver.run()
     assert driver.core.stats.preempted >= 1
-    assert driver.answers()[1].token_ids == alone(fresh(), second, method).token_ids
+    assert driver.answers()[1].token_ids == alone(stored_engine(), second, method).token_ids
 
 
 def test_a_thousand_random_submissions_and_aborts_leak_no_block(engine):
@@ -269,6 +318,7 @@ def test_who_fails_twice_takes_nobody_along(engine, monkeypatch):
     driver.run()
     assert isinstance(driver.inboxes[poison].last, RequestFailedError)
     assert isinstance(driver.inboxes[poison].last.__cause__, RuntimeError)
+    assert "this one always fails" in str(driver.inboxes[poison].last)
     monkeypatch.undo()
     assert driver.inboxes[good].last.token_ids == alone(engine, asked([0, 1], 9), "prefix").token_ids
     assert driver.core.stats.failed == 1

@@ -11,7 +11,6 @@ from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.host import HostTier
 from tests.integration.test_batching_core import CHUNKS, Driver, asked
-from tests.toys import toy_model
 
 
 class Counted:
@@ -30,14 +29,9 @@ class Counted:
         return {self.policy._known[segment].frequency for segment in self.policy.ids()}
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return toy_model("llama")
-
-
 @pytest.fixture
-def counted(loaded):
-    counted = Counted(loaded)
+def counted(model):
+    counted = Counted(model)
     yield counted
     counted.store.check()
     counted.store.close()
@@ -92,15 +86,21 @@ def test_a_speculation_counts_once_it_is_confirmed_and_then_once(counted):
 def test_a_speculation_that_has_ended_counts_when_it_is_confirmed(counted):
     request = Request("When?", CHUNKS[:1], sampling=SamplingParams(max_new_tokens=2))
 
-    async def ask() -> list[bool]:
+    def counts() -> tuple[bool, int]:
+        """Whether the policy has counted anything, and of how many chunks the table of orders has: CRAFT's counts."""
+        return any(one.frequency for one in counted.policy._known.values()), len(
+            counted.engine.preparer.arranger.table()
+        )
+
+    async def ask() -> list[tuple[bool, int]]:
         async with AsyncEngine(counted.engine) as batching:
             stream = batching.submit(request, speculative=True)
             await stream.answer()
-            before = any(one.frequency for one in counted.policy._known.values())
+            before = counts()
             stream.confirm()
             stream.confirm()
             await asyncio.wrap_future(batching.between_steps(lambda: None))
-            return [before, len(counted.engine.preparer.arranger.table()) == 1]
+            return [before, counts()]
 
-    assert asyncio.run(ask()) == [False, True]
+    assert asyncio.run(ask()) == [(False, 0), (True, 1)]
     assert counted.frequencies == {1}

@@ -5,16 +5,12 @@ import threading
 import pytest
 import torch
 
-from chunkweave import Engine, ReuseConfig
+from chunkweave import Engine
 from chunkweave.engine.core import _plan_again
 from chunkweave.kv.segment import SegmentLost
 from chunkweave.planning.cost import CostModel
-from chunkweave.store.level import Level
-from chunkweave.store.store import TieredStore
-from chunkweave.store.tier_store import SegmentStore
-from chunkweave.tiers.host import HostTier
-from tests.integration.test_batching_core import STORED, Driver, alone, asked, reference_engine
-from tests.toys import Link, ThrottledTier, toy_model
+from tests.integration.test_batching_core import Driver, alone, asked, engine_over_a_slow_level, settled_engine
+from tests.toys import toy_model
 
 LAYERS = 4
 
@@ -26,16 +22,9 @@ class Gated:
         self._moved = threading.Condition()
         self._opened = LAYERS
         self.broken_from = LAYERS
-        host = SegmentStore(HostTier(), budget_bytes=1 << 30)
-        tier = ThrottledTier(Link(1e12))
-        slow = SegmentStore(tier, budget_bytes=1 << 30)
-        store = TieredStore([Level("host", host), Level("slow", slow, background=True)])
-        self.engine = Engine(toy_model("llama"), store=store, reuse=ReuseConfig(recompute_ratio=0.3))
-        self.engine.precompute(STORED)
-        store.flush(5)
-        host.clear()
-        real = tier.get
-        tier.get = lambda segment: (source := real(segment)) and GatedSegment(self, segment, source)
+        self.engine = engine_over_a_slow_level(
+            toy_model("llama"), lambda name, source: GatedSegment(self, name, source)
+        )
 
     def open(self, layers: int) -> None:
         """From now on the first `layers` layers come."""
@@ -72,7 +61,7 @@ def gated():
 
 @pytest.fixture(scope="module")
 def reference() -> Engine:
-    return reference_engine()
+    return settled_engine(system=False)
 
 
 def beside_a_stream(gated: Gated, **limits) -> Driver:
@@ -167,6 +156,7 @@ def test_a_newcomer_does_not_wait_until_a_lone_prefill_is_read(gated):
 def test_a_segment_that_breaks_behind_layers_that_were_run_is_computed(gated):
     driver = beside_a_stream(gated)
     number = driver.submit(asked([1, 2], 6), "full-reuse")
+    held = {record.id for record in gated.engine.store.records()}
     gated.broken_from = 2
     gated.open(2)
     step_until(driver, lambda: layers_run(driver, number) == 2)
@@ -174,6 +164,7 @@ def test_a_segment_that_breaks_behind_layers_that_were_run_is_computed(gated):
     driver.run()
     sources = {chunk.kv_source for chunk in driver.answers()[number].report.chunks[1:]}
     assert sources == {"computed"}
+    assert len(held - {record.id for record in gated.engine.store.records()}) == 2, "both are dropped"
     full = Engine(toy_model("llama")).generate_batch([asked([1, 2], 6)], method="full")[0]
     assert driver.answers()[number].token_ids == full.token_ids
 

@@ -4,16 +4,18 @@ import threading
 
 import pytest
 
-from chunkweave import Engine, ReuseConfig
+from chunkweave import Engine
 from chunkweave.errors import UsageError
 from chunkweave.kv.segment import SegmentLost
 from chunkweave.scheduling.budget import BatchingConfig
-from chunkweave.store.level import Level
-from chunkweave.store.store import TieredStore
-from chunkweave.store.tier_store import SegmentStore
-from chunkweave.tiers.host import HostTier
-from tests.integration.test_batching_core import STORED, Driver, alone, asked, reference_engine
-from tests.toys import Link, ThrottledTier, toy_model
+from tests.integration.test_batching_core import (
+    STORED,
+    Driver,
+    alone,
+    asked,
+    engine_over_a_slow_level,
+    settled_engine,
+)
 
 
 class Below:
@@ -24,16 +26,7 @@ class Below:
         self.gate = threading.Event()
         self.gate.set()
         self.broken: set[str] = set()
-        host = SegmentStore(HostTier(), budget_bytes=1 << 30)
-        tier = ThrottledTier(Link(1e12))
-        slow = SegmentStore(tier, budget_bytes=1 << 30)
-        store = TieredStore([Level("host", host), Level("slow", slow, background=True)])
-        self.engine = Engine(loaded, store=store, reuse=ReuseConfig(recompute_ratio=0.3))
-        self.engine.precompute(STORED)
-        store.flush(5)
-        host.clear()
-        real = tier.get
-        tier.get = lambda segment: (source := real(segment)) and Recorded(self, segment, source)
+        self.engine = engine_over_a_slow_level(loaded, lambda name, source: Recorded(self, name, source))
 
     @property
     def segments(self) -> set[str]:
@@ -56,8 +49,8 @@ class Recorded:
 
 
 @pytest.fixture
-def below():
-    below = Below(toy_model("llama"))
+def below(model):
+    below = Below(model)
     yield below
     below.engine.store.check()
     below.engine.store.close()
@@ -65,7 +58,7 @@ def below():
 
 @pytest.fixture(scope="module")
 def reference() -> Engine:
-    return reference_engine()
+    return settled_engine(system=False)
 
 
 def busy(below: Below, **limits) -> Driver:

@@ -2,16 +2,13 @@
 
 import pytest
 
-from chunkweave import Engine, ReuseConfig
-from tests.integration.test_batching_core import STORED, Driver, asked
-from tests.toys import toy_model
+from chunkweave import Engine
+from tests.integration.test_batching_core import STORED, Driver, asked, stored_engine
 
 
 @pytest.fixture
 def engine() -> Engine:
-    engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3))
-    engine.precompute(STORED)
-    return engine
+    return stored_engine()
 
 
 def served(driver: Driver, requests: list[tuple[list[int], str]], meanwhile=lambda: None) -> list[int]:

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from chunkweave import AsyncEngine, Chunk, Engine, Request, SamplingParams
+from chunkweave import Chunk, Engine, Request, SamplingParams
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestFailedError
 from chunkweave_server.metrics import outcome_of
@@ -20,6 +20,7 @@ from chunkweave_server.observability import (
     serving,
 )
 from chunkweave_server.settings import LogForm
+from tests.integration.test_batching_core import run_async
 from tests.toys import toy_model
 
 
@@ -93,11 +94,10 @@ def test_a_request_is_one_line_with_its_report_and_the_engines_lines_are_its_own
             log_request("finished", answer.report, finish_reason=answer.finish_reason)
             return answer.report
 
-    async def main():
-        async with AsyncEngine(engine) as batching:
-            return await ask(batching, "r-1")
+    async def work(batching):
+        return await ask(batching, "r-1")
 
-    report = asyncio.run(main())
+    report = run_async(work, engine)
     own = [line for line in lines() if line.get("request_id") == "r-1"]
     assert any("computed instead" in line["message"] for line in own)
     [line] = [line for line in own if line.get("event") == "request"]
@@ -133,17 +133,16 @@ def test_nothing_of_what_users_send_or_get_is_logged(lines, monkeypatch, capsys)
                 log_request(outcome_of(error), error=error)
                 return type(error)
 
-    async def main():
-        async with AsyncEngine(engine) as batching:
-            await ended(batching, request())
-            assert await ended(batching, request(500), deadline_s=0.05) is DeadlineError
-            assert await ended(batching, Request("Xyzzyquestion?", [""])) is not None
-            assert await ended(batching, Request("Xyzzyquestion " * 1000)) is not None
-            with monkeypatch.context() as patched:
-                patched.setattr(Runner, "step", lambda *_, **__: 1 / 0)
-                assert await ended(batching, request()) is RequestFailedError
+    async def work(batching):
+        await ended(batching, request())
+        assert await ended(batching, request(500), deadline_s=0.05) is DeadlineError
+        assert await ended(batching, Request("Xyzzyquestion?", [""])) is not None
+        assert await ended(batching, Request("Xyzzyquestion " * 1000)) is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(Runner, "step", lambda *_, **__: 1 / 0)
+            assert await ended(batching, request()) is RequestFailedError
 
-    asyncio.run(main())
+    run_async(work, engine)
     text = json.dumps(lines()) + capsys.readouterr().err
     assert "ZeroDivisionError" in text
     assert answers[0].strip()

@@ -1,33 +1,25 @@
 """Shadow checks on toy models: what they measure, that they switch off what strays, and that they harm nobody."""
 
 import asyncio
-import logging
 import math
 import threading
-import time
 
 import pytest
 import torch
 
-from chunkweave import AsyncEngine, BatchingConfig, Engine, Request, ReuseConfig, SamplingParams
+from chunkweave import BatchingConfig, Engine, Request, SamplingParams
 from chunkweave.engine.runner import Runner
 from chunkweave.engine.shadow import ShadowCheck, Woven, kl_divergence
 from chunkweave.errors import ChunkweaveError
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.scheduling.shadow import ShadowConfig
-from tests.integration.test_batching_core import CHUNKS, STORED
-from tests.toys import toy_model
+from tests.integration.test_batching_core import CHUNKS, STORED, run_async, settled_engine, until
 
 QUESTIONS = [f"When does the ferry of day {day} leave?" for day in range(12)]
 
 
-def engine_with(shadow: ShadowConfig | None, **config) -> Engine:
-    engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3), shadow=shadow, **config)
-    engine.precompute(STORED)
-    engine.generate("When?", max_new_tokens=1, method="full")
-    engine.runner.store_new = lambda prefilled: 0
-    engine.runner.store_computed = lambda job: 0
-    return engine
+def engine_with(shadow: ShadowConfig | None) -> Engine:
+    return settled_engine(shadow=shadow)
 
 
 def ask(question: str, chunks=STORED, tokens: int = 6, **sampling) -> Request:
@@ -109,21 +101,6 @@ def test_streams_are_checked_too():
     assert engine.shadow.stats.checked == 1
 
 
-def test_reuse_that_strays_is_switched_off_after_a_window_and_stays_off(caplog):
-    engine = engine_with(ShadowConfig(every=1, window=4, max_divergence=0.01))
-    methods = []
-    with caplog.at_level(logging.ERROR):
-        for question in QUESTIONS[:6]:
-            methods.append(engine.generate(question, STORED, method="full-reuse", max_new_tokens=2).report)
-            engine.check_shadows()
-    assert [report.method for report in methods] == ["full-reuse"] * 4 + ["prefix"] * 2
-    assert methods[-1].why == "switched off"
-    assert caplog.text.count("weaving is switched off") == 1
-    assert engine.shadow.stats.checked == 4
-    engine.shadow.switch_on()
-    assert engine.generate("When?", STORED, method="full-reuse", max_new_tokens=2).report.method == "full-reuse"
-
-
 def test_corrupted_segments_show_and_are_switched_off():
     """Values of stored chunks are spoiled in memory, where no checksum stands guard."""
     engine = engine_with(ShadowConfig(every=1, window=3, max_divergence=1.0))
@@ -148,28 +125,20 @@ def test_corrupted_segments_show_and_are_switched_off():
 def test_many_at_once_are_checked_when_the_engine_is_idle():
     engine = engine_with(ShadowConfig(every=2, slice_tokens=16, most_pending=6))
 
-    async def main():
-        async with AsyncEngine(engine) as batching:
-            streams = [batching.submit(ask(question), method="full-reuse") for question in QUESTIONS]
-            answers = await asyncio.gather(*(stream.answer() for stream in streams))
-            await until(lambda: engine.shadow.stats.checked == 6)
-            batching._core.check()
-            return answers
+    async def work(batching):
+        streams = [batching.submit(ask(question), method="full-reuse") for question in QUESTIONS]
+        answers = await asyncio.gather(*(stream.answer() for stream in streams))
+        await until(lambda: engine.shadow.stats.checked == 6)
+        batching._core.check()
+        return answers
 
-    answers = asyncio.run(main())
+    answers = run_async(work, engine)
     stats = engine.shadow.stats
     assert (stats.woven, stats.sampled, stats.dropped, stats.failed) == (12, 6, 0, 0)
     assert stats.mean_kl > 0.0
     plain = engine_with(None)
     expected = [plain.generate_batch([ask(question)], method="full-reuse")[0] for question in QUESTIONS]
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
-
-
-async def until(condition, seconds: float = 10.0) -> None:
-    ends = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < ends
-        await asyncio.sleep(0.001)
 
 
 @pytest.fixture
@@ -190,16 +159,15 @@ def test_no_check_goes_on_while_requests_are_under_way(steps):
     """As long as a long answer is decoded no slice of a check is computed; what finds no room to wait is dropped."""
     engine = engine_with(ShadowConfig(every=1, most_pending=2))
 
-    async def main():
-        async with AsyncEngine(engine) as batching:
-            long = batching.submit(ask("How long?", tokens=100), method="prefix")
-            for question in QUESTIONS[:5]:
-                await batching.submit(ask(question, tokens=2), method="cacheblend").answer()
-            answer = await long.answer()
-            await until(lambda: engine.shadow.stats.checked == 2)
-            return answer
+    async def work(batching):
+        long = batching.submit(ask("How long?", tokens=100), method="prefix")
+        for question in QUESTIONS[:5]:
+            await batching.submit(ask(question, tokens=2), method="cacheblend").answer()
+        answer = await long.answer()
+        await until(lambda: engine.shadow.stats.checked == 2)
+        return answer
 
-    answer = asyncio.run(main())
+    answer = run_async(work, engine)
     first = next(number for number, (_, checks) in enumerate(steps) if True in checks)
     assert sum(decoding for decoding, _ in steps[:first]) >= len(answer.token_ids) - 1 > 50
     assert (engine.shadow.stats.sampled, engine.shadow.stats.dropped) == (5, 3)
@@ -208,16 +176,15 @@ def test_no_check_goes_on_while_requests_are_under_way(steps):
 def test_beside_lets_a_check_go_on_while_few_are_under_way(steps):
     engine = engine_with(ShadowConfig(every=1, beside=1, slice_tokens=8))
 
-    async def main():
-        async with AsyncEngine(engine) as batching:
-            long = batching.submit(ask("How long?", tokens=100), method="prefix")
-            await batching.submit(ask(QUESTIONS[0], tokens=2), method="cacheblend").answer()
-            await until(lambda: engine.shadow.stats.checked == 1)
-            ended_before = batching.stats.running == 1
-            await long.answer()
-            return ended_before
+    async def work(batching):
+        long = batching.submit(ask("How long?", tokens=100), method="prefix")
+        await batching.submit(ask(QUESTIONS[0], tokens=2), method="cacheblend").answer()
+        await until(lambda: engine.shadow.stats.checked == 1)
+        ended_before = batching.stats.running == 1
+        await long.answer()
+        return ended_before
 
-    assert asyncio.run(main())
+    assert run_async(work, engine)
 
 
 def test_a_request_takes_the_memory_of_a_check_that_is_under_way(monkeypatch):
@@ -234,17 +201,16 @@ def test_a_request_takes_the_memory_of_a_check_that_is_under_way(monkeypatch):
     tokens = len(engine.preparer.prepare(ask(QUESTIONS[0]), MethodRequest("full")).prompt)
     limits = BatchingConfig(kv_tokens=2 * (tokens + 16), block_tokens=1)
 
-    async def main():
-        async with AsyncEngine(engine, limits) as batching:
-            await batching.submit(ask(QUESTIONS[0]), method="cacheblend").answer()
-            await asyncio.to_thread(begun.wait, 10)
-            streams = [batching.submit(ask(question), method="prefix") for question in QUESTIONS[1:3]]
-            answers = await asyncio.gather(*(stream.answer() for stream in streams))
-            assert batching.stats.preempted == 0
-            batching._core.check()
-            return answers
+    async def work(batching):
+        await batching.submit(ask(QUESTIONS[0]), method="cacheblend").answer()
+        await asyncio.to_thread(begun.wait, 10)
+        streams = [batching.submit(ask(question), method="prefix") for question in QUESTIONS[1:3]]
+        answers = await asyncio.gather(*(stream.answer() for stream in streams))
+        assert batching.stats.preempted == 0
+        batching._core.check()
+        return answers
 
-    answers = asyncio.run(main())
+    answers = run_async(work, engine, limits)
     stats = engine.shadow.stats
     assert all(answer.token_ids for answer in answers)
     assert stats.checked + stats.dropped == 1
@@ -258,13 +224,12 @@ def test_a_check_that_fails_changes_nothing(monkeypatch, caplog):
 
     monkeypatch.setattr(ShadowCheck, "step", broken)
 
-    async def main():
-        async with AsyncEngine(engine) as batching:
-            answers = [await batching.submit(ask(question), method="cacheblend").answer() for question in QUESTIONS[:3]]
-            await until(lambda: engine.shadow.stats.failed == 3)
-            return answers
+    async def work(batching):
+        answers = [await batching.submit(ask(question), method="cacheblend").answer() for question in QUESTIONS[:3]]
+        await until(lambda: engine.shadow.stats.failed == 3)
+        return answers
 
-    answers = asyncio.run(main())
+    answers = run_async(work, engine)
     assert [answer.report.method for answer in answers] == ["cacheblend"] * 3
     assert engine.shadow.weaving
     assert "shadow check failed" in caplog.text
@@ -273,13 +238,12 @@ def test_a_check_that_fails_changes_nothing(monkeypatch, caplog):
 def test_closing_drops_what_is_left():
     engine = engine_with(ShadowConfig(every=1))
 
-    async def main():
-        async with AsyncEngine(engine) as batching:
-            blocker = batching.submit(ask("How long?", tokens=400), method="prefix")
-            await batching.submit(ask(QUESTIONS[0]), method="cacheblend").answer()
-            return blocker
+    async def work(batching):
+        blocker = batching.submit(ask("How long?", tokens=400), method="prefix")
+        await batching.submit(ask(QUESTIONS[0]), method="cacheblend").answer()
+        return blocker
 
-    blocker = asyncio.run(main())
+    blocker = run_async(work, engine)
     assert blocker is not None
     stats = engine.shadow.stats
     assert (stats.sampled, stats.dropped) == (1, 1)
@@ -289,11 +253,10 @@ def test_switched_off_weaving_concerns_requests_that_name_a_method():
     engine = engine_with(ShadowConfig(every=1))
     engine.shadow.switch_off("an operator said so")
 
-    async def main():
-        async with AsyncEngine(engine) as batching:
-            return await batching.submit(ask("When?"), method="cacheblend").answer()
+    async def work(batching):
+        return await batching.submit(ask("When?"), method="cacheblend").answer()
 
-    report = asyncio.run(main()).report
+    report = run_async(work, engine).report
     assert (report.method, report.why, report.reused_tokens) == ("prefix", "switched off", 0)
     with pytest.raises(ChunkweaveError):
         engine.generate("When?", STORED, method="unheard-of")

@@ -79,17 +79,6 @@ def test_a_method_that_reads_profiles_waits_only_for_requests_that_store_them(fi
     assert driver.core.stats.shared == shared
 
 
-def test_requests_over_other_documents_do_not_wait():
-    driver = Driver(Engine(toy_model("llama")), step_tokens=32)
-    driver.engine.generate("When?", max_new_tokens=1)  # the system part is stored
-    for first in range(5):
-        driver.submit(asked([first], 2))
-    driver.core.step()
-    assert driver.core.stats.running == 5
-    driver.run()
-    assert driver.core.stats.shared == 0
-
-
 def test_where_computing_is_sooner_nothing_waits():
     """The owner weaves, so that its new chunk is stored at its very end: far more work than to compute that chunk."""
     engine = Engine(toy_model("llama"))

@@ -10,32 +10,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave import AsyncEngine, BatchingConfig, Engine, Request, ReuseConfig
+from chunkweave import BatchingConfig, Engine
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import DeadlineError, QueueFullError, RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.planning.method_choice import MethodRequest
-from tests.integration.test_async_engine import end_of, gate
-from tests.integration.test_batching_core import METHODS, STORED, Driver, alone, asked
+from tests.integration.test_async_engine import end_of
+from tests.integration.test_batching_core import (
+    METHODS,
+    Driver,
+    alone,
+    asked,
+    run_async,
+    settled_engine,
+    stored_engine,
+    until,
+)
 from tests.toys import toy_model
-
-__all__ = ["gate"]
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """Nothing is added to what is stored, so that plans do not hang on what came before."""
-    engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3))
-    engine.precompute(STORED)
-    engine.generate("When?", max_new_tokens=1)
-    engine.runner.store_new = lambda prefilled: 0
-    engine.runner.store_computed = lambda job: 0
-    return engine
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return toy_model("llama")
+    return settled_engine()
 
 
 requests = st.tuples(
@@ -258,15 +254,9 @@ def test_what_a_speculation_computed_whole_is_stored_when_it_ends(ended_by):
 
 
 @pytest.mark.parametrize("method", ["full", "cacheblend", "cachecraft", "query"])
-def test_a_step_that_was_stopped_between_layers_is_made_again(loaded, method):
+def test_a_step_that_was_stopped_between_layers_is_made_again(method):
     """Stopped before every layer once: the answers are the same, and so is what is stored, profiles included."""
-
-    def fresh() -> Engine:
-        engine = Engine(loaded, reuse=ReuseConfig(recompute_ratio=0.3))
-        engine.precompute(STORED)
-        return engine
-
-    request, expected, engine = asked([4, 0, 2], 6), fresh(), fresh()
+    request, expected, engine = asked([4, 0, 2], 6), stored_engine(), stored_engine()
     answer = alone(expected, request, method)
     asked_of, limit = [], 0
 
@@ -295,119 +285,103 @@ def test_a_step_that_was_stopped_between_layers_is_made_again(loaded, method):
         assert all(torch.allclose(kv.layer(layer), own.layer(layer), atol=1e-4) for layer in range(4))
 
 
-def test_a_request_that_arrives_stops_the_step_of_a_speculation(loaded, monkeypatch):
+class HangingLayer:
+    """The second layer that is computed hangs until it is let go; notes the layers, and how many tokens are in each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.layers: list[tuple[int, int]] = []
+        self._reached, self._gate = threading.Event(), threading.Event()
+        real = HuggingFaceModel.qkv
+
+        def qkv(model, layer, hidden):
+            self.layers.append((layer, len(hidden)))
+            if len(self.layers) == 2:
+                self._reached.set()
+                self._gate.wait(10)
+            return real(model, layer, hidden)
+
+        monkeypatch.setattr(HuggingFaceModel, "qkv", qkv)
+
+    async def reached(self) -> None:
+        await asyncio.to_thread(self._reached.wait, 10)
+
+    def let_go(self) -> None:
+        self._gate.set()
+
+
+@pytest.fixture
+def hanging(monkeypatch) -> HangingLayer:
+    return HangingLayer(monkeypatch)
+
+
+def test_a_request_that_arrives_stops_the_step_of_a_speculation(model, hanging, monkeypatch):
     """The speculation hangs in a layer until the request has been submitted, and is in no later one before it."""
-    engine = Engine(loaded)
-    reached, gate, real = threading.Event(), threading.Event(), HuggingFaceModel.qkv
-    layers = []
+    engine = Engine(model)
 
-    def qkv(self, layer, hidden):
-        layers.append((layer, len(hidden)))
-        if len(layers) == 2:
-            reached.set()
-            gate.wait(10)
-        return real(self, layer, hidden)
+    async def work(batching):
+        guess = batching.submit(asked([0, 1], 3), method="full", speculative=True)
+        await hanging.reached()
+        request = batching.submit(asked([2], 3), method="full")
+        hanging.let_go()
+        await request.answer()
+        assert batching.stats.interrupted == 1
+        batching.confirm(guess.id)
+        return await guess.answer()
 
-    monkeypatch.setattr(HuggingFaceModel, "qkv", qkv)
-
-    async def main():
-        async with AsyncEngine(engine, BatchingConfig(speculation_tokens=21)) as batching:
-            guess = batching.submit(asked([0, 1], 3), method="full", speculative=True)
-            await asyncio.to_thread(reached.wait, 10)
-            request = batching.submit(asked([2], 3), method="full")
-            gate.set()
-            await request.answer()
-            assert batching.stats.interrupted == 1
-            batching.confirm(guess.id)
-            return await guess.answer()
-
-    answer = asyncio.run(main())
+    answer = run_async(work, engine, BatchingConfig(speculation_tokens=21))
+    layers = hanging.layers
     assert [layer for layer, _ in layers[:4]] == [0, 1, 0, 1]
     assert layers[1][1] == 21 < layers[2][1]
     monkeypatch.undo()
     assert answer.token_ids == alone(engine, asked([0, 1], 3), "full").token_ids
 
 
-def test_a_tenant_that_asks_seldom_stops_the_step_of_another(loaded, monkeypatch):
+def test_a_tenant_that_asks_seldom_stops_the_step_of_another(model, hanging, monkeypatch):
     """The others' step hangs in a layer until the request has been submitted; its tenant's next one waits its turn."""
-    engine = Engine(loaded)
-    reached, gate, real = threading.Event(), threading.Event(), HuggingFaceModel.qkv
-    layers = []
+    engine = Engine(model)
 
-    def qkv(self, layer, hidden):
-        layers.append((layer, len(hidden)))
-        if len(layers) == 2:
-            reached.set()
-            gate.wait(10)
-        return real(self, layer, hidden)
+    async def work(batching):
+        others = [batching.submit(asked([n, n + 1], 3), method="full", tenant="acme") for n in range(2)]
+        await hanging.reached()
+        request = batching.submit(asked([2], 3), method="full", tenant="beta")
+        hanging.let_go()
+        first = await request.answer()
+        assert batching.stats.interrupted == 1
+        batching.check()
+        return [first, *[await one.answer() for one in others]]
 
-    monkeypatch.setattr(HuggingFaceModel, "qkv", qkv)
-
-    async def main():
-        async with AsyncEngine(engine, BatchingConfig(step_tokens=21)) as batching:
-            others = [batching.submit(asked([n, n + 1], 3), method="full", tenant="acme") for n in range(2)]
-            await asyncio.to_thread(reached.wait, 10)
-            request = batching.submit(asked([2], 3), method="full", tenant="beta")
-            gate.set()
-            first = await request.answer()
-            assert batching.stats.interrupted == 1
-            batching.check()
-            return [first, *[await one.answer() for one in others]]
-
-    answers = asyncio.run(main())
-    assert [layer for layer, _ in layers[:4]] == [0, 1, 0, 1]
+    answers = run_async(work, engine, BatchingConfig(step_tokens=21))
+    assert [layer for layer, _ in hanging.layers[:4]] == [0, 1, 0, 1]
     monkeypatch.undo()
     for answer, chunks in zip(answers, ([2], [0, 1], [1, 2]), strict=True):
         assert answer.token_ids == alone(engine, asked(chunks, 3), "full").token_ids
 
 
 def test_speculations_take_no_place_in_a_queue_from_requests(engine, gate):
-    async def main():
-        async with AsyncEngine(engine, BatchingConfig(max_waiting=2, max_running=1)) as batching:
-            runs = batching.submit(asked([0], 2))
-            while batching.stats.running < 1:
-                await asyncio.sleep(0.001)
-            guesses = [batching.submit(asked([1], 2), speculative=True) for _ in range(2)]
-            with pytest.raises(QueueFullError):
-                batching.submit(asked([1], 2), speculative=True)
-            waiting = [batching.submit(asked([n], 2)) for n in (2, 3)]
-            assert (batching.stats.pending, batching.stats.speculating) == (5, 2)
-            with pytest.raises(QueueFullError):
-                batching.submit(asked([1], 2))
-            with pytest.raises(QueueFullError):
-                batching.confirm(guesses[0].id)
-            gate.set()
-            for stream in (runs, *waiting):
-                await stream.answer()
-            batching.confirm(guesses[0].id)
-            await guesses[0].answer()
-            assert guesses[0].begun
-            with pytest.raises(UnknownRequestError):
-                batching.confirm(guesses[0].id)
-            with suppress(UnknownRequestError):  # nothing else waits, so it may have been computed to its end by now
-                batching.abort(guesses[1].id)
-            error = await end_of(guesses[1])
-            assert error is None or (isinstance(error, RequestAbortedError) and guesses[1].failed)
-            assert (batching.stats.pending, batching.stats.speculating) == (0, 0)
-
-    asyncio.run(main())
-
-
-def test_a_speculation_counts_as_asked_for_once_it_is_confirmed(loaded):
-    """CRAFT's table counts requests; what nobody asked for would order and promote chunks."""
-    engine = Engine(loaded, order="free")
-
     async def work(batching):
-        dropped = batching.submit(Request("Why?", ["One chunk.", "Another chunk."]), speculative=True)
-        await dropped.aclose()
-        counted = [len(engine.preparer.arranger.table())]
-        wanted = batching.submit(Request("Why?", ["One chunk.", "Another chunk."]), speculative=True)
-        batching.confirm(wanted.id)
-        await wanted.answer()
-        return [*counted, len(engine.preparer.arranger.table())]
+        runs = batching.submit(asked([0], 2))
+        await until(lambda: batching.stats.running == 1)
+        guesses = [batching.submit(asked([1], 2), speculative=True) for _ in range(2)]
+        with pytest.raises(QueueFullError):
+            batching.submit(asked([1], 2), speculative=True)
+        waiting = [batching.submit(asked([n], 2)) for n in (2, 3)]
+        assert (batching.stats.pending, batching.stats.speculating) == (5, 2)
+        with pytest.raises(QueueFullError, match="max_waiting"):
+            batching.submit(asked([1], 2))
+        with pytest.raises(QueueFullError):
+            batching.confirm(guesses[0].id)
+        gate.set()
+        for stream in (runs, *waiting):
+            await stream.answer()
+        batching.confirm(guesses[0].id)
+        await guesses[0].answer()
+        assert guesses[0].begun
+        with pytest.raises(UnknownRequestError):
+            batching.confirm(guesses[0].id)
+        with suppress(UnknownRequestError):  # nothing else waits, so it may have been computed to its end by now
+            batching.abort(guesses[1].id)
+        error = await end_of(guesses[1])
+        assert error is None or (isinstance(error, RequestAbortedError) and guesses[1].failed)
+        assert (batching.stats.pending, batching.stats.speculating, batching.stats.blocks_reserved) == (0, 0, 0)
 
-    async def run_it():
-        async with AsyncEngine(engine) as batching:
-            return await work(batching)
-
-    assert asyncio.run(run_it()) == [0, 2]
+    run_async(work, engine, BatchingConfig(max_waiting=2, max_running=1))

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from chunkweave import Answer, AsyncEngine, BatchingConfig, Engine, Request, SamplingParams
 from chunkweave.retrieval.retrievers import RetrievalStage, RetrievedChunk
 from chunkweave.retrieval.speculation import Retriever, SpeculationCounts
-from tests.integration.test_batching_core import CHUNKS
-from tests.toys import toy_model
+from tests.integration.test_batching_core import CHUNKS, until
 
 QUESTION = "When does the ferry leave?"
 FEW = SamplingParams(max_new_tokens=5)
@@ -58,29 +57,16 @@ class ScriptedCorpus:
         )
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return toy_model("llama")
-
-
 @pytest.fixture
-def engine(loaded) -> Engine:
-    return Engine(loaded)
+def engine(model) -> Engine:
+    return Engine(model)
 
 
-def plain(loaded, places: Sequence[int], sampling: SamplingParams = FEW):
+def plain(model, places: Sequence[int], sampling: SamplingParams = FEW):
     """The answer of an engine that has nothing stored."""
-    return Engine(loaded).generate(
+    return Engine(model).generate(
         QUESTION, [CHUNKS[place] for place in places], max_new_tokens=sampling.max_new_tokens, method="full"
     )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(5000):
-        if condition():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("it never came")
 
 
 class Searching:
@@ -149,14 +135,14 @@ def test_a_search_takes_no_core_that_the_model_computes_on(engine):
 
 
 @pytest.mark.parametrize(("pending", "stages"), [(1, True), (2, False)])
-def test_a_search_has_no_stages_while_requests_queue_up(engine, loaded, pending, stages):
+def test_a_search_has_no_stages_while_requests_queue_up(engine, model, pending, stages):
     corpus = ScriptedCorpus([[0, 3], [2, 1], [2, 1]], free=True)
     answer = run(engine, [corpus], lambda batching, search: search.answer(), pending=pending)
-    assert answer.token_ids == plain(loaded, [2, 1]).token_ids
+    assert answer.token_ids == plain(model, [2, 1]).token_ids
     assert corpus.ended.is_set() is stages
 
 
-def test_a_list_that_changes_ends_what_runs_and_the_final_one_is_computed_anew(engine, loaded):
+def test_a_list_that_changes_ends_what_runs_and_the_final_one_is_computed_anew(engine, model):
     corpus, many = ScriptedCorpus([[0, 3], [2, 1]]), SamplingParams(max_new_tokens=60)
 
     async def work(batching, search):
@@ -169,7 +155,7 @@ def test_a_list_that_changes_ends_what_runs_and_the_final_one_is_computed_anew(e
         assert search.counts == SpeculationCounts(stages=2, started=1, terminated=1, regenerated=1)
         return answer
 
-    assert run(engine, [corpus], work).token_ids == plain(loaded, [2, 1], many).token_ids
+    assert run(engine, [corpus], work).token_ids == plain(model, [2, 1], many).token_ids
 
 
 def test_what_two_lists_share_in_front_is_computed_once(engine):
@@ -216,7 +202,7 @@ stage_lists = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3, uniqu
     batch=st.integers(1, 3),
     hurried=st.booleans(),
 )
-def test_answers_are_those_without_speculation(loaded, questions, method, batch, hurried):
+def test_answers_are_those_without_speculation(model, questions, method, batch, hurried):
     """Whatever the stages name, in whichever steps they come, and whoever else asks meanwhile."""
     corpora = [ScriptedCorpus(stages, free=hurried) for stages in questions]
 
@@ -228,7 +214,7 @@ def test_answers_are_those_without_speculation(loaded, questions, method, batch,
             await asyncio.sleep(0.005)
         return await asyncio.gather(*asked)
 
-    answers = run(Engine(loaded), corpora, work, config=BatchingConfig(max_running=2, step_tokens=60), batch=batch)
+    answers = run(Engine(model), corpora, work, config=BatchingConfig(max_running=2, step_tokens=60), batch=batch)
     for stages, answer in zip(questions, answers, strict=True):
-        assert answer.token_ids == plain(loaded, stages[-1]).token_ids
+        assert answer.token_ids == plain(model, stages[-1]).token_ids
         assert answer.report.method == method

@@ -7,12 +7,11 @@ from itertools import pairwise
 
 import pytest
 
-from chunkweave import Chunk, Engine, Request, ReuseConfig, SamplingParams
+from chunkweave import Chunk, Engine, Request, SamplingParams
 from chunkweave.engine.request_state import RequestState
 from chunkweave.fusion.loop import PassRun
 from chunkweave.planning.method_choice import MethodRequest
-from tests.integration.test_batching_core import Driver
-from tests.toys import toy_model
+from tests.integration.test_batching_core import Driver, settled_engine
 
 LAYER_S, ROW_S = 0.0005, 0.0001
 STEP_TIME_S = 0.02
@@ -40,15 +39,6 @@ class SlowLayers:
         monkeypatch.setattr(PassRun, "next_layer", slow)
 
 
-def engine_with(stored: list[Chunk]) -> Engine:
-    engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.5))
-    engine.precompute(stored)
-    engine.generate("When?", max_new_tokens=1)
-    engine.runner.store_new = lambda prefilled: 0
-    engine.runner.store_computed = lambda job: 0
-    return engine
-
-
 def long_request() -> Request:
     return Request("How long was the pier?", [LONG[2], LONG[0], LONG[1]], sampling=SamplingParams(max_new_tokens=3))
 
@@ -57,13 +47,17 @@ def decoding() -> Request:
     return Request("When was it founded?", [SHORT], sampling=SamplingParams(max_new_tokens=ANSWER_TOKENS))
 
 
-def submit(driver: Driver, request: Request, method: str, tenant: str) -> list[float]:
-    """The times of a request's events, as they come."""
-    number = driver.submit(request, method)
+def beside_an_answer(engine: Engine, monkeypatch) -> tuple[Driver, SlowLayers, list[float]]:
+    """A driver with a request that decodes, the layers' clock, and the times of the request's events, as they come."""
+    driver = Driver(engine, max_running=3, step_tokens=512, step_time_s=STEP_TIME_S)
+    clock = SlowLayers(driver, monkeypatch)
+    number = driver.submit(decoding(), "prefix")
     state: RequestState = driver.core._scheduler.requests[number]
     times, deliver = [], state.deliver
     state.deliver = lambda event: (times.append(driver.now), deliver(event))
-    return times
+    while len(times) < 5:
+        driver.core.step()
+    return driver, clock, times
 
 
 def own_s(engine: Engine) -> float:
@@ -77,12 +71,8 @@ def gaps(times: list[float]) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["prefix", "full", "cacheblend", "query", "background"])
 def test_an_answer_is_held_for_step_time_and_a_layer_at_most(kind, monkeypatch):
-    engine = engine_with([] if kind in ("background", "prefix") else LONG)
-    driver = Driver(engine, max_running=3, step_tokens=512, step_time_s=STEP_TIME_S)
-    clock = SlowLayers(driver, monkeypatch)
-    times = submit(driver, decoding(), "prefix", "")
-    while len(times) < 5:
-        driver.core.step()
+    engine = settled_engine([] if kind in ("background", "prefix") else LONG, ratio=0.5)
+    driver, clock, times = beside_an_answer(engine, monkeypatch)
     if kind == "background":
         other = driver.precompute(Chunk(" ".join(chunk.text for chunk in LONG)))
     else:
@@ -105,12 +95,8 @@ def test_an_answer_is_held_for_step_time_and_a_layer_at_most(kind, monkeypatch):
 
 def test_a_pass_that_takes_longer_than_planned_is_left_between_two_layers_and_continues(monkeypatch):
     """The machine is suddenly ten times slower: the step that was planned before gives the answer its token."""
-    engine = engine_with([])
-    driver = Driver(engine, max_running=3, step_tokens=512, step_time_s=STEP_TIME_S)
-    clock = SlowLayers(driver, monkeypatch)
-    times = submit(driver, decoding(), "prefix", "")
-    while len(times) < 5:
-        driver.core.step()
+    engine = settled_engine([], ratio=0.5)
+    driver, clock, times = beside_an_answer(engine, monkeypatch)
     other = driver.submit(long_request(), "full")
     for _ in range(6):
         driver.core.step()
@@ -126,7 +112,7 @@ def test_a_pass_that_takes_longer_than_planned_is_left_between_two_layers_and_co
 
 
 def test_a_prefill_alone_takes_whole_steps(monkeypatch):
-    driver = Driver(engine_with([]), max_running=3, step_tokens=256, step_time_s=STEP_TIME_S)
+    driver = Driver(settled_engine([], ratio=0.5), max_running=3, step_tokens=256, step_time_s=STEP_TIME_S)
     SlowLayers(driver, monkeypatch)
     other = driver.submit(long_request(), "full")
     driver.core.step()
@@ -136,7 +122,7 @@ def test_a_prefill_alone_takes_whole_steps(monkeypatch):
 
 
 def test_a_quiet_tenants_answer_takes_twice_as_long_beside_loud_prefills_and_answers(monkeypatch):
-    engine = engine_with([])
+    engine = settled_engine([], ratio=0.5)
     driver = Driver(engine, max_running=6, step_tokens=64)
     SlowLayers(driver, monkeypatch)
 

@@ -3,7 +3,6 @@
 Nor does a request pay for what no method that is configured or asked for reads.
 """
 
-import asyncio
 import gc
 import logging
 import weakref
@@ -11,18 +10,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from chunkweave import AsyncEngine, Chunk, Engine, Request, SamplingParams
+from chunkweave import Chunk, Engine, Request, SamplingParams
 from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
 from chunkweave.engine.runner import Runner
 from chunkweave.errors import RequestFailedError, UsageError
 from chunkweave.fusion.capture import AttentionCapture, PartCapture
+from tests.integration.test_batching_core import CHUNKS as ALL_CHUNKS
+from tests.integration.test_batching_core import run_async
 from tests.toys import toy_model
 
-CHUNKS = [
-    Chunk("The harbour of Skerrow was founded in 1871.", "history"),
-    Chunk("Pilots board ships two miles west of the lighthouse.", "pilots"),
-    Chunk("The ferry leaves at seven, at noon and at six.", "ferry"),
-]
+CHUNKS = ALL_CHUNKS[:3]
 QUESTIONS = ["When does the ferry leave?", "Where do pilots board?"]
 REQUESTS = [Request(question, CHUNKS, sampling=SamplingParams(max_new_tokens=8)) for question in QUESTIONS]
 
@@ -41,16 +38,10 @@ def streamed(engine: Engine) -> list[tuple[int, ...]]:
 
 
 def submitted(engine: Engine) -> list[tuple[int, ...]]:
-    async def main() -> list[tuple[int, ...]]:
-        async with AsyncEngine(engine) as batching:
-            return [(await batching.submit(request).answer()).token_ids for request in REQUESTS]
+    async def work(batching) -> list[tuple[int, ...]]:
+        return [(await batching.submit(request).answer()).token_ids for request in REQUESTS]
 
-    return asyncio.run(main())
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model("llama")
+    return run_async(work, engine)
 
 
 @pytest.mark.parametrize("answer", [generated, batched, streamed, submitted])
@@ -100,20 +91,6 @@ def test_an_answer_that_fails_twice_names_its_cause_and_the_engine_goes_on(model
     assert isinstance(failed.value.__cause__, ZeroDivisionError)
     monkeypatch.setattr(Runner, "step", real)
     assert engine.generate(QUESTIONS[0], CHUNKS, max_new_tokens=4).token_ids
-
-
-def test_what_fails_once_is_tried_again(model, monkeypatch):
-    expected, failures, real = batched(Engine(model)), [], Runner.step
-
-    def step(self, decoding, prefilling, **options):
-        if len(decoding) == 2 and not failures:
-            failures.append(1)
-            raise RuntimeError("out of memory")
-        return real(self, decoding, prefilling, **options)
-
-    monkeypatch.setattr(Runner, "step", step)
-    assert batched(Engine(model)) == expected
-    assert failures
 
 
 def test_a_usage_error_is_raised_as_it_is(model, monkeypatch):
