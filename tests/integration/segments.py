@@ -35,7 +35,8 @@ def open_segment(path: Path) -> DiskSegment:
     return DiskSegment(path, read_header(path))
 
 
-def layers_of(source: SegmentSource, layers: int = 3) -> torch.Tensor:
+def layers_of(source: SegmentSource | None, layers: int = 3) -> torch.Tensor:
+    assert source is not None
     return torch.stack([source.layer(layer) for layer in range(layers)])
 
 

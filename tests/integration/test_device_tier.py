@@ -17,6 +17,7 @@ from chunkweave.tiers.device import DeviceTier, host_memory_for, moved_into
 from chunkweave.tiers.host import HostTier
 from chunkweave.types import ChunkId
 from chunkweave.weaving.stores import open_store
+from tests.integration.segments import layers_of
 from tests.unit.tier_fakes import id_of, record_of
 
 
@@ -141,9 +142,7 @@ def test_a_configuration_opens_its_levels_and_a_second_process_finds_the_first_o
     assert first.close()
     second = open_store(config, "model", torch.device("cpu"))
     assert second.tier_of(record.id) == "disk"
-    found = second.get(record.id)
-    assert found is not None
-    assert torch.equal(torch.stack([found.layer(i) for i in range(2)]), segment.kv)
+    assert torch.equal(layers_of(second.get(record.id), 2), segment.kv)
     assert second.remove_where(lambda record: record.document == "a.txt") == 2
     assert second.close()
     assert open_store(config, "model", torch.device("cpu")).record(record.id) is None

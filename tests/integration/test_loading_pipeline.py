@@ -12,7 +12,7 @@ from chunkweave.engine.prefill import PrefillJob
 from chunkweave.engine.profiling import kv_bytes_per_token
 from chunkweave.engine.runner import Runner
 from chunkweave.kv.request_cache import Placement
-from chunkweave.kv.segment import SegmentHeldUp, SegmentKV, SegmentLate, SegmentLost
+from chunkweave.kv.segment import SegmentHeldUp, SegmentLate, SegmentLost
 from chunkweave.planning.cost import CostModel
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource
@@ -23,8 +23,8 @@ from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.preload import LayerLoader, LoadOrder
 from chunkweave.types import Span
 from chunkweave.weaving.segments import PlanSources
-from tests.integration.weaving import alone, make_prompt
-from tests.toys import Link, ThrottledTier, toy_model
+from tests.integration.weaving import Bench, make_prompt
+from tests.toys import Link, ThrottledTier
 
 SIZES = (17, 23, 9, 31)
 COST = CostModel((0, 512), (1, 512), ((0.01, 5.12), (0.01, 5.12)), kv_bytes_per_token=4 * 2 * 2 * 16 * 4)
@@ -46,19 +46,6 @@ class Recording:
             raise SegmentLost(self.name, "broken")
         self.log.append((self.name, index))
         return self.kv[index]
-
-
-class Breaking:
-    """A source whose third layer is broken."""
-
-    def __init__(self, source, name):
-        self._source, self._name = source, name
-        self.tokens, self.nbytes, self.keys_at = source.tokens, source.nbytes, source.keys_at
-
-    def layer(self, index, scratch=None):
-        if index == 2:
-            raise SegmentLost(self._name, "broken")
-        return self._source.layer(index)
 
 
 @pytest.mark.parametrize(
@@ -180,11 +167,6 @@ def test_a_level_is_blamed_only_for_its_own_late_layers(lost, told):
     assert (heard, opened, job._given_up) == (told, [1], {"a"})
 
 
-@pytest.fixture(scope="module")
-def model():
-    return toy_model("llama")
-
-
 def slow_runner(model, link, **options):
     """A runner whose warm store lies behind `link`, with the prompt that it is warm for."""
     tier = ThrottledTier(link)
@@ -195,10 +177,7 @@ def slow_runner(model, link, **options):
         ]
     )
     runner = Runner(model.model, store, **options)
-    prompt = make_prompt(SIZES, system=6)
-    for part in prompt.parts:
-        if part.kind == "chunk":
-            runner.store_new(runner.prefill(alone(part), make_method("full")))
+    prompt = Bench(model, runner, tier).precompute(make_prompt(SIZES, system=6))
     return runner, prompt, tier
 
 
@@ -232,23 +211,6 @@ def test_a_prefetched_request_does_not_wait(model):
     runner.store.check()
 
 
-def test_a_segment_that_breaks_in_the_middle_is_dropped_and_computed(model, monkeypatch):
-    runner, prompt, tier = slow_runner(model, Link(1e15))
-    broken = next(r.id for r in tier.records() if r.chunk_id == prompt.parts[3].id)
-    whole = tier.get
-
-    def get(segment):
-        source = whole(segment)
-        return Breaking(source, segment) if segment == broken and source else source
-
-    monkeypatch.setattr(tier, "get", get)
-    woven = runner.prefill(prompt, BLEND)
-    sources = [part.kv_source for part in woven.plan.parts if part.part.kind == "chunk"]
-    assert sources.count(KVSource.COMPUTED) == 1
-    assert broken not in {record.id for record in runner.store.records()}
-    runner.store.check()
-
-
 def test_a_late_segment_is_computed_but_kept(model):
     cost = CostModel((0,), (1,), ((0.01,),), 1)
     runner, prompt, tier = slow_runner(model, Link(1e15), cost=cost)
@@ -272,10 +234,7 @@ def test_what_was_loaded_is_promoted_after_the_first_token(model):
     host = SegmentStore(HostTier(), budget_bytes=1 << 30)
     store = TieredStore([Level("host", host), Level("slow", SegmentStore(tier, budget_bytes=1 << 30), background=True)])
     runner = Runner(model.model, store)
-    prompt = make_prompt(SIZES, system=6)
-    for part in prompt.parts:
-        if part.kind == "chunk":
-            runner.store_new(runner.prefill(alone(part), make_method("full")))
+    prompt = Bench(model, runner, tier).precompute(make_prompt(SIZES, system=6))
     store.flush(5)
     host.clear()
     woven = runner.prefill(prompt, BLEND)
@@ -285,10 +244,3 @@ def test_what_was_loaded_is_promoted_after_the_first_token(model):
     # The instruction is stored by now, so other rows are computed together: equal up to rounding.
     assert torch.allclose(runner.prefill(prompt, BLEND).logits, woven.logits, atol=1e-5)
     store.close()
-
-
-def test_a_plain_segment_is_a_source():
-    kv = torch.randn(4, 2, 3, 1, 2)
-    loader = LayerLoader([("a", SegmentKV(kv))], 4)
-    assert torch.equal(loader.segments[0].layer(3), kv[3])
-    loader.close()

@@ -43,6 +43,15 @@ def opened(folder):
     return open_store(StoreConfig(cache_dir=folder), FINGERPRINT, torch.device("cpu"))
 
 
+@pytest.fixture
+def store(folder):
+    """Opened over the folder."""
+    opened_again = opened(folder)
+    yield opened_again
+    opened_again.check()
+    opened_again.close()
+
+
 def plan_of(store):
     return make_method("full-reuse", ReuseConfig()).plan(store.lookup(PROMPT), GEOMETRY)
 
@@ -54,8 +63,7 @@ def wait_for(segments: PlanSources) -> None:
         time.sleep(0.001)
 
 
-def test_what_is_on_disk_comes_in_layer_by_layer(folder):
-    store = opened(folder)
+def test_what_is_on_disk_comes_in_layer_by_layer(store):
     segments = WeavingStore(store, GEOMETRY, CPU).pin(plan_of(store))
     wait_for(segments)
     for placement, (_, kv) in zip(segments.placements, SEGMENTS, strict=True):
@@ -69,12 +77,9 @@ def test_what_is_on_disk_comes_in_layer_by_layer(folder):
     assert again.complete
     assert not list(again.loaded())
     again.close()
-    store.check()
-    store.close()
 
 
-def test_one_that_is_gone_is_named_and_the_others_are_not_pinned(folder):
-    store = opened(folder)
+def test_one_that_is_gone_is_named_and_the_others_are_not_pinned(folder, store):
     plan = plan_of(store)
     lost = SEGMENTS[1][0].id
     next(folder.rglob(f"{lost}.safetensors")).unlink()
@@ -83,11 +88,9 @@ def test_one_that_is_gone_is_named_and_the_others_are_not_pinned(folder):
     assert segments.failure.segment == lost
     segments.close()
     assert store.levels[1].store.drop(SEGMENTS[0][0].id)
-    store.close()
 
 
-def test_a_damaged_layer_is_a_failure_that_is_known_beforehand(folder):
-    store = opened(folder)
+def test_a_damaged_layer_is_a_failure_that_is_known_beforehand(folder, store):
     plan = plan_of(store)
     path = next(folder.rglob(f"{SEGMENTS[0][0].id}.safetensors"))
     data = bytearray(path.read_bytes())
@@ -99,13 +102,11 @@ def test_a_damaged_layer_is_a_failure_that_is_known_beforehand(folder):
     assert segments.failure.segment == SEGMENTS[0][0].id
     assert not segments.complete
     segments.close()
-    store.close()
 
 
 @pytest.mark.parametrize(("share", "kept"), [(2.0, [True, True]), (4.0, [True, False])])
-def test_a_plan_takes_what_was_read_ahead_or_will_be_in_sooner_than_it_is_computed(folder, monkeypatch, share, kept):
+def test_a_plan_takes_what_was_read_ahead_or_will_be_in_sooner_than_it_is_computed(store, monkeypatch, share, kept):
     """Two of the second segment's three layers are in: a third of its loading is left."""
-    store = opened(folder)
     gate, read = threading.Event(), DiskSegment.layer
     layers: list[int] = []
 
@@ -135,5 +136,3 @@ def test_a_plan_takes_what_was_read_ahead_or_will_be_in_sooner_than_it_is_comput
         wait_for(pinned)
         assert [len(list(pinned.loaded())), pinned.failure] == [sum(kept), None]
         pinned.close()
-    store.check()
-    store.close()

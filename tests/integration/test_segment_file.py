@@ -3,16 +3,16 @@
 import json
 import os
 import struct
-import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 
 from chunkweave.errors import UsageError
-from chunkweave.kv.segment import CODECS, SegmentKV, SegmentLost, make_codec
+from chunkweave.kv.segment import CODECS, SegmentKV, SegmentLost, SegmentSource, make_codec
 from chunkweave.store.records import ANYTHING, AttentionProfile, SegmentRecord
 from chunkweave.tiers import segment_file, segment_header
 from chunkweave.tiers.segment_file import (
@@ -23,17 +23,26 @@ from chunkweave.tiers.segment_file import (
     write_segment,
 )
 from chunkweave.tiers.segment_header import FileProblem, SegmentRefused, header_bytes, parse_header
+from tests.toys import run_at_once
 
 from .segments import FINGERPRINT, files_under, layers_of, make_segment, open_segment
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def head(codec: str = "raw") -> dict[str, Any]:
+    return {"codec": make_codec(codec), "fingerprint": FINGERPRINT, "created_s": 1234.5}
+
+
+def put(folder: Path, record: SegmentRecord, kv: SegmentSource, codec: str = "raw") -> Path:
+    path = folder / f"{record.id}.safetensors"
+    write_segment(path, record, kv, **head(codec))
+    return path
+
+
 def write(folder: Path, number: int = 1, codec: str = "raw", **shape) -> tuple[Path, SegmentRecord, SegmentKV]:
     record, kv = make_segment(number, **shape)
-    path = folder / f"{record.id}.safetensors"
-    write_segment(path, record, kv, codec=make_codec(codec), fingerprint=FINGERPRINT, created_s=1234.5)
-    return path, record, kv
+    return put(folder, record, kv, codec), record, kv
 
 
 def refusal(path: Path) -> FileProblem:
@@ -69,15 +78,13 @@ def test_keys_that_are_rotated_say_where_to(tmp_path: Path, codec: str) -> None:
     record, kv = make_segment(1)
     rotated = SegmentKV(kv.kv, keys_at=700)
     path = tmp_path / f"{record.id}.safetensors"
-    head = {"codec": make_codec(codec), "fingerprint": FINGERPRINT, "created_s": 0.0}
-    written = write_segment(path, record, rotated, **head)
+    written = write_segment(path, record, rotated, **head(codec))
     assert path.stat().st_size == file_bytes(record, rotated, make_codec(codec), FINGERPRINT)
     assert written.layout.keys_at == open_segment(path).keys_at == 700
-    whole = encode_segment(record, rotated, **head)
+    whole = encode_segment(record, rotated, **head(codec))
     assert whole == path.read_bytes()
     assert MemorySegment(whole).keys_at == 700
-    write_segment(path, record, kv, **head)
-    assert open_segment(path).keys_at is None
+    assert open_segment(put(tmp_path, record, kv, codec)).keys_at is None
 
 
 def with_profile(record: SegmentRecord, **changes) -> SegmentRecord:
@@ -139,13 +146,11 @@ def mean_record(**changes) -> tuple[SegmentRecord, SegmentKV]:
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_a_mean_says_over_what_it_is_and_what_else_was_read(tmp_path: Path, codec: str) -> None:
     record, kv = mean_record()
-    path = tmp_path / f"{record.id}.safetensors"
-    head = {"codec": make_codec(codec), "fingerprint": FINGERPRINT, "created_s": 1.0}
-    write_segment(path, record, kv, **head)
+    path = put(tmp_path, record, kv, codec)
     assert file_bytes(record, kv, make_codec(codec), FINGERPRINT) == path.stat().st_size
     assert read_header(path).record == replace(record, nbytes=path.stat().st_size)
     assert read_header(path).record.sources == record.sources
-    assert MemorySegment(encode_segment(record, kv, **head)).header.record.contexts == record.contexts
+    assert MemorySegment(encode_segment(record, kv, **head(codec))).header.record.contexts == record.contexts
 
 
 def test_what_has_read_more_than_its_context_says_so() -> None:
@@ -160,6 +165,15 @@ def test_fields_that_a_record_lacks_are_not_written() -> None:
     for name in (b"contexts", b"read", b"keys_at", b"generation", b"attention"):
         assert name not in whole
     assert parsed(whole, kv).attention is None
+
+
+def refused_as_corrupt(record: SegmentRecord, kv: SegmentKV, edit) -> None:
+    """A header that is believed as it is, and contradicts itself when it is edited."""
+    unchanged = parsed(header_of(record, kv, lambda fields: None), kv)
+    assert (unchanged.contexts, unchanged.attention) == (record.contexts, record.attention)
+    with pytest.raises(SegmentRefused, match="contradicts itself") as refused:
+        parsed(header_of(record, kv, edit), kv)
+    assert refused.value.problem is FileProblem.CORRUPT
 
 
 @pytest.mark.parametrize(
@@ -179,11 +193,7 @@ def test_fields_that_a_record_lacks_are_not_written() -> None:
     ],
 )
 def test_contexts_that_contradict_themselves_are_refused(edit) -> None:
-    record, kv = mean_record()
-    assert parsed(header_of(record, kv, lambda fields: None), kv).contexts == record.contexts
-    with pytest.raises(SegmentRefused, match="contradicts itself") as refused:
-        parsed(header_of(record, kv, edit), kv)
-    assert refused.value.problem is FileProblem.CORRUPT
+    refused_as_corrupt(*mean_record(), edit)
 
 
 def test_token_masses_are_rounded_to_float32() -> None:
@@ -211,12 +221,7 @@ def test_token_masses_are_rounded_to_float32() -> None:
 )
 def test_a_profile_that_contradicts_itself_is_refused(edit) -> None:
     plain, kv = make_segment(1, contexts=2)
-    record = with_profile(plain)
-    whole = header_of(record, kv, lambda fields: None)
-    assert parsed(whole, kv).attention == record.attention
-    with pytest.raises(SegmentRefused, match="contradicts itself") as refused:
-        parsed(header_of(record, kv, edit), kv)
-    assert refused.value.problem is FileProblem.CORRUPT
+    refused_as_corrupt(with_profile(plain), kv, edit)
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
@@ -259,9 +264,7 @@ def test_a_source_on_disk_can_be_written_elsewhere(tmp_path: Path) -> None:
     path, record, _ = write(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
-    copy = other / path.name
-    write_segment(copy, record, open_segment(path), codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=1234.5)
-    assert copy.read_bytes() == path.read_bytes()
+    assert put(other, record, open_segment(path)).read_bytes() == path.read_bytes()
 
 
 def test_one_token_and_long_headers(tmp_path: Path) -> None:
@@ -273,9 +276,7 @@ def test_one_token_and_long_headers(tmp_path: Path) -> None:
 def test_sources_with_odd_characters(tmp_path: Path) -> None:
     for source in ("", 'quote " and \\ and \n', "漢字 🙂", "\ud800 lone"):
         record, kv = make_segment(1)
-        record = replace(record, source=source)
-        path = tmp_path / f"{record.id}.safetensors"
-        write_segment(path, record, kv, codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=0)
+        path = put(tmp_path, replace(record, source=source), kv)
         assert read_header(path).record.source == source.replace("\ud800", "?")
         with safe_open(path, framework="pt") as file:
             assert file.metadata()["source"] == source.replace("\ud800", "?")
@@ -291,23 +292,9 @@ def test_what_does_not_fit_is_not_written(tmp_path: Path) -> None:
     ]
     for bad_record, payload in wrong:
         with pytest.raises(UsageError):
-            write_segment(
-                tmp_path / f"{record.id}.safetensors",
-                bad_record,
-                payload,
-                codec=make_codec("raw"),
-                fingerprint=FINGERPRINT,
-                created_s=0,
-            )
+            write_segment(tmp_path / f"{record.id}.safetensors", bad_record, payload, **head())
     with pytest.raises(OSError, match="NaN"):
-        write_segment(
-            tmp_path / f"{record.id}.safetensors",
-            record,
-            SegmentKV(kv.kv * torch.nan),
-            codec=make_codec("int8"),
-            fingerprint=FINGERPRINT,
-            created_s=0,
-        )
+        put(tmp_path, record, SegmentKV(kv.kv * torch.nan), "int8")
     assert files_under(tmp_path) == []
 
 
@@ -348,11 +335,10 @@ def test_a_file_deleted_or_replaced_while_open_is_lost_never_wrong(tmp_path: Pat
     source = open_segment(path)
     assert torch.equal(source.layer(0), kv.layer(0))
     other = SegmentKV(kv.kv + 1)
-    write_segment(path, record, other, codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=1234.5)
+    put(tmp_path, record, other)
     with pytest.raises(SegmentLost, match="checksum"):
         source.layer(1)
-    bigger = replace(record, source=record.source + 100 * "x")
-    write_segment(path, bigger, other, codec=make_codec("raw"), fingerprint=FINGERPRINT, created_s=1234.5)
+    put(tmp_path, replace(record, source=record.source + 100 * "x"), other)
     with pytest.raises(SegmentLost, match="bytes instead of"):
         source.layer(1)
     path.unlink()
@@ -375,17 +361,12 @@ def test_no_descriptors_are_held(tmp_path: Path) -> None:
 def test_many_threads_read_one_segment(tmp_path: Path) -> None:
     path, _, kv = write(tmp_path, layers=8)
     source = open_segment(path)
-    equal: list[bool] = []
 
-    def read() -> None:
-        equal.append(all(torch.equal(layers_of(source, 8), kv.kv) for _ in range(20)))
+    def read(_: int) -> None:
+        for _ in range(20):
+            assert torch.equal(layers_of(source, 8), kv.kv)
 
-    threads = [threading.Thread(target=read) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert equal == [True] * 8
+    run_at_once(8, read)
 
 
 def test_foreign_files(tmp_path: Path) -> None:
