@@ -9,20 +9,10 @@ from chunkweave import AsyncEngine, Chunk, Engine, OrderingConfig, Request, Samp
 from chunkweave.errors import UnknownMethodError, UsageError
 from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.store.records import segment_id
-from tests.toys import toy_model
+from tests.integration.test_batching_core import STORED
 
-CHUNKS = [
-    Chunk("The harbour of Skerrow was founded in 1871.", "history"),
-    Chunk("Pilots board ships two miles west of the lighthouse.", "pilots"),
-    Chunk("The ferry leaves at seven, at noon and at six.", "ferry"),
-    Chunk("The storm of 1903 broke the northern mole.", "storm"),
-]
+CHUNKS = STORED
 QUESTION = "When does the ferry leave?"
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model("llama")
 
 
 def ask(engine: Engine, chunks, **options):
@@ -94,7 +84,7 @@ def test_exact_paths_are_kept_once_their_chunks_are_asked_for_often_enough(model
         kept = {record.source for record in engine.store.records()}
         assert kept == {"", "history", "pilots"}, "the system part and what was promoted"
         engine.generate(QUESTION, CHUNKS[2:], max_new_tokens=2)
-        assert {"ferry", "storm"} <= {record.source for record in engine.store.records()}, "fixed order: as it comes"
+        assert {"ferry", "fish"} <= {record.source for record in engine.store.records()}, "fixed order: as it comes"
 
 
 def test_without_a_threshold_everything_is_kept(model):

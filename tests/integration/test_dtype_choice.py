@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from chunkweave.tiers import blobs, remote
 from chunkweave.weaving.stores import agreed_dtype
 from chunkweave_server.engine_backend import load_engine
 from chunkweave_server.settings import resolve
-from tests.integration.command_line import invoke
+from tests.integration.command_line import succeed
 from tests.integration.test_loading import save_checkpoint
-from tests.toys import toy_model
+from tests.toys import run_at_once, toy_model
 
 
 def never() -> str:
@@ -56,8 +57,7 @@ def test_a_server_takes_the_decision_of_its_folder(checkpoint, tmp_path):
         write_dtype(tmp_path / "kv", decided)
         found = resolve({"model": checkpoint, "cache_dir": str(tmp_path / "kv")}, {})
         assert computed_in(load_engine(found.settings)) is getattr(torch, decided)
-    shown = invoke("cache", "stats", tmp_path / "kv")
-    assert shown.exit_code == 0, shown.output
+    succeed("cache", "stats", tmp_path / "kv")
 
 
 def test_a_checkpoint_in_float32_is_no_question(tmp_path, monkeypatch):
@@ -66,21 +66,17 @@ def test_a_checkpoint_in_float32_is_no_question(tmp_path, monkeypatch):
 
 
 def test_two_starts_at_once_agree(tmp_path):
-    both, found = threading.Barrier(2), []
+    both, dtypes = threading.Barrier(2), []
 
-    def start(dtype: str) -> None:
+    def start(number: int) -> None:
         def measured() -> str:
             both.wait(30)
-            return dtype
+            return ("float32", "bfloat16")[number]
 
-        found.append(agreed_dtype(StoreConfig(cache_dir=tmp_path / "new"), measured))
+        dtypes.append(agreed_dtype(StoreConfig(cache_dir=tmp_path / "new"), measured))
 
-    threads = [threading.Thread(target=start, args=(dtype,)) for dtype in ("float32", "bfloat16")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [read_dtype(tmp_path / "new")] * 2
+    run_at_once(2, start)
+    assert dtypes == [read_dtype(tmp_path / "new")] * 2
 
 
 @pytest.mark.parametrize("content", [b"{}", b"\xff", b'{"dtype": "float64"}', b"[]", b"[" * 200_000])
@@ -109,35 +105,18 @@ def test_a_remote_decides_for_all_machines(tmp_path, caplog):
 
 
 def test_a_remote_that_refuses_is_asked_for_one_measurement(tmp_path, monkeypatch, caplog):
-    class Full:
-        name, expires = "full", False
-
-        def get(self, *_: object) -> None:
-            return None
-
-        def put(self, *_: object) -> None:
-            raise blobs.BlobRefused("read-only")
-
-        def close(self) -> None:
-            """Nothing is open."""
-
-    monkeypatch.setattr(remote, "open_blobs", lambda url: Full())
+    full = Mock(**{"name": "full", "expires": False, "get.return_value": None})
+    full.put.side_effect = blobs.BlobRefused("read-only")
+    monkeypatch.setattr(remote, "open_blobs", lambda url: full)
     measured = iter(["bfloat16"])
     assert agreed_dtype(StoreConfig(remote_url="redis://x"), lambda: next(measured)) == "bfloat16"
     assert "read-only" in caplog.text
 
 
 def test_a_remote_that_does_not_answer_decides_nothing(tmp_path, monkeypatch, caplog):
-    class Down:
-        name, expires = "down", False
-
-        def get(self, *_: object) -> bytes:
-            raise OSError("no route")
-
-        def close(self) -> None:
-            """Nothing is open."""
-
-    monkeypatch.setattr(remote, "open_blobs", lambda url: Down())
+    down = Mock(expires=False)
+    down.get.side_effect = OSError("no route")
+    monkeypatch.setattr(remote, "open_blobs", lambda url: down)
     assert agreed_dtype(StoreConfig(remote_url="redis://x", cache_dir=tmp_path), lambda: "float32") == "float32"
     assert "no route" in caplog.text
 

@@ -62,17 +62,6 @@ def test_answers_are_equal_alone_and_in_batches(engine: Engine, stop: tuple[str,
     assert accepted > 0, "the answers quote the chunks"
 
 
-def test_streams_have_the_same_text_in_fewer_pieces(engine: Engine):
-    fewer = 0
-    for request in requests(SamplingParams(24)):
-        plain = list(with_drafts(engine, 0).stream(request))
-        drafted = list(with_drafts(engine, 8).stream(request))
-        assert "".join(one.text for one in drafted) == "".join(one.text for one in plain) == drafted[-1].answer.text
-        assert same(drafted[-1].answer, plain[-1].answer)
-        fewer += len(plain) - len(drafted)
-    assert fewer > 0
-
-
 def test_answers_are_equal_if_memory_is_short_and_requests_are_preempted(engine: Engine):
     asked = requests(SamplingParams(24))
     plain = with_drafts(engine, 0).generate_batch(asked)

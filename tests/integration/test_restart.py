@@ -19,7 +19,6 @@ from chunkweave.tiers.blobs import RedisBlobs
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.host import HostTier
 from chunkweave.tiers.remote import RemoteTier
-from chunkweave.weaving.stores import open_store
 from tests.integration.redis_server import Server
 from tests.toys import toy_model
 
@@ -155,24 +154,6 @@ def test_two_engines_on_one_directory(tmp_path, clean):
         assert answer.report.prefix_exact_tokens > 0
 
 
-def test_removing_a_document_removes_its_kv_from_every_tier(tmp_path):
-    with Engine(toy_model(), store=StoreConfig(cache_dir=tmp_path)) as engine:
-        engine.generate(QUESTION, CHUNKS, max_new_tokens=1)
-        engine.store.flush(10)
-        held = len(segment_files(tmp_path))
-        engine.store.remove_where(lambda record: record.document == "mill")
-        assert "mill" not in {record.source for record in engine.store.records()}
-    assert len(segment_files(tmp_path)) == held - 1
-
-
-@pytest.fixture
-def server(tmp_path):
-    running = Server(tmp_path)
-    running.start()
-    yield running
-    running.kill()
-
-
 def remote_engine(server: Server) -> Engine:
     """An engine whose memory forgets at once, so that every request goes to the server."""
     model = toy_model()
@@ -208,14 +189,6 @@ def test_a_server_that_is_killed_paused_and_restarted_under_an_engine(server, cl
     engine.store.close()
 
 
-def test_the_factory_opens_the_levels_that_are_asked_for(tmp_path):
-    model = toy_model()
-    store = open_store(StoreConfig(cache_dir=tmp_path), model.fingerprint, model.model.device)
-    assert [level.name for level in store.levels] == ["host", "disk"]
-    assert isinstance(store.levels[1].store.tier, DiskTier)
-    store.close()
-
-
 def test_a_time_to_live_counts_from_when_the_file_was_written(tmp_path):
     warm(tmp_path)
     with Engine(toy_model(), store=StoreConfig(cache_dir=tmp_path, ttl_s=3600)) as engine:
@@ -230,8 +203,10 @@ def test_a_document_is_removed_with_all_its_chunks(tmp_path):
     with Engine(toy_model(), store=StoreConfig(cache_dir=tmp_path), reuse=alone) as engine:
         engine.precompute([*parts, CHUNKS[0]])
         engine.store.flush(10)
+        held = len(segment_files(tmp_path))
         assert engine.store.remove_where(lambda record: record.document == "quay.md") == 6
         assert [record.source for record in engine.store.records()] == ["harbour"]
+    assert len(segment_files(tmp_path)) == held - 3, "and from the disk"
 
 
 def test_our_own_files_beside_the_segments_raise_no_alarm(tmp_path, caplog):
