@@ -11,12 +11,27 @@ from chunkweave.models.huggingface import _halves_turned, _WideAngles
 from chunkweave.planning.method import make_method
 from chunkweave.planning.outcome import full_prefill_flops, prefill_flops
 from chunkweave.prompt.parts import PartKind, Prompt
-from tests.integration.weaving import Bench, make_bench, make_prompt
+from tests.integration.weaving import Bench, close, make_bench, make_prompt
 from tests.toys import toy_model
 
 WINDOWED = ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "olmo3", "exaone4", "cohere2", "gpt_oss")
+SCALED = {
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+}
+"""Kinds of RoPE whose angles depend on the position alone."""
 CASES = {
     **{family: (family, {}) for family in FAMILIES},
+    **{
+        f"llama-{kind}": ("llama", {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}})
+        for kind, more in SCALED.items()
+    },
     **{f"{family}-in-windows": (family, {"sliding_window": 16}) for family in WINDOWED},
     "qwen2-in-windows": ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}),
     "cohere-with-norms": ("cohere", {"use_qk_norm": True}),
@@ -37,17 +52,12 @@ CASES = {
     "stablelm-with-norms": ("stablelm", {"qk_layernorm": True}),
 }
 SIZES = (17, 23, 9)
-CLOSE = 1e-4
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))
 def bench(request) -> Bench:
     family, changes = CASES[request.param]
     return make_bench(toy_model(family, **changes))
-
-
-def close(a: torch.Tensor, b: torch.Tensor) -> None:
-    assert (a - b).abs().max().item() <= CLOSE
 
 
 def test_full_prefill_equals_the_models_own_forward(bench):
@@ -94,8 +104,7 @@ def test_segments_with_rotated_keys_are_woven_like_others(bench):
     model = bench.loaded.model
     if model.anatomy.norms_behind_rope:
         pytest.skip("a norm follows")
-    prompt = make_prompt(SIZES, system=6, seed=5)
-    bench.precompute(prompt)
+    prompt = bench.precompute(make_prompt(SIZES, system=6, seed=5))
     expected = bench.log_probs(prompt, "full-reuse")
     store = bench.runner.store
     for record in store.records():
@@ -109,8 +118,7 @@ def test_segments_with_rotated_keys_are_woven_like_others(bench):
 
 
 def test_decoding_goes_on_as_the_model_itself_does(bench):
-    prompt = make_prompt(SIZES, system=6, seed=3)
-    bench.precompute(prompt)
+    prompt = bench.precompute(make_prompt(SIZES, system=6, seed=3))
     woven = bench.decode(bench.prefill(prompt, "cacheblend", ratio=1.0), 12)
     with torch.inference_mode():
         ids = list(prompt.token_ids)
@@ -130,8 +138,7 @@ def test_what_is_expected_of_a_given_answer_is_what_the_model_itself_expects(ben
 
 
 def test_everything_recomputed_equals_the_models_own_forward(bench):
-    prompt = make_prompt(SIZES, system=6, seed=1)
-    bench.precompute(prompt)
+    prompt = bench.precompute(make_prompt(SIZES, system=6, seed=1))
     close(bench.log_probs(prompt, "cacheblend", ratio=1.0), bench.own_log_probs(prompt))
 
 
@@ -154,8 +161,7 @@ def test_the_work_is_that_of_tokens_that_see_no_further_than_their_windows(bench
 def test_what_the_question_reads_is_asked_of_layers_that_see_it(family, looked_at):
     """In Gemma 3 every other layer sees all; in Mistral none does, so that none knows better."""
     bench = make_bench(toy_model(family, sliding_window=16))
-    prompt = make_prompt(SIZES, system=6)
-    bench.precompute(prompt)
+    prompt = bench.precompute(make_prompt(SIZES, system=6))
     work = bench.prefill(prompt, "query", ratio=0.3).work
     assert [layer for layer in range(4) if work[layer].evidence_keys] == looked_at
 

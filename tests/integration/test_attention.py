@@ -29,35 +29,22 @@ def compare(
     return (found.double() - written_out(q, k, v, positions, window, rule)).abs().max().item()
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.sets(st.integers(0, 90), min_size=1), st.sampled_from([(6, 2), (4, 4), (8, 1)]), st.integers(1, 40))
-def test_any_positions(positions, heads, block):
-    ordered = sorted(positions)
-    assert compare(ordered, ordered[-1] + 1, heads=heads[0], kv_heads=heads[1], block=block) < 1e-5
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.sets(st.integers(0, 90), min_size=1), st.integers(1, 100), st.integers(1, 40))
-def test_any_positions_within_any_window(positions, window, block):
-    ordered = sorted(positions)
-    assert compare(ordered, ordered[-1] + 1, block=block, window=window) < 1e-5
-
-
+@pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=60, deadline=None)
 @given(
     st.sets(st.integers(0, 90), min_size=1),
     st.sampled_from([(6, 2), (4, 4), (8, 1)]),
     st.one_of(st.none(), st.integers(1, 100)),
-    st.sampled_from(["capped", "sinks", "both"]),
+    st.integers(1, 40),
 )
-def test_any_positions_with_capped_scores_and_sinks(positions, heads, window, rule):
+def test_any_positions_heads_windows_and_blocks(rule, positions, heads, window, block):
     ordered, scores = sorted(positions), of_heads(RULES[rule], heads[0])
-    sizes = {"heads": heads[0], "kv_heads": heads[1]}
+    sizes = {"heads": heads[0], "kv_heads": heads[1], "block": block}
     assert compare(ordered, ordered[-1] + 1, **sizes, window=window, rule=scores) < 1e-5
 
 
-@pytest.mark.parametrize("rule", ["capped", "sinks", "both"])
-def test_whole_prompts_with_capped_scores_and_sinks(rule):
+@pytest.mark.parametrize("rule", RULES)
+def test_whole_prompts(rule):
     assert compare(list(range(70)), 70, rule=of_heads(RULES[rule], 6)) < 1e-5
     assert compare(list(range(70)), 70, rule=of_heads(RULES[rule], 6), dtype=torch.bfloat16) < 0.03
 
@@ -73,10 +60,13 @@ def test_runs_of_positions_whichever_path_they_take(start):
     assert compare(list(range(start, start + 40)), start + 40) < 1e-5
 
 
-def test_a_causal_run_behind_scattered_queries():
-    """Where BOS is computed again and the instruction behind it is stored, for one."""
-    assert compare([0, 2, *range(7, 60)], 60, block=1) < 1e-5
-    assert compare([0, *range(7, 60)], 60) < 1e-5
+@pytest.mark.parametrize(
+    ("positions", "keys", "block"),
+    [([0, 2, *range(7, 60)], 60, 1), ([0, *range(7, 60)], 60, 16), ([3, 7, 8], 9, 16)],
+    ids=["a causal run", "as where BOS is computed again behind a stored instruction", "few queries"],
+)
+def test_scattered_queries_before_a_causal_run(positions, keys, block):
+    assert compare(positions, keys, block=block) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -85,10 +75,6 @@ def test_a_causal_run_behind_scattered_queries():
 )
 def test_where_the_causal_run_begins(where, first):
     assert attention._causal_from(list(where)) == first
-
-
-def test_keys_behind_the_last_query_are_not_seen():
-    assert compare([3, 7, 8], 9) < 1e-5
 
 
 def test_masks_too_large_to_keep_are_made_again(monkeypatch):

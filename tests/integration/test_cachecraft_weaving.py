@@ -3,12 +3,13 @@ the stop of unfocused chunks against a loop that is written out."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from chunkweave.config import CaptureConfig, ReuseConfig
+from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
 from chunkweave.conversation.answer import Durations
 from chunkweave.engine.decode import make_report
 from chunkweave.engine.runner import Prefilled, Runner
@@ -16,18 +17,16 @@ from chunkweave.fusion.capture import AttentionCapture, PartCapture, evenly_spre
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import Placement, RequestCache
 from chunkweave.kv.segment import SegmentSource
+from chunkweave.models.loading import LoadedModel
 from chunkweave.planning.method import make_method, prefer_mean, required_spans, reuse_every_hit
 from chunkweave.planning.plan import KVSource, Pass, Plan, RecomputeScore, StopUnfocused
 from chunkweave.prompt.parts import PartKind, Prompt
 from chunkweave.store.index import PromptLookup, RequestUse
-from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
-from chunkweave.store.tier_store import SegmentStore
-from chunkweave.tiers.disk import DiskTier
-from chunkweave.tiers.host import HostTier
 from chunkweave.types import Geometry, Scattered
-from tests.integration.weaving import Bench, alone, make_bench, make_prompt, run_pass
-from tests.toys import TOY_FAMILIES, toy_model
+from chunkweave.weaving.stores import open_store
+from tests.integration.weaving import Bench, close, make_bench, make_prompt, run_pass
+from tests.toys import toy_model
 
 SIZES = (17, 23, 9, 31)
 EVERYTHING = CaptureConfig(profile=True, layers=None, heads=None, variant_fraction=0.5)
@@ -35,18 +34,14 @@ HALF = CaptureConfig(variant_fraction=0.5)
 FP32 = 1e-4
 
 
-@pytest.fixture(params=sorted(TOY_FAMILIES))
-def bench(request) -> Bench:
-    return make_bench(toy_model(request.param))
+def store_on(folder: Path, loaded: LoadedModel) -> TieredStore[SegmentSource]:
+    """Memory over a folder."""
+    return open_store(StoreConfig(cache_dir=folder), loaded.fingerprint, loaded.model.device)
 
 
 @pytest.fixture
 def qwen() -> Bench:
     return make_bench(toy_model("qwen3"))
-
-
-def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = FP32) -> None:
-    assert (a - b).abs().max().item() <= tolerance
 
 
 class Chosen:
@@ -128,17 +123,13 @@ def check_profiles(prefilled: Prefilled, weights: torch.Tensor, first: int, conf
 
 @pytest.mark.parametrize("missing", [(), (1,), (0, 3)])
 def test_recomputing_all_of_every_chunk_equals_full_prefill(bench, missing):
-    prompt = make_prompt(SIZES, system=6)
-    for index, part in enumerate(prompt.parts[2:-1]):
-        if index not in missing:
-            bench.prefill(alone(part), "full", keep=True)
+    prompt = bench.precompute(make_prompt(SIZES, system=6), without=missing)
     woven = bench.log_probs(prompt, "cachecraft:no-overlap", alpha=100.0, focus=False)
     close(woven, bench.own_log_probs(prompt))
 
 
 def test_recomputing_nothing_equals_full_reuse(bench):
-    prompt = make_prompt(SIZES, system=6)
-    bench.precompute(prompt)
+    prompt = bench.precompute(make_prompt(SIZES, system=6))
     close(bench.log_probs(prompt, "cachecraft", alpha=0.0), bench.log_probs(prompt, "full-reuse"))
 
 
@@ -216,9 +207,7 @@ def test_profiles_of_a_first_computation_equal_the_models_own_attention(bench, c
 def test_profiles_of_a_chunk_computed_between_reused_ones_equal_the_models_own_attention(family):
     bench = make_bench(toy_model(family))
     bench.runner.capture = EVERYTHING
-    prompt = make_prompt(SIZES)
-    for index in (0, 1, 3):
-        bench.prefill(alone(prompt.parts[1 + index]), "full", keep=True)
+    prompt = bench.precompute(make_prompt(SIZES), without=[2])
     woven = bench.prefill(prompt, "full-reuse")
     (capture,) = woven.captures
     span = capture.part.span
@@ -234,8 +223,7 @@ def test_profiles_of_a_chunk_computed_between_reused_ones_equal_the_models_own_a
 def test_profiles_of_a_chunk_woven_whole_equal_the_models_own_attention(family):
     bench = make_bench(toy_model(family))
     bench.runner.capture = EVERYTHING
-    prompt = make_prompt(SIZES, system=6)
-    bench.precompute(prompt)
+    prompt = bench.precompute(make_prompt(SIZES, system=6))
     woven = bench.prefill(prompt, "cacheblend", ratio=1.0)
     assert [capture.part.kv_source for capture in woven.captures] == [KVSource.COMPUTED, *[KVSource.REUSED] * 4]
     check_profiles(woven, own_attention(bench, prompt.token_ids), 0, EVERYTHING)
@@ -253,25 +241,11 @@ def test_what_capturing_computes_is_counted(qwen):
     assert not any(layer.captured_scores for layer in qwen.prefill(prompt, "full").work)
 
 
-def test_attention_is_not_captured_where_it_is_not_wanted(qwen):
-    qwen.runner.capture = CaptureConfig(profile=False)
-    prompt = make_prompt(SIZES, system=6)
-    full = qwen.prefill(prompt, "full", keep=True)
-    assert full.attention is None
-    assert all(record.attention is None for record in qwen.runner.store.records())
-    assert len(qwen.runner.store) == 5
-
-
 def test_profiles_are_stored_with_their_segments_and_survive_a_restart(tmp_path):
     loaded = toy_model("llama")
     prompt = make_prompt(SIZES, system=6)
 
-    def opened() -> TieredStore[SegmentSource]:
-        host = Level("host", SegmentStore(HostTier(), budget_bytes=1 << 30))
-        disk = SegmentStore(DiskTier(tmp_path, loaded.fingerprint), budget_bytes=1 << 30)
-        return TieredStore([host, Level("disk", disk, background=True)])
-
-    store = opened()
+    store = store_on(tmp_path, loaded)
     runner = Runner(loaded.model, store)
     prefilled = runner.prefill(prompt, make_method("full"), profiles=True)
     runner.store_new(prefilled)
@@ -279,7 +253,7 @@ def test_profiles_are_stored_with_their_segments_and_survive_a_restart(tmp_path)
     profile = prefilled.attention.profile(prefilled.captures[3].part, range(9))
     assert profile in kept.values()
     store.close()
-    again = opened()
+    again = store_on(tmp_path, loaded)
     assert {record.id for record in again.records()} == kept.keys()
     for record in again.records():
         held, before = record.attention, kept[record.id]
@@ -299,8 +273,7 @@ def stored_woven(bench: Bench, prompt: Prompt, place: int):
 
 
 def test_a_method_without_scores_leaves_a_variant_only_where_all_its_kv_is_fresh(bench):
-    prompt = make_prompt(SIZES, system=6)
-    bench.precompute(prompt)
+    prompt = bench.precompute(make_prompt(SIZES, system=6))
     woven = bench.runner.prefill(prompt, Chosen({3: range(22), 5: range(31)}))  # 22 of 23, and all
     bench.runner.store_new(woven)
     assert not stored_woven(bench, prompt, 3)
@@ -308,9 +281,8 @@ def test_a_method_without_scores_leaves_a_variant_only_where_all_its_kv_is_fresh
 
 
 def test_a_largely_recomputed_chunk_is_stored_as_an_inexact_variant_of_this_context(bench):
-    prompt = make_prompt(SIZES, system=6)
     bench.runner.capture = HALF
-    bench.precompute(prompt)
+    prompt = bench.precompute(make_prompt(SIZES, system=6))
     tokens = (*range(7), *range(9, 16))  # 14 of 23
     woven = bench.runner.prefill(prompt, Chosen({3: tokens, 5: range(15)}, scored=True))
     (kept,) = [capture for capture in woven.captures if capture.part.kv_source is KVSource.REUSED]
@@ -334,17 +306,15 @@ def test_a_largely_recomputed_chunk_is_stored_as_an_inexact_variant_of_this_cont
 @pytest.mark.parametrize(("ratio", "captured"), [(0.7, False), (1.0, True)])
 def test_what_a_rule_drops_tokens_of_is_not_followed(qwen, ratio, captured):
     """Which tokens a rule keeps is not known beforehand, and following all parts takes time."""
-    prompt = make_prompt(SIZES, system=6)
     qwen.runner.capture = HALF
-    qwen.precompute(prompt)
+    prompt = qwen.precompute(make_prompt(SIZES, system=6))
     woven = qwen.prefill(prompt, "cacheblend", ratio=ratio)
     assert any(capture.part.kv_source is KVSource.REUSED for capture in woven.captures) is captured
 
 
 def test_a_stored_woven_prompt_is_answered_alike_without_recomputing(qwen):
-    prompt = make_prompt(SIZES, system=6)
     qwen.runner.capture = HALF
-    qwen.precompute(prompt)
+    prompt = qwen.precompute(make_prompt(SIZES, system=6))
     first = qwen.prefill(prompt, "cachecraft", alpha=1.9, focus=False, keep=True)
     assert all(stored_woven(qwen, prompt, place) for place in (3, 4, 5))
     second = qwen.prefill(prompt, "cachecraft", alpha=1.9, focus=False)
@@ -375,16 +345,11 @@ def test_a_woven_segment_of_chunks_that_were_read_from_disk(tmp_path):
     loaded = toy_model("qwen2")
     prompt = make_prompt(SIZES)
 
-    def opened() -> Bench:
-        host: HostTier[SegmentSource] = HostTier()
-        disk = SegmentStore(DiskTier(tmp_path, loaded.fingerprint), budget_bytes=1 << 30)
-        levels = [Level("host", SegmentStore(host, budget_bytes=1 << 30)), Level("disk", disk, background=True)]
-        return Bench(loaded, Runner(loaded.model, TieredStore(levels)), host)
-
-    first = opened()
+    first, second = (make_bench(loaded) for _ in range(2))
+    first.runner.store = store_on(tmp_path, loaded)
     first.precompute(prompt)
     first.runner.store.close()
-    second = opened()
+    second.runner.store = store_on(tmp_path, loaded)
     second.runner.capture = HALF
     woven = second.runner.prefill(prompt, Chosen({3: range(0, 9, 2), 4: range(9, 31)}, scored=True))
     assert len(woven.loaded) == 4
@@ -397,8 +362,7 @@ def test_a_woven_segment_of_chunks_that_were_read_from_disk(tmp_path):
 
 
 def test_no_woven_segments_if_they_are_not_wanted_or_stored_already(qwen):
-    prompt = make_prompt(SIZES)
-    qwen.precompute(prompt)
+    prompt = qwen.precompute(make_prompt(SIZES))
     qwen.runner.capture = CaptureConfig(profile=True, variant_fraction=None)
     assert qwen.prefill(prompt, "cacheblend", ratio=1.0).captures == ()
     qwen.runner.capture = CaptureConfig(profile=True)
@@ -408,8 +372,7 @@ def test_no_woven_segments_if_they_are_not_wanted_or_stored_already(qwen):
 
 def test_a_chunk_whose_recomputation_stops_midway_is_not_stored(qwen, monkeypatch):
     monkeypatch.setattr("chunkweave.fusion.capture.FocusTracker", FiresAt(1, [0, 2, 3]))
-    prompt = make_prompt(SIZES)
-    qwen.precompute(prompt)
+    prompt = qwen.precompute(make_prompt(SIZES))
     woven = qwen.runner.prefill(prompt, Chosen({2: range(23), 4: range(31)}, stop=True))
     assert [capture.part.span for capture in woven.captures] == [prompt.spans()[4]]
     qwen.runner.store_new(woven)
@@ -421,6 +384,7 @@ def test_a_chunk_whose_recomputation_stops_midway_is_not_stored(qwen, monkeypatc
 CHOSEN = {2: tuple(range(0, 17, 2)), 3: (0, 1, 2, 20, 22), 4: tuple(range(9)), 5: (30, 4, 5)}
 
 
+@torch.inference_mode()
 def written_out(bench: Bench, woven: Prefilled, chosen: dict[int, Sequence[int]], stop_layer: int, focused) -> tuple:
     """Logits and work of a loop without any of the library's: plain softmax, a hidden state for each position.
 
@@ -458,11 +422,9 @@ def written_out(bench: Bench, woven: Prefilled, chosen: dict[int, Sequence[int]]
 @pytest.mark.parametrize("focused", [(0, 3), (), (0, 1, 2, 3)])
 def test_stopping_at_a_layer_equals_a_loop_that_is_written_out(bench, monkeypatch, layer, focused):
     monkeypatch.setattr("chunkweave.fusion.capture.FocusTracker", FiresAt(layer, focused))
-    prompt = make_prompt(SIZES, system=6)
-    bench.precompute(prompt)
+    prompt = bench.precompute(make_prompt(SIZES, system=6))
     woven = bench.runner.prefill(prompt, Chosen(CHOSEN, stop=True))
-    with torch.inference_mode():
-        logits, work, kept = written_out(bench, woven, CHOSEN, layer + 1, focused)
+    logits, work, kept = written_out(bench, woven, CHOSEN, layer + 1, focused)
     close(woven.logits, logits, 1e-3)
     recomputed = [p for span in woven.recomputed for p in span.positions()]
     chosen = sorted(woven.plan.parts[i].span.start + token for i, tokens in CHOSEN.items() for token in tokens)
@@ -487,13 +449,10 @@ def test_stopping_at_a_layer_equals_a_loop_that_is_written_out(bench, monkeypatc
 
 def test_a_missing_chunk_is_computed_to_the_end_however_little_it_is_looked_at(bench, monkeypatch):
     monkeypatch.setattr("chunkweave.fusion.capture.FocusTracker", FiresAt(1, [3]))
-    prompt = make_prompt(SIZES, system=6)
-    for place in (2, 4, 5):
-        bench.prefill(alone(prompt.parts[place]), "full", keep=True)
+    prompt = bench.precompute(make_prompt(SIZES, system=6), without=[1])
     chosen = {place: tokens for place, tokens in CHOSEN.items() if place != 3}
     woven = bench.runner.prefill(prompt, Chosen(chosen, stop=True))
-    with torch.inference_mode():
-        logits, work, kept = written_out(bench, woven, chosen, 2, [3])
+    logits, work, kept = written_out(bench, woven, chosen, 2, [3])
     close(woven.logits, logits, 1e-3)
     assert woven.recompute_work == work
     assert [p for span in woven.recomputed for p in span.positions()] == kept
@@ -503,8 +462,7 @@ def test_a_missing_chunk_is_computed_to_the_end_however_little_it_is_looked_at(b
 def test_the_tracker_is_shown_the_questions_own_attention(bench, monkeypatch):
     tracker = FiresAt(99, ())
     monkeypatch.setattr("chunkweave.fusion.capture.FocusTracker", tracker)
-    prompt = make_prompt(SIZES, system=6)
-    bench.precompute(prompt)
+    prompt = bench.precompute(make_prompt(SIZES, system=6))
     everything = {2 + i: range(size) for i, size in enumerate(SIZES)}
     woven = bench.runner.prefill(prompt, Chosen(everything, stop=True))
     assert woven.stop is None
@@ -518,8 +476,7 @@ def test_the_tracker_is_shown_the_questions_own_attention(bench, monkeypatch):
 
 def test_the_real_tracker_stops_by_the_real_attention():
     bench = make_bench(toy_model("llama", num_hidden_layers=8))
-    prompt = make_prompt(SIZES, system=6)
-    bench.precompute(prompt)
+    prompt = bench.precompute(make_prompt(SIZES, system=6))
     woven = bench.prefill(prompt, "cachecraft:no-overlap", alpha=1.5)
     free = bench.prefill(prompt, "cachecraft:no-overlap", alpha=1.5, focus=False)
     assert woven.stop is not None
@@ -532,8 +489,7 @@ def test_the_real_tracker_stops_by_the_real_attention():
 def test_nothing_is_watched_if_nothing_could_be_dropped(qwen, monkeypatch):
     tracker = FiresAt(0, ())
     monkeypatch.setattr("chunkweave.fusion.capture.FocusTracker", tracker)
-    prompt = make_prompt(SIZES)
-    qwen.precompute(prompt)
+    prompt = qwen.precompute(make_prompt(SIZES))
     woven = qwen.runner.prefill(prompt, Chosen({}, stop=True))
     assert (tracker.shown, woven.stop) == ([], None)
 
@@ -556,8 +512,7 @@ def rows_of(bench: Bench, prompt: Prompt, plan: Plan) -> tuple[ActiveRows, tuple
 def test_requests_of_one_batch_narrow_and_capture_each_for_itself(bench, monkeypatch):
     prompts = [make_prompt(SIZES, system=6), make_prompt((12, 20, 8), seed=5), make_prompt(SIZES, system=6, seed=7)]
     bench.precompute(prompts[0])
-    for part in prompts[1].parts[1:3]:
-        bench.prefill(alone(part), "full", keep=True)
+    bench.precompute(prompts[1], without=[2])
     methods = [
         Chosen(CHOSEN, stop=True),
         Chosen({2: (1, 2, 5)}),

@@ -72,8 +72,7 @@ def weave(monkeypatch, one_thread):
 
     def woven(method: str, *, capture: bool = False):
         bench = make_bench(toy_model())
-        prompt = make_prompt([40, 30, 50], system=8, seed=3)
-        bench.precompute(prompt)
+        prompt = bench.precompute(make_prompt([40, 30, 50], system=8, seed=3))
         expected = bench.log_probs(prompt, method)
         bench.runner.attention = DeviceOnly()
         next_layer, found = PassRun.next_layer, []

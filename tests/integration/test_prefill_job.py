@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkweave.config import CaptureConfig, QueryConfig, ReuseConfig
-from chunkweave.engine.prefill import Prefilled, PrefillOptions
-from chunkweave.engine.runner import Decoding
+from chunkweave.engine.prefill import Prefilled, PrefillJob, PrefillOptions
+from chunkweave.engine.runner import Decoding, Runner
 from chunkweave.kv.request_cache import RequestCache
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KeepTop, Pass, can_be_cut, cut
@@ -15,7 +15,7 @@ from chunkweave.store.tier_store import SegmentStore
 from chunkweave.types import Span
 from chunkweave.weaving.segments import segments_of
 from chunkweave_lab.baselines import bench_method
-from tests.integration.weaving import Bench, alone, make_bench, make_prompt
+from tests.integration.weaving import Bench, make_bench, make_prompt
 from tests.toys import toy_model
 
 SIZES = (17, 23, 9, 31)
@@ -37,17 +37,19 @@ def bench() -> Bench:
     """Three of four chunks are stored."""
     bench = make_bench(toy_model("qwen3"))
     bench.runner.capture = CaptureConfig(profile=True, layers=None, heads=None)
-    prompt = make_prompt(SIZES, system=6)
-    for part in prompt.parts[2:5]:
-        bench.prefill(alone(part), "full", keep=True)
+    bench.precompute(make_prompt(SIZES, system=6), without=[3])
     return bench
 
 
-def sliced(bench: Bench, prompt, method, tokens: list[int], **options) -> Prefilled:
+def by_position(runner: Runner, job: PrefillJob, tokens: int) -> None:
+    runner.step([], [(job, tokens)])
+
+
+def sliced(bench: Bench, prompt, method, tokens: list[int], step=by_position, **options) -> Prefilled:
     slices = iter(tokens)
     with bench.runner.start(prompt, method, PrefillOptions(new_tokens=16, profiles=True, **options)) as job:
         while job.prefilled is None:
-            bench.runner.step([], [(job, next(slices, tokens[-1]))])
+            step(bench.runner, job, next(slices, tokens[-1]))
         return job.prefilled
 
 
@@ -55,24 +57,15 @@ def rows_of(prefilled: Prefilled, stop: int) -> torch.Tensor:
     return torch.stack([torch.stack(prefilled.cache.view(layer, stop)) for layer in range(4)])
 
 
-def layered(bench: Bench, prompt, method, tokens: list[int], **options) -> Prefilled:
-    slices = iter(tokens)
-    with bench.runner.start(prompt, method, PrefillOptions(new_tokens=16, profiles=True, **options)) as job:
-        while job.prefilled is None:
-            bench.runner.step_layers(job, next(slices, tokens[-1]))
-        return job.prefilled
-
-
-@pytest.mark.parametrize("run", [sliced, layered])
+@pytest.mark.parametrize("step", [by_position, Runner.step_layers], ids=["by position", "by layer"])
 @pytest.mark.parametrize("name", METHODS)
 @settings(max_examples=6, deadline=None)
 @given(tokens=st.lists(st.integers(1, 60), min_size=1, max_size=4))
-def test_slices_give_what_one_pass_gives(bench, name, run, tokens):
-    """Slices by position, or by layer."""
+def test_slices_give_what_one_pass_gives(bench, name, step, tokens):
     method = bench_method(name.removesuffix("-two-rounds"), (), ReuseConfig(0.3, **METHODS[name]))
     prompt = make_prompt(SIZES, system=6, order=(2, 0, 3, 1))
     whole = bench.runner.prefill(prompt, method, new_tokens=16)
-    parts = run(bench, prompt, method, tokens)
+    parts = sliced(bench, prompt, method, tokens, step)
     assert (parts.logits - whole.logits).abs().max() < 1e-3
     assert (rows_of(parts, len(prompt)) - rows_of(whole, len(prompt))).abs().max() < 1e-4
     assert parts.recomputed == whole.recomputed
@@ -102,8 +95,7 @@ def test_what_was_generated_is_computed_as_decoding_would_have(bench, name):
 
 def test_a_plan_whose_segment_left_is_made_again(monkeypatch):
     bench = make_bench(toy_model("llama"))
-    prompt = make_prompt(SIZES)
-    bench.precompute(prompt)
+    prompt = bench.precompute(make_prompt(SIZES))
     method = make_method("cacheblend", ReuseConfig(0.3))
     plan = bench.runner.prefill(prompt, method).plan
     for level in bench.runner.store.levels:

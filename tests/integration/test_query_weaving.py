@@ -18,7 +18,7 @@ from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from tests.integration.weaving import Bench, alone, make_bench, make_prompt, run_pass
-from tests.toys import TOY_FAMILIES, Link, ThrottledTier, toy_model
+from tests.toys import Link, ThrottledTier, toy_model
 
 SIZES = (17, 23, 9, 31)
 RULES = [
@@ -44,11 +44,6 @@ class Watching(QueryAware):
         watch = replace(watching.watch, **self.watched)
         rest = [replace(one, watch=one.watch and watch) for one in rest]
         return replace(made, passes=(replace(watching, watch=watch, depth=watch.layers[-1] + 1), *rest))
-
-
-@pytest.fixture(params=sorted(TOY_FAMILIES))
-def bench(request) -> Bench:
-    return make_bench(toy_model(request.param))
 
 
 @pytest.fixture
@@ -116,21 +111,10 @@ def stage_one(bench: Bench, prompt, method: QueryAware) -> torch.Tensor:
     return rows.evidence
 
 
-@pytest.mark.parametrize("missing", [(), (1,), (0, 3)])
-def test_ratio_one_equals_full(bench, missing):
-    prompt = make_prompt(SIZES, system=6)
-    for i, part in enumerate(prompt.parts[2:-1]):
-        if i not in missing:
-            bench.prefill(alone(part), "full", keep=True)
-    difference = bench.log_probs(prompt, "query", ratio=1.0) - bench.own_log_probs(prompt)
-    assert difference.abs().max() < 1e-4
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("question", [1, 5, 300])
 def test_the_first_pass_reads_what_an_explicit_softmax_says(llama, rule, question):
-    prompt = make_prompt(SIZES, system=6, question=question)
-    llama.precompute(prompt)
+    prompt = llama.precompute(make_prompt(SIZES, system=6, question=question))
     candidates = candidates_of(llama.prefill(prompt, "full-reuse").plan)
     found, explicit = stage_one(llama, prompt, watching(*rule)), explicit_reading(llama, prompt, watching(*rule))
     torch.testing.assert_close(found[candidates], explicit[candidates], rtol=1e-5, atol=1e-5)
@@ -139,8 +123,7 @@ def test_the_first_pass_reads_what_an_explicit_softmax_says(llama, rule, questio
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("question", [1, 12])
 def test_it_recomputes_what_the_question_reads_most(bench, rule, question):
-    prompt = make_prompt(SIZES, system=6, question=question)
-    bench.precompute(prompt)
+    prompt = bench.precompute(make_prompt(SIZES, system=6, question=question))
     woven = bench.runner.prefill(prompt, watching(*rule), new_tokens=16)
     candidates = candidates_of(woven.plan)
     read = explicit_reading(bench, prompt, watching(*rule))
@@ -167,8 +150,7 @@ def test_a_missing_chunk_is_hidden_from_the_first_pass(llama):
 
 
 def test_the_second_round_asks_the_tokens_that_the_first_has_fixed(llama):
-    prompt = make_prompt(SIZES, system=6)
-    llama.precompute(prompt)
+    prompt = llama.precompute(make_prompt(SIZES, system=6))
     watched = {"layers": (0, 1, 2)}
     first = llama.runner.prefill(prompt, watching(QueryConfig(), watched), new_tokens=16)
     woven = llama.runner.prefill(prompt, watching(QueryConfig(rounds=2), watched, ratio=0.2), new_tokens=16)
@@ -179,16 +161,9 @@ def test_the_second_round_asks_the_tokens_that_the_first_has_fixed(llama):
     assert woven.recompute_work == llama.loaded.model.geometry.num_layers * ceil(0.2 * 80)
 
 
-def test_ratio_zero_is_full_reuse(bench):
-    prompt = make_prompt(SIZES)
-    bench.precompute(prompt)
-    assert torch.equal(bench.log_probs(prompt, "query", ratio=0.0), bench.log_probs(prompt, "full-reuse"))
-
-
 def test_its_work_is_a_question_and_the_chosen_tokens(bench):
     """No dense layer: the recomputed share of work is the ratio itself, and the first pass ends where it is watched."""
-    prompt = make_prompt(SIZES)
-    bench.precompute(prompt)
+    prompt = bench.precompute(make_prompt(SIZES))
     prefilled = bench.runner.prefill(prompt, watching(QueryConfig(), {"layers": (0, 1)}), new_tokens=16)
     layers = bench.loaded.model.geometry.num_layers
     reused = prefilled.plan.tokens(KVSource.REUSED)
@@ -203,8 +178,7 @@ def test_its_work_is_a_question_and_the_chosen_tokens(bench):
 @pytest.mark.parametrize("question", [1, 300])
 @pytest.mark.parametrize("sizes", [(), (1,), (12,)])
 def test_few_chunks_and_odd_questions_are_no_special_case(llama, sizes, question, query):
-    prompt = make_prompt(sizes, system=6, question=question)
-    llama.precompute(prompt)
+    prompt = llama.precompute(make_prompt(sizes, system=6, question=question))
     difference = llama.log_probs(prompt, "query", ratio=1.0, query=query) - llama.own_log_probs(prompt)
     assert difference.abs().max() < 1e-4
     woven = llama.prefill(prompt, "query", ratio=0.05, query=query)
@@ -257,8 +231,7 @@ def test_the_question_follows_the_layers_as_they_load(layers, waits_for, monkeyp
     )
     bench = make_bench(loaded)
     bench.runner.store = store
-    prompt = make_prompt(SIZES, system=6)
-    bench.precompute(prompt)
+    prompt = bench.precompute(make_prompt(SIZES, system=6))
     expected = make_bench(loaded)
     expected.precompute(prompt)
     link.bytes_per_s = sum(record.nbytes for record in store.records()) / 0.4

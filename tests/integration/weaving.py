@@ -1,6 +1,6 @@
 """Prompts of random tokens, and shortcuts from a prompt to log-probabilities, for the oracle tests."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,10 @@ from chunkweave.tiers.host import HostTier
 from chunkweave_lab.baselines import bench_method
 
 BOS = 1
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-4) -> None:
+    assert (a - b).abs().max().item() <= tolerance
 
 
 def chunk_part(ids: Sequence[int], kind: PartKind = PartKind.CHUNK) -> PromptPart:
@@ -72,10 +76,13 @@ class Bench:
     def log_probs(self, prompt: Prompt, method: str, **options) -> torch.Tensor:
         return torch.log_softmax(self.prefill(prompt, method, **options).logits, -1)
 
-    def precompute(self, prompt: Prompt) -> None:
-        for part in prompt.parts:
-            if part.kind is PartKind.CHUNK:
-                self.prefill(alone(part), "full", keep=True)
+    def precompute(self, prompt: Prompt, *, without: Collection[int] = ()) -> Prompt:
+        """Store every chunk as computed alone, except those whose numbers are in `without`; returns the prompt."""
+        chunks = [part for part in prompt.parts if part.kind is PartKind.CHUNK]
+        for number, chunk in enumerate(chunks):
+            if number not in without:
+                self.prefill(alone(chunk), "full", keep=True)
+        return prompt
 
     def decode(self, prefilled: Prefilled, tokens: int) -> list[int]:
         out = [int(prefilled.logits.argmax())]
