@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from chunkweave import Chunk, Engine, ReuseConfig, StoreConfig
 from chunkweave.calibration import measurement
@@ -30,7 +29,7 @@ from chunkweave.planning.calibration import (
     read_records,
     save_record,
 )
-from tests.integration.command_line import invoke
+from tests.integration.command_line import invoke, json_of, refusal, succeed
 from tests.toys import toy_model
 
 TOKENIZER = Path(str(__import__("chunkweave").__file__)).parent / "assets" / "tokenizer"
@@ -46,18 +45,7 @@ EXAMPLES = [
 CONFIG = CalibrationConfig(methods=("cacheblend", "epic"), ratios=(0.3, 1.0), warm=(Warmth(),), chunks=3, new_tokens=4)
 
 
-@pytest.fixture(autouse=True)
-def _alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return toy_model("llama")
+pytestmark = pytest.mark.usefixtures("own_cache_folder", "one_thread")
 
 
 def tasks_of(engine, config=CONFIG, examples=EXAMPLES):
@@ -221,9 +209,7 @@ def test_calibrate_writes_the_record_beside_the_model_and_answers_follow_it(chec
     folder, data = checkpoint
     hinted = invoke("ask", "--model", folder, "--max-new-tokens", 1, "Why?")
     assert f"`chunkweave calibrate {folder}`" in hinted.stderr.replace("\n", "")
-    done = invoke(*calibrate_arguments(folder, data, "--json", "--out", tmp_path / "copy.json"))
-    assert done.exit_code == 0, done.output
-    shown = json.loads(done.stdout)
+    shown = json_of(*calibrate_arguments(folder, data, "--out", tmp_path / "copy.json"))
     assert shown == json.loads((tmp_path / "copy.json").read_text(encoding="utf-8"))
     (record,) = read_records(folder / CALIBRATION_FILE)
     assert shown["file"] == str(folder / CALIBRATION_FILE)
@@ -236,24 +222,21 @@ def test_calibrate_writes_the_record_beside_the_model_and_answers_follow_it(chec
 
     document = tmp_path / "d.md"
     document.write_text(" ".join(TEXTS), encoding="utf-8")
-    ask = ("ask", "--model", folder, "--dtype", "float32", "--docs", document, "--max-new-tokens", 2, "--json")
+    ask = ("ask", "--model", folder, "--dtype", "float32", "--docs", document, "--max-new-tokens", 2)
     for more, why, method in (
         ((), "calibrated", "epic"),
         (("--quality", "fast"), "calibrated", "epic"),
         (("--quality", "exact"), "exact", "prefix"),
         (("--method", "cacheblend", "--recompute-ratio", 0.5), "asked for", "cacheblend"),
     ):
-        asked = invoke(*ask, *more, "Why?")
-        assert asked.exit_code == 0, asked.output
-        report = json.loads(asked.stdout)["answers"][0]["report"]
+        report = json_of(*ask, *more, "Why?")["answers"][0]["report"]
         assert (report["why"], report["method"]) == (why, method)
     assert report["parameters"] == {"recompute_ratio": 0.5, "check_layers": [1]}
 
 
 def test_calibrate_shows_the_curve_and_what_the_targets_mean(checkpoint):
     folder, data = checkpoint
-    done = invoke(*calibrate_arguments(folder, data, "--target-agreement", 0.9, "--fast-agreement", 0))
-    assert done.exit_code == 0, done.output
+    done = succeed(*calibrate_arguments(folder, data, "--target-agreement", 0.9, "--fast-agreement", 0))
     text = " ".join(done.stdout.split())
     assert "recompute_ratio 1" in text
     assert "balanced (top-1 agreement at least 90.0%, KL at most 0.05): epic with recompute_ratio 1 over chunks" in text
@@ -265,8 +248,7 @@ def test_a_target_that_nothing_reaches_is_said_aloud_and_answered_exactly(checkp
     folder, data = checkpoint
     kept = tmp_path / "samples.jsonl"
     narrow = ("--recompute-ratio", "0.01", "--target-agreement", 1, "--target-kl", 1e-7, "--fast-kl", 1e-6)
-    done = invoke(*calibrate_arguments(folder, data, *narrow, "--samples", kept))
-    assert done.exit_code == 0, done.output
+    done = succeed(*calibrate_arguments(folder, data, *narrow, "--samples", kept))
     text = " ".join(done.stdout.split())
     assert "NO METHOD REACHES IT" in text
     assert "Nearest comes epic with recompute_ratio 0.01" in text
@@ -276,17 +258,14 @@ def test_a_target_that_nothing_reaches_is_said_aloud_and_answered_exactly(checkp
         assert (report.method, report.why) == ("prefix", "target not reached")
         assert "no method met the bounds of balanced" in caplog.text
         assert engine.generate("Why?", TEXTS, max_new_tokens=1, quality="exact").report.why == "exact"
-    easier = invoke(*calibrate_arguments(folder, data, "--recompute-ratio", "0.01", "--samples", kept, "--json"))
-    assert easier.exit_code == 0, easier.output
+    succeed(*calibrate_arguments(folder, data, "--recompute-ratio", "0.01", "--samples", kept, "--json"))
     assert kept.read_text().splitlines() == lines, "other targets are read off what was measured"
 
 
 def test_a_dry_run_checks_everything_and_writes_nothing(checkpoint, tmp_path):
     folder, data = checkpoint
     before = sorted(folder.iterdir())
-    done = invoke(*calibrate_arguments(folder, data, "--dry-run", "--json"))
-    assert done.exit_code == 0, done.output
-    shown = json.loads(done.stdout)
+    shown = json_of(*calibrate_arguments(folder, data, "--dry-run"))
     assert (shown["questions"], shown["questions_there"]) == (3, 0)
     assert shown["groups"] == {"corpus": ["full-in-slices", "full", "full-reuse", "epic@0.5", "epic@1"]}
     assert [(point["method"], point["value"]) for point in shown["points"]] == [("epic", 0.5), ("epic", 1.0)]
@@ -307,18 +286,15 @@ def test_calibrate_interrupted_goes_on_when_called_again(checkpoint, monkeypatch
             yield groups
 
     monkeypatch.setattr(measurement, "measure", interrupted)
-    first = invoke(*calibrate_arguments(folder, data))
-    assert first.exit_code == 130
-    assert "continues from here" in first.stderr
+    assert "continues from here" in refusal(*calibrate_arguments(folder, data), code=130)
     assert not (folder / CALIBRATION_FILE).exists()
     monkeypatch.setattr(measurement, "measure", real)
-    other = invoke(*calibrate_arguments(folder, data, "--recompute-ratio", "0.5"))
-    assert other.exit_code == 2
-    assert "other settings (groups); delete it, or name another file" in " ".join(other.stderr.split())
+    assert "other settings (groups); delete it, or name another file" in refusal(
+        *calibrate_arguments(folder, data, "--recompute-ratio", "0.5")
+    )
     lines = (folder / PARTIAL_FILE).read_text().splitlines()
     assert len(lines) == 3
-    again = invoke(*calibrate_arguments(folder, data))
-    assert again.exit_code == 0, again.output
+    again = succeed(*calibrate_arguments(folder, data))
     assert "measured before: 2 questions" in again.stderr
     assert read_records(folder / CALIBRATION_FILE)[0].questions == 3
     assert not (folder / PARTIAL_FILE).exists()
@@ -327,9 +303,7 @@ def test_calibrate_interrupted_goes_on_when_called_again(checkpoint, monkeypatch
 def test_a_cache_folders_own_record_counts_there(checkpoint, tmp_path):
     folder, data = checkpoint
     cache = tmp_path / "cache"
-    done = invoke(*calibrate_arguments(folder, data, "--cache-dir", cache, "--json"))
-    assert done.exit_code == 0, done.output
-    place = Path(json.loads(done.stdout)["file"])
+    place = Path(json_of(*calibrate_arguments(folder, data, "--cache-dir", cache))["file"])
     assert place == cache / read_records(place)[0].fingerprint / CALIBRATION_FILE
     assert not (folder / CALIBRATION_FILE).exists()
     with Engine.load(folder, dtype="float32", store=StoreConfig(cache_dir=cache)) as engine:
@@ -377,9 +351,7 @@ def test_an_explicit_record_must_be_this_models(model, record, tmp_path):
     ],
 )
 def test_calibrate_refuses_what_it_cannot_do(more, code, said):
-    done = invoke("calibrate", "--questions", 1, "--methods", "epic", *more)
-    assert done.exit_code == code, done.output
-    assert said in " ".join(done.stderr.split())
+    assert said in refusal("calibrate", "--questions", 1, "--methods", "epic", *more, code=code)
 
 
 APART = """
@@ -444,8 +416,7 @@ def test_it_says_what_it_will_do_and_counts_every_prefill(checkpoint, tmp_path, 
         yield lambda *report: reports.append(report)
 
     monkeypatch.setattr(calibrate_module, "progress", progress)
-    done = invoke(*calibrate_arguments(folder, data, "--cache-dir", tmp_path / "cache"))
-    assert done.exit_code == 0, done.output
+    done = succeed(*calibrate_arguments(folder, data, "--cache-dir", tmp_path / "cache"))
     assert "measuring 3 questions in 15 prefills of about" in " ".join(done.stderr.split())
     assert {total for _, total in reports} == {15}
     counted = [so_far for so_far, _ in reports]

@@ -8,7 +8,7 @@ import pytest
 from chunkweave.cli import chat as chat_module
 from chunkweave.cli.options import ModelOptions
 from chunkweave.errors import UsageError
-from tests.integration.command_line import invoke
+from tests.integration.command_line import invoke, succeed, text_files
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -17,17 +17,15 @@ CHAT = ("chat", "--model", "reader", "--max-new-tokens", 4)
 
 @pytest.fixture
 def documents(tmp_path: Path) -> Path:
-    folder = tmp_path / "docs"
-    folder.mkdir()
-    for i in range(3):
-        (folder / f"d{i}.md").write_text(f"Document {i} tells of the lighthouse. " * 5, encoding="utf-8")
-    return folder
+    texts = {f"d{i}.md": f"Document {i} tells of the lighthouse. " * 5 for i in range(3)}
+    return text_files(tmp_path / "docs", texts)
 
 
 def test_lines_of_input_are_turns_and_documents_are_sent_once(documents, tmp_path):
     out = tmp_path / "chat.json"
-    result = invoke(*CHAT, "--docs", documents, "--deduplicate", "--json", "--out", out, stdin="When?\n\nAnd why?\nSo?")
-    assert result.exit_code == 0, result.output
+    result = succeed(
+        *CHAT, "--docs", documents, "--deduplicate", "--json", "--out", out, stdin="When?\n\nAnd why?\nSo?"
+    )
     answers = [json.loads(line) for line in result.stdout.splitlines()]
     assert [answer["question"] for answer in answers] == ["When?", "And why?", "So?"]
     assert [answer["report"]["chunks_not_sent"] for answer in answers] == [0, 3, 3]
@@ -37,8 +35,7 @@ def test_lines_of_input_are_turns_and_documents_are_sent_once(documents, tmp_pat
 
 
 def test_for_people_each_answer_says_what_was_kept(documents):
-    result = invoke(*CHAT, "--docs", documents, "--deduplicate", stdin="When?\nAnd why?\n")
-    assert result.exit_code == 0, result.output
+    result = succeed(*CHAT, "--docs", documents, "--deduplicate", stdin="When?\nAnd why?\n")
     assert "history 0 tokens; 0 chunks" in result.stdout
     assert "3 chunks" in result.stdout
     assert "first token after" in result.stdout
@@ -47,10 +44,9 @@ def test_for_people_each_answer_says_what_was_kept(documents):
 def test_a_corpus_is_asked_for_every_question(documents, tmp_path):
     corpus = tmp_path / "corpus"
     assert invoke("ingest", documents, "--corpus", corpus).exit_code == 0
-    result = invoke(
+    result = succeed(
         *CHAT, "--corpus", corpus, "--top-k", 2, "--deduplicate", "--json", stdin="Document 0?\nDocument 0, again?\n"
     )
-    assert result.exit_code == 0, result.output
     first, second = map(json.loads, result.stdout.splitlines())
     assert len(first["report"]["chunks"]) == 3
     assert second["report"]["chunks_not_sent"] >= 1
@@ -64,8 +60,7 @@ def test_without_questions_or_with_a_bad_one(documents):
 def test_the_oldest_turns_are_left_out_where_they_do_not_fit(tmp_path):
     (tmp_path / "long.md").write_text("The lighthouse keeper writes. " * 260, encoding="utf-8")
     questions = "".join(f"Who writes in the year {number} of the lighthouse, and why?\n" for number in range(40))
-    result = invoke(*CHAT, "--docs", tmp_path, "--json", stdin=questions)
-    assert result.exit_code == 0, result.output
+    result = succeed(*CHAT, "--docs", tmp_path, "--json", stdin=questions)
     history = [json.loads(line)["report"]["history_tokens"] for line in result.stdout.splitlines()]
     assert len(history) == 40
     assert history[0] == 0 < history[1]
@@ -75,8 +70,7 @@ def test_the_oldest_turns_are_left_out_where_they_do_not_fit(tmp_path):
 
 def test_an_answer_begins_with_its_first_word(tmp_path):
     (tmp_path / "choir.md").write_text("The Selmond Choir is led by Otto Gunmark.", encoding="utf-8")
-    result = invoke(*CHAT, "--docs", tmp_path, stdin="Who leads the Selmond Choir?\n")
-    assert result.exit_code == 0, result.output
+    result = succeed(*CHAT, "--docs", tmp_path, stdin="Who leads the Selmond Choir?\n")
     assert result.stdout.startswith("Otto Gunmark\n")
     assert "invented worlds" not in result.stderr
 
@@ -88,8 +82,7 @@ def test_the_reader_is_warned_of_once_when_it_is_asked_about_other_text(command,
     questions = ("Why?", "How?")
     asked = {"ask": questions, "chat": ()}[command]
     options = ("--model", "reader", "--max-new-tokens", 2, "--docs", tmp_path)
-    result = invoke(command, *options, *asked, stdin="\n".join(questions))
-    assert result.exit_code == 0, result.output
+    result = succeed(command, *options, *asked, stdin="\n".join(questions))
     assert " ".join(result.stderr.split()).count("reads only its own invented worlds") == 1
 
 

@@ -4,31 +4,26 @@ import json
 import sqlite3
 import sys
 from contextlib import closing
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
 from chunkweave.retrieval.corpus import Corpus
-from tests.integration.command_line import invoke, json_of
+from tests.integration.command_line import invoke, json_of, refusal, succeed, text_files
 
 SUBJECTS = ("harbour", "lighthouse", "storm", "ferry")
 
 
 @pytest.fixture
 def notes(tmp_path: Path) -> Path:
-    folder = tmp_path / "notes"
-    folder.mkdir()
-    for subject in SUBJECTS:
-        (folder / f"{subject}.md").write_text(f"All about the {subject} of Halvik. " * 12, encoding="utf-8")
+    texts = {f"{subject}.md": f"All about the {subject} of Halvik. " * 12 for subject in SUBJECTS}
     rows = [{"id": f"row-{i}", "text": f"Entry {i} of the choir.", "title": f"Entry {i}"} for i in range(3)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return folder
+    return text_files(tmp_path / "notes", {**texts, "rows.jsonl": "\n".join(map(json.dumps, rows))})
 
 
 @pytest.fixture
 def corpus(tmp_path: Path, notes: Path) -> Path:
-    assert invoke("ingest", notes, "--corpus", tmp_path / "corpus").exit_code == 0
+    succeed("ingest", notes, "--corpus", tmp_path / "corpus")
     return tmp_path / "corpus"
 
 
@@ -65,10 +60,8 @@ def test_a_corpus_keeps_the_settings_it_was_made_with(corpus, notes):
         ("--chunk-tokens", 64),
         ("--overlap-tokens", 4),
     ):
-        result = invoke("ingest", notes, "--corpus", corpus, option, value)
-        assert result.exit_code == 2
-        assert f"was created with {option}" in result.stderr.replace("\n", " ")
-    assert invoke("ingest", notes, "--corpus", corpus, "--index", "flat", "--chunk-tokens", 512).exit_code == 0
+        assert f"was created with {option}" in refusal("ingest", notes, "--corpus", corpus, option, value)
+    succeed("ingest", notes, "--corpus", corpus, "--index", "flat", "--chunk-tokens", 512)
 
 
 def test_an_index_is_made_and_kept(tmp_path, notes):
@@ -87,9 +80,7 @@ def test_what_is_wrong_with_a_call(tmp_path, notes, corpus):
     assert invoke("corpus", "remove", corpus, "storm").exit_code == 2
     Corpus.create(tmp_path / "empty")
     for call in (("corpus", "search", tmp_path / "empty"), ("ask", "--shape", "demo", "--corpus", tmp_path / "empty")):
-        nothing = invoke(*call, "storm")
-        assert nothing.exit_code == 2
-        assert "nothing to search" in nothing.stderr
+        assert "nothing to search" in refusal(*call, "storm")
 
 
 def test_list_search_and_remove(corpus):
@@ -130,12 +121,10 @@ def test_ask_takes_its_documents_from_the_corpus(corpus):
 
 
 def test_more_chunks_than_there_are_are_all_of_them(corpus):
-    found = invoke("corpus", "search", corpus, "storm", "--top-k", 100)
-    assert found.exit_code == 0, found.output
+    found = succeed("corpus", "search", corpus, "storm", "--top-k", 100)
     assert "the corpus has 7 chunks: all are taken" in found.stderr
     ask = ("ask", "--shape", "demo", "--max-new-tokens", 1, "--corpus", corpus, "--top-k", 99, "--json")
-    result = invoke(*ask, "Why?", "Where?")
-    assert result.exit_code == 0, result.output
+    result = succeed(*ask, "Why?", "Where?")
     assert len(json.loads(result.stdout)["answers"][0]["retrieved"]) == 7
     assert result.stderr.count("all are taken") == 1
 
@@ -162,28 +151,17 @@ def test_ask_orders_chunks_if_it_is_asked_to(corpus, notes):
 
 def test_ask_wants_documents_or_a_corpus(corpus, notes):
     for wrong in (("--corpus", corpus, "--docs", notes), ("--top-k", 3)):
-        result = invoke("ask", "--shape", "demo", *wrong, "Why?")
-        assert result.exit_code == 2
-        assert "either --docs or --corpus" in result.stderr.replace("\n", " ")
+        assert "either --docs or --corpus" in refusal("ask", "--shape", "demo", *wrong, "Why?")
 
 
 def test_no_model_and_no_faiss_is_loaded_to_look_into_a_corpus(corpus, monkeypatch):
     for name in ("faiss", "sentence_transformers"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert invoke("corpus", "list", corpus).exit_code == 0
-    assert invoke("corpus", "search", corpus, "storm").exit_code == 0
+    succeed("corpus", "list", corpus)
+    succeed("corpus", "search", corpus, "storm")
 
 
 def test_a_missing_extra_is_named(tmp_path, notes, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
-    result = invoke("ingest", notes, "--corpus", tmp_path / "corpus", "--index", "ivf")
-    assert result.exit_code == 2
-    assert "pip install '.[retrieval]'" in result.stderr.replace("\n", " ")
+    assert "pip install '.[retrieval]'" in refusal("ingest", notes, "--corpus", tmp_path / "corpus", "--index", "ivf")
     assert not (tmp_path / "corpus").exists(), "nothing is embedded for nothing"
-
-
-def test_the_bundled_passages_can_be_ingested(tmp_path):
-    passages = files("chunkweave") / "assets" / "corpus" / "passages.jsonl"
-    assert json_of("ingest", passages, "--corpus", tmp_path / "corpus")["documents"] == 296
-    found = json_of("corpus", "search", tmp_path / "corpus", "In which city is the Bulfall Hotel?", "--top-k", 1)
-    assert found["retrieved"][0]["title"] == "Bulfall Hotel"

@@ -12,7 +12,7 @@ import torch
 
 from chunkweave.models.gguf import SMOLLM2_PIP, smollm2_file
 from chunkweave.models.loading import random_model
-from tests.integration.command_line import invoke
+from tests.integration.command_line import invoke, succeed
 from tests.toys import toy_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,17 +74,6 @@ def test_ask_without_documents_says_that_nothing_is_woven():
 
 
 def test_ask_takes_a_checkpoint_folder_and_says_nothing_else(checkpoint):
-    result = invoke("ask", "--model", checkpoint, "--json", "--max-new-tokens", 2, "Why?")
-    assert result.exit_code == 0, result.output
+    result = succeed("ask", "--model", checkpoint, "--json", "--max-new-tokens", 2, "Why?")
     assert json.loads(result.stdout)["model"] == str(checkpoint)
     assert result.stderr == ""
-
-
-def test_a_corrupt_checkpoint_is_named(checkpoint, tmp_path):
-    broken = tmp_path / "broken"
-    copytree(checkpoint, broken)
-    (broken / "model.safetensors").write_bytes(b"not a model")
-    result = invoke("ask", "--model", broken, "Why?")
-    assert result.exit_code == 1
-    assert "broken" in result.stderr
-    assert "Traceback" not in result.output

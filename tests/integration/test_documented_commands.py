@@ -24,7 +24,7 @@ from chunkweave.cli.app import app
 from chunkweave.models.gguf import checkpoint_folder
 from chunkweave_server.app import create_app
 from chunkweave_server.backend import Stage
-from tests.integration.command_line import invoke
+from tests.integration.command_line import succeed
 from tests.server.conftest import toy_service, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,8 +156,7 @@ def test_its_commands_run(page, tmp_path, monkeypatch):
         if given[0] in SERVERS:
             assert (ROOT / SERVERS[given[0]]).exists()
             continue
-        result = invoke(*given, *QUICK.get(given[0], []))
-        assert result.exit_code == 0, (str(documented), given, result.output)
+        succeed(*given, *QUICK.get(given[0], []))
 
 
 @pytest.mark.parametrize("documented", those_of("make"), ids=str)

@@ -29,9 +29,10 @@ from chunkweave.calibration.questions import Example, document_examples
 from chunkweave.calibration.results import QuestionLog
 from chunkweave.calibration.summaries import FidelitySample, summarize_fidelity
 from chunkweave.errors import UsageError
+from chunkweave.models.gguf import SMOLLM2_PIP, smollm2_file
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.parts import Prompt
-from tests.integration.command_line import invoke
+from tests.integration.command_line import json_of, refusal, text_files
 from tests.toys import toy_model
 
 NAMES = ("Ada", "Bo", "Cy", "Dee")
@@ -46,6 +47,15 @@ EXAMPLES = [
     )
     for place, name in enumerate(NAMES)
 ]
+
+
+OTHER = Example("Where?", tuple(Chunk(f"The {name} ran dry in June.", name) for name in ("well", "mill", "pond")), ())
+
+
+def _beside_another(warm: str, *methods: str, free: int = 0) -> tuple[Engine, list[Task], Comparison]:
+    """The first question and another one, whose chunks are computed among those of all questions."""
+    engine, config = Engine(toy_model()), _config(*methods, warm=Warmth.parse(warm), free=free)
+    return engine, make_tasks(engine, [*EXAMPLES, OTHER], [EXAMPLES[0], OTHER], config), config
 
 
 def _config(*methods: str, **changes: object) -> Comparison:
@@ -126,17 +136,12 @@ def _agrees_with_transformers(engine: Engine, tasks: list, tokens: int) -> None:
         torch.testing.assert_close(kl_ours, kl_theirs, atol=1e-4, rtol=0)
 
 
-def test_divergence_of_full_reuse_is_that_of_plain_transformers_on_the_bundled_reader():
-    engine = Engine.load("reader", dtype="float32")
-    _agrees_with_transformers(engine, make_tasks(engine, EXAMPLES, EXAMPLES[:2], _config()), 8)
+needs_smollm2 = pytest.mark.skipif(smollm2_file() is None, reason=f"SmolLM2 is not installed: {SMOLLM2_PIP}")
 
 
-def test_divergence_of_full_reuse_is_that_of_plain_transformers_on_smollm2():
-    from chunkweave.models.gguf import smollm2_file
-
-    if smollm2_file() is None:
-        pytest.skip("SmolLM2 is not installed")
-    engine = Engine.load("smollm2", dtype="float32")
+@pytest.mark.parametrize("name", ["reader", pytest.param("smollm2", marks=needs_smollm2)])
+def test_divergence_of_full_reuse_is_that_of_plain_transformers(name):
+    engine = Engine.load(name, dtype="float32")
     _agrees_with_transformers(engine, make_tasks(engine, EXAMPLES, EXAMPLES[:2], _config()), 8)
 
 
@@ -190,12 +195,7 @@ def test_chunks_behind_the_instruction_or_from_earlier_requests_are_what_is_reus
 
 
 def test_chunks_are_computed_in_so_many_contexts_with_others():
-    engine = Engine(toy_model())
-    config = _config(warm=Warmth.parse("contexts:2"), free=0)
-    other = Example(
-        "Where?", tuple(Chunk(f"The {name} ran dry in June.", name) for name in ("well", "mill", "pond")), ()
-    )
-    tasks = make_tasks(engine, [*EXAMPLES, other], [EXAMPLES[0], other], config)
+    engine, tasks, config = _beside_another("contexts:2")
     assert prepare(engine, tasks, 0, config.warm) is None
     stored = [record for record in engine.store.records() if record.source in NAMES]
     assert sorted(record.source for record in stored) == sorted((*NAMES, *NAMES))
@@ -208,12 +208,7 @@ def test_chunks_are_computed_in_so_many_contexts_with_others():
 
 @pytest.mark.parametrize(("count", "shares"), [(1, [4]), (2, [2, 2]), (3, [1, 1, 2]), (4, [1] * 4), (9, [1] * 4)])
 def test_chunks_come_from_so_many_requests_with_others(count, shares, monkeypatch):
-    engine = Engine(toy_model())
-    config = _config(warm=Warmth.parse(f"sources:{count}"), free=0)
-    other = Example(
-        "Where?", tuple(Chunk(f"The {name} ran dry in June.", name) for name in ("well", "mill", "pond")), ()
-    )
-    tasks = make_tasks(engine, [*EXAMPLES, other], [EXAMPLES[0], other], config)
+    engine, tasks, config = _beside_another(f"sources:{count}")
     prefilled = []
     monkeypatch.setattr(prompts, "prefill_and_store", lambda _, prompt: prefilled.append(prompt))
     prepare(engine, tasks, 0, config.warm)
@@ -225,12 +220,7 @@ def test_chunks_come_from_so_many_requests_with_others(count, shares, monkeypatc
 
 
 def test_prefix_caching_works_where_earlier_requests_began_alike():
-    engine = Engine(toy_model())
-    config = _config("prefix", warm=Warmth.parse("first:2"), free=1)
-    other = Example(
-        "Where?", tuple(Chunk(f"The {name} ran dry in June.", name) for name in ("well", "mill", "pond")), ()
-    )
-    tasks = make_tasks(engine, [*EXAMPLES, other], [EXAMPLES[0], other], config)
+    engine, tasks, config = _beside_another("first:2", "prefix", free=1)
     prepare(engine, tasks, 0, config.warm)
     lookup = engine.store.lookup(tasks[0].prompt)
     chunks = [part for part in lookup.parts if part.part.kind == "chunk"]
@@ -300,40 +290,33 @@ def test_samples_survive_their_file():
 
 
 def test_the_command_measures_documents_and_goes_on_where_it_was(tmp_path: Path):
-    (tmp_path / "docs").mkdir()
-    for name in NAMES:
-        text = " ".join(
-            f"{name} keeps the {thing} of the town in the house behind the mill." for thing in ("keys", "maps")
-        )
-        (tmp_path / "docs" / f"{name}.txt").write_text(text)
+    line = "{} keeps the {} of the town in the house behind the mill."
+    texts = {f"{name}.txt": f"{line.format(name, 'keys')} {line.format(name, 'maps')}" for name in NAMES}
+    docs = text_files(tmp_path / "docs", texts)
     samples = tmp_path / "samples.jsonl"
-    command = ["bench", "fidelity", "--model", "reader", "--docs", str(tmp_path / "docs"), "--chunks", "3"]
-    command += ["--methods", "epic", "--new-tokens", "3", "--free", "1", "--samples", str(samples), "--json"]
-    first = json.loads(invoke(*command, "--questions", 2).stdout)
+    command = ["bench", "fidelity", "--model", "reader", "--docs", docs, "--chunks", "3"]
+    command += ["--methods", "epic", "--new-tokens", "3", "--free", "1", "--samples", samples]
+    first = json_of(*command, "--questions", 2)
     assert [row["method"] for row in first["rows"]] == ["full", "full-in-slices", "full-reuse", "epic@0.15"]
     lines = samples.read_text().splitlines()
     samples.write_text("\n".join(lines[:2]) + "\n")
-    again = json.loads(invoke(*command, "--questions", 2).stdout)
+    again = json_of(*command, "--questions", 2)
     assert [row["kl"] for row in again["rows"]] == pytest.approx([row["kl"] for row in first["rows"]], rel=1e-3)
     assert samples.read_text().splitlines()[1] == lines[1]
-    refused = invoke(*command, "--questions", 3)
-    assert refused.exit_code == 2
-    assert "other settings (examples, questions)" in " ".join(refused.stderr.split())
+    assert "other settings (examples, questions)" in refusal(*command, "--questions", 3)
+
+
+SMALL = ("--questions", 1, "--methods", "epic", "--new-tokens", 1, "--free", 0)
 
 
 def test_without_documents_it_runs_as_it_is_for_the_bundled_reader():
-    small = ["--questions", 1, "--methods", "epic", "--new-tokens", 1, "--free", 0, "--json"]
-    done = invoke("bench", "fidelity", "--model", "reader", *small)
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["config"]["chunk_tokens"] == 512
+    assert json_of("bench", "fidelity", "--model", "reader", *SMALL)["config"]["chunk_tokens"] == 512
 
 
 def test_the_command_asks_behind_another_instruction():
-    small = ["--questions", 1, "--methods", "epic", "--new-tokens", 1, "--free", 0, "--chunk-tokens", 24, "--json"]
-    command = ["bench", "fidelity", "--shape", "demo", *small]
-    own, longer = (
-        json.loads(invoke(*command, *more).stdout) for more in ([], ["--instruction", "Answer in one word. " * 40])
-    )
+    command = ("bench", "fidelity", "--shape", "demo", *SMALL, "--chunk-tokens", 24)
+    own = json_of(*command)
+    longer = json_of(*command, "--instruction", "Answer in one word. " * 40)
     assert longer["config"]["instruction"].startswith("Answer in one word.")
     assert longer["rows"][0]["prompt_tokens"] > own["rows"][0]["prompt_tokens"] + 80
     assert "instruction" not in own["config"]
