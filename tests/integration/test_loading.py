@@ -1,6 +1,5 @@
 """Checkpoint folders: what loads, what is refused and with which words."""
 
-import json
 import re
 import shutil
 from dataclasses import replace
@@ -26,9 +25,7 @@ from tests.toys import TOY_FAMILIES, toy_config, toy_model
 TOKENIZER = Path(str(__import__("chunkweave").__file__)).parent / "assets" / "tokenizer"
 
 
-@pytest.fixture(autouse=True)
-def _own_cache_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache_folder")
 
 
 def save_checkpoint(folder: Path, family: str = "llama", seed: int = 0) -> Path:
@@ -96,13 +93,19 @@ def test_a_folder_that_is_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "content"),
-    [("config.json", b"{ not json"), ("model.safetensors", b"\x08\x00\x00\x00\x00\x00\x00\x00garbage!")],
+    ("file", "content", "message"),
+    [
+        ("config.json", b"{ not json", "model"),
+        ("config.json", b'{"hidden_size": 8}', "cannot be read"),
+        ("model.safetensors", b"\x08\x00\x00\x00\x00\x00\x00\x00garbage!", "model"),
+        ("model.safetensors", None, "cannot be loaded"),
+    ],
+    ids=["no JSON", "without a known type", "no weights", "missing weights"],
 )
-def test_a_corrupt_file(tmp_path, file, content):
+def test_a_corrupt_or_missing_file(tmp_path, file, content, message):
     folder = save_checkpoint(tmp_path / "model")
-    (folder / file).write_bytes(content)
-    with pytest.raises(ModelNotFoundError, match="model"):
+    (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
+    with pytest.raises(ModelNotFoundError, match=message):
         Engine.load(folder)
 
 
@@ -116,13 +119,6 @@ def test_a_model_without_a_tokenizer_is_refused_with_the_whole_reason(tmp_path):
     assert "\n" not in message
     assert not message.endswith(":")
     assert len(message) > len(str(folder)) + 200, "all lines of the reason"
-
-
-def test_missing_weights(tmp_path):
-    folder = save_checkpoint(tmp_path / "model")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelNotFoundError, match="cannot be loaded"):
-        Engine.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -241,9 +237,3 @@ def test_equal_seeds_give_equal_shapes():
     a, b = (Engine.load_shape("demo", dtype="float32", seed=3) for _ in range(2))
     assert a.loaded.fingerprint == b.loaded.fingerprint != Engine.load_shape("demo", seed=4).loaded.fingerprint
     assert a.generate("Who?", max_new_tokens=5).token_ids == b.generate("Who?", max_new_tokens=5).token_ids
-
-
-def test_config_json_without_a_known_type(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
-    with pytest.raises(ModelNotFoundError, match="cannot be read"):
-        Engine.load(tmp_path)

@@ -26,20 +26,18 @@ from chunkweave_server.engine_backend import EngineBackend
 from chunkweave_server.service import Service
 from chunkweave_server.settings import resolve
 from chunkweave_server.tenants import KeyRing
-from tests.integration.command_line import invoke
+from tests.integration.command_line import invoke, succeed
 from tests.integration.gguf_files import SMALL, write_gguf
 from tests.server.conftest import Client, wait_until
 from tests.toys import toy_model
 
-pytestmark = pytest.mark.skipif(not linear_weights.int4_half_block(), reason="PyTorch has no 4-bit products here")
+pytestmark = [
+    pytest.mark.skipif(not linear_weights.int4_half_block(), reason="PyTorch has no 4-bit products here"),
+    pytest.mark.usefixtures("own_cache_folder"),
+]
 IDS = torch.arange(40) * 7919 % SMALL
 FORMATS = {Kind.Q4_0: gguf_native.q4_0, Kind.Q4_1: gguf_native.q4_1, Kind.Q8_0: gguf_native.q8_0}
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
-
-
-@pytest.fixture(autouse=True)
-def _own_cache_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def values_of(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> np.ndarray:
@@ -253,8 +251,7 @@ def test_native_weights_are_calibrated_apart_from_converted_ones(file, tmp_path)
     sizes = ("--questions", 2, "--chunks", 2, "--new-tokens", 2, "--methods", "epic", "--recompute-ratio", "0.5,1")
     for weights, dtype in (("plain", "bfloat16"), ("native", "bfloat16 (native weights)")):
         command = ("calibrate", file, "--dataset", data, "--dtype", "bfloat16", "--weights", weights, *sizes)
-        calibrated = invoke(*command)
-        assert calibrated.exit_code == 0, calibrated.output
+        succeed(*command)
         with Engine.load(file, dtype="bfloat16", weights=weights) as engine:
             record = stored_calibration(None, engine.loaded.record_folder, engine.loaded.fingerprint)
         assert record is not None
@@ -272,8 +269,5 @@ def test_a_server_and_a_command_answer_from_native_weights(file):
         assert isinstance(client.engine.loaded.model.model.model.embed_tokens, Int4Embedding)
         answer = client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
-    result = invoke(
-        "ask", "--model", str(file), "--weights", "native", "--dtype", "bfloat16", "--max-new-tokens", "3", "Who?"
-    )
-    assert result.exit_code == 0, result.output
+    succeed("ask", "--model", str(file), "--weights", "native", "--dtype", "bfloat16", "--max-new-tokens", "3", "Who?")
     assert not list(models_folder().rglob("*.safetensors"))

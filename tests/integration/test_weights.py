@@ -22,9 +22,7 @@ packs = pytest.mark.skipif(not linear_weights._packable(CPU), reason="oneDNN has
 IDS = torch.arange(40) * 7919 % 300
 
 
-@pytest.fixture(autouse=True)
-def _own_cache_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache_folder")
 
 
 def linear(inside=72, outside=40, *, bias=False) -> nn.Linear:
