@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ import torch
 from chunkweave.kv.segment import CODECS, SegmentKV, SegmentLost, make_codec
 from chunkweave.tiers.disk import DiskTier
 from chunkweave.tiers.segment_file import DiskSegment
-from chunkweave.tiers.segment_header import FileProblem, SegmentRefused
+from chunkweave.tiers.segment_header import FileProblem, SegmentHeader, SegmentRefused
 
 from .crash_writer import LAYERS, SEGMENTS, crash_segment
 from .segments import FINGERPRINT, files_under, layers_of, make_segment, open_segment
@@ -167,80 +168,80 @@ def test_two_processes_write_the_same_segments(tmp_path: Path, writers: Writers)
 # --- bytes that change --------------------------------------------------------------------------------------------
 
 
-def written(root: Path, codec: str) -> tuple[Path, torch.Tensor]:
+@dataclass(frozen=True)
+class Written:
+    """The file of a segment, what is in it, and the layers that it gives."""
+
+    path: Path
+    whole: bytes
+    header: SegmentHeader
+    expected: torch.Tensor
+
+
+@pytest.fixture(params=sorted(CODECS))
+def written(tmp_path: Path, request: pytest.FixtureRequest) -> Written:
     record, kv = make_segment(1)
-    DiskTier(root, FINGERPRINT, codec=codec).put(record, kv)
-    return path_of(root, record.id), decoded(kv, codec)
+    DiskTier(tmp_path, FINGERPRINT, codec=request.param).put(record, kv)
+    path = path_of(tmp_path, record.id)
+    return Written(path, path.read_bytes(), open_segment(path).header, decoded(kv, request.param))
 
 
-def outcome(path: Path, expected: torch.Tensor) -> str:
+def outcome(written: Written) -> str:
     """`refused`, or the layers that are lost; whatever is read must be right."""
     try:
-        source = open_segment(path)
+        source = open_segment(written.path)
     except SegmentRefused:
         return "refused"
     lost = []
-    for layer in range(len(expected)):
+    for layer, expected in enumerate(written.expected):
         try:
-            assert torch.equal(source.layer(layer), expected[layer]), f"a wrong tensor for layer {layer}"
+            assert torch.equal(source.layer(layer), expected), f"a wrong tensor for layer {layer}"
         except SegmentLost:
             lost.append(layer)
     return f"lost {lost}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", sorted(CODECS))
-def test_bit_flips_everywhere(tmp_path: Path, codec: str) -> None:
-    path, expected = written(tmp_path, codec)
-    whole = path.read_bytes()
-    header = open_segment(path).header
-    draw = random.Random(3)
-    for position in range(len(whole)):
+def test_bit_flips_everywhere(written: Written) -> None:
+    header, draw = written.header, random.Random(3)
+    for position in range(len(written.whole)):
         for bit in range(8) if RUNS >= 200 else [draw.randrange(8)]:
-            damaged = bytearray(whole)
+            damaged = bytearray(written.whole)
             damaged[position] ^= 1 << bit
-            path.write_bytes(damaged)
+            written.path.write_bytes(damaged)
             layer = (position - header.data_start) // header.layout.layer_bytes
             region = "refused" if position < header.data_start else f"lost [{layer}]"
-            assert outcome(path, expected) == region, f"bit {bit} of byte {position}"
+            assert outcome(written) == region, f"bit {bit} of byte {position}"
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
-def test_truncation_everywhere_and_extension(tmp_path: Path, codec: str) -> None:
-    path, expected = written(tmp_path, codec)
-    whole = path.read_bytes()
+def test_truncation_everywhere_and_extension(written: Written) -> None:
+    whole = written.whole
     for length in range(len(whole)):
-        path.write_bytes(whole[:length])
-        assert outcome(path, expected) == "refused", f"{length} of {len(whole)} bytes"
+        written.path.write_bytes(whole[:length])
+        assert outcome(written) == "refused", f"{length} of {len(whole)} bytes"
     for tail in (b"\0", whole[-64:], whole):
-        path.write_bytes(whole + tail)
-        assert outcome(path, expected) == "refused"
+        written.path.write_bytes(whole + tail)
+        assert outcome(written) == "refused"
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
-def test_zeroed_and_exchanged_blocks(tmp_path: Path, codec: str) -> None:
-    path, expected = written(tmp_path, codec)
-    whole = path.read_bytes()
-    header = open_segment(path).header
+def test_zeroed_and_exchanged_blocks(written: Written) -> None:
+    whole = written.whole
     for start in range(0, len(whole), 64):
-        path.write_bytes(whole[:start] + bytes(64) + whole[start + 64 :])
-        assert outcome(path, expected) != "lost []"
-    first, second, third = (header.layer_offset(layer) for layer in range(3))
-    path.write_bytes(whole[:first] + whole[second:third] + whole[first:second] + whole[third:])
-    assert outcome(path, expected) == "lost [0, 1]"
+        written.path.write_bytes(whole[:start] + bytes(64) + whole[start + 64 :])
+        assert outcome(written) != "lost []"
+    first, second, third = (written.header.layer_offset(layer) for layer in range(3))
+    written.path.write_bytes(whole[:first] + whole[second:third] + whole[first:second] + whole[third:])
+    assert outcome(written) == "lost [0, 1]"
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
-def test_damage_after_opening(tmp_path: Path, codec: str) -> None:
-    path, expected = written(tmp_path, codec)
-    whole = path.read_bytes()
-    source = open_segment(path)
+def test_damage_after_opening(written: Written) -> None:
+    whole, source = written.whole, open_segment(written.path)
     for damage in (whole[:-1], whole + b"\0", bytes(len(whole)), b""):
-        path.write_bytes(damage)
+        written.path.write_bytes(damage)
         with pytest.raises(SegmentLost):
             source.layer(2)
-    path.write_bytes(whole)
-    assert torch.equal(source.layer(2), expected[2])
+    written.path.write_bytes(whole)
+    assert torch.equal(source.layer(2), written.expected[2])
 
 
 def test_files_replaced_and_deleted_while_they_are_read(tmp_path: Path) -> None:
@@ -401,21 +402,25 @@ def open_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+def one_segment_in(folder: Path) -> Path:
+    root = folder / "cache"
+    DiskTier(root, FINGERPRINT).put(*crash_segment(0))
+    return root
+
+
 def permissions(root: Path, folders: int, files: int) -> None:
     for path in [*files_under(root), *(path for path in root.rglob("*") if path.is_dir())][::-1]:
         path.chmod(folders if path.is_dir() else files)
 
 
 def test_read_only_folders(open_folder: Path) -> None:
-    root = open_folder / "cache"
-    DiskTier(root, FINGERPRINT).put(*crash_segment(0))
+    root = one_segment_in(open_folder)
     permissions(open_folder, 0o555, 0o444)
     unprivileged(lambda: assert_refuses_changes_and_reads(root))
 
 
 def test_unreadable_files(open_folder: Path) -> None:
-    root = open_folder / "cache"
-    DiskTier(root, FINGERPRINT).put(*crash_segment(0))
+    root = one_segment_in(open_folder)
     permissions(open_folder, 0o755, 0o000)
 
     def check() -> None:
@@ -429,8 +434,7 @@ def test_unreadable_files(open_folder: Path) -> None:
 
 
 def test_unreadable_folders(open_folder: Path) -> None:
-    root = open_folder / "cache"
-    DiskTier(root, FINGERPRINT).put(*crash_segment(0))
+    root = one_segment_in(open_folder)
     (root / FINGERPRINT).chmod(0o000)
 
     def check() -> None:
@@ -453,9 +457,7 @@ def test_what_was_unreadable_is_used_once_it_is_readable(tmp_path: Path, monkeyp
         patch.setattr("chunkweave.tiers.segment_file.os.pread", out_of_descriptors)
         tier = DiskTier(tmp_path, FINGERPRINT)
         assert tier.get(record.id) is None
-    source = tier.get(record.id)
-    assert source is not None
-    assert torch.equal(layers_of(source), kv.kv)
+    assert torch.equal(layers_of(tier.get(record.id)), kv.kv)
     assert tier.problems() == ()
 
 
