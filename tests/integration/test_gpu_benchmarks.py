@@ -88,20 +88,3 @@ def test_limits_by_hand(monkeypatch):
     everything = prefill_flops(geometry, limits["weave_work"](geometry, 4096, 1.0))
     assert everything == pytest.approx(full_prefill_flops(geometry, 4096 + limits["QUESTION_TOKENS"]), rel=0.001)
     assert limits["weight_bytes"](geometry) == pytest.approx(2 * 7.5e9, rel=0.01)  # 8.03e9 less 0.53e9 of embeddings
-
-
-def test_limits_inside_vllm_by_hand(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
-    import limits
-
-    assert limits.keys_of_runs([(0, 2), (5, 6), (9, 10)]) == 2 + 6 + 10
-    assert limits.tiled_keys([(0, 2), (5, 6), (9, 10)], queries=3) == 6 + 10
-    way = limits.Way("some", 0.25, launches=10)
-    runs = limits.runs_of(way, 4096)
-    assert sum(stop - start for start, stop in runs) == 1024
-    geometry = limits.known_shape("llama-3-8b").geometry
-    times = limits.way_times(geometry, way, 4096, limits.Rates(1e30, 1e12, 1e10, launch_s=1e-6))
-    assert times["launches"] == pytest.approx(32 * 10 * 1e-6)
-    assert times["KV from host"] == pytest.approx(4096 * 131072 / 1e10)
-    weights, keys = limits.weight_bytes(geometry), 32 * limits.keys_of_runs(runs) * 4096
-    assert times["products and attention"] == pytest.approx((weights + keys) / 1e12)

@@ -19,13 +19,6 @@ def engine():
         yield engine
 
 
-def test_it_is_small_and_says_what_it_is():
-    assert sum(path.stat().st_size for path in READER.iterdir()) <= 40 << 20
-    card = (READER / "README.md").read_text(encoding="utf-8")
-    assert "seed" in card
-    assert "| common |" in card
-
-
 def test_any_text_encodes(engine):
     tokenizer = engine.loaded.tokenizer
     for text in ("Ein Äther-Ölfaß", "漢字かな", "\U0001f600 \x00\x7f"):

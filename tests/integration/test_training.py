@@ -14,7 +14,6 @@ sys.path.insert(0, str(TRAINING))
 
 from reader_data import RowMaker, Stage, held_out_rows, stage_at  # noqa: E402
 from reader_model import PRESETS, Batch, Reader, Targets, _attend_in_kernel, _attend_in_steps  # noqa: E402
-from reader_scores import decoded_f1, exact_matches  # noqa: E402
 from reader_tokenizer import train_tokenizer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
@@ -32,12 +31,6 @@ def maker():
 def run(*arguments):
     command = [sys.executable, str(TRAINING / "train_reader.py"), *map(str, arguments), "--threads", "1"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def test_any_text_survives_the_tokenizer(maker):
-    for text in ("The Halvik Museum has 17 rooms.", "Ein Äther-Ölfaß 漢字 \U0001f600\n\tx"):
-        tokenizer = maker._tokenizer
-        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids).strip() == text.strip()
 
 
 @pytest.mark.parametrize("mask", [False, True])
@@ -91,13 +84,6 @@ def test_every_stage_makes_batches_of_its_size(maker):
         rows = maker.batch(0, step, 4096)
         assert (len(rows) - 2) * max(map(len, rows)) <= 4096 * stage.step_share  # the rows of a world come in twos
         assert [row.ids for row in rows] == [row.ids for row in maker.batch(0, step, 4096)]
-
-
-def test_scores_of_an_untrained_reader_are_low_and_by_kind(maker):
-    reader = Reader(PRESET, 1200, CPU, seed=0)
-    rows = held_out_rows(maker, 2, 3, seed=0, answer_room=8)
-    assert exact_matches(reader, rows)["all"] < 0.1
-    assert decoded_f1(reader, rows, maker._tokenizer)["all"] < 0.5
 
 
 @pytest.mark.slow

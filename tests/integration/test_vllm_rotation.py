@@ -137,13 +137,6 @@ def test_long_rope_turns_by_the_angles_of_short_contexts(keys, positions):
     )
 
 
-def test_moving_is_turning_back_and_forth(keys, positions):
-    rotation = Rotation(rotary())
-    there = positions.flip(0)
-    moved = rotation.forward(rotation.inverse(rotation.forward(keys, positions), positions), there)
-    torch.testing.assert_close(moved, rotation.forward(keys, there), atol=1e-5, rtol=0)
-
-
 def test_the_dtype_stays(keys, positions):
     rotation = Rotation(rotary())
     assert rotation.forward(keys.bfloat16(), positions).dtype is torch.bfloat16

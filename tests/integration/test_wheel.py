@@ -124,11 +124,3 @@ def test_the_page_of_a_package_index_has_no_link_that_leads_nowhere(brought: zip
     assert len(text) > 5000
     assert "<!--" not in text
     assert [target for target in re.findall(r"\]\(([^)]*)\)", text) if not target.startswith("https://")] == []
-
-
-def test_a_wheel_says_what_the_project_says(brought: zipfile.ZipFile):
-    said = metadata(brought)
-    assert said["License-Expression"] == "Apache-2.0"
-    assert said["Requires-Python"] == ">=3.11"
-    unconditional = [one for one in said.get_all("Requires-Dist") if "extra ==" not in one]
-    assert len(unconditional) == 8, "the base install stays small"
