@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from chunkweave import Chunk, Engine, ReuseConfig, StoreConfig
 from chunkweave.config import CaptureConfig, ContextSource
 from chunkweave.engine.runner import Runner
+from chunkweave.errors import UsageError
 from chunkweave.planning.method import make_method
 from chunkweave.prompt.contexts import ContextPool
 from chunkweave.prompt.parts import Prompt, PromptPart, is_neutral
@@ -357,6 +358,17 @@ def test_where_the_room_is_bounded_a_chunk_is_computed_behind_what_fits():
     assert engine.compute(beforehand)
 
 
+def test_contexts_that_do_not_fit_are_left_out():
+    """Of the nearest chunks only one fits: the other contexts would be empty, and the same."""
+    engine = engine_of(context_count=8, context_tokens=1)
+    short, long = Chunk("Piers.", "short"), long_chunk(engine, 475)
+    part, little = parts_of(engine, [long, short])
+    room = engine.preparer.context_tokens - len(part) - 1 - sum(map(len, engine.builder.opening()))
+    assert len(little) <= room < min(map(len, parts_of(engine)))
+    assert engine.precompute([long], pool=ContextPool(parts_of(engine, [long, short, *CHUNKS]))) == 1
+    assert means_of(engine)[part.id].contexts == ((engine.builder.opening()[-1].id, little.id),)
+
+
 # --- whose contexts
 
 
@@ -402,6 +414,13 @@ def test_salts_are_apart():
             assert {one for context in record.contexts for one in context} <= {*own, system}
     first, second = (parts_of(engine, cache_salt=salt)[0] for salt in ("a", "b"))
     assert not means_of(engine)[first.id].sources & means_of(engine)[second.id].sources
+
+
+def test_chunks_of_another_salt_are_no_contexts():
+    engine = engine_of()
+    with pytest.raises(UsageError, match="is not in the pool"):
+        engine.precompute(CHUNKS, pool=ContextPool(parts_of(engine, cache_salt="a")), cache_salt="b")
+    assert not means_of(engine)
 
 
 # --- attention
