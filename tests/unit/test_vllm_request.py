@@ -167,7 +167,7 @@ NOT_FULL_REUSE = [
         *each("chunks", "chunks must name at least one chunk, and no empty one", [], [[3, 3]]),
         *each("chunks", "each chunk must begin where the one before it ends", [[3, 5], [6, 8]], [[3, 6], [5, 8]]),
         *each("chunks", "the last chunk ends at 10, but the prompt has 9 tokens", [[3, 10]]),
-        ({**FINE, "ratio": 1, 3: 4}, "unknown fields of chunkweave: 3, ratio; there are alpha, asked, at_least"),
+        ({**FINE, "ratio": 1, 3: 4}, "unknown fields of chunkweave: 3, ratio; there are alpha, at_least"),
         *each("recompute_ratoi", "chunkweave: recompute_ratoi (did you mean recompute_ratio?); there are", 1),
         *each("start_tokens", "start_tokens must be between 0 and 3, where the first chunk begins", 4, -1),
         *each("start_tokens", "start_tokens must be a whole number, not", None, True),
