@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from chunkweave_server.vllm_backend.upstream import refusal
 from tests.chat_tools import TEMPLATE, TOOL
-from tests.server.conftest import KEYS, Client, Serve, bearer, key_ring
+from tests.server.conftest import KEYS, Client, Serve, bearer, key_ring, wait_until
 from tests.server.fake_vllm import FakeVllm
 from tests.server.fronts import DOCUMENTS, Front, running_front
 
@@ -123,10 +123,12 @@ def test_what_a_server_fails_at_that_is_not_healthy_any_more_is_sent_to_another(
     two: tuple[Front, FakeVllm, FakeVllm], behave: Any
 ):
     front, one, other = two
+    replicas = front.service.backend.fleet.replicas
     for broken, whole in ((one, other), (other, one)):
         broken.behave, broken.healthy, whole.behave, whole.healthy = behave, False, None, True
         assert front.ask(documents=DOCUMENTS).status_code == 200
         broken.healthy = True
+        wait_until(lambda: all(replica.up for replica in replicas))  # the watcher may have seen that it was not
 
 
 def test_what_vllm_refuses_in_a_stream_is_the_clients_mistake(two: tuple[Front, FakeVllm, FakeVllm]):
