@@ -67,7 +67,7 @@ def effective_method(method: str, *, prefix_exact: int, reused: int) -> str:
     return "prefix" if prefix_exact else "full"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReuseReport:
     """Tokens by KV source and time by phase of one answer; every answer has one.
 
@@ -113,16 +113,16 @@ class ReuseReport:
     reused_tokens: int
     recomputed_tokens: int
     computed_tokens: int
-    recompute_fraction: float
+    recompute_fraction: float = 0.0
     queue_s: float
-    lookup_s: float
-    load_s: float
-    weave_s: float
+    lookup_s: float = 0.0
+    load_s: float = 0.0
+    weave_s: float = 0.0
     ttft_s: float
     decode_s: float
     new_tokens: int
-    prefill_flops: float
-    full_prefill_flops: float
+    prefill_flops: float = 0.0
+    full_prefill_flops: float = 0.0
     chunks: tuple[ChunkReport, ...] = ()
     why: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)

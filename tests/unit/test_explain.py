@@ -15,7 +15,22 @@ from chunkweave.store.records import AttentionProfile, SegmentRecord
 from chunkweave.types import ChunkId, Span
 
 REPORT = ReuseReport(
-    "cachecraft", 49, 10, 20, 10, 9, 0.25, 0.0, 0.0, 0.0, 0.1, 0.1, 0.0, 3, 1.0, 2.0, (), "calibrated", {"alpha": 0.5}
+    method="cachecraft",
+    prompt_tokens=49,
+    prefix_exact_tokens=10,
+    reused_tokens=20,
+    recomputed_tokens=10,
+    computed_tokens=9,
+    recompute_fraction=0.25,
+    queue_s=0.0,
+    weave_s=0.1,
+    ttft_s=0.1,
+    decode_s=0.0,
+    new_tokens=3,
+    prefill_flops=1.0,
+    full_prefill_flops=2.0,
+    why="calibrated",
+    parameters={"alpha": 0.5},
 )
 
 

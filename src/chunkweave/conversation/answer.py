@@ -5,13 +5,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from chunkweave.metrics import ChunkReport, ReuseReport
 from chunkweave.ordering.arrangement import Arranged
 from chunkweave.planning.method_choice import MethodChoice
 from chunkweave.planning.outcome import PlanExplanation
-from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.prompt.parts import Prompt, PromptPart
 from chunkweave.types import SegmentId, spans_of
 
@@ -198,22 +197,6 @@ class Durations:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCounts:
-    """Tokens of a prompt by source of their KV; the four counts sum to the prompt's tokens."""
-
-    prefix_exact: int
-    reused: int
-    recomputed: int
-    computed: int
-
-    @classmethod
-    def of(cls, plan: Plan, recomputed: int) -> Self:
-        """The counts of an executed plan that recomputed `recomputed` tokens of its reused parts."""
-        reused = plan.tokens(KVSource.REUSED) - recomputed
-        return cls(plan.tokens(KVSource.EXACT), reused, recomputed, plan.tokens(KVSource.COMPUTED))
-
-
-@dataclass(frozen=True, slots=True)
 class PartSource:
     """Where the KV of one part of a prompt came from; `segment` and `tier` are None if unknown.
 
@@ -228,74 +211,60 @@ class PartSource:
     contexts: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a backend did with a prompt: the `sources` of its parts in order, and the recomputed positions."""
-
-    method: str
-    counts: TokenCounts
-    sources: Sequence[PartSource]
-    recomputed: Sequence[int]
-    """Positions in ascending order."""
-    check_layers: tuple[int, ...] = ()
-    stopped_at_layer: int | None = None
-
-
 def build_report(
     arranged: Arranged,
     choice: MethodChoice | None,
     not_sent: Sequence[PromptPart],
-    outcome: Outcome,
+    sources: Sequence[PartSource],
+    recomputed: Sequence[int],
     durations: Durations,
-    new_tokens: int,
+    **fields: Any,
 ) -> ReuseReport:
-    """The report of one answer of `new_tokens`: tokens by KV source and time by phase.
+    """The report of one answer.
 
-    `choice` is the chosen method, `not_sent` are chunks that earlier turns brought. Fields that only some backends fill
-    (phases before the first token, FLOPs, losses) have their default or 0.
+    Args:
+        arranged: the prompt, with its chunks in order.
+        choice: the chosen method; None if the caller made it.
+        not_sent: chunks that are not sent again, because earlier turns brought them.
+        sources: of each part of the prompt, in order.
+        recomputed: prompt positions of reused parts that were recomputed, ascending.
+        durations: measured times.
+        fields: fields of `ReuseReport` that the backend knows: the method, the tokens by source, and so on.
     """
-    prompt, counts = arranged.prompt, outcome.counts
-    chunks = _chunk_reports(arranged, outcome)
+    prompt = arranged.prompt
+    chunks = _chunk_reports(arranged, sources, recomputed)
     hits: Counter[str] = Counter()
     for chunk in chunks:
         if chunk.tier is not None:
             hits[chunk.tier] += chunk.tokens
+    report_fields = {
+        "why": "" if choice is None else str(choice.why),
+        "parameters": {} if choice is None else choice.parameters,
+        "hits": dict(hits),
+        **fields,
+    }
     return ReuseReport(
-        method=outcome.method,
         prompt_tokens=len(prompt),
-        prefix_exact_tokens=counts.prefix_exact,
-        reused_tokens=counts.reused,
-        recomputed_tokens=counts.recomputed,
-        computed_tokens=counts.computed,
-        recompute_fraction=0.0,
         queue_s=durations.queue_s,
-        lookup_s=0.0,
-        load_s=0.0,
-        weave_s=0.0,
         ttft_s=durations.ttft_s,
         decode_s=durations.decode_s,
-        new_tokens=new_tokens,
-        prefill_flops=0.0,
-        full_prefill_flops=0.0,
         chunks=chunks,
-        why="" if choice is None else str(choice.why),
-        parameters={} if choice is None else choice.parameters,
         order=arranged.ordering,
         history_tokens=prompt.history_tokens,
         chunks_not_sent=len(not_sent),
         tokens_not_sent=sum(map(len, not_sent)),
         looked_up_tokens=sum(chunk.tokens for chunk in chunks),
-        hits=dict(hits),
-        check_layers=outcome.check_layers,
-        stopped_at_layer=outcome.stopped_at_layer,
+        **report_fields,
     )
 
 
-def _chunk_reports(arranged: Arranged, outcome: Outcome) -> tuple[ChunkReport, ...]:
+def _chunk_reports(
+    arranged: Arranged, sources: Sequence[PartSource], recomputed: Sequence[int]
+) -> tuple[ChunkReport, ...]:
     """The reports of all parts that can be stored."""
     reports = []
-    prompt, recomputed = arranged.prompt, outcome.recomputed
-    for number, (part, span, source) in enumerate(zip(prompt.parts, prompt.spans(), outcome.sources, strict=True)):
+    prompt = arranged.prompt
+    for number, (part, span, source) in enumerate(zip(prompt.parts, prompt.spans(), sources, strict=True)):
         if part.id is None:
             continue
         inside = spans_of(recomputed[bisect_left(recomputed, span.start) : bisect_left(recomputed, span.stop)])

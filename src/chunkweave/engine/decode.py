@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from chunkweave.config import SamplingParams
-from chunkweave.conversation.answer import Answer, Durations, Outcome, PartSource, TokenCounts, build_report
+from chunkweave.conversation.answer import Answer, Durations, PartSource, build_report
 from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.engine.prefill import Prefilled
 from chunkweave.kv.segment import SegmentSource
@@ -23,6 +23,7 @@ from chunkweave.planning.outcome import (
     reasons_of,
     recompute_fraction,
 )
+from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import PromptPart
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.scheduling.drafts import Drafts
@@ -363,17 +364,19 @@ def make_report(
         )
         for part in plan.parts
     ]
-    outcome = Outcome(
-        plan.method,
-        TokenCounts.of(plan, len(recomputed)),
+    return build_report(
+        arranged or Arranged(prefilled.prompt),
+        choice,
+        not_sent,
         sources,
         recomputed,
-        check_layers_of(plan),
-        None if prefilled.stop is None else prefilled.stop.layer_if_dropped,
-    )
-    report = build_report(arranged or Arranged(prefilled.prompt), choice, not_sent, outcome, durations, new_tokens)
-    return replace(
-        report,
+        durations,
+        method=plan.method,
+        new_tokens=new_tokens,
+        prefix_exact_tokens=plan.tokens(KVSource.EXACT),
+        reused_tokens=plan.tokens(KVSource.REUSED) - len(recomputed),
+        recomputed_tokens=len(recomputed),
+        computed_tokens=plan.tokens(KVSource.COMPUTED),
         recompute_fraction=recompute_fraction(plan, prefilled.recompute_work, geometry.num_layers),
         lookup_s=prefilled.lookup_s,
         load_s=prefilled.load_s,
@@ -383,4 +386,6 @@ def make_report(
         parameters={} if choice is None else choice.parameters_raised(plan.raised_to),
         lost_segments=prefilled.lost_segments,
         loaded_fraction=plan.loaded_fraction(geometry.windows),
+        check_layers=check_layers_of(plan),
+        stopped_at_layer=None if prefilled.stop is None else prefilled.stop.layer_if_dropped,
     )

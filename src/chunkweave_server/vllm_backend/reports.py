@@ -9,11 +9,10 @@ import socket
 import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from chunkweave.conversation.answer import Durations, Outcome, PartSource, TokenCounts, build_report
+from chunkweave.conversation.answer import Durations, PartSource, build_report
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method_choice import FIELD
@@ -233,9 +232,9 @@ def reuse_report(
     choice, fields = placed.prepared.choice, reported if _counted(reported) else {}
     details = usage.get("prompt_tokens_details") or {}
     local_tokens = int(details.get("cached_tokens") or 0)
-    counts = TokenCounts(*tokens_by_source(reported, len(placed.prompt), local_tokens))
+    exact, reused, recomputed, computed = tokens_by_source(reported, len(placed.prompt), local_tokens)
     if not fields:
-        fields = _of_vllm(placed.prompt, counts.prefix_exact)
+        fields = _of_vllm(placed.prompt, exact)
     spans = fields.get("kv_sources") or {}
     reasons = {start: dict(reasons_of_part) for start, reasons_of_part in fields.get("reasons") or ()}
     contexts = {start: int(count) for start, count in fields.get("contexts") or ()}
@@ -243,15 +242,24 @@ def reuse_report(
         PartSource(_source_of(span, spans), reasons=reasons.get(span.start, {}), contexts=contexts.get(span.start, 0))
         for span in placed.prompt.spans()
     ]
-    recomputed = sorted(fields.get("recomputed") or ())
-    checked, stopped = tuple(fields.get("check_layers") or ()), fields.get("stopped_at_layer")
-    outcome = Outcome(choice.method, counts, sources, recomputed, checked, stopped)
-    report = build_report(placed.arranged, choice, placed.prepared.not_sent, outcome, durations, new_tokens)
-    return replace(
-        report,
+    return build_report(
+        placed.arranged,
+        choice,
+        placed.prepared.not_sent,
+        sources,
+        sorted(fields.get("recomputed") or ()),
+        durations,
+        method=choice.method,
+        new_tokens=new_tokens,
+        prefix_exact_tokens=exact,
+        reused_tokens=reused,
+        recomputed_tokens=recomputed,
+        computed_tokens=computed,
+        check_layers=tuple(fields.get("check_layers") or ()),
+        stopped_at_layer=fields.get("stopped_at_layer"),
         recompute_fraction=float(fields.get("recompute_fraction") or 0.0),
         weave_s=max(0.0, durations.ttft_s - durations.queue_s),
-        parameters=fields.get("parameters") or report.parameters,
+        parameters=fields.get("parameters") or choice.parameters,
         engine_cached_tokens=int(fields.get("engine_cached_tokens") or 0),
         hits={str(tier): int(tokens) for tier, tokens in (fields.get("hits") or {}).items()},
     )
