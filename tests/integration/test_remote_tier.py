@@ -15,6 +15,7 @@ import torch
 from chunkweave.errors import UsageError, install_extra
 from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource, make_codec
 from chunkweave.store.records import SegmentRecord
+from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.blobs import BlobKey, BlobRefused, BlobStore, FsspecBlobs, RedisBlobs, open_blobs, without_secrets
 from chunkweave.tiers.remote import RemoteTier
 from chunkweave.tiers.segment_file import write_segment
@@ -121,12 +122,18 @@ def test_the_header_of_a_usual_chunk_takes_one_read(blobs: BlobStore, monkeypatc
     assert len(reads) == 1
 
 
-def test_the_list_is_bounded(blobs: BlobStore, caplog: pytest.LogCaptureFixture) -> None:
-    tier = RemoteTier(blobs, FINGERPRINT, max_listed=3)
-    for seed in range(5):
+def test_a_list_that_ends_at_its_bound_is_an_error(blobs: BlobStore) -> None:
+    """Else a removal would count as complete, and the rest would be used again."""
+    tier, listed = RemoteTier(blobs, FINGERPRINT, max_listed=3), []
+    for seed in range(3):
         tier.put(*make_segment(seed))
     assert len(list(tier.records())) == 3
-    assert "more than 3 segments" in caplog.text
+    tier.put(*make_segment(3))
+    with pytest.raises(OSError, match="more than 3 are not listed"):
+        listed.extend(tier.records())
+    store = SegmentStore(tier, budget_bytes=1 << 40, shared=True, load=False)
+    assert not store.withdraw(lambda _: True).complete
+    assert tier.clear() == 1
 
 
 def test_concurrent_clients(blobs: BlobStore) -> None:
@@ -210,7 +217,7 @@ def test_another_format_is_refused_and_stays(blobs: BlobStore) -> None:
     for _ in range(5):
         assert tier.get(key.segment) is None
     assert list(tier.records()) == []
-    assert (tier.stats.refused, tier.stats.garbage) == (5, 0)
+    assert (tier.stats.refused, tier.stats.garbage) == (6, 0)
     assert not tier.breaker.is_open
     assert blobs.get(key) == newer
 

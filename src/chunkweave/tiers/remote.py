@@ -304,26 +304,40 @@ class RemoteTier:
     def records(self) -> Iterator[SegmentRecord]:
         """Records of this fingerprint in the remote, fetched while iterating: two calls per segment, and the pages.
 
-        Ends early, with a warning, at `max_listed` segments. Damaged segments and other format versions are skipped.
+        Damaged segments are skipped and counted (`garbage`), other format versions too (`refused`).
 
         Raises:
-            OSError: the remote stops answering.
+            OSError: the remote stops answering, or has more than `max_listed` segments. Those before were listed.
         """
         keys = self._blobs.keys(self.fingerprint)
         seen: set[SegmentId] = set()
-        while len(seen) < self._max_listed:
+        while True:
             try:
                 key = self._calls.call(lambda: next(keys, None), retry=False)
                 if key is None:
                     return
                 if key.segment in seen:
                     continue
+                if len(seen) == self._max_listed:
+                    raise OSError(f"more than {self._max_listed} are not listed")
                 seen.add(key.segment)
                 records = self._calls.call(lambda key=key: self._find(key))  # type: ignore[misc]
             except OSError as error:
                 raise OSError(f"the list of the remote store ends after {len(seen)} segments: {error}") from error
             yield from records
-        logger.warning("the remote store holds more than %d segments; the rest is not listed", self._max_listed)
+
+    def clear(self) -> int:
+        """Delete every blob of this fingerprint, also damaged ones and other format versions; returns their number.
+
+        Raises:
+            OSError: the remote did not list or confirm all of them. Those before are deleted.
+        """
+        keys = self._blobs.keys(self.fingerprint)
+        deleted: set[SegmentId] = set()  # a key may occur twice
+        while (key := self._calls.call(lambda: next(keys, None), retry=False)) is not None:
+            self.delete(key.segment)
+            deleted.add(key.segment)
+        return len(deleted)
 
     def _fetch(self, key: BlobKey) -> MemorySegment | None:
         data = self._blobs.get(key, self._max_bytes + 1)
@@ -346,8 +360,12 @@ class RemoteTier:
             if header is None:
                 return []
             self._require_own(header, key)
-        except (RemoteGarbage, BlobRefused) as error:
-            logger.debug("segment %s of the remote store is skipped: %s", key.segment, error)
+        except RemoteGarbage as error:
+            self._note_garbage(key.segment, str(error))
+            return []
+        except BlobRefused as refused:
+            logger.debug("segment %s of the remote store is skipped: %s", key.segment, refused)
+            self._count(refused=1)
             return []
         return [header.record]
 
