@@ -204,6 +204,18 @@ def test_clear_is_honest_about_files_that_cannot_be_read(cache):
     assert (cleared["removed"], cleared["unknown"]) == (0, 1)
 
 
+def test_clear_is_honest_about_the_remote_and_empties_it_of_a_whole_model(documents, tmp_path):
+    cache, remote = tmp_path / "cache", tmp_path / "remote"
+    where = ("--remote-url", f"file://{remote}")
+    warm(cache, documents, *where)
+    flip(segment_files(remote)[0], 100)
+    cleared = json_of("cache", "clear", cache, "--document", "nowhere.md", *where, code=1)
+    assert (cleared["removed"], cleared["remote_removed"], cleared["unknown"]) == (0, 0, 1)
+    cleared = json_of("cache", "clear", cache, "--all", "--yes", *where)
+    assert cleared["removed"] == cleared["remote_removed"] > 0
+    assert segment_files(cache) == segment_files(remote) == []
+
+
 def test_clear_says_what_it_could_not_remove(cache, monkeypatch):
     def refused(*_arguments, **_options):
         raise PermissionError("read-only file system")

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count, groupby
@@ -15,19 +15,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from chunkweave.cli.ask import computing
-from chunkweave.cli.console import Output, counted, progress, size, status, stderr, table_of
+from chunkweave.cli.console import Output, counted, progress, size, status, table_of
 from chunkweave.cli.options import DocumentOptions, ModelOptions, Only, with_blocks
 from chunkweave.config import CaptureConfig, ReuseConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import OWN_FILES
 from chunkweave.planning.method import prefer_mean
-from chunkweave.store.records import ANYTHING
-from chunkweave.store.shared_folder import DTYPE_FILE, REMOVED_FILE, Tombstones
-from chunkweave.types import Chunk, SegmentId
+from chunkweave.store.records import SegmentRecord
+from chunkweave.store.shared_folder import DTYPE_FILE, REMOVED_FILE
+from chunkweave.types import Chunk, ChunkId, SegmentId
 
 if TYPE_CHECKING:
     from chunkweave.engine.engine import Engine
-    from chunkweave.tiers.blobs import BlobKey, BlobStore
     from chunkweave.tiers.disk import DiskTier
     from chunkweave.tiers.segment_header import SegmentHeader
 
@@ -62,19 +61,23 @@ class CacheFolder:
         if not self.fingerprints and names.keys() - {REMOVED_FILE, DTYPE_FILE}:
             raise UsageError(f"{root} is no cache directory: it holds other files, and no model's folder of segments")
 
-    def tiers(self, fingerprint: str | None = None) -> Iterator["DiskTier"]:
-        """The disk tier of every model, or of the models whose fingerprint begins with `fingerprint`.
+    def chosen(self, fingerprint: str | None) -> list[str]:
+        """The models whose fingerprint begins with `fingerprint`; None: all.
 
         Raises:
             UsageError: there is no such fingerprint.
         """
-        from chunkweave.tiers.disk import DiskTier
-
         chosen = [name for name in self.fingerprints if name.startswith(fingerprint or "")]
         if fingerprint is not None and not chosen:
             available = ", ".join(self.fingerprints) or "none"
             raise UsageError(f"no fingerprint {fingerprint!r} in {self.root}; there are: {available}")
-        for name in chosen:
+        return chosen
+
+    def tiers(self, fingerprint: str | None = None) -> Iterator["DiskTier"]:
+        """The disk tiers of `chosen` models."""
+        from chunkweave.tiers.disk import DiskTier
+
+        for name in self.chosen(fingerprint):
             yield DiskTier(self.root, name)
 
     def headers(self, tier: "DiskTier") -> "dict[SegmentId, SegmentHeader]":
@@ -313,25 +316,15 @@ class SegmentOptions:
         """Whether no option restricts the selection."""
         return self.whole_models and self.fingerprint is None
 
-    def of(self, headers: Mapping[SegmentId, "SegmentHeader"]) -> tuple[set[SegmentId], set[SegmentId]]:
-        """Ids of a model's segments that match, and ids of others that attended to a chunk of these."""
-        records = {segment: header.record for segment, header in headers.items()}
-        fitting = {
-            segment
-            for segment, record in records.items()
-            if (self.document is None or self.document in (record.source, record.document))
-            and (self.chunk is None or record.chunk_id.startswith(self.chunk))
-        }
-        if self.whole_models:
-            return fitting, set()
-        gone = {records[segment].chunk_id for segment in fitting}
-        if self.chunk is not None and self.document is None:  # perhaps only segments that attended to it are left
-            read = {chunk for record in records.values() for chunk in record.sources}
-            gone |= {chunk for chunk in read if chunk.startswith(self.chunk)}
-        if gone:
-            gone.add(ANYTHING)
-        readers = {segment for segment, record in records.items() if not gone.isdisjoint(record.sources)}
-        return fitting, readers - fitting
+    def chunks(self, records: Iterable[SegmentRecord]) -> frozenset[ChunkId]:
+        """The chunks to remove, among those that a model's `records` hold or have read."""
+        named: set[ChunkId] = set()
+        for record in records:
+            if self.document is None or self.document in (record.source, record.document):
+                named.add(record.chunk_id)
+            if self.document is None:  # perhaps only segments that have read it are left
+                named |= record.sources
+        return frozenset(chunk for chunk in named if chunk.startswith(self.chunk or ""))
 
 
 @dataclass(slots=True)
@@ -355,6 +348,14 @@ class _Cleared:
         """Whether all chosen segments are certainly removed."""
         return not (self.failed or self.unknown or self.remote_error)
 
+    @contextmanager
+    def remote_calls(self) -> Iterator[None]:
+        """Note an error of the remote instead of raising it."""
+        try:
+            yield
+        except OSError as error:
+            self.remote_error = str(error)
+
 
 @app.command()
 @with_blocks
@@ -372,113 +373,71 @@ def clear(
     warm` with those documents computes them again. Exit code 1 if a segment could not be removed, or if unreadable
     files may be among them.
     """
-    remote_url = remote.remote_url
     if everything != chosen.everything:
         raise UsageError("say what to remove: --document, --chunk or --fingerprint, or --all")
     folder = CacheFolder(chosen.cache_dir)
     if everything and not yes:
         typer.confirm(f"Remove every segment in {chosen.cache_dir}?", abort=True, err=True)
+    from chunkweave.weaving.stores import UNBOUNDED_BYTES
+
+    # A store evicts down to its budget when it is opened.
+    config = replace(remote, cache_dir=folder.root, disk_budget_bytes=UNBOUNDED_BYTES)
     cleared = _Cleared()
-    tiers = _tiers(folder, chosen.fingerprint, remote=remote_url is not None)
     with status("removing segments"):
-        for tier in tiers:
-            _clear_model(folder, tier, chosen, cleared, remote_url)
+        for fingerprint in _fingerprints(folder, chosen.fingerprint, remote=config.remote_url is not None):
+            _clear_model(config, fingerprint, chosen, cleared)
     output.show(_summary(cleared))
     output.finish(asdict(cleared))
     if not cleared.complete:
         raise typer.Exit(1)
 
 
-def _tiers(folder: CacheFolder, fingerprint: str | None, *, remote: bool) -> list["DiskTier"]:
-    """Disk tiers of the chosen models. With a remote, the model of a whole fingerprint need not be in the folder."""
+def _fingerprints(folder: CacheFolder, fingerprint: str | None, *, remote: bool) -> list[str]:
+    """The chosen models. With a remote, the model of a whole fingerprint need not be in the folder."""
     if remote and fingerprint is not None and not any(name.startswith(fingerprint) for name in folder.fingerprints):
-        from chunkweave.tiers.disk import DiskTier
-
-        return [DiskTier(folder.root, fingerprint)]
-    return list(folder.tiers(fingerprint))
+        return [fingerprint]
+    return folder.chosen(fingerprint)
 
 
-def _clear_model(
-    folder: CacheFolder, tier: "DiskTier", chosen: SegmentOptions, cleared: _Cleared, remote_url: str | None
-) -> None:
-    from chunkweave.tiers.blobs import BlobKey, open_blobs
+def _clear_model(config: StoreConfig, fingerprint: str, chosen: SegmentOptions, cleared: _Cleared) -> None:
+    """Remove the chosen segments of one model from the remote, if there is one, and from the disk."""
+    from chunkweave.tiers.disk import DiskTier
+    from chunkweave.tiers.remote import RemoteTier
+    from chunkweave.weaving.stores import slow_levels
 
-    name = tier.folder.name
-    on_disk = folder.headers(tier)
-    if remote_url is None:
-        fitting, readers = chosen.of(on_disk)
-    else:
-        blobs = open_blobs(remote_url)
-        try:
-            remote = _remote_headers(blobs, name, chosen, on_disk.keys(), cleared)
-            fitting, readers = chosen.of({**on_disk, **{key: header for key, header in remote.items() if header}})
-            unread = {segment for segment, header in remote.items() if header is None}
-            doomed = fitting | readers | (unread if chosen.whole_models else set())
-            _clear_remote(blobs, {BlobKey(name, segment) for segment in doomed}, cleared)
-        finally:
-            blobs.close()
-    cleared.readers += len(readers)
-    doomed_here = (fitting | readers) & on_disk.keys()
-    undeleted = {segment for segment in doomed_here if not _deleted(tier, segment)}
-    removed = Tombstones(folder.root, name, "disk")
-    removed.add(on_disk[segment].record for segment in undeleted)
-    removed.discard(doomed_here - undeleted)
-    if chosen.whole_models:
-        tier.repair()
-    cleared.failed += sorted(undeleted)
-    cleared.removed += len(doomed_here - undeleted)
-    cleared.removed_bytes += sum(on_disk[segment].record.nbytes for segment in doomed_here - undeleted)
-    cleared.unknown += sum(problem.problem.value in ("corrupt", "unreadable") for problem in tier.problems())
+    levels = {level.name: level.store for level in slow_levels(config, fingerprint)}
+    on_disk = {record.id: record for record in levels["disk"].tier.records()}
+    in_remote: dict[SegmentId, SegmentRecord] = {}
+    remote = levels["remote"].tier if "remote" in levels else None
+    if isinstance(remote, RemoteTier) and not chosen.whole_models:
+        with cleared.remote_calls():
+            in_remote.update((record.id, record) for record in remote.records())
+        cleared.unknown += remote.stats.garbage + remote.stats.refused
+    gone = chosen.chunks([*on_disk.values(), *in_remote.values()])
 
+    def is_doomed(record: SegmentRecord) -> bool:
+        return chosen.whole_models or (bool(gone) and record.depends_on(gone))
 
-def _deleted(tier: "DiskTier", segment: SegmentId) -> bool:
-    try:
-        tier.delete(segment)
-    except OSError:
-        return False
-    return True
-
-
-def _remote_headers(
-    blobs: "BlobStore", fingerprint: str, chosen: SegmentOptions, header_ids: Collection[SegmentId], cleared: _Cleared
-) -> dict[SegmentId, "SegmentHeader | None"]:
-    """Headers of a model's segments in the remote that are not among `header_ids`; None where only the id is needed.
-
-    Reads the blobs without the tier's deadlines and circuit breaker: a miss because of a timeout must not count as a
-    deletion.
-    """
-    from chunkweave.tiers.remote import fetch_header
-    from chunkweave.tiers.segment_header import SegmentRefused
-
-    headers: dict[SegmentId, SegmentHeader | None] = {}
-    with _asked(blobs, cleared):
-        for key in blobs.keys(fingerprint):
+    doomed = {segment: record for segment, record in {**in_remote, **on_disk}.items() if is_doomed(record)}
+    cleared.readers += sum(record.chunk_id not in gone for record in doomed.values())
+    if isinstance(remote, RemoteTier):
+        with cleared.remote_calls():
             if chosen.whole_models:
-                headers[key.segment] = None
-            elif key.segment not in header_ids:
-                try:
-                    header = fetch_header(blobs, key)
-                except SegmentRefused as refused:
-                    stderr().print(f"segment {key.segment} in the remote cannot be read: {refused}", markup=False)
-                    cleared.unknown += 1
-                else:
-                    headers |= {} if header is None else {key.segment: header}
-    return headers
-
-
-def _clear_remote(blobs: "BlobStore", keys: "Iterable[BlobKey]", cleared: _Cleared) -> None:
-    with _asked(blobs, cleared):
-        for key in keys:
-            cleared.remote_removed += blobs.size(key) is not None
-            blobs.delete(key)
-
-
-@contextmanager
-def _asked(blobs: "BlobStore", cleared: _Cleared) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        cleared.remote_error = f"{blobs.name}: {error}"
+                cleared.remote_removed += remote.clear()
+            for segment in doomed:
+                remote.delete(segment)
+                cleared.remote_removed += segment in in_remote
+        remote.close()
+    removal = levels["disk"].withdraw(is_doomed)
+    disk = levels["disk"].tier
+    assert isinstance(disk, DiskTier)
+    if chosen.whole_models:
+        disk.repair()
+    left = {record.id for record in removal.left}
+    cleared.removed += removal.removed
+    cleared.removed_bytes += sum(on_disk[segment].nbytes for segment in doomed.keys() & on_disk.keys() - left)
+    cleared.failed += sorted(left)
+    cleared.unknown += sum(problem.problem.value in ("corrupt", "unreadable") for problem in disk.problems())
 
 
 def _summary(cleared: _Cleared) -> str:

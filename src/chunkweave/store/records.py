@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -238,6 +238,11 @@ class SegmentRecord:
     def sources(self) -> frozenset[ChunkId]:
         """All ids that its KV depends on, without the chunk itself."""
         return frozenset(self.read).union(*(self.contexts or (self.context,)))
+
+    def depends_on(self, chunks: Set[ChunkId]) -> bool:
+        """Whether it is the KV of one of `chunks` or depends on one, or on chunks that are not known (`ANYTHING`)."""
+        sources = self.sources
+        return self.chunk_id in chunks or ANYTHING in sources or not sources.isdisjoint(chunks)
 
     @property
     def path(self) -> tuple[ChunkId, ...]:

@@ -15,7 +15,6 @@ from chunkweave.store.index import PromptLookup, RequestUse, StoreFollower, Tier
 from chunkweave.store.level import BackgroundWriter, Level, VariantKeeper, VariantLimits, Write
 from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.store.records import (
-    ANYTHING,
     Ages,
     Removal,
     SegmentRecord,
@@ -364,8 +363,8 @@ class TieredStore(Generic[PayloadT]):
         Raises:
             NotRemovedError: a copy is still there, or may be. All others were dropped.
         """
-        gone = frozenset(chunks) | {ANYTHING}
-        return self._remove_all(lambda record: record.chunk_id in gone or not gone.isdisjoint(record.sources))
+        gone = frozenset(chunks)
+        return self._remove_all(lambda record: record.depends_on(gone))
 
     def drop_first_passes(self, chunks: Collection[ChunkId], *, alone: bool = False) -> int:
         """Remove the first-pass segments of those of `chunks` that have a stored mean.

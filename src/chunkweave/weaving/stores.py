@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_UNBOUNDED_BYTES = 1 << 62
+UNBOUNDED_BYTES = 1 << 62
 _LEAST_QUEUE_BYTES = 64 << 20
 _MOST_QUEUE_BYTES = 1 << 30
 
@@ -165,7 +165,7 @@ def open_store(
         max_bytes=min(max(config.host_budget_bytes // 4, _LEAST_QUEUE_BYTES), _MOST_QUEUE_BYTES)
     )
     prefill_s = None if cost is None else cost.prefill
-    levels = [*_memory(config, device, prefill_s, streams), *_slow(config, fingerprint, prefill_s)]
+    levels = [*_memory(config, device, prefill_s, streams), *slow_levels(config, fingerprint, prefill_s)]
     store = TieredStore(
         levels,
         admission=config.admission,
@@ -261,7 +261,10 @@ def _memory(
     yield Level("host", _store(config, host, config.host_budget_bytes, prefill_s))
 
 
-def _slow(config: StoreConfig, fingerprint: str, prefill_s: PrefillSeconds | None) -> Iterator[Level[SegmentSource]]:
+def slow_levels(
+    config: StoreConfig, fingerprint: str, prefill_s: PrefillSeconds | None = None
+) -> Iterator[Level[SegmentSource]]:
+    """The levels of a configuration that outlive the process: disk and remote, as far as it has them."""
     if config.cache_dir is not None:
         from chunkweave.tiers.disk import DiskTier
 
@@ -278,7 +281,7 @@ def _slow(config: StoreConfig, fingerprint: str, prefill_s: PrefillSeconds | Non
         remote = RemoteTier(
             blobs, fingerprint, codec=make_codec(config.codec), ttl_s=config.ttl_s if blobs.expires else None
         )
-        budget_bytes = _UNBOUNDED_BYTES if config.remote_budget_bytes is None else config.remote_budget_bytes
+        budget_bytes = UNBOUNDED_BYTES if config.remote_budget_bytes is None else config.remote_budget_bytes
         removed = Tombstones(config.cache_dir, fingerprint, blobs.name)
         # Listing a remote takes a round trip per segment, so it is only probed.
         store = _store(config, remote, budget_bytes, prefill_s, shared=True, load=False, removed=removed)
