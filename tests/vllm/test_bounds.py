@@ -1,13 +1,11 @@
 """What the plug-in keeps of requests that have ended, and what it says of wrong ones, has a bound."""
 
-from collections import Counter
-
 import pytest
 
 from chunkweave.vllm import scheduler
 from chunkweave.vllm.orders import StepResults
 from chunkweave.vllm.scheduler import ConnectorScheduler
-from tests.vllm.test_scheduler import BOS, CHUNKS, FakeBlocks, FakeRequest, side, woven
+from tests.vllm.test_scheduler import BOS, CHUNKS, FakeRequest, begun, side, stored_chunks, woven
 
 __all__ = ["side"]
 WOVEN = {**CHUNKS, "method": "cacheblend"}
@@ -19,11 +17,8 @@ def ids_of(number: int) -> list[int]:
 
 def answered(side: ConnectorScheduler, number: int, recomputed: int) -> None:
     """A prompt of its own was woven, and so many of its positions recomputed."""
-    before, request = (FakeRequest(WOVEN, name=f"{name}{number}", ids=ids_of(number)) for name in "ab")
-    side.add(before)
-    parts = list(side._requests[before.request_id].request.stored_parts())
-    side.finished(before)
-    side.note(StepResults(copies=Counter(part.id for part in parts)), set())
+    stored_chunks(side, 0, 1, 2, params=WOVEN, ids=ids_of(number), exact=False)
+    request = FakeRequest(WOVEN, ids=ids_of(number))
     woven(side, request)
     spans = {"prefix-exact": [[0, 1]], "reused": [[1, 121]], "computed": [[121, 131]]}
     report = {"method": "cacheblend", "prompt_tokens": 131, "computed_tokens": 10, "kv_sources": spans}
@@ -34,9 +29,7 @@ def answered(side: ConnectorScheduler, number: int, recomputed: int) -> None:
 def found_again(side: ConnectorScheduler, number: int) -> dict:
     """What is reported of a prompt which vLLM finds in its own cache."""
     request = FakeRequest(WOVEN, name="again", ids=ids_of(number))
-    side.add(request)
-    side.matched(request, 128)
-    side.allocated(request, FakeBlocks(), 0)
+    begun(side, request, 128)
     return side.finished(request)[1]["chunkweave"]
 
 

@@ -116,11 +116,28 @@ def stored_chunks(
     side.note(StepResults(copies=copies), set())
 
 
+def by(method: str, *, name: str = "a", ids=IDS, salt: str | None = None, **more: Any) -> FakeRequest:
+    """A request for the chunks by a method, and what else it says of them."""
+    return FakeRequest({**CHUNKS, "method": method, **more}, name=name, ids=ids, salt=salt)
+
+
+def asks(side: ConnectorScheduler, request: FakeRequest, local: int = 0) -> int | None:
+    """A request comes in; how many tokens are brought to it."""
+    side.add(request)
+    return side.matched(request, local)
+
+
+def begun(side: ConnectorScheduler, request: FakeRequest, local: int = 0) -> int:
+    """A request comes in and gets blocks; how many tokens are brought to it."""
+    external = asks(side, request, local)
+    assert external is not None
+    side.allocated(request, FakeBlocks(), external)
+    return external
+
+
 def woven(side: ConnectorScheduler, request: FakeRequest, local: int = 0):
     """Schedule a request's weave; returns its order."""
-    side.add(request)
-    external = side.matched(request, local)
-    side.allocated(request, FakeBlocks(), external)
+    begun(side, request, local)
     (order,) = side.orders(step()).weaves
     return order
 
@@ -128,10 +145,9 @@ def woven(side: ConnectorScheduler, request: FakeRequest, local: int = 0):
 def test_blocks_may_be_given_steps_after_the_match_or_never(side):
     """vLLM may wait until earlier steps no longer read the blocks."""
     stored_chunks(side, 0, 1)
-    requests = [FakeRequest({**CHUNKS, "method": "cacheblend"}, name=name) for name in ("late", "never")]
+    requests = [by("cacheblend", name=name) for name in ("late", "never")]
     for request in requests:
-        side.add(request)
-        assert side.matched(request, 0) == 91
+        assert asks(side, request) == 91
     for _ in range(2):
         assert not side.orders(step()).weaves
     side.allocated(requests[0], FakeBlocks(), 91)
@@ -140,44 +156,36 @@ def test_blocks_may_be_given_steps_after_the_match_or_never(side):
     assert not side.orders(step()).cancelled
 
 
-def test_a_request_without_chunks_is_left_as_it_is(side):
-    for request in (FakeRequest(), FakeRequest(name="b")):
-        side.add(request)
-        assert request.block_hashes == request.plain
-        assert request.cache_salt is None
-        assert side.matched(request, 0) == 0
-        side.allocated(request, FakeBlocks(), 0)
-        assert side.finished(request) == (False, None)
+@pytest.mark.parametrize("params", [None, "nonsense", {"other": 1}], ids=["none", "no object", "somebody else's"])
+def test_a_request_without_chunks_is_left_as_it_is(side, params):
+    request = FakeRequest()
+    request.kv_transfer_params = params
+    assert begun(side, request) == 0
+    assert request.block_hashes == request.plain
+    assert request.cache_salt is None
+    assert side.finished(request) == (False, None)
     orders = side.orders(step([("a", 0, 20)]))
     assert orders.weaves == orders.saves == orders.cancelled == []
 
 
 def test_what_is_woven_has_its_blocks_apart_from_others(side):
-    request = FakeRequest({**CHUNKS, "method": "cacheblend"}, salt="tenant")
-    side.add(request)
-    assert request.cache_salt.startswith("tenant|chunkweave-1:")
-    assert request.shared_blocks == 0
-    again, other = (FakeRequest({**CHUNKS, "method": one}, name=one) for one in ("cacheblend", "epic"))
-    for one in (again, other):
-        one.cache_salt = "tenant"
-        side.add(one)
-    assert again.block_hashes == request.block_hashes
-    assert not set(other.block_hashes) & set(request.block_hashes)
-
-
-def test_an_exact_request_shares_all_its_blocks(side):
-    request = FakeRequest({**CHUNKS, "method": "prefix"}, salt="tenant")
-    side.add(request)
-    assert (request.cache_salt, request.block_hashes) == ("tenant", request.plain)
+    methods = ("cacheblend", "cacheblend", "epic", "prefix")
+    requests = [by(method, name=str(number), salt="tenant") for number, method in enumerate(methods)]
+    for request in requests:
+        side.add(request)
+    woven, again, other, exact = requests
+    assert woven.cache_salt.startswith("tenant|chunkweave-1:")
+    assert woven.shared_blocks == 0
+    assert again.block_hashes == woven.block_hashes
+    assert not set(other.block_hashes) & set(woven.block_hashes)
+    assert (exact.cache_salt, exact.block_hashes) == ("tenant", exact.plain)
 
 
 def test_a_full_prefill_shares_no_block_and_is_stored_under_the_tenants_salt(side):
-    first, again = (FakeRequest({**CHUNKS, "method": "full"}, salt="tenant") for _ in range(2))
+    first, again = (by("full", salt="tenant") for _ in range(2))
     for request in (first, again):  # of the same id, as an engine may be given it
-        side.add(request)
+        assert begun(side, request) == 0
         assert request.shared_blocks == 0
-        assert side.matched(request, 0) == 0
-        side.allocated(request, FakeBlocks(), 0)
         (save,) = side.orders(step([("a", 0, 131)])).saves
         assert (save.saved, save.computed, save.exact) == (0, 131, True)
         side.note(StepResults(saved=Counter({save.number: 1})), set())
@@ -185,28 +193,22 @@ def test_a_full_prefill_shares_no_block_and_is_stored_under_the_tenants_salt(sid
         assert (report["method"], report["computed_tokens"]) == ("full", 131)
     assert not set(first.block_hashes) & set(again.block_hashes)
     stored_chunks(side, 0, 1, salt="tenant")
-    other = FakeRequest({**CHUNKS, "method": "full"}, name="b", salt="tenant")
-    side.add(other)
-    assert side.matched(other, 0) == 0
-    prefix = FakeRequest({**CHUNKS, "method": "prefix"}, name="c", salt="tenant")
-    side.add(prefix)
-    assert side.matched(prefix, 0) == 91 // BLOCK * BLOCK
+    assert asks(side, by("full", name="b", salt="tenant", capture=True)) == 0
+    assert asks(side, by("prefix", name="c", salt="tenant")) == 91 // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize(("stored", "exact"), [((), 1), ((0,), 41), ((1,), 1), ((0, 1), 91), ((0, 1, 2), len(IDS))])
 def test_a_woven_request_shares_the_blocks_of_the_exact_path(side, stored, exact):
     stored_chunks(side, *stored)
     stored_chunks(side, 0, 1, 2, exact=False)
-    request = FakeRequest({**CHUNKS, "method": "cacheblend"})
+    request = by("cacheblend")
     order = woven(side, request)
     assert (request.shared_blocks, order.exact) == (exact // BLOCK, exact)
 
 
 def test_what_is_exact_in_vllms_own_cache_is_saved_if_the_stores_lack_it(side):
     stored_chunks(side, 0)
-    request = FakeRequest({**CHUNKS, "method": "prefix"})
-    side.add(request)
-    assert side.matched(request, 112) == 0
+    assert asks(side, by("prefix"), 112) == 0
     (save,) = side.orders(step([("a", 112, 19)])).saves
     assert (save.saved, save.computed, save.exact) == (0, 131, True)
     assert not side.orders(step(cached=[("a", 131, 1)])).saves
@@ -214,9 +216,8 @@ def test_what_is_exact_in_vllms_own_cache_is_saved_if_the_stores_lack_it(side):
 
 def test_a_wrong_request_is_served_and_reported(side):
     request = FakeRequest({"chunks": []})
-    side.add(request)
+    assert asks(side, request) == 0
     assert request.block_hashes == request.plain
-    assert side.matched(request, 0) == 0
     assert side.finished(request)[1] == {
         "chunkweave": {"error": "chunks must name at least one chunk, and no empty one"}
     }
@@ -226,60 +227,37 @@ def test_a_wrong_request_is_served_and_reported(side):
 def test_a_prompt_with_an_image_is_never_matched_and_never_stored(side):
     """Tokens of an image have KV that its ids do not tell; the same ids as text find nothing of it."""
     seen = FakeRequest(CHUNKS, name="seen", images=["an image"])
-    side.add(seen)
-    assert side.matched(seen, 0) == 0
-    side.allocated(seen, FakeBlocks(), 0)
+    assert begun(side, seen) == 0
     assert not side.orders(step([("seen", 0, len(IDS))])).saves
     reason = "its prompt has parts that are not text, such as images"
     assert side.finished(seen) == (False, {"chunkweave": {"error": reason}})
     assert seen.block_hashes == seen.plain
     stored_chunks(side, 0, 1, 2)
     assert side.matched(seen, 0) == 0
-    text = FakeRequest(CHUNKS, name="text")
-    side.add(text)
-    assert side.matched(text, 0) > 0
-
-
-def test_parameters_that_are_no_object_are_not_ours(side):
-    request = FakeRequest()
-    request.kv_transfer_params = "nonsense"
-    side.add(request)
-    assert side.finished(request) == (False, None)
-
-
-def test_nothing_is_woven_while_nothing_is_stored(side):
-    request = FakeRequest(CHUNKS)
-    side.add(request)
-    assert side.matched(request, 0) == 0
+    assert asks(side, FakeRequest(CHUNKS, name="text")) > 0
 
 
 @pytest.mark.parametrize(("stored", "stop"), [((0,), 41), ((1,), 91), ((0, 2), 121), ((2,), 121)])
 def test_the_weave_ends_where_the_last_stored_chunk_ends(side, stored, stop):
     stored_chunks(side, *stored, exact=False)
-    request = FakeRequest({**CHUNKS, "method": "cacheblend"})
-    side.add(request)
-    assert side.matched(request, 0) == stop
+    request = by("cacheblend")
+    assert asks(side, request) == stop
     assert side.matched(request, 32) == stop - 32
     assert side.matched(request, 128) == 0
 
 
-@pytest.mark.parametrize(("stored", "stop"), [((0,), 32), ((0, 1), 80), ((1,), 0), ((0, 2), 32), ((1, 2), 0)])
+@pytest.mark.parametrize(("stored", "stop"), [((), 0), ((0,), 32), ((0, 1), 80), ((1,), 0), ((0, 2), 32), ((1, 2), 0)])
 def test_an_exact_weave_ends_with_the_last_whole_block_of_the_exact_path(side, stored, stop):
     """What no weave makes fewer, vLLM computes sooner; and its own prefix cache would leave it as many tokens."""
     stored_chunks(side, *stored)
     stored_chunks(side, 0, 1, 2, exact=False)
-    request = FakeRequest({**CHUNKS, "method": "prefix"})
-    side.add(request)
-    assert side.matched(request, 0) == stop
-    side.allocated(request, FakeBlocks(), stop)
+    assert begun(side, by("prefix")) == stop
     assert len(side.orders(step()).weaves) == (stop > 0)
 
 
 def test_one_token_is_left_for_vllm(side):
     stored_chunks(side, 0, 1, 2)
-    request = FakeRequest({**CHUNKS, "method": "epic"}, ids=IDS[:121])
-    side.add(request)
-    assert side.matched(request, 0) == 120
+    assert asks(side, by("epic", ids=IDS[:121])) == 120
     whole = FakeRequest({"chunks": [[1, 41], [41, 128]]}, name="whole", ids=IDS[:128])
     side.add(whole)
     parts = side._requests["whole"].segments
@@ -292,22 +270,12 @@ def test_chunks_of_another_salt_or_adapter_do_not_count(side, tmp_path):
     adapter = LoRARequest("adapter", 3, str(tmp_path))
     stored_chunks(side, 0, 1, 2)
     for request in (FakeRequest(CHUNKS, salt="tenant"), FakeRequest(CHUNKS, lora=adapter)):
-        side.add(request)
-        assert side.matched(request, 0) == 0
+        assert asks(side, request) == 0
         side.finished(request)
     stored_chunks(side, 0, 1, lora=adapter)
     for number in (3, 4):  # the same files under another name
-        request = FakeRequest(CHUNKS, name=str(number), lora=LoRARequest(f"adapter {number}", number, str(tmp_path)))
-        side.add(request)
-        assert side.matched(request, 0) == 80
-
-
-def test_a_chunk_that_left_the_store_does_not_count(side):
-    stored_chunks(side, 0, 2)
-    side.note(StepResults(copies=Counter(dict.fromkeys(side._stored._copies, -1))), set())
-    request = FakeRequest(CHUNKS)
-    side.add(request)
-    assert side.matched(request, 0) == 0
+        lora = LoRARequest(f"adapter {number}", number, str(tmp_path))
+        assert asks(side, FakeRequest(CHUNKS, name=str(number), lora=lora)) == 80
 
 
 def test_a_weave_is_ordered_once_into_the_requests_blocks(side):
@@ -326,8 +294,7 @@ def test_idle_means_that_no_other_request_is_computed(side):
 
 
 def test_parts_are_saved_in_the_step_that_completes_them(side):
-    side.add(FakeRequest(CHUNKS))
-    assert side.matched(FakeRequest(CHUNKS), 0) == 0
+    assert asks(side, FakeRequest(CHUNKS)) == 0
     assert not side.orders(step([("a", 0, 40)])).saves
     (save,) = side.orders(step(cached=[("a", 40, 40)])).saves
     assert (save.saved, save.computed, save.block_ids, save.exact) == (0, 80, BY_GROUP, True)
@@ -341,8 +308,7 @@ def test_blocks_are_kept_until_every_rank_has_copied_them():
     side.begin_with(dict.fromkeys(range(2), Holdings(frozenset(), False)))
     numbers = {}
     for name in "abc":
-        side.add(FakeRequest(CHUNKS, name=name))
-        side.matched(FakeRequest(CHUNKS, name=name), 0)
+        asks(side, FakeRequest(CHUNKS, name=name))
         (save,) = side.orders(step([(name, 0, 131)])).saves
         numbers[name] = save.number
     side.note(StepResults(saved=Counter({numbers["a"]: 1, numbers["b"]: 2})), set())
@@ -356,8 +322,7 @@ def test_blocks_are_kept_until_every_rank_has_copied_them():
 
 def test_preemption_takes_the_blocks_which_workers_are_told_in_that_step(side):
     request = FakeRequest(CHUNKS)
-    side.add(request)
-    side.matched(request, 0)
+    asks(side, request)
     (save,) = side.orders(step([("a", 0, 131)])).saves
     assert side.orders(step(preempted=["a", "plain"])).preempted == {"a"}
     assert not side.orders(step()).preempted
@@ -368,27 +333,19 @@ def test_preemption_takes_the_blocks_which_workers_are_told_in_that_step(side):
 @pytest.mark.parametrize("method", ["prefix", "epic"])
 def test_what_is_to_be_copied_is_woven_as_if_it_were_stored(side, method):
     """Workers copy it before they weave. What could not be stored is expected no longer."""
-    first = FakeRequest({**CHUNKS, "method": method})
-    side.add(first)
-    side.matched(first, 0)
+    asks(side, by(method))
     (save,) = side.orders(step([("a", 0, 131)])).saves
     stop = 112 if method == "prefix" else 121
     for name, saved, tokens in (("b", {}, stop), ("c", {save.number: 1}, 0)):
         side.note(StepResults(saved=Counter(saved)), set())
-        request = FakeRequest({**CHUNKS, "method": method}, name=name)
-        side.add(request)
-        assert side.matched(request, 0) == tokens
+        assert asks(side, by(method, name=name)) == tokens
 
 
 @pytest.mark.parametrize(("promoted", "expected"), [([], 0), ([1, 2], 0), ([0], 32), ([0, 2], 32), ([0, 1], 80)])
 def test_only_what_may_be_kept_is_expected(side, promoted, expected):
-    first = FakeRequest({**CHUNKS, "method": "prefix", "promoted": promoted})
-    side.add(first)
-    side.matched(first, 0)
+    asks(side, by("prefix", promoted=promoted))
     assert side.orders(step([("a", 0, 131)])).saves
-    request = FakeRequest({**CHUNKS, "method": "prefix"}, name="b")
-    side.add(request)
-    assert side.matched(request, 0) == expected
+    assert asks(side, by("prefix", name="b")) == expected
 
 
 @pytest.fixture
@@ -397,8 +354,7 @@ def windowed() -> ConnectorScheduler:
 
 
 def test_where_blocks_leave_windows_every_step_says_what_it_has_computed(windowed):
-    windowed.add(FakeRequest(CHUNKS))
-    assert windowed.matched(FakeRequest(CHUNKS), 0) == 0
+    assert asks(windowed, FakeRequest(CHUNKS)) == 0
     saves = [windowed.orders(step([("a", 0, 30)])).saves]
     saves += [windowed.orders(step(cached=[("a", before, 50)])).saves for before in (30, 80)]
     assert [(one.readable, one.computed, one.windowed) for (one,) in saves] == [
@@ -412,27 +368,25 @@ def test_where_blocks_leave_windows_every_step_says_what_it_has_computed(windowe
 def test_where_blocks_leave_windows_nothing_is_woven_behind_vllms_own_cache(windowed):
     """With blocks for more than a window, vLLM drops those before it of its own."""
     stored_chunks(windowed, 0, 1)
-    request = FakeRequest({**CHUNKS, "method": "cacheblend"})
+    request = by("cacheblend")
     windowed.add(request)
     before = list(request.block_hashes)
     assert windowed.matched(request, 32) is None, "it was preempted: it is asked again, without its blocks"
     assert request.block_hashes != before
     assert windowed.matched(request, 0) == 91
-    exact = FakeRequest({**CHUNKS, "method": "prefix"}, name="exact")
-    windowed.add(exact)
-    assert windowed.matched(exact, 79) == 0, "what is missing is soon computed"
+    exact = by("prefix", name="exact")
+    assert asks(windowed, exact, 79) == 0, "what is missing is soon computed"
     assert windowed.matched(exact, 32) is None
     assert windowed.matched(exact, 0) == 80
-    other = FakeRequest({**CHUNKS, "method": "prefix"}, name="other")
-    windowed.add(other)
-    assert windowed.matched(other, 32) is None
+    other = by("prefix", name="other")
+    assert asks(windowed, other, 32) is None
     assert other.block_hashes != exact.block_hashes, "it would find what was woven anew, and be asked again for each"
 
 
 def test_where_blocks_leave_windows_an_approximate_request_shares_no_block(windowed):
     salts = []
     for name, method in product(("a", "b"), ("cacheblend", "prefix")):
-        request = FakeRequest({**CHUNKS, "method": method}, name=name)
+        request = by(method, name=name)
         windowed.add(request)
         salts.append(request.cache_salt)
     assert salts[0] != salts[2]
@@ -441,15 +395,12 @@ def test_where_blocks_leave_windows_an_approximate_request_shares_no_block(windo
 
 def test_within_a_window_all_blocks_are_there_and_a_weave_begins_behind_vllms_own_cache(windowed):
     stored_chunks(windowed, 0)
-    request = FakeRequest(CHUNKS)
-    windowed.add(request)
-    assert windowed.matched(request, 16) == 16
+    assert asks(windowed, FakeRequest(CHUNKS), 16) == 16
 
 
 def test_what_vllm_computes_behind_a_weave_is_not_exact(side):
     stored_chunks(side, 0)
-    request = FakeRequest(CHUNKS)
-    woven(side, request)
+    woven(side, FakeRequest(CHUNKS))
     side.note(None, {"a"})
     (save,) = side.orders(step([("a", 32, 99)])).saves
     assert (save.saved, save.computed, save.exact) == (32, 131, False)
@@ -457,9 +408,7 @@ def test_what_vllm_computes_behind_a_weave_is_not_exact(side):
 
 @pytest.mark.parametrize(("method", "exact"), [("cacheblend", False), ("prefix", True)])
 def test_what_vllm_computes_behind_woven_blocks_of_its_own_cache_is_not_exact(side, method, exact):
-    request = FakeRequest({**CHUNKS, "method": method})
-    side.add(request)
-    side.matched(request, 32)
+    asks(side, by(method), 32)
     (save,) = side.orders(step([("a", 32, 99)])).saves
     assert save.exact is exact
 
@@ -484,11 +433,9 @@ COUNTS = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed
 def test_a_report_names_the_method_that_was_requested_and_what_it_came_to(side, method, stored, local):
     """Nothing of it is woven. What vLLM's own cache has of the exact path is exact, with any method."""
     stored_chunks(side, *stored)
-    request = FakeRequest({**CHUNKS, "method": method})
-    side.add(request)
-    local = local if request.block_hashes == request.plain or stored else 0
-    assert side.matched(request, local) == 0
-    side.allocated(request, FakeBlocks(), 0)
+    request = by(method)
+    local = local if method == "prefix" or stored else 0
+    assert begun(side, request, local) == 0
     report = side.finished(request)[1]["chunkweave"]
     assert (report["method"], report["why"]) == (method, "asked for")
     assert report["effective_method"] == ("prefix" if local else "full")
@@ -498,11 +445,10 @@ def test_a_report_names_the_method_that_was_requested_and_what_it_came_to(side, 
 
 
 def test_what_a_preempted_request_finds_of_itself_was_not_cached(side):
-    request = FakeRequest({**CHUNKS, "method": "prefix"})
-    side.add(request)
-    for local in (0, 64):
-        side.matched(request, local)
-        side.allocated(request, FakeBlocks(), 0)
+    request = by("prefix")
+    begun(side, request)
+    assert side.matched(request, 64) == 0
+    side.allocated(request, FakeBlocks(), 0)
     assert side.finished(request)[1]["chunkweave"]["engine_cached_tokens"] == 0
 
 
@@ -518,7 +464,7 @@ def test_the_workers_report_is_the_answers(side):
 def test_woven_blocks_of_vllms_own_cache_are_reported_as_what_they_are(side):
     """A prompt that comes again is found whole, and nothing of it is woven anew; it is no exact prefix for that."""
     stored_chunks(side, 0, 2, exact=False)
-    first = FakeRequest({**CHUNKS, "method": "cacheblend"})
+    first = by("cacheblend")
     woven(side, first)
     report = {
         "method": "cacheblend",
@@ -534,24 +480,19 @@ def test_woven_blocks_of_vllms_own_cache_are_reported_as_what_they_are(side):
     side.note(StepResults(reports={"a": report}), {"a"})
     assert side.finished(first)[1]["chunkweave"] == report
 
-    again = FakeRequest({**CHUNKS, "method": "cacheblend"}, name="b", ids=[*IDS, 7, 8])
-    side.add(again)
-    side.matched(again, 128)
-    side.allocated(again, FakeBlocks(), 0)
+    again = by("cacheblend", name="b", ids=[*IDS, 7, 8])
+    begun(side, again, 128)
     found = side.finished(again)[1]["chunkweave"]
     changed = {"prompt_tokens": 133, "computed_tokens": 63, "local_tokens": 128, "hits": {"vllm": 120}}
     sources = {"reused": [[1, 41], [91, 121]], "computed": [[0, 1], [41, 91], [121, 133]]}
     assert found.items() >= {**report, **changed, "kv_sources": sources}.items()
     assert (found["effective_method"], found["engine_cached_tokens"]) == ("cacheblend", 0)
 
-    computed = FakeRequest({**CHUNKS, "method": "cacheblend"}, name="c")
-    side.add(computed)
-    side.matched(computed, 0)
+    computed = by("cacheblend", name="c")
+    asks(side, computed)
     side.finished(computed)  # its blocks had left the cache, and vLLM computed all of them
-    again = FakeRequest({**CHUNKS, "method": "cacheblend"}, name="d")
-    side.add(again)
-    side.matched(again, 128)
-    side.allocated(again, FakeBlocks(), 0)
+    again = by("cacheblend", name="d")
+    begun(side, again, 128)
     found = side.finished(again)[1]["chunkweave"]
     assert (found["method"], found["effective_method"], found["engine_cached_tokens"]) == ("cacheblend", "prefix", 128)
 
@@ -573,6 +514,9 @@ def test_what_ranks_say_is_added_up():
     one = StepResults(Counter(x=1, y=1), {"a": {}}, {"b"}, Counter(q=1))
     other = StepResults(Counter(x=1, y=-1, z=1), {"a": {}}, {"c"}, Counter(q=1))
     assert one.aggregate(other) == StepResults(Counter(x=2, y=0, z=1), {"a": {}}, {"b", "c"}, Counter(q=2))
+    removals = answer("a", Removed(1)).aggregate(StepResults(removed={"a": [Removed(2)], "b": [Removed(3)]}))
+    assert removals.removed == {"a": [Removed(1), Removed(2)], "b": [Removed(3)]}
+    assert removals
 
 
 def test_a_chunk_counts_once_every_rank_has_reported_it():
@@ -638,9 +582,8 @@ def test_nothing_is_looked_up_that_is_known_or_where_a_worker_weaves_nothing():
     assert not known.orders(step()).lookups
     half = bound(ranks=2)
     half.begin_with({0: Holdings(frozenset(), True)})
-    half.add(FakeRequest(CHUNKS))
+    assert asks(half, FakeRequest(CHUNKS)) == 0
     assert not half.orders(step()).lookups
-    assert half.matched(FakeRequest(CHUNKS), 0) == 0
 
 
 def test_a_request_whose_parts_are_saved_costs_a_decoding_step_nothing(side, monkeypatch):
@@ -652,10 +595,8 @@ def test_a_request_whose_parts_are_saved_costs_a_decoding_step_nothing(side, mon
 
 
 def test_what_is_captured_is_woven_though_nothing_is_stored(side):
-    for params in ({"method": "cachecraft"}, {"method": "prefix", "capture": True}):
-        request = FakeRequest({**CHUNKS, **params}, name=str(params))
-        side.add(request)
-        assert side.matched(request, 0) == 121
+    for request in (by("cachecraft"), by("prefix", name="b", capture=True)):
+        assert asks(side, request) == 121
         assert side.matched(request, 128) == 0
 
 
@@ -663,37 +604,25 @@ def test_what_is_captured_is_woven_though_nothing_is_stored(side):
 def test_nothing_is_woven_captured_or_saved_unless_every_worker_weaves(weaving):
     side = bound(ranks=2)
     side.begin_with(dict.fromkeys(weaving, Holdings(frozenset(), False)))
-    request = FakeRequest({**CHUNKS, "method": "cachecraft"})
-    side.add(request)
-    assert side.matched(request, 0) == 0
+    request = by("cachecraft")
+    assert asks(side, request) == 0
     assert not side.orders(step([("a", 0, 131)])).saves
     assert not side.finished(request)[0], "nobody would say that its blocks are copied"
-
-
-def test_full_means_vllms_own_prefill(side):
-    stored_chunks(side, 0, 1, 2)
-    request = FakeRequest({**CHUNKS, "method": "full", "capture": True})
-    side.add(request)
-    assert side.matched(request, 0) == 0
-    report = side.finished(request)[1]["chunkweave"]
-    assert report["computed_tokens"] == len(IDS)
 
 
 def test_what_only_reads_is_woven_from_what_is_stored_and_saves_nothing(side):
     stored_chunks(side, 0, 1, 2)
     salts = []
-    for params in ({}, {"cache": "read"}, {"cache": "read"}):
-        request = FakeRequest({**CHUNKS, "method": "cacheblend", **params})
-        side.add(request)
-        assert side.matched(request, 0)
+    for cache in ("use", "read", "read"):
+        request = by("cacheblend", cache=cache)
+        assert asks(side, request)
         salts.append(request.cache_salt)
         side.finished(request)
     assert len({*salts}) == 3, "no other request finds its blocks in vLLM's own cache"
     alone = bound()
-    request = FakeRequest({**CHUNKS, "method": "prefix", "cache": "read"})
+    request = by("prefix", cache="read")
     alone.begin_with({0: Holdings(frozenset(), True)})
-    alone.add(request)
-    alone.matched(request, 0)
+    asks(alone, request)
     assert not alone.orders(step([("a", 0, len(IDS))])).saves
 
 
@@ -701,16 +630,14 @@ def test_full_waits_for_no_lookup_and_keeps_nothing_where_it_alone_answers(side)
     alone = bound(Defaults.from_config({"method": "full"}))
     for one, keeps in ((side, True), (alone, False)):
         one.begin_with({0: Holdings(frozenset(), True)})
-        request = FakeRequest({**CHUNKS, "method": "full"})
-        one.add(request)
-        assert one.matched(request, 0) == 0
+        assert asks(one, by("full")) == 0
         orders = one.orders(step([("a", 0, len(IDS))]))
         assert (bool(orders.lookups), bool(orders.saves)) == (False, keeps)
 
 
 def test_what_is_recomputed_in_two_rounds_shares_no_blocks_at_all(side):
     def salt(name, rounds):
-        request = FakeRequest({**CHUNKS, "method": "query", "query": {"rounds": rounds}}, name=name)
+        request = by("query", query={"rounds": rounds}, name=name)
         side.add(request)
         return request.cache_salt
 
@@ -719,18 +646,14 @@ def test_what_is_recomputed_in_two_rounds_shares_no_blocks_at_all(side):
 
 
 def test_a_request_that_is_not_woven_counts_when_it_first_gets_blocks(side):
-    for name, params in (("a", CHUNKS), ("b", {**CHUNKS, "counts_as_request": False})):
-        request = FakeRequest(params, name=name)
-        side.add(request)
-        assert side.matched(request, 48) == 0
-        side.allocated(request, FakeBlocks(), 0)
+    for request in (FakeRequest(CHUNKS), FakeRequest({**CHUNKS, "counts_as_request": False}, name="b")):
+        assert begun(side, request, 48) == 0
         side.allocated(request, FakeBlocks(), 0)  # preempted meanwhile
         side.finished(request)
     [asked] = side.orders(step()).asked
     assert asked.local == 48
     stored_chunks(side, 0)
-    order = woven(side, FakeRequest(CHUNKS, name="c"))
-    assert order.stop == 32
+    assert woven(side, FakeRequest(CHUNKS, name="c")).stop == 32
     assert not side.orders(step()).asked, "its weave counts it"
 
 
@@ -755,8 +678,7 @@ def answer(name: str, *removed: Removed) -> StepResults:
 def test_a_removal_is_ordered_once_and_answered_when_every_rank_has_done_it():
     side = bound(ranks=2)
     request = command(chunks=[IDS[1:41]], start=[BOS])
-    side.add(request)
-    assert side.matched(request, 0) is None
+    assert asks(side, request) is None
     (order,) = side.orders(step()).removals
     assert order.chunks == {next(iter(parse_of(CHUNKS).stored_parts())).id}
     assert not side.orders(step()).removals
@@ -787,8 +709,7 @@ def test_a_removal_names_chunks_of_its_own_salt_and_start():
 def test_requests_that_use_what_is_removed_store_nothing_more(side):
     using, other = FakeRequest(CHUNKS, name="using"), FakeRequest(CHUNKS, name="other", ids=[BOS, *range(300, 430)])
     for request in (using, other):
-        side.add(request)
-        side.matched(request, 0)
+        asks(side, request)
     side.add(command(chunks=[IDS[1:41]]))
     orders = side.orders(step([("using", 0, 131), ("other", 0, 131)]))
     assert orders.removals[0].requests == {"using"}
@@ -825,20 +746,14 @@ def test_a_worker_without_a_store_is_not_waited_for(stores, lasting, unasked):
     [
         *([], {}, {"chunks": []}, {"chunks": 4}, {"chunks": [[1], "a"]}, {"chunks": [[-1]]}, {"chunks": [[1 << 32]]}),
         *({"everything": False}, {"everything": True, "chunks": [[1]]}, {"chunks": [[1]], "salt": "x"}),
+        *({"everything": True, "first_passes": True}, {"chunks": [[1]], "first_passes": 1}),
     ],
 )
 def test_a_wrong_removal_is_refused_and_removes_nothing(side, forget):
     request = FakeRequest({"forget": forget}, ids=[BOS])
-    side.add(request)
+    assert asks(side, request) == 0
     assert not side.orders(step()).removals
-    assert side.matched(request, 0) == 0
     assert "error" in side.finished(request)[1]["chunkweave"]
-
-
-def test_results_of_ranks_are_joined():
-    both = answer("a", Removed(1)).aggregate(StepResults(removed={"a": [Removed(2)], "b": [Removed(3)]}))
-    assert both.removed == {"a": [Removed(1), Removed(2)], "b": [Removed(3)]}
-    assert both
 
 
 def test_after_a_reset_nothing_that_was_stored_is_found(side):
@@ -853,22 +768,17 @@ def test_after_a_reset_nothing_that_was_stored_is_found(side):
     assert not side.orders(step()).reset
     assert side.matched(waiting, 0) == side.matched(before, 0) == 0
     after = FakeRequest(CHUNKS, name="after")
-    side.add(after)
-    assert side.matched(after, 0) == 0
+    assert asks(side, after) == 0
     saves = side.orders(step([("after", 0, 131), ("waiting", 0, 131)])).saves
     assert [save.request_id for save in saves] == ["after"]
-    again = FakeRequest(CHUNKS, name="again")
-    side.add(again)
-    assert side.matched(again, 0) > 0, "what is computed after it is used"
+    assert asks(side, FakeRequest(CHUNKS, name="again")) > 0, "what is computed after it is used"
 
 
 def test_after_a_reset_no_lookup_is_waited_for():
     side = bound()
     side.begin_with({0: Holdings(frozenset(), shared=True)})
     side.reset()
-    request = FakeRequest(CHUNKS)
-    side.add(request)
-    assert side.matched(request, 0) == 0
+    assert asks(side, FakeRequest(CHUNKS)) == 0
     assert not side.orders(step()).lookups
 
 
@@ -881,7 +791,7 @@ def test_a_removal_after_a_reset_names_what_the_slow_tiers_keep(side):
 
 
 def test_a_reset_forgets_vllms_own_blocks(side):
-    request = FakeRequest({"chunks": CHUNKS["chunks"], "method": "prefix"})
+    request = by("prefix")
     side.add(request)
     pool = side._manager.block_pool
     blocks = pool.get_new_blocks(2)
@@ -936,6 +846,4 @@ def test_an_exact_part_of_a_found_prompt_is_woven_only_on_the_exact_path():
     parts = side._requests["first"].parts
     side.finished(first)
     side.note(StepResults(copies=Counter(part.id for part in parts)), set())
-    request = FakeRequest(ids=LONG)
-    side.add(request)
-    assert side.matched(request, 0) == 0  # without a tokenizer nothing is known to be a passage
+    assert asks(side, FakeRequest(ids=LONG)) == 0  # without a tokenizer nothing is known to be a passage

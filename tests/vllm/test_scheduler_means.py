@@ -8,28 +8,31 @@ from chunkweave.prompt.parts import chunk_id
 from chunkweave.store.records import Mark, marked
 from chunkweave.vllm.inventory import inventory_params
 from chunkweave.vllm.orders import StepResults
-from chunkweave.vllm.removal import FORGET, removal_params
-from tests.vllm.test_scheduler import BLOCK, BOS, CHUNKS, IDS, FakeBlocks, FakeRequest, bound, step, stored_chunks
+from chunkweave.vllm.removal import removal_params
+from tests.vllm.test_scheduler import (
+    BLOCK,
+    BOS,
+    CHUNKS,
+    IDS,
+    FakeRequest,
+    asks,
+    begun,
+    bound,
+    by,
+    side,
+    step,
+    stored_chunks,
+    woven,
+)
 
+__all__ = ["side"]
 OF_TWO = {**CHUNKS, "method": "full-reuse", "mean": {"group": "a group", "of": 2}}
 SPANS = CHUNKS["chunks"]
 WHOLE = IDS[: SPANS[-1][1]]
 
 
-@pytest.fixture
-def side():
-    return bound()
-
-
 def share(name: str = "a", params=OF_TWO) -> FakeRequest:
     return FakeRequest(params, name=name, ids=WHOLE)
-
-
-def ordered(side, request: FakeRequest, local: int = 0):
-    side.add(request)
-    side.allocated(request, FakeBlocks(), side.matched(request, local))
-    (order,) = side.orders(step()).weaves
-    return order
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -37,7 +40,7 @@ def ordered(side, request: FakeRequest, local: int = 0):
 def test_its_last_chunk_is_woven_whatever_is_stored_and_found_in_no_cache(side, stored, exact):
     stored_chunks(side, *stored, exact=exact)
     first, again = share(), share("b")
-    order = ordered(side, first)
+    order = woven(side, first)
     prefix = SPANS[min(2, len(stored))][0] if stored != (2,) and exact else SPANS[0][0]
     assert (order.first, order.stop, order.exact) == (0, len(WHOLE) - 1, prefix)
     assert order.request.mean is not None
@@ -51,51 +54,43 @@ def test_its_last_chunk_is_woven_whatever_is_stored_and_found_in_no_cache(side, 
 def test_with_windows_it_shares_no_block(side):
     windowed = bound(window=64)
     stored_chunks(windowed, 0, 1, 2)
-    order = ordered(windowed, request := share())
+    order = woven(windowed, request := share())
     assert (order.first, order.stop, order.exact, request.shared_blocks) == (0, len(WHOLE) - 1, 0, 0)
 
 
 def test_none_of_its_parts_is_saved_by_step(side):
-    ordered(side, share())
+    woven(side, share())
     side.note(None, {"a"})
     assert not side.orders(step([("a", len(WHOLE) - 1, 1)])).saves
     assert not side.finished(share())[0], "its blocks are free at once"
 
 
 def test_it_waits_for_no_request_and_none_waits_for_it(side):
-    owner = FakeRequest({**CHUNKS, "method": "prefix"}, name="owner")
-    side.add(owner)
-    side.allocated(owner, FakeBlocks(), side.matched(owner, 0))
-    one = share()
-    side.add(one)
-    assert side.matched(one, 0) == len(WHOLE) - 1
-    side.allocated(one, FakeBlocks(), len(WHOLE) - 1)
+    owner = by("prefix", name="owner")
+    begun(side, owner)
+    assert begun(side, share()) == len(WHOLE) - 1
     side.finished(owner)
     for method in ("prefix", "cacheblend"):
-        other = FakeRequest({**CHUNKS, "method": method}, name=method)
-        side.add(other)
-        assert side.matched(other, 0) is not None, "it would wait for what is never stored"
+        assert asks(side, by(method, name=method)) is not None, "it would wait for what is never stored"
 
 
 def test_a_removal_concerns_it_from_its_arrival_on(side):
-    one = share()
-    side.add(one)
-    removal = FakeRequest({FORGET: {"chunks": [WHOLE[1:41]], "start": [BOS]}}, name="removal", ids=[BOS])
-    side.add(removal)
+    side.add(share())
+    side.add(command(removal_params([WHOLE[1:41]], [BOS])))
     (order,) = side.orders(step()).removals
     assert order.requests == {"a"}
 
 
 def test_its_report_is_not_kept_for_blocks_that_no_request_finds(side):
     one = share()
-    ordered(side, one)
+    woven(side, one)
     side.note(StepResults(reports={"a": {"recomputed": [], "kv_sources": {}}}, copies=Counter()), {"a"})
     assert side.finished(one)[1] == {"chunkweave": {"recomputed": [], "kv_sources": {}}}
     assert not side._reports
 
 
-def command(params, name: str = "command", salt: str | None = None) -> FakeRequest:
-    return FakeRequest(params, name=name, ids=[BOS], salt=salt)
+def command(params, salt: str | None = None) -> FakeRequest:
+    return FakeRequest(params, name="command", ids=[BOS], salt=salt)
 
 
 def test_it_says_of_which_chunks_all_workers_have_a_mean():
@@ -106,9 +101,7 @@ def test_it_says_of_which_chunks_all_workers_have_a_mean():
     side.note(StepResults(copies=Counter({on_both: 2, on_one: 1, marked(second, Mark.CONTEXT): 2})), set())
     for salt, wanted in ((None, {"means": [0], "contexts": [1]}), ("other", {"means": [], "contexts": []})):
         asked = command(inventory_params(chunks, [BOS]), salt=salt)
-        side.add(asked)
-        assert side.matched(asked, 0) == 0
-        side.allocated(asked, FakeBlocks(), 0)
+        assert begun(side, asked) == 0
         assert side.finished(asked) == (False, {"chunkweave": wanted})
         assert side.finished(asked) == (False, None)
     wrong = command({**inventory_params(chunks, [BOS]), "chunks": [[0, 1]]})
@@ -117,15 +110,9 @@ def test_it_says_of_which_chunks_all_workers_have_a_mean():
 
 
 def test_a_removal_of_first_passes_concerns_no_request_and_no_block(side):
-    running = FakeRequest({**CHUNKS, "method": "prefix"}, name="running")
-    side.add(running)
-    side.allocated(running, FakeBlocks(), side.matched(running, 0))
+    begun(side, by("prefix", name="running"))
     side.add(command(removal_params([WHOLE[1:41]], [BOS], first_passes=True)))
     assert side._forgotten == set()
     (order,) = side.orders(step([("running", 0, 131)])).removals
     assert (order.first_passes, order.requests) == (True, frozenset())
     assert side._requests["running"].saved == 121, "it is saved as ever"
-    for wrong in ({"everything": True, "first_passes": True}, {"chunks": [[1]], "first_passes": 1}):
-        refused = command({FORGET: wrong}, name="wrong")
-        side.add(refused)
-        assert "error" in side.finished(refused)[1]["chunkweave"]

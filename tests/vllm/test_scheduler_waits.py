@@ -7,9 +7,9 @@ import pytest
 from chunkweave.store.records import segment_id
 from chunkweave.vllm.orders import Holdings, StepResults
 from chunkweave.vllm.removal import FORGET
-from chunkweave.vllm.scheduler import ConnectorScheduler
-from tests.vllm.test_scheduler import BLOCK, BOS, FakeBlocks, FakeRequest, bound, step, stored_chunks
+from tests.vllm.test_scheduler import BLOCK, BOS, FakeBlocks, FakeRequest, asks, begun, bound, side, step, stored_chunks
 
+__all__ = ["side"]
 FIRST, SECOND, THIRD = range(100, 180), range(200, 290), range(300, 370)
 QUESTION = range(400, 410)
 
@@ -23,47 +23,23 @@ def request(name: str, *chunks: range, method: str = "cacheblend", **more) -> Fa
     return FakeRequest({"chunks": spans, "method": method, **more}, name=name, ids=ids)
 
 
-def begun(side: ConnectorScheduler, one: FakeRequest, local: int = 0) -> int | None:
-    """A request comes in and gets blocks; how many tokens are brought to it."""
-    side.add(one)
-    external = side.matched(one, local)
-    assert external is not None
-    side.allocated(one, FakeBlocks(), external)
-    return external
-
-
-def asks(side: ConnectorScheduler, one: FakeRequest, local: int = 0) -> int | None:
-    side.add(one)
-    return side.matched(one, local)
-
-
-@pytest.fixture
-def side() -> ConnectorScheduler:
-    return bound()
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_part_is_waited_for_until_the_step_that_completes_it(ranks):
+@pytest.mark.parametrize(
+    ("chunks", "before", "found"),
+    [((FIRST, THIRD), 80, 81), ((SECOND, FIRST), 120, 171)],
+    ids=["while the owner computes more", "all that comes"],
+)
+def test_a_part_is_waited_for_until_the_step_that_completes_it(ranks, chunks, before, found):
     """Whatever ranks have copied by then: each does that before it weaves."""
     side = bound(ranks=ranks)
     side.begin_with(dict.fromkeys(range(ranks), Holdings(frozenset(), False)))
     begun(side, request("owner", FIRST, SECOND))
-    waiting = request("waiting", FIRST, THIRD)
+    waiting = request("waiting", *chunks)
     assert asks(side, waiting) is None
-    side.orders(step([("owner", 0, 80)]))
+    side.orders(step([("owner", 0, before)]))
     assert side.matched(waiting, 0) is None
-    side.orders(step(cached=[("owner", 80, 40)]))
-    assert side.matched(waiting, 0) == 81, "the second part of the owner is not done yet"
-
-
-def test_it_waits_for_all_that_comes(side):
-    begun(side, request("owner", FIRST, SECOND))
-    waiting = request("waiting", SECOND, FIRST)
-    assert asks(side, waiting) is None
-    side.orders(step([("owner", 0, 120)]))
-    assert side.matched(waiting, 0) is None
-    side.orders(step(cached=[("owner", 120, 61)]))
-    assert side.matched(waiting, 0) == 171
+    side.orders(step(cached=[("owner", before, 40 if before == 80 else 61)]))
+    assert side.matched(waiting, 0) == found
 
 
 def test_what_vllms_own_cache_has_is_not_waited_for(side):
