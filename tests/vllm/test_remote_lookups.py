@@ -6,6 +6,7 @@ import pytest
 
 from chunkweave.vllm.orders import LookupOrder
 from chunkweave.vllm.store_events import RemoteLookups
+from tests.server.conftest import wait_until
 from tests.unit.tier_fakes import Clock, prompt_of
 
 PROMPT = prompt_of("AB")
@@ -17,20 +18,11 @@ def clock() -> Clock:
     return Clock()
 
 
-def answered(lookups: RemoteLookups) -> set[str]:
-    for _ in range(2000):
-        found = lookups.answered()
-        if found:
-            return found
-        Event().wait(0.005)
-    raise AssertionError("nothing is answered")
-
-
 def test_a_request_is_answered_once_its_prompt_was_looked_up(clock):
     probed = []
     lookups = RemoteLookups(probed.append, TIMEOUT_S, clock)
     lookups.begin([LookupOrder("a", PROMPT)])
-    assert answered(lookups) == {"a"}
+    wait_until(lambda: lookups.answered() == {"a"})
     assert probed == [PROMPT]
     assert lookups.answered() == set()
     lookups.close()
@@ -42,7 +34,7 @@ def test_one_that_fails_is_answered_too(clock):
 
     lookups = RemoteLookups(fail, TIMEOUT_S, clock)
     lookups.begin([LookupOrder("a", PROMPT)])
-    assert answered(lookups) == {"a"}
+    wait_until(lambda: lookups.answered() == {"a"})
     lookups.close()
 
 

@@ -14,6 +14,7 @@ from chunkweave.store.records import SegmentRecord
 from chunkweave.types import Span
 from chunkweave.vllm.orders import NotWoven, WeaveOrder
 from chunkweave.vllm.weave_queue import AHEAD, Alone, WeaveQueue
+from tests.server.conftest import wait_until
 from tests.unit.tier_fakes import Clock, prompt_of, record_of
 
 LAYERS = 4
@@ -70,16 +71,19 @@ def order(name: str) -> WeaveOrder:
     return WeaveOrder(name, None, (), 0, 8)
 
 
-def queue(preparation, ranks=None, *, background=False, clock=None) -> WeaveQueue:
-    ranks = Alone() if ranks is None else ranks
-    return WeaveQueue(
+def queue(preparation, *names: str, ranks=None, background=False, clock=None) -> WeaveQueue:
+    """A queue in which weaves of these names wait."""
+    made = WeaveQueue(
         preparation.look_up,
         preparation.plan,
-        ranks,
+        Alone() if ranks is None else ranks,
         background=background,
         timeout_s=TIMEOUT_S,
         clock=clock or Clock(),
     )
+    for name in names:
+        made.add(order(name))
+    return made
 
 
 def name_of(weave) -> str | None:
@@ -88,9 +92,7 @@ def name_of(weave) -> str | None:
 
 def test_the_first_that_can_go_on_goes_on():
     preparation = FakePreparation(segments={"a": FakeSegments(0), "b": FakeSegments(1)})
-    weaves = queue(preparation)
-    weaves.add(order("a"))
-    weaves.add(order("b"))
+    weaves = queue(preparation, "a", "b")
     found = weaves.next()
     assert name_of(found) == "b"
     assert found.layers == 1
@@ -100,8 +102,7 @@ def test_the_first_that_can_go_on_goes_on():
 
 def test_a_weave_waits_for_the_layers_that_it_needs_next():
     preparation = FakePreparation(segments={"a": FakeSegments(2)})
-    weaves = queue(preparation)
-    weaves.add(order("a"))
+    weaves = queue(preparation, "a")
     found = weaves.next()
     found.job = SimpleNamespace(layer=int(found.layers))
     assert weaves.next() is None
@@ -110,9 +111,7 @@ def test_a_weave_waits_for_the_layers_that_it_needs_next():
 
 
 def test_the_memory_of_all_weaves_that_have_begun_is_counted():
-    weaves = queue(FakePreparation())
-    for name in "abc":
-        weaves.add(order(name))
+    weaves = queue(FakePreparation(), *"abc")
     for number, weave in enumerate([*weaves._weaves.values()][:2]):
         weaves.begin(weave, lambda number=number: SimpleNamespace(device_bytes=10 + number))
     assert weaves.device_bytes == 21
@@ -121,22 +120,18 @@ def test_the_memory_of_all_weaves_that_have_begun_is_counted():
 
 
 def test_what_cannot_be_planned_is_an_error():
-    weaves = queue(FakePreparation(failing={"a"}))
-    weaves.add(order("a"))
-    assert "no plan today" in str(weaves.next().error)
+    assert "no plan today" in str(queue(FakePreparation(failing={"a"}), "a").next().error)
 
 
 def test_a_segment_that_is_lost_before_its_weave_began_fails_it():
-    weaves = queue(FakePreparation(segments={"a": FakeSegments(0, SegmentLost("x", "gone"))}))
-    weaves.add(order("a"))
-    assert isinstance(weaves.next().error, SegmentLost)
+    lost = FakeSegments(0, SegmentLost("x", "gone"))
+    assert isinstance(queue(FakePreparation(segments={"a": lost}), "a").next().error, SegmentLost)
 
 
 @pytest.mark.parametrize("layers_in", [0, 1])
 def test_what_does_not_come_in_time_is_given_up(layers_in):
     clock = Clock()
-    weaves = queue(FakePreparation(segments={"a": FakeSegments(layers_in)}), clock=clock)
-    weaves.add(order("a"))
+    weaves = queue(FakePreparation(segments={"a": FakeSegments(layers_in)}), "a", clock=clock)
     found = weaves.next()
     if found is not None:
         found.job = SimpleNamespace(layer=layers_in)
@@ -148,29 +143,17 @@ def test_what_does_not_come_in_time_is_given_up(layers_in):
 
 def test_the_worker_does_not_wait_for_a_tier_that_does_not_answer():
     preparation = FakePreparation(gate=Event())
-    weaves = queue(preparation, background=True)
-    weaves.add(order("a"))
+    weaves = queue(preparation, "a", background=True)
     assert weaves.next() is None
     preparation.gate.set()
-    assert name_of(wait_for(weaves)) == "a"
+    wait_until(lambda: name_of(weaves.next()) == "a")
     weaves.close()
-
-
-def wait_for(weaves: WeaveQueue):
-    for _ in range(2000):
-        found = weaves.next()
-        if found is not None:
-            return found
-        Event().wait(0.005)
-    raise AssertionError("nothing can go on")
 
 
 def test_only_so_many_are_prepared_ahead():
     names = "abcdefgh"
     preparation = FakePreparation(segments={name: FakeSegments(0) for name in names})
-    weaves = queue(preparation)
-    for name in names:
-        weaves.add(order(name))
+    weaves = queue(preparation, *names)
     weaves.next()
     assert preparation.planned == list(names[:AHEAD])
     weaves.remove("b")
@@ -180,8 +163,7 @@ def test_only_so_many_are_prepared_ahead():
 
 def test_one_that_is_called_off_pins_nothing():
     preparation = FakePreparation(gate=Event())
-    weaves = queue(preparation, background=True)
-    weaves.add(order("a"))
+    weaves = queue(preparation, "a", background=True)
     weaves.next()
     assert weaves.remove("a")
     assert not weaves.remove("a")
@@ -239,10 +221,9 @@ class Pair:
 
     def __post_init__(self) -> None:
         self.queues = [
-            queue(one, Meeting(rank, self.table), clock=self.clocks[rank]) for rank, one in enumerate(self.preparations)
+            queue(one, "a", ranks=Meeting(rank, self.table), clock=self.clocks[rank])
+            for rank, one in enumerate(self.preparations)
         ]
-        for weaves in self.queues:
-            weaves.add(order("a"))
 
     def next(self):
         with ThreadPoolExecutor(2) as threads:

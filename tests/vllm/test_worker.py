@@ -1,6 +1,5 @@
 """The worker's half with weaves that compute nothing: what it remembers, and that saving cannot end the engine."""
 
-import time
 from collections import Counter
 from math import inf
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from chunkweave.types import Geometry
 from chunkweave.vllm import worker as worker_module
 from chunkweave.vllm.background_work import BackgroundWork, Work
 from chunkweave.vllm.lora import Adapters
-from chunkweave.vllm.orders import AskedOrder, LookupOrder, SaveOrder, StepOrders, WeaveOrder
+from chunkweave.vllm.orders import AskedOrder, LookupOrder, SaveOrder, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.releases import copy_before_sleep
 from chunkweave.vllm.removal import RemovalOrder, Removed
@@ -26,6 +25,7 @@ from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.weave_queue import Alone, WeaveQueue
 from chunkweave.vllm.worker import ConnectorWorker
 from chunkweave.weaving.segments import PlanSources, WeavingStore
+from tests.server.conftest import wait_until
 from tests.unit.test_background_work import Copy
 
 LAYERS, HEADS, HEAD_DIM = 2, 1, 4
@@ -154,9 +154,9 @@ class FakeCaptured:
         )
 
 
-def request(method: str = "cacheblend", **more) -> WeaveRequest:
+def request(method: str = "cacheblend", *, ids=IDS, start=(), **more) -> WeaveRequest:
     params = {"chunks": [[10, 20], [20, 35]], "method": method, **more}
-    return parse(params, IDS, fingerprint="model", salt="", start=(), defaults=Defaults())
+    return parse(params, ids, fingerprint="model", salt="", start=start, defaults=Defaults())
 
 
 def whole(side: ConnectorWorker, **orders) -> None:
@@ -177,15 +177,37 @@ def hold(side: ConnectorWorker, context: tuple = ()) -> None:
         )
 
 
-def weave(side: ConnectorWorker, name: str, first: int = 0) -> None:
-    side.step(StepOrders(weaves=[WeaveOrder(name, request(), BLOCKS, first, 35)], idle=True))
+def order(name: str = "a", asked: WeaveRequest | None = None, first: int = 0, stop: int = 35, **more) -> WeaveOrder:
+    return WeaveOrder(name, asked or request(), BLOCKS, first, stop, **more)
+
+
+def save_order(asked: WeaveRequest | None = None, name: str = "a", **more) -> SaveOrder:
+    """To store all parts of a request, which vLLM has computed."""
+    return SaveOrder(name, asked or request(), BLOCKS, 0, 40, exact=True, **more)
+
+
+def weave(side: ConnectorWorker, *orders: WeaveOrder, failed: bool = False) -> StepResults:
+    """Weave one or several at once in steps of their own, all of which arrive, or fail; what is reported of them."""
+    names = {one.request_id for one in orders}
+    side.step(StepOrders(weaves=list(orders), idle=True))
     arrived, results = side.take_outcome()
-    assert (arrived, results.failed) == ({name}, set())
-    side.forget([name])
+    assert (arrived, results.failed) == (names, names if failed else set())
+    side.forget(names)
+    return results
 
 
 def orders_of(*names: str) -> list[WeaveOrder]:
-    return [WeaveOrder(name, request(), BLOCKS, 0, 35) for name in names]
+    return [order(name) for name in names]
+
+
+def saved_parts(side: ConnectorWorker, asked: WeaveRequest | None = None) -> None:
+    """A step after which all parts of a request are stored."""
+    whole(side, saves=[save_order(asked)])
+
+
+def worker(side: ConnectorWorker, **config) -> ConnectorWorker:
+    """Another one over the same layers."""
+    return ConnectorWorker(side._layers, "model", PluginSettings.from_config(config, {}))
 
 
 def arrived_in_steps(side: ConnectorWorker, orders: list[WeaveOrder], *, idle: bool) -> list[set[str]]:
@@ -201,19 +223,16 @@ def arrived_in_steps(side: ConnectorWorker, orders: list[WeaveOrder], *, idle: b
 def test_a_weave_that_the_device_has_no_memory_for_is_computed_by_vllm(side, paged):
     hold(side)
     paged.broken = True
-    side.step(StepOrders(weaves=orders_of("a"), idle=True))
-    arrived, results = side.take_outcome()
-    assert (arrived, results.failed) == ({"a"}, {"a"})
+    weave(side, order(), failed=True)
 
 
-@pytest.mark.parametrize(("room", "failed"), [(199, {"a"}), (200, set())])
+@pytest.mark.parametrize(("room", "failed"), [(199, True), (200, False)])
 def test_weaves_take_no_more_memory_than_there_is_beside_vllms_budget(paged, monkeypatch, room, failed):
     monkeypatch.setattr(worker_module, "WeaveJob", FakeJob)
     monkeypatch.setattr(WeaveQueue, "device_bytes", 100)  # of another that waits for its layers
     side = side_of(paged, room_bytes=room)
     hold(side)
-    side.step(StepOrders(weaves=orders_of("a"), idle=True))
-    assert side.take_outcome()[1].failed == failed
+    weave(side, order(), failed=failed)
     side.close()
 
 
@@ -230,34 +249,33 @@ def test_what_vllm_has_is_not_sent_and_the_rest_within_the_setting_until_the_wea
     monkeypatch.setattr(worker_module, "Staging", lambda _: Staging(1 << 20))
     side = side_of(paged)
     hold(side)
-    side.step(StepOrders(weaves=[WeaveOrder("a", request(), BLOCKS, 16, 35)], idle=True))
+    side.step(StepOrders(weaves=[order(first=16)], idle=True))
     ((staging, first),) = given
     assert (first, staging.take(1 << 20), staging.take(1), dropped) == (16, True, False, [True])
     side.close()
 
 
-def test_a_step_with_other_requests_goes_one_layer_at_least(side):
+@pytest.mark.parametrize(
+    ("names", "idle", "work", "steps"),
+    [
+        ("ab", False, 1, ["", "a", "", "b"]),
+        ("abcd", False, 3 * LAYERS * WORK, ["abc", "d"]),
+        ("ab", False, LAYERS * WORK + 1, ["a", "b"]),
+        ("cde", False, LAYERS * WORK + 1, ["c", "de"]),
+        ("ab", True, 1, ["a", "b"]),
+    ],
+    ids=[
+        "a layer at least",
+        "several of little work",
+        "the next",
+        "the next with what is left",
+        "alone a whole prompt",
+    ],
+)
+def test_a_step_weaves_so_much_beside_other_requests(side, names, idle, work, steps):
     hold(side)
-    assert arrived_in_steps(side, orders_of("a", "b"), idle=False) == [set(), {"a"}, set(), {"b"}]
-
-
-def test_a_step_with_other_requests_weaves_several_prompts_if_they_are_little_work(side):
-    hold(side)
-    side._step_work = 3 * LAYERS * WORK
-    steps = arrived_in_steps(side, orders_of("a", "b", "c", "d"), idle=False)
-    assert steps == [{"a", "b", "c"}, {"d"}]
-
-
-def test_a_step_begins_the_next_weave_with_what_is_left(side):
-    hold(side)
-    side._step_work = LAYERS * WORK + 1
-    assert arrived_in_steps(side, orders_of("a", "b"), idle=False) == [{"a"}, {"b"}]
-    assert [len(one) for one in arrived_in_steps(side, orders_of("c", "d", "e"), idle=False)] == [1, 2]
-
-
-def test_a_step_without_other_requests_weaves_one_whole_prompt(side):
-    hold(side)
-    assert arrived_in_steps(side, orders_of("a", "b"), idle=True) == [{"a"}, {"b"}]
+    side._step_work = work
+    assert arrived_in_steps(side, orders_of(*names), idle=idle) == [set(one) for one in steps]
 
 
 def test_a_weave_that_fails_leaves_its_time_to_the_next_one(side, monkeypatch):
@@ -276,8 +294,8 @@ def test_a_weave_that_fails_leaves_its_time_to_the_next_one(side, monkeypatch):
 
 def test_a_weave_behind_cached_blocks_chooses_what_the_whole_one_chose(side):
     hold(side)
-    weave(side, "whole")
-    weave(side, "rest", first=16)
+    weave(side, order("whole"))
+    weave(side, order("rest", first=16))
     nothing, remembered = FakeJob.given
     assert nothing is None
     assert remembered[0, 1].tolist() == [21]
@@ -286,36 +304,32 @@ def test_a_weave_behind_cached_blocks_chooses_what_the_whole_one_chose(side):
 def test_a_weave_behind_exact_blocks_of_vllms_own_cache_chooses_for_itself(side):
     hold(side)
     for first in (0, 8, 8):
-        side.step(StepOrders(weaves=[WeaveOrder(f"from {first}", request(), BLOCKS, first, 35, exact=10)], idle=True))
-        assert not side.take_outcome()[1].failed
+        weave(side, order(first=first, exact=10))
     assert FakeJob.given == [None, None, None]
-    weave(side, "rest", first=16)
+    weave(side, order("rest", first=16))
     assert FakeJob.given[-1] is not None, "what the last of them chose"
 
 
 def test_nothing_approximate_is_brought_where_others_may_take_the_blocks(side):
     """The exact segment that the scheduler knew of was evicted, and another of the same chunk is there."""
     hold(side, context=("elsewhere",))
-    for name, exact in (("shared", 20), ("apart", 10)):
-        side.step(StepOrders(weaves=[WeaveOrder(name, request(), BLOCKS, 0, 35, exact)], idle=True))
-        arrived, results = side.take_outcome()
-        assert (arrived, bool(results.failed)) == ({name}, name == "shared")
+    weave(side, order("shared", exact=20), failed=True)
+    weave(side, order("apart", exact=10))
     assert len(FakeJob.given) == 1
 
 
 def test_what_is_stored_exactly_is_not_read_from_the_blocks_again(side, paged, caplog):
-    order = SaveOrder("a", request("prefix"), BLOCKS, 0, 40, True)
-    whole(side, saves=[order])
+    saved_parts(side, request("prefix"))
     assert len(side._store) == 3
     paged.broken = True
-    whole(side, saves=[order])
+    saved_parts(side, request("prefix"))
     assert not caplog.records
 
 
 def saved(side: ConnectorWorker, name: str, number: int) -> None:
     """A step that completes the request's parts, without the time that follows."""
     side.begin(StepOrders())
-    side.save(StepOrders(saves=[SaveOrder(name, request(), BLOCKS, 0, 40, True, number=number)]))
+    side.save(StepOrders(saves=[save_order(name=name, number=number)]))
 
 
 def test_what_is_saved_is_copied_when_the_step_is_over(side):
@@ -357,35 +371,29 @@ def test_blocks_of_a_preempted_request_are_copied_before_others_get_them(side):
 def test_what_a_weave_needs_is_copied_before_it(side):
     saved(side, "a", 7)
     side.begin(StepOrders())
-    side.step(StepOrders(weaves=[WeaveOrder("b", request("full-reuse"), BLOCKS, 0, 35)], idle=True))
-    assert side.take_outcome()[1].reports["b"]["computed_tokens"] == 5
+    assert weave(side, order("b", request("full-reuse"))).reports["b"]["computed_tokens"] == 5
 
 
-def test_a_choice_is_not_remembered_for_other_segments(side):
+@pytest.mark.parametrize("forgotten", ["other segments", "too many positions"])
+def test_a_choice_is_remembered_for_the_same_segments_and_within_bounds(side, monkeypatch, forgotten):
+    if forgotten == "too many positions":
+        monkeypatch.setattr(worker_module, "_CHOSEN_POSITIONS", 0)
     hold(side)
-    weave(side, "whole")
-    side._store.clear()
-    hold(side, context=("elsewhere",))
-    weave(side, "rest", first=16)
-    assert FakeJob.given == [None, None]
-
-
-def test_choices_have_room_for_so_many_positions(side, monkeypatch):
-    monkeypatch.setattr(worker_module, "_CHOSEN_POSITIONS", 0)
-    hold(side)
-    weave(side, "whole")
-    weave(side, "rest", first=16)
+    weave(side, order("whole"))
+    if forgotten == "other segments":
+        side._store.clear()
+        hold(side, context=("elsewhere",))
+    weave(side, order("rest", first=16))
     assert FakeJob.given == [None, None]
 
 
 def test_what_cannot_be_read_from_the_blocks_is_not_stored_and_hurts_no_request(side, paged, caplog):
-    order = SaveOrder("a", request(), BLOCKS, 0, 40, True)
     paged.broken = True
-    whole(side, saves=[order])
+    saved_parts(side)
     assert "could not be stored" in caplog.text
     assert not len(side._store)
     paged.broken = False
-    whole(side, saves=[order])
+    saved_parts(side)
     assert len(side._store) == 3
     ids = [one for part in request().stored_parts() for one in (part.id, segment_id(part.id, part.context))]
     assert side.take_outcome()[1].copies == dict.fromkeys(ids, 1)
@@ -393,7 +401,7 @@ def test_what_cannot_be_read_from_the_blocks_is_not_stored_and_hurts_no_request(
 
 def test_what_is_computed_before_the_first_reused_chunk_is_exact(side):
     hold(side)
-    weave(side, "whole")
+    weave(side, order())
     system, *chunks = (
         [record for record in side._store.records() if record.chunk_id == part.id] for part in request().stored_parts()
     )
@@ -407,9 +415,7 @@ def test_what_was_captured_is_stored_with_what_it_attended_to(side, monkeypatch,
     monkeypatch.setattr(FakeCaptured, "broken", broken)
     monkeypatch.setattr(FakeCaptured, "exact_to", [])
     wanted = request("cachecraft")
-    side.step(StepOrders(weaves=[WeaveOrder("a", wanted, BLOCKS, 0, 35)], idle=True))
-    arrived, results = side.take_outcome()
-    assert (arrived, results.failed) == ({"a"}, set())
+    weave(side, order("a", wanted))
     system, first, last = wanted.stored_parts()
     profiles = {record.chunk_id: record.attention for record in side._store.records()}
     assert (profiles[system.id], profiles[first.id]) == (None, None)  # those are read from the blocks
@@ -426,10 +432,7 @@ COUNTS = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed
 def test_what_lies_in_exact_blocks_of_vllms_own_cache_is_stored_and_counted(side, monkeypatch, local):
     """A weave that captures begins behind them: of the chunks before it the store had nothing."""
     monkeypatch.setattr(worker_module, "CapturedParts", FakeCaptured)
-    order = WeaveOrder("a", request("prefix", capture=True), BLOCKS, local, 35, exact=40)
-    side.step(StepOrders(weaves=[order], idle=True))
-    arrived, results = side.take_outcome()
-    assert (arrived, results.failed) == ({"a"}, set())
+    results = weave(side, order("a", request("prefix", capture=True), local, exact=40))
     assert stored_paths(side) == {"system", "first", "last"}
     assert all(record.exact for record in side._store.records())
     report = results.reports["a"]
@@ -441,9 +444,8 @@ def test_what_lies_in_exact_blocks_of_vllms_own_cache_is_stored_and_counted(side
 
 def test_what_is_claimed_ends_before_the_exact_path_does(side):
     """With vLLM's last whole block: it computes the rest, and the report counts that."""
-    whole(side, saves=[SaveOrder("a", request("prefix"), BLOCKS, 0, 40, True)])
-    side.step(StepOrders(weaves=[WeaveOrder("b", request("prefix"), BLOCKS, 16, 32, exact=40)], idle=True))
-    report = side.take_outcome()[1].reports["b"]
+    saved_parts(side, request("prefix"))
+    report = weave(side, order("b", request("prefix"), 16, 32, exact=40)).reports["b"]
     assert [report[name] for name in COUNTS] == [32, 0, 0, 8]
     assert (report["engine_cached_tokens"], report["hits"]) == (16, {"vllm": 16, "host": 19})
     assert report["kv_sources"] == {"prefix-exact": [[0, 32]], "computed": [[32, 40]]}
@@ -451,19 +453,17 @@ def test_what_is_claimed_ends_before_the_exact_path_does(side):
 
 def started(method: str) -> WeaveRequest:
     """A request whose first two tokens belong to no chunk."""
-    params = {"chunks": [[2, 20], [20, 35]], "start_tokens": 2, "method": method}
-    return parse(params, IDS, fingerprint="model", salt="", start=tuple(IDS[:2]), defaults=Defaults())
+    return request(method, start=IDS[:2], start_tokens=2, chunks=[[2, 20], [20, 35]])
 
 
 @pytest.mark.parametrize(("method", "placed"), [("prefix", True), ("cacheblend", False)])
 def test_what_a_prompt_begins_with_is_brought_as_vllm_computed_it(paged, side, method, placed):
     """No segment has it; computed alone it would be rounded otherwise, and an exact answer with it."""
-
-    whole(side, saves=[SaveOrder("a", started("prefix"), BLOCKS, 0, 40, True)])
+    saved_parts(side, started("prefix"))
+    reports = {}
     for name, adapter in (("b", 0), ("c", 7)):
-        order = WeaveOrder(name, started(method), BLOCKS, 0, 32, exact=40 if placed else 0, adapter=adapter)
-        side.step(StepOrders(weaves=[order], idle=True))
-    reports = side.take_outcome()[1].reports
+        exact = 40 if placed else 0
+        reports |= weave(side, order(name, started(method), stop=32, exact=exact, adapter=adapter)).reports
     slots = RequestBlocks(BLOCKS, paged).of(0).slots(torch.arange(2)).tolist()
     assert paged.written == ([(layer, slots) for layer in range(LAYERS)] if placed else [])
     assert [reports[name]["computed_tokens"] for name in "bc"] == ([8, 10] if placed else [10, 10])
@@ -479,7 +479,7 @@ def test_an_exact_path_is_stored_as_far_as_it_is_promoted(side):
     """CRAFT §4.2, of what vLLM computes: what is stored, and the promoted chunks that go on from there."""
 
     def save(method="prefix", **more):
-        whole(side, saves=[SaveOrder("a", request(method, **more), BLOCKS, 0, 40, True)])
+        saved_parts(side, request(method, **more))
         return stored_paths(side)
 
     assert save(promoted=[]) == {"system"}
@@ -493,9 +493,7 @@ def test_an_exact_path_is_stored_as_far_as_it_is_promoted(side):
 
 def test_what_a_weave_computes_is_stored_as_far_as_it_is_promoted(side):
     hold(side)
-    more = {"method": "prefix", "promoted": [0]}
-    side.step(StepOrders(weaves=[WeaveOrder("a", request(**more), BLOCKS, 0, 35)], idle=True))
-    assert side.take_outcome()[0] == {"a"}
+    weave(side, order("a", request("prefix", promoted=[0])))
     assert stored_paths(side) == {"system", "first"}
 
 
@@ -503,9 +501,7 @@ def test_what_a_weave_computes_is_stored_as_far_as_it_is_promoted(side):
 def test_a_weaving_method_computes_the_chunk_that_its_exact_prefix_grows_by(side, first, grown):
     """CRAFT §4.2, not behind what vLLM's own cache has of it: that may be approximate."""
     hold(side)
-    order = WeaveOrder("a", request(continued=[0]), BLOCKS, first, 35)
-    side.step(StepOrders(weaves=[order], idle=True))
-    report = side.take_outcome()[1].reports["a"]
+    report = weave(side, order("a", request(continued=[0]), first)).reports["a"]
     assert report["reused_tokens"] == (14 if grown else 24)
     found = report["prefix_exact_tokens"] + report["reused_tokens"] + report["recomputed_tokens"]
     assert report["hits"] == ({"vllm": 16, "host": 35 - 16} if first else {"host": found})
@@ -515,9 +511,7 @@ def test_a_weaving_method_computes_the_chunk_that_its_exact_prefix_grows_by(side
 
 
 def test_what_is_not_stored_any_more_is_left_to_vllm(side, caplog):
-    side.step(StepOrders(weaves=[WeaveOrder("a", request(), BLOCKS, 0, 35)]))
-    arrived, results = side.take_outcome()
-    assert (arrived, results.failed) == ({"a"}, {"a"})
+    weave(side, order(), failed=True)
     assert not caplog.records
 
 
@@ -525,14 +519,10 @@ def test_what_is_not_stored_any_more_is_left_to_vllm(side, caplog):
 def test_the_last_chunk_is_computed_where_no_question_follows(side, caplog, method):
     """As no plan reuses the last token; a prompt of one chunk is left to vLLM."""
     hold(side)
-    for chunks, hits, failed in ([[10, 20], [20, 35]], {"host": 10}, set()), ([[20, 35]], {}, {"a"}):
-        given = {"chunks": chunks, "method": method}
-        ends = parse(given, IDS[:35], fingerprint="model", salt="", start=(), defaults=Defaults())
-        side.step(StepOrders(weaves=[WeaveOrder("a", ends, BLOCKS, 0, 34)], idle=True))
-        arrived, results = side.take_outcome()
-        assert (arrived, results.failed) == ({"a"}, failed)
+    for chunks, hits in ([[10, 20], [20, 35]], {"host": 10}), ([[20, 35]], {}):
+        ends = request(method, ids=IDS[:35], chunks=chunks)
+        results = weave(side, order("a", ends, stop=34), failed=not hits)
         assert results.reports.get("a", {}).get("hits", {}) == hits
-        side.forget(["a"])
     assert not caplog.records
 
 
@@ -545,138 +535,114 @@ def test_the_scheduler_gets_changes_only_and_answers(side):
     side._store.clear()
     side.step(StepOrders(lookups=[LookupOrder("waiting", request().prompt)]))
     copies, answered = Counter(), Counter()
-    for _ in range(2000):
+
+    def is_answered() -> bool:
         sent = side.take_outcome()[1]
         copies.update(sent.copies)
         answered.update(sent.answered)
-        if answered:
-            break
-        time.sleep(0.002)
+        return bool(answered)
+
+    wait_until(is_answered)
     assert (copies, answered) == (dict.fromkeys(stored, -1), {"waiting": 1})
 
 
-def test_what_is_read_from_disk_is_woven_and_then_in_memory(paged, side, tmp_path):
+@pytest.fixture
+def restarted(side, tmp_path):
+    """A worker with the two chunks on disk, as an earlier process left them."""
     hold(side)
-    extra = {"cache_dir": str(tmp_path), "weave_step_tokens": 1}
-    before = ConnectorWorker(side._layers, "model", PluginSettings.from_config(extra, {}))
+    before = worker(side, cache_dir=str(tmp_path))
     for record in side._store.records():
         before._store.insert(record, side._store.get(record.id))
     before.close()
-    after = ConnectorWorker(side._layers, "model", PluginSettings.from_config(extra, {}))
-    assert after.holdings().shared
-    after.step(StepOrders(weaves=[WeaveOrder("a", request(), BLOCKS, 0, 35)]))
-    arrived: set[str] = set()
-    for _ in range(2000):
-        after.step(StepOrders())
-        done, results = after.take_outcome()
-        assert not results.failed
-        arrived |= done
-        if arrived:
-            break
-        time.sleep(0.002)
-    assert arrived == {"a"}
-    chunks = [part.id for part in list(request().stored_parts())[1:]]
-    found = [after._store.tier_of(record.id) for record in after._store.records() if record.chunk_id in chunks]
-    assert found == ["host", "host"]
+    after = worker(side, cache_dir=str(tmp_path), weave_step_tokens=1)
+    yield after
     after.close()
 
 
-def on_disk(side, folder) -> PluginSettings:
-    """The two chunks on disk, as an earlier process left them."""
-    hold(side)
-    settings = PluginSettings.from_config({"cache_dir": str(folder)}, {})
-    before = ConnectorWorker(side._layers, "model", settings)
-    for record in side._store.records():
-        before._store.insert(record, side._store.get(record.id))
-    before.close()
-    return settings
+def test_what_is_read_from_disk_is_woven_and_then_in_memory(restarted):
+    assert restarted.holdings().shared
+    restarted.step(StepOrders(weaves=[order()]))
+
+    def has_arrived() -> bool:
+        restarted.step(StepOrders())
+        arrived, results = restarted.take_outcome()
+        assert not results.failed
+        return arrived == {"a"}
+
+    wait_until(has_arrived)
+    chunks = [part.id for part in list(request().stored_parts())[1:]]
+    store = restarted._store
+    assert [store.tier_of(one.id) for one in store.records() if one.chunk_id in chunks] == ["host", "host"]
 
 
-def test_what_a_waiting_request_will_need_is_read_while_it_waits(side, tmp_path, monkeypatch):
-    after = ConnectorWorker(side._layers, "model", on_disk(side, tmp_path))
-    after.step(StepOrders(waiting={"a": request(), "b": request()}))
-    until = time.monotonic() + 10
-    while (ahead := after._ahead.find("a")) is None or not all(one.complete for one in ahead._loader.segments):
-        assert time.monotonic() < until
-        time.sleep(0.002)
-    order = WeaveOrder("a", request(), BLOCKS, 0, 35)
-    prepared = after.plan(order, after.look_up(order))
+def test_what_a_waiting_request_will_need_is_read_while_it_waits(restarted):
+    restarted.step(StepOrders(waiting={"a": request(), "b": request()}))
+
+    def is_read() -> bool:
+        ahead = restarted._ahead.find("a")
+        return ahead is not None and all(one.complete for one in ahead._loader.segments)
+
+    wait_until(is_read)
+    ahead = restarted._ahead.find("a")
+    prepared = restarted.plan(order(), restarted.look_up(order()))
     assert prepared.pinned.complete, "nothing is left to be read when its turn comes"
     assert {id(one.segment) for one in prepared.pinned.placements} == {id(one) for one in ahead._loader.segments}
     prepared.pinned.close()
-    after.forget(["a", "b"])
-    until = time.monotonic() + 10
-    while any(level.store._pins.ids() for level in after._store.levels):
-        assert time.monotonic() < until, "what waits no longer pins nothing"
-        time.sleep(0.002)
-    after.close()
+    restarted.forget(["a", "b"])
+    wait_until(lambda: not any(level.store._pins.ids() for level in restarted._store.levels))
 
 
-def test_one_that_gets_its_blocks_at_once_reads_for_itself(side, tmp_path):
-    after = ConnectorWorker(side._layers, "model", on_disk(side, tmp_path))
-    after.step(StepOrders(waiting={"a": request()}, weaves=[WeaveOrder("a", request(), BLOCKS, 0, 35)]))
-    assert after._ahead.find("a") is None
-    assert not after._ahead._reading
-    after.close()
+def test_one_that_gets_its_blocks_at_once_reads_for_itself(restarted):
+    restarted.step(StepOrders(waiting={"a": request()}, weaves=[order()]))
+    assert restarted._ahead.find("a") is None
+    assert not restarted._ahead._reading
 
 
-def test_a_segment_that_is_gone_from_disk_is_planned_without(side, tmp_path):
-    hold(side)
-    settings = PluginSettings.from_config({"cache_dir": str(tmp_path)}, {})
-    before = ConnectorWorker(side._layers, "model", settings)
-    for record in side._store.records():
-        before._store.insert(record, side._store.get(record.id))
-    before.close()
-    after = ConnectorWorker(side._layers, "model", settings)
+def test_a_segment_that_is_gone_from_disk_is_planned_without(side, restarted, tmp_path):
     first, last = (record.id for record in sorted(side._store.records(), key=lambda record: len(record.token_ids)))
     next(tmp_path.rglob(f"{first}.safetensors")).unlink()
-    order = WeaveOrder("a", request(), BLOCKS, 0, 35)
-    prepared = after.plan(order, after.look_up(order))
+    prepared = restarted.plan(order(), restarted.look_up(order()))
     assert list(prepared.plan.segments()) == [last]
     prepared.pinned.close()
-    assert after._store.levels[1].store.drop(last)
-    after.close()
+    assert restarted._store.levels[1].store.drop(last)
 
 
-def test_a_request_counts_once_whether_it_is_woven_or_vllm_computes_it(paged, side):
+@pytest.fixture
+def ranking(side):
+    """A worker whose store ranks by PGDSF."""
+    made = worker(side, policy="pgdsf", weave_step_tokens=1)
+    yield made
+    made.close()
+
+
+def test_a_request_counts_once_whether_it_is_woven_or_vllm_computes_it(ranking):
     """RAGCache eq. 3: a miss costs, and a hit in vLLM's own cache is a use of what is stored of it."""
-    side.close()
-    layers = side._layers
-    side = ConnectorWorker(layers, "model", PluginSettings.from_config({"policy": "pgdsf"}, {}))
-    policy = side._store.levels[0].store._index._policy
+    policy = ranking._store.levels[0].store._index._policy
 
     def counts() -> list[tuple[int, int]]:
         return [(policy._known[one].frequency, policy._known[one].misses) for one in path if one in policy._known]
 
     path = [segment_id(part.id, part.context) for part in request().stored_parts()]
-    try:
-        whole(side, asked=[AskedOrder("a", request().prompt, 0)])
-        assert counts() == [(1, 1)] * 3
-        whole(side, saves=[SaveOrder("a", request(), BLOCKS, 0, 40, True)])
-        assert counts() == [(1, 1)] * 3
-        whole(side, asked=[AskedOrder("a", request().prompt, 40)])
-        assert counts() == [(2, 1)] * 3
-        weave(side, "b")
-        assert counts() == [(3, 1)] * 3
-        side.step(StepOrders(weaves=[WeaveOrder("c", request(counts_as_request=False), BLOCKS, 0, 35)], idle=True))
-        assert counts() == [(3, 1)] * 3, "nobody asked for it"
-    finally:
-        side.close()
+    whole(ranking, asked=[AskedOrder("a", request().prompt, 0)])
+    assert counts() == [(1, 1)] * 3
+    saved_parts(ranking)
+    assert counts() == [(1, 1)] * 3
+    whole(ranking, asked=[AskedOrder("a", request().prompt, 40)])
+    assert counts() == [(2, 1)] * 3
+    weave(ranking, order("b"))
+    assert counts() == [(3, 1)] * 3
+    weave(ranking, order("c", request(counts_as_request=False)))
+    assert counts() == [(3, 1)] * 3, "nobody asked for it"
 
 
-def test_what_vllms_own_cache_has_of_a_woven_prompt_is_used_too(side):
+def test_what_vllms_own_cache_has_of_a_woven_prompt_is_used_too(ranking):
     """Chunks that are asked for again and again stay hot, though nothing of them is read any more."""
-    side.close()
-    side = ConnectorWorker(side._layers, "model", PluginSettings.from_config({"policy": "pgdsf"}, {}))
-    policy = side._store.levels[0].store._index._policy
-    hold(side, context=("another",))
-    try:
-        stored = [record.id for record in side._store.records()]
-        approximate = request()
-        whole(side, asked=[AskedOrder("a", approximate.prompt, 35, approximate)])
-        assert [policy._known[one].frequency for one in stored if one in policy._known] == [1, 1]
-    finally:
-        side.close()
+    policy = ranking._store.levels[0].store._index._policy
+    hold(ranking, context=("another",))
+    stored = [record.id for record in ranking._store.records()]
+    approximate = request()
+    whole(ranking, asked=[AskedOrder("a", approximate.prompt, 35, approximate)])
+    assert [policy._known[one].frequency for one in stored if one in policy._known] == [1, 1]
 
 
 def test_whichever_thread_ends_what_another_one_began_to_copy_works_without_gradients():
@@ -696,7 +662,7 @@ def loading_at(share: float) -> CostModel:
 
 def parameters(side: ConnectorWorker, *requests: WeaveRequest, idle: bool = True) -> dict:
     """Of the first of requests that are woven at once."""
-    orders = [WeaveOrder(str(number), one, BLOCKS, 0, 35) for number, one in enumerate(requests)]
+    orders = [order(str(number), one) for number, one in enumerate(requests)]
     whole(side, weaves=orders, idle=idle)
     side.step(StepOrders(idle=True))
     side.forget([order.request_id for order in orders])
@@ -722,9 +688,7 @@ def test_a_weave_that_is_alone_recomputes_what_its_loading_hides(side):
 def test_what_loads_slower_than_it_is_computed_is_computed(side):
     hold(side, ("elsewhere",))
     side._cost = loading_at(1.5)
-    order = WeaveOrder("slow", request(), BLOCKS, 0, 35)
-    whole(side, weaves=[order], idle=True)
-    assert side.take_outcome()[1].failed == {"slow"}, "nothing is left of it to weave"
+    weave(side, order("slow"), failed=True)  # nothing is left of it to weave
     assert parameters(side, request(), idle=False)["recompute_ratio"] == 0.15, "others compute while it loads"
 
 
@@ -749,10 +713,7 @@ def test_what_is_ordered_to_be_removed_is_and_is_counted(side, everything):
 
 
 def test_what_is_still_to_be_stored_is_stored_first_and_removed_then(side):
-    save = SaveOrder("a", request("prefix"), BLOCKS, 0, 40, exact=True)
-    side.begin(StepOrders())
-    side.step(StepOrders())
-    side.save(StepOrders(saves=[save]))
+    saved(side, "a", 7)
     side.step(StepOrders(removals=[removal(everything=True)]))
     side.end()
     side._between_steps.finish()
@@ -765,8 +726,7 @@ def test_a_weave_that_ends_after_a_removal_stores_nothing_if_it_uses_that(side, 
     hold(side)
     (gone,) = removal().chunks
     side._store.forget_chunks([gone])
-    order = WeaveOrder("a", request(), BLOCKS, 0, 35)
-    whole(side, removals=[removal(requests=requests)], weaves=[order])
+    whole(side, removals=[removal(requests=requests)], weaves=[order()])
     assert not side.take_outcome()[0], "it has only begun"
     whole(side)
     assert side.take_outcome()[0] == {"a"}
@@ -786,9 +746,9 @@ def test_a_store_that_fails_to_remove_answers_that_it_may_have_it_yet(side, monk
 
 
 def test_a_reset_drops_all_kv_and_leaves_what_is_being_woven_to_vllm(side):
-    whole(side, saves=[SaveOrder("exact", started("prefix"), BLOCKS, 0, 40, exact=True)])
+    saved_parts(side, started("prefix"))
     hold(side)
-    weave(side, "before")
+    weave(side, order("before"))
     side.step(StepOrders(weaves=orders_of("woven", "waiting")))
     side.take_outcome()
     assert side._starts
@@ -812,7 +772,6 @@ def test_what_is_to_be_saved_is_copied_before_vllm_frees_its_blocks(side, frees)
 
     for _ in range(2):  # of two engines in one process the second one counts, once
         copy_before_sleep(object, Worker, side.before_sleep)
-    side.begin(StepOrders())
-    side.save(StepOrders(saves=[SaveOrder("a", request("prefix"), BLOCKS, 0, 40, exact=True)]))
+    saved(side, "a", 7)
     assert len(side._store) == 0
     assert getattr(Worker(), frees)(2) == (2, 3)

@@ -11,15 +11,13 @@ from chunkweave.prompt.parts import neutral_id
 from chunkweave.store.records import ANYTHING, SegmentRecord
 from chunkweave.types import ChunkId
 from chunkweave.vllm import worker as worker_module
-from chunkweave.vllm.orders import SaveOrder, StepOrders, WeaveOrder
+from chunkweave.vllm.orders import SaveOrder, StepOrders
 from chunkweave.vllm.removal import RemovalOrder, Removed
-from chunkweave.vllm.request import Defaults, WeaveRequest, parse
+from chunkweave.vllm.request import WeaveRequest
 from chunkweave.vllm.worker import ConnectorWorker
-from tests.vllm import test_worker
-from tests.vllm.test_worker import BLOCKS, HEAD_DIM, HEADS, IDS, LAYERS, request, whole
+from tests.vllm.test_worker import BLOCKS, HEAD_DIM, HEADS, IDS, LAYERS, order, paged, request, side, weave, whole
 
-paged, side = test_worker.paged, test_worker.side
-"""Fixtures."""
+__all__ = ["paged", "side"]
 
 READ, ELSEWHERE = ChunkId("a" * 32), ChunkId("b" * 32)
 WOVEN_TO = 20
@@ -38,15 +36,20 @@ def hold_mean(side: ConnectorWorker) -> None:
     assert side._store.insert(alone.mean_over([(READ,)], nbytes=kv.nbytes, attention=None, read=()), kv)
 
 
-def weave(side: ConnectorWorker, name: str = "a", *, first: int = 0, exact: int = 0) -> None:
-    side.step(StepOrders(weaves=[WeaveOrder(name, request(), BLOCKS, first, WOVEN_TO, exact)], idle=True))
+def begin(side: ConnectorWorker, **more: int) -> None:
+    """Weave the first chunk of a request that continues."""
+    side.step(StepOrders(weaves=[order(stop=WOVEN_TO, **more)], idle=True))
     assert not side.take_outcome()[1].failed
 
 
-def save(side: ConnectorWorker, name: str = "a", *, exact: bool = False) -> None:
+def save(side: ConnectorWorker, *, exact: bool = False) -> None:
     """vLLM has computed what is behind the weave."""
-    whole(side, saves=[SaveOrder(name, request(), BLOCKS, WOVEN_TO, 40, exact, number=3)])
+    whole(side, saves=[SaveOrder("a", request(), BLOCKS, WOVEN_TO, 40, exact, number=3)])
     assert side.take_outcome()[1].saved == {3: 1}
+
+
+def remove(side: ConnectorWorker, *chunks: ChunkId, **more: bool) -> None:
+    whole(side, removals=[RemovalOrder("command", frozenset(chunks), **more)])
 
 
 def second_chunk(side: ConnectorWorker) -> list[SegmentRecord]:
@@ -56,31 +59,27 @@ def second_chunk(side: ConnectorWorker) -> list[SegmentRecord]:
 
 def test_what_is_computed_behind_a_mean_has_read_what_the_mean_has(side):
     hold_mean(side)
-    weave(side)
+    begin(side)
     save(side)
     (record,) = second_chunk(side)
     assert READ in record.sources
     assert READ not in record.context
     assert not record.exact
-    whole(side, removals=[RemovalOrder("command", frozenset({ELSEWHERE}))])
+    remove(side, ELSEWHERE)
     assert second_chunk(side) == [record]
-    whole(side, removals=[RemovalOrder("command", frozenset({READ}))])
+    remove(side, READ)
     assert not second_chunk(side)
 
 
-def test_behind_blocks_of_vllms_own_cache_that_are_not_exact_anything_may_have_been_read(side):
-    save(side)
-    (record,) = second_chunk(side)
-    assert record.read == (ANYTHING,)
-    whole(side, removals=[RemovalOrder("command", frozenset({ELSEWHERE}))])
-    assert not second_chunk(side)
-
-
-def test_so_it_may_where_a_weave_begins_behind_such_blocks(side):
-    hold_mean(side)
-    weave(side, first=16, exact=10)
+@pytest.mark.parametrize("woven", [False, True], ids=["all of it", "up to a weave"])
+def test_behind_blocks_of_vllms_own_cache_that_are_not_exact_anything_may_have_been_read(side, woven):
+    if woven:
+        hold_mean(side)
+        begin(side, first=16, exact=10)
     save(side)
     assert [record.read for record in second_chunk(side)] == [(ANYTHING,)]
+    remove(side, ELSEWHERE)
+    assert not second_chunk(side)
 
 
 def test_what_vllm_has_computed_whole_has_read_its_context_alone(side):
@@ -92,8 +91,8 @@ def test_what_vllm_has_computed_whole_has_read_its_context_alone(side):
 def test_a_running_request_stores_nothing_behind_what_has_read_a_removed_chunk(side, removed):
     """Though the chunk is none of its own."""
     hold_mean(side)
-    weave(side)
-    whole(side, removals=[RemovalOrder("command", frozenset({removed}))])
+    begin(side)
+    remove(side, removed)
     save(side)
     assert bool(second_chunk(side)) == (removed == ELSEWHERE)
 
@@ -117,13 +116,12 @@ class FakeShare:
 def share(context: int) -> WeaveRequest:
     """The last chunk behind another first one."""
     ids = (*IDS[:10], *(context + one for one in range(10)), *IDS[20:35])
-    params = {"chunks": [[10, 20], [20, 35]], "method": "full-reuse", "mean": {"group": "one", "of": 2}}
-    return parse(params, ids, fingerprint="model", salt="", start=(), defaults=Defaults())
+    return request("full-reuse", ids=ids, mean={"group": "one", "of": 2})
 
 
-def compute(side: ConnectorWorker, name: str, context: int, **orders) -> None:
-    order = WeaveOrder(name, share(context), BLOCKS, 0, 34)
-    whole(side, weaves=[order], idle=True, **orders)
+def compute(side: ConnectorWorker, name: str, context: int, mean: MeanShare | None = None, **orders) -> None:
+    asked = share(context)
+    whole(side, weaves=[order(name, replace(asked, mean=mean or asked.mean), stop=34)], idle=True, **orders)
     arrived, results = side.take_outcome()
     assert (arrived, results.failed) == ({name}, set())
     side.forget([name])
@@ -173,11 +171,7 @@ def test_a_mean_that_is_stored_gives_place_only_to_one_that_is_computed_anew(sha
     compute(shares, "b", 200)
     (old,) = shares._store.records()
     for name, context in (("c", 300), ("d", 400)):
-        request = replace(share(context), mean=MeanShare("two", 2, anew=anew))
-        whole(shares, weaves=[WeaveOrder(name, request, BLOCKS, 0, 34)], idle=True)
-        arrived, results = shares.take_outcome()
-        assert (arrived, results.failed) == ({name}, set())
-        shares.forget([name])
+        compute(shares, name, context, MeanShare("two", 2, anew=anew))
     (kept,) = shares._store.records()
     contexts = (300, 400) if anew else (100, 200)
     assert sorted(kept.contexts) == sorted(share(context).prompt.contexts()[-1] for context in contexts)
@@ -186,8 +180,7 @@ def test_a_mean_that_is_stored_gives_place_only_to_one_that_is_computed_anew(sha
 
 def test_a_mean_that_is_reused_says_so_in_the_report(side):
     hold_mean(side)
-    side.step(StepOrders(weaves=[WeaveOrder("a", request(), BLOCKS, 0, WOVEN_TO)], idle=True))
-    assert side.take_outcome()[1].reports["a"]["contexts"] == [[10, 1]]
+    assert weave(side, order(stop=WOVEN_TO)).reports["a"]["contexts"] == [[10, 1]]
 
 
 def test_first_passes_are_removed_of_what_is_named_and_running_requests_store_theirs(side):
@@ -198,8 +191,8 @@ def test_first_passes_are_removed_of_what_is_named_and_running_requests_store_th
         passage = neutral_id(ELSEWHERE)
         record = SegmentRecord.of(part.id, (passage,), part.token_ids, exact=True, nbytes=kv.nbytes)
         assert side._store.insert(record, zeros(len(part.span)))
-    weave(side)
-    whole(side, removals=[RemovalOrder("command", frozenset({first.id}), first_passes=True)])
+    begin(side)
+    remove(side, first.id, first_passes=True)
     assert side.take_outcome()[1].removed["command"] == [Removed(1)]
     left = {(record.chunk_id, record.neutral) for record in side._store.records()}
     assert {(first.id, False), (second.id, True)} <= left
