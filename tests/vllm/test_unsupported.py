@@ -1,8 +1,10 @@
 """Models and set-ups that cannot be woven: served by vLLM alone, with the reason in the log."""
 
 import logging
+from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -73,80 +75,50 @@ CHUNKED = ChunkedLocalAttentionSpec(
 
 def fakes(name="LlamaForCausalLM", family="llama", rotary="RotaryEmbedding", impl=None, **changes):
     """A model, a configuration and KV cache groups that pass, but for what is changed."""
-    values = {
-        "pipeline_parallel_size": 1,
-        "data_parallel_size": 1,
-        "tensor_parallel_size": 1,
-        "speculative": None,
-        "multimodal": False,
-        "inside": "",
-        "hybrid": False,
-        "mla": False,
-        "more_config": {},
-        "window": None,
-        "spec": FULL,
-        "more": None,
-        "modules": (*anatomy_of(SimpleNamespace(model_type=family)).norms, "mlp", "block_sparse_moe"),
-        "scaled": False,
-        "long": False,
-        "rope": "default",
-        "projection": "qkv_proj",
-        "backend": "FLASH_ATTN",
-        "context_parallel": 1,
-        **changes,
-    }
-    turn = type(rotary, (), {"use_long_rope": values["long"], "original_max_position_embeddings": 4096})()
-    backends = iter([values["backend"], values.get("other_backend", values["backend"])])
+    usual = {"backend": "FLASH_ATTN", "projection": "qkv_proj", "rope": "default", "spec": FULL}
+    changes = defaultdict(type(None), usual | changes)
+    turn = type(rotary, (), {"use_long_rope": changes["long"], "original_max_position_embeddings": 4096})()
     place = "attn" if name == "GptOssForCausalLM" else "self_attn"
+    norms = anatomy_of(SimpleNamespace(model_type=family)).norms
+    modules = changes["modules"] or (*norms, "mlp", "block_sparse_moe")
     layers = []
-    for backend in backends:
+    for backend in (changes["backend"], changes["other_backend"] or changes["backend"]):
         named = SimpleNamespace(get_name=lambda backend=backend: backend)
         attention = SimpleNamespace(
             rotary_emb=turn,
             attn=SimpleNamespace(impl=SimpleNamespace(**(impl or {})), get_attn_backend=lambda named=named: named),
-            do_llama_4_scaling=values["scaled"],
-            **dict.fromkeys((values["projection"], "o_proj", "dense")),
+            do_llama_4_scaling=changes["scaled"],
+            **dict.fromkeys((changes["projection"], "o_proj", "dense")),
         )
-        layers.append(SimpleNamespace(**{place: attention}, **dict.fromkeys(values["modules"])))
+        layers.append(SimpleNamespace(**{place: attention}, **dict.fromkeys(modules)))
     model = type(name, (), {"model": SimpleNamespace(layers=layers)})()
-    if values["inside"]:
-        model = type(values["inside"], (), {"language_model": model})()
+    if changes["inside"]:
+        model = type(changes["inside"], (), {"language_model": model})()
     text = SimpleNamespace(
         model_type=family,
         num_hidden_layers=2,
-        sliding_window=values["window"],
+        sliding_window=changes["window"],
         layer_types=None,
-        rope_parameters={"rope_type": values["rope"]},
-        **values["more_config"],
+        rope_parameters={"rope_type": changes["rope"]},
+        **(changes["more_config"] or {}),
     )
+    parallel = ("pipeline_parallel_size", "data_parallel_size", "tensor_parallel_size", "decode_context_parallel_size")
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
-            pipeline_parallel_size=values["pipeline_parallel_size"],
-            data_parallel_size=values["data_parallel_size"],
-            tensor_parallel_size=values["tensor_parallel_size"],
-            decode_context_parallel_size=values["context_parallel"],
-            prefill_context_parallel_size=1,
+            **{size: changes[size] or 1 for size in parallel}, prefill_context_parallel_size=1
         ),
-        speculative_config=values["speculative"],
+        speculative_config=changes["speculative"],
         model_config=SimpleNamespace(
-            is_multimodal_model=values["multimodal"] or bool(values["inside"]),
-            is_hybrid=values["hybrid"],
+            is_multimodal_model=bool(changes["multimodal"] or changes["inside"]),
+            is_hybrid=bool(changes["hybrid"]),
             is_attention_free=False,
-            use_mla=values["mla"],
+            use_mla=bool(changes["mla"]),
             max_model_len=1024,
             hf_text_config=text,
         ),
     )
-    group = SimpleNamespace(kv_cache_spec=values["spec"])
-    return (
-        model,
-        config,
-        SimpleNamespace(
-            kv_cache_groups=[group]
-            if values["more"] is None
-            else [group, SimpleNamespace(kv_cache_spec=values["more"])]
-        ),
-    )
+    specs = [changes["spec"]] if changes["more"] is None else [changes["spec"], changes["more"]]
+    return model, config, SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -155,6 +127,32 @@ def fakes(name="LlamaForCausalLM", family="llama", rotary="RotaryEmbedding", imp
 )
 def test_what_is_supported_passes(name, said, window):
     check_supported(*fakes(name, impl={"sliding_window": said}, window=window))
+
+
+SUPPORTED: dict[str, dict[str, Any]] = {
+    **{f"backend {name}": {"backend": name} for name in BACKENDS},
+    **{f"drafts by {method}": {"speculative": SimpleNamespace(method=method)} for method in WOVEN_DRAFTS},
+    "blocks for a window": {"spec": WINDOWED},
+    "blocks for the whole context and for a window": {"more": WINDOWED},
+    **{
+        f"text of {inside}": {
+            "name": "Qwen2ForCausalLM",
+            "family": "qwen2",
+            "inside": inside,
+            "rotary": "MRotaryEmbedding",
+        }
+        for inside in MULTIMODAL
+    },
+    **{
+        f"{family} by transformers": {"name": "TransformersForCausalLM", "family": family}
+        for family in RUN_BY_TRANSFORMERS
+    },
+}
+
+
+@pytest.mark.parametrize("changes", SUPPORTED.values(), ids=SUPPORTED)
+def test_what_else_is_supported_passes(changes):
+    check_supported(*fakes(**changes))
 
 
 def test_a_window_is_narrowed_wherever_a_backend_looks_for_it():
@@ -166,31 +164,6 @@ def test_a_window_is_narrowed_wherever_a_backend_looks_for_it():
         assert vars(flashinfer) == {"sliding_window": (19, 0), "window_left": 19}
         assert (vars(cpu), vars(without)) == ({"sliding_window": 20}, before[2])
     assert [vars(impl) for impl in (flashinfer, cpu, without)] == before
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_known_attention_backends_pass(name):
-    check_supported(*fakes(backend=name))
-
-
-@pytest.mark.parametrize("method", WOVEN_DRAFTS)
-def test_drafts_without_a_model_pass(method):
-    check_supported(*fakes(speculative=SimpleNamespace(method=method)))
-
-
-@pytest.mark.parametrize("changes", [{"spec": WINDOWED}, {"more": WINDOWED}])
-def test_blocks_for_the_whole_context_or_for_a_window_pass(changes):
-    check_supported(*fakes(**changes))
-
-
-@pytest.mark.parametrize("inside", MULTIMODAL)
-def test_text_of_a_multimodal_model_passes(inside):
-    check_supported(*fakes("Qwen2ForCausalLM", "qwen2", inside=inside, rotary="MRotaryEmbedding"))
-
-
-@pytest.mark.parametrize("family", RUN_BY_TRANSFORMERS)
-def test_what_transformers_runs_and_is_supported_passes(family):
-    check_supported(*fakes("TransformersForCausalLM", family))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +179,7 @@ def test_what_transformers_runs_and_is_supported_passes(family):
         ({"name": "Gemma3ForCausalLM", "family": "gemma3_text", "projection": "q_proj"}, "its layers have no qkv_proj"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism would need hidden-state transfer"),
         ({"data_parallel_size": 2}, "with data parallelism its experts wait"),
-        ({"context_parallel": 2}, "with context parallelism a rank has only some of a prompt's tokens"),
+        ({"decode_context_parallel_size": 2}, "with context parallelism a rank has only some of a prompt's tokens"),
         ({"backend": "TURBOQUANT"}, "how its attention backend TURBOQUANT keeps metadata and KV is not known"),
         ({"backend": "B12X"}, "choose one with --attention-backend: FLASH_ATTN, FLASHINFER, TRITON_ATTN, FLEX_ATT"),
         ({"other_backend": "TRITON_ATTN"}, "several attention backends, FLASH_ATTN, TRITON_ATTN; choose one with"),
