@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from chunkweave.models.fingerprint import fingerprint_folder
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import LoadedModel, bundled_tokenizer
+from chunkweave.planning.method import parameter_of
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt
 from chunkweave.vllm.request import Defaults, chosen, parse
@@ -41,7 +42,7 @@ class OwnEngine:
 
     def precompute(self, scenario: Scenario) -> None:
         """What the scenario's chunks were computed in, one prompt after the other."""
-        for first in {id(prompt): prompt for prompt in scenario.seen.values()}.values():
+        for first in scenario.first_prompts:
             self.bench.prefill(self.prompt(first), "prefix", keep=True)
 
     def records(self) -> dict[str, dict[str, Any]]:
@@ -52,8 +53,11 @@ class OwnEngine:
         }
 
     def prefill(self, given: Given, method: str, options: Mapping[str, Any], *, keep: bool = False) -> OwnAnswer:
-        """Answer with a method and what a request to vLLM would say besides."""
-        params = {("recompute_ratio" if name == "ratio" else name): value for name, value in options.items()}
+        """Answer with a method and what a request to vLLM would say besides; the ratio as by `Given.ask`."""
+        params = dict(options)
+        ratio = params.pop("ratio", None)
+        if ratio is not None and parameter_of(method) == "recompute_ratio":
+            params["recompute_ratio"] = ratio
         choice, _ = chosen({"method": method, **params}, Defaults(), None)
         reuse = choice.reuse
         prefilled = self.bench.prefill(

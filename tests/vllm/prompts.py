@@ -66,10 +66,13 @@ class Scenario:
     seen: dict[tuple[int, ...], Given]
     exact: frozenset[tuple[int, ...]] = frozenset()
 
+    @property
+    def first_prompts(self) -> list[Given]:
+        return list({id(prompt): prompt for prompt in self.seen.values()}.values())
+
     def precompute(self, served: Served, **more: Any) -> None:
         """One after the other: what a request stores, the next one may find. `more` is what requests say besides."""
-        for first in dict.fromkeys(id(prompt) for prompt in self.seen.values()):
-            (prompt,) = {id(p): p for p in self.seen.values() if id(p) == first}.values()
+        for prompt in self.first_prompts:
             served.answer(prompt.ask("prefix", **more))
 
     def pieces(self, reference: Reference) -> list[Piece]:

@@ -112,9 +112,25 @@ class Served:
     def busy(self) -> bool:
         return self.llm.llm_engine.has_unfinished_requests()
 
+    def finish(self) -> dict[str, Got]:
+        """Step until nothing is left to do; what has finished."""
+        answers: dict[str, Got] = {}
+        while self.busy:
+            answers |= self.step()
+        return answers
+
     def worker(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the probe in every worker."""
         return self.llm.collective_rpc(method, args=args)
+
+    @contextmanager
+    def broken_layer(self, layer: int) -> Iterator[None]:
+        """Within the block, reading that layer of any segment fails, as a corrupt file would."""
+        self.worker("chunkweave_break_layer", layer)
+        try:
+            yield
+        finally:
+            self.worker("chunkweave_break_layer", None)
 
     def blocks_are_free(self) -> bool:
         """Whether no request holds a block once what was computed is copied; forgets vLLM's own prefix cache."""
@@ -141,6 +157,7 @@ IN_PROCESS: dict[str, Any] = {
     "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
 }
 """Options for an engine in this process, which starts sooner. One at a time."""
+TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
 
 
 @contextmanager
@@ -173,6 +190,13 @@ def sampling(ask: Ask) -> SamplingParams:
     return SamplingParams(
         max_tokens=ask.tokens, temperature=0, logprobs=ask.top, detokenize=False, ignore_eos=True, extra_args=extra
     )
+
+
+def alike(got: Got, wanted: Got, tolerance: float = 5e-4) -> None:
+    """Assert the same tokens, each with its log-probability; `wanted` need not have those of others."""
+    assert got.tokens == wanted.tokens
+    best = wanted.log_probs.nan_to_num(-1e9).argmax(-1, keepdim=True)
+    assert (got.log_probs - wanted.log_probs).gather(1, best).abs().max().item() <= tolerance
 
 
 def got(output: Any) -> Got:

@@ -12,21 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from chunkweave.models.fingerprint import fingerprint_folder
-from chunkweave.models.huggingface import HuggingFaceModel
-from chunkweave.models.loading import LoadedModel, bundled_tokenizer
-from chunkweave.prompt.parts import Prompt
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
 from chunkweave.tiers.device import DeviceTier, HostMemory, moved_into
 from chunkweave.tiers.host import HostTier
 from chunkweave.vllm import worker
-from chunkweave.vllm.request import Defaults, parse
-from tests.integration.weaving import Bench, make_bench
-from tests.vllm.checkpoints import BOS
 from tests.vllm.conftest import SLICED
 from tests.vllm.environment import RUNNER_V2
 from tests.vllm.own_engine import own_engine
@@ -41,7 +33,7 @@ from tests.vllm.prompts import (
     tokens,
 )
 from tests.vllm.reference import Reference, Woven
-from tests.vllm.serving import IN_PROCESS, Got, serving
+from tests.vllm.serving import IN_PROCESS, TWO_RANKS, Got, serving
 
 TOLERANCE = 5e-4
 BLOCK_SIZE = 32
@@ -59,7 +51,7 @@ WAYS = {
     "llama-sliced": ("llama", {}),
     "qwen2-uncached": ("qwen2", {"enable_prefix_caching": False}),
     "qwen3-compiled": ("qwen3", {"enforce_eager": False}),
-    "llama-two-ranks": ("llama", {"tensor_parallel_size": 2}),
+    "llama-two-ranks": ("llama", TWO_RANKS),
 }
 
 ATTENTION_METHODS = {
@@ -74,13 +66,26 @@ ATTENTION_METHODS = {
     "cachecraft-unfocused": ("cachecraft", {"alpha": 0.8, "focus": False}),
     "set-cache": ("set-cache", {}),
 }
+METHODS = {
+    **{f"cacheblend-{ratio}": ("cacheblend", {"ratio": ratio}) for ratio in RATIOS},
+    **{method: (method, {"ratio": 0.3}) for method in ("full-reuse", "epic", "random")},
+    **ATTENTION_METHODS,
+}
 BEYOND_REFERENCE = {"cachecraft-1", "cachecraft-.5", "query-two-rounds", "set-cache"}
 """It is told positions only: not which were dropped on the way up, nor which were computed before the others."""
 
-SOME_SCENARIOS, SOME_RATIOS, SOME_METHODS = tuple(SCENARIOS), RATIOS, tuple(ATTENTION_METHODS)
+SOME_SCENARIOS, SOME_METHODS = tuple(SCENARIOS), tuple(METHODS)
 if RUNNER_V2:  # its kernels are interpreted, and it takes no part in what a method chooses
-    SOME_SCENARIOS, SOME_RATIOS = ("in-context", "middle-missing"), (0.15, 1.0)
-    SOME_METHODS = ("query-.3", "query-two-rounds", "cachecraft-1")
+    SOME_SCENARIOS = ("in-context", "middle-missing")
+    SOME_METHODS = (
+        "cacheblend-0.15",
+        "cacheblend-1.0",
+        "epic",
+        "full-reuse",
+        "query-.3",
+        "query-two-rounds",
+        "cachecraft-1",
+    )
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -91,8 +96,7 @@ def way(request, checkpoint):
     if request.param == "llama-sliced":
         yield request.getfixturevalue("sliced"), folder
         return
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in options else {}
-    with serving(folder, environment=environment, **options) as served:
+    with serving(folder, **options) as served:
         yield served, folder
 
 
@@ -102,28 +106,41 @@ def compare(got: Got, woven: Woven) -> None:
     assert got.report["recomputed"] == woven.recomputed
 
 
+@pytest.fixture(scope="module")
+def own(way):
+    """Our own engine with the same checkpoint."""
+    return own_engine(way[1])
+
+
+def ask(scenario: Scenario, key: str, new_tokens: int = 1, **more):
+    method, options = METHODS[key]
+    return scenario.prompt.ask(method, new_tokens=new_tokens, **options, **more)
+
+
 @pytest.mark.parametrize("name", SOME_SCENARIOS)
-@pytest.mark.parametrize("ratio", SOME_RATIOS)
-def test_cacheblend(way, name, ratio):
+@pytest.mark.parametrize("key", SOME_METHODS, ids=lambda key: f"attention-{key}" if key in ATTENTION_METHODS else key)
+def test_the_same_as_our_own_engine_and_the_reference(way, own, key, name):
     served, folder = way
-    reference, scenario = Reference(folder), SCENARIOS[name]()
-    scenario.precompute(served)
-    got = served.answer(scenario.prompt.ask("cacheblend", ratio))[0]
-    compare(got, reference.weave(scenario.pieces(reference), "cacheblend", ratio))
-
-
-@pytest.mark.parametrize("method", ["full-reuse", "epic", "random"])
-@pytest.mark.parametrize("name", ["alone", "in-context", "middle-missing"])
-def test_other_methods(way, method, name):
-    served, folder = way
-    reference, scenario = Reference(folder), SCENARIOS[name]()
-    scenario.precompute(served)
-    got = served.answer(scenario.prompt.ask(method, 0.3))[0]
+    reference, scenario, (method, options) = Reference(folder), SCENARIOS[name](), METHODS[key]
+    scenario.precompute(served, capture=key in ATTENTION_METHODS)
+    own.precompute(scenario)
+    wanted = own.prefill(scenario.prompt, method, options)
+    got = served.answer(ask(scenario, key))[0]
+    assert "error" not in got.report
+    assert got.report["recomputed"] == wanted.recomputed
+    assert got.report["recompute_fraction"] == pytest.approx(wanted.recompute_fraction)
+    assert got.tokens == [int(wanted.log_probs.argmax())]
+    assert (got.log_probs[0] - wanted.log_probs).abs().max().item() <= TOLERANCE
+    if key in BEYOND_REFERENCE:
+        return
     pieces = scenario.pieces(reference)
-    if method == "random":  # which tokens are drawn is checked against our own engine; here that they are used
+    if key in ATTENTION_METHODS or method == "random":  # which the reference is told
+        compare(got, reference.weave(pieces, "random", 0.0, chosen=wanted.recomputed))
+    else:
+        compare(got, reference.weave(pieces, method, options["ratio"]))
+    if method == "random":
         shares = [ceil(0.3 * len(piece.token_ids)) for piece in pieces if piece.stored and not piece.exact]
-        assert len(got.report["recomputed"]) == sum(shares)
-    compare(got, reference.weave(pieces, method, 0.3, chosen=got.report["recomputed"]))
+        assert len(wanted.recomputed) == sum(shares)
 
 
 def test_a_later_check_layer(way):
@@ -216,71 +233,7 @@ def test_several_woven_and_plain_requests_at_once(way):
         assert answers[id(ask)].report is None
 
 
-@pytest.fixture(scope="module")
-def bench(way) -> Bench:
-    """Our own engine with the same checkpoint."""
-    model = AutoModelForCausalLM.from_pretrained(way[1], dtype=torch.float32, attn_implementation="sdpa")
-    fingerprint = fingerprint_folder(way[1], model.config, "float32")
-    return make_bench(LoadedModel(HuggingFaceModel(model.eval()), bundled_tokenizer(), fingerprint, "own"))
-
-
-def as_prompt(given: Given, bench: Bench) -> Prompt:
-    params = {"chunks": given.spans}
-    fingerprint = bench.loaded.fingerprint
-    return parse(params, given.ids, fingerprint=fingerprint, salt="", start=(BOS,), defaults=Defaults()).prompt
-
-
-@pytest.mark.parametrize(
-    ("method", "ratio"),
-    [("cacheblend", 0.15), ("cacheblend", 0.5), ("epic", 0.15), ("random", 0.15), ("full-reuse", 0)],
-)
-@pytest.mark.parametrize("name", ["alone", "in-context", "middle-missing"])
-def test_the_same_as_our_own_engine(way, bench, method, ratio, name):
-    served, _ = way
-    scenario: Scenario = SCENARIOS[name]()
-    scenario.precompute(served)
-    for first in {id(prompt): prompt for prompt in scenario.seen.values()}.values():
-        bench.prefill(as_prompt(first, bench), "full", keep=True)
-    prefilled = bench.prefill(as_prompt(scenario.prompt, bench), method, ratio=ratio)
-    got = served.answer(scenario.prompt.ask(method, ratio))[0]
-    log_probs = torch.log_softmax(prefilled.logits, -1)
-    assert (got.log_probs[0] - log_probs).abs().max().item() <= TOLERANCE
-    assert got.tokens == [int(prefilled.logits.argmax())]
-    assert got.report["recomputed"] == [position for span in prefilled.recomputed for position in span.positions()]
-
-
 # ---------------------------------------------------------------- methods that look at attention
-
-
-@pytest.fixture(scope="module")
-def own(way):
-    """Our own engine with the same checkpoint."""
-    return own_engine(way[1])
-
-
-def ask(scenario: Scenario, key: str, new_tokens: int = 1, **more):
-    method, options = ATTENTION_METHODS[key]
-    return scenario.prompt.ask(method, new_tokens=new_tokens, **options, **more)
-
-
-@pytest.mark.parametrize("name", SOME_SCENARIOS)
-@pytest.mark.parametrize("key", SOME_METHODS)
-def test_attention_the_same_as_our_own_engine_and_the_reference(way, own, key, name):
-    served, folder = way
-    scenario, method = SCENARIOS[name](), ATTENTION_METHODS[key][0]
-    scenario.precompute(served, capture=True)
-    own.precompute(scenario)
-    wanted = own.prefill(scenario.prompt, method, ATTENTION_METHODS[key][1])
-    got = served.answer(ask(scenario, key))[0]
-    assert "error" not in got.report
-    assert got.report["recomputed"] == wanted.recomputed
-    assert got.report["recompute_fraction"] == pytest.approx(wanted.recompute_fraction)
-    assert (got.log_probs[0] - wanted.log_probs).abs().max().item() <= TOLERANCE
-    if key in BEYOND_REFERENCE:
-        return
-    reference = Reference(folder)
-    woven = reference.weave(scenario.pieces(reference), "random", 0.0, chosen=wanted.recomputed)
-    assert (got.log_probs[0] - woven.log_probs).abs().max().item() <= TOLERANCE
 
 
 @pytest.mark.parametrize("key", ["query-.05", "query-two-rounds", "cachecraft-1"])
@@ -295,7 +248,7 @@ def test_the_same_question_again_and_another_one(way, own, key):
     own.precompute(scenario)
     other = replace(scenario, prompt=Given(scenario.prompt.chunks))
     for one in (scenario, scenario, other, scenario):
-        wanted = own.prefill(one.prompt, ATTENTION_METHODS[key][0], ATTENTION_METHODS[key][1])
+        wanted = own.prefill(one.prompt, *ATTENTION_METHODS[key])
         got = served.answer(ask(one, key, capture=False))[0]
         assert (got.log_probs[0] - wanted.log_probs).abs().max().item() <= TOLERANCE
         found = got.report.get("recomputed", [])  # vLLM's own cache may have all there is to weave
@@ -316,7 +269,7 @@ def test_a_question_that_is_half_in_vllms_cache(way, own, key):
     scenario = Scenario(Given(order, question=tokens(5)), dict.fromkeys(chunks, first))
     scenario.precompute(served, capture=True)
     own.precompute(scenario)
-    wanted = own.prefill(scenario.prompt, ATTENTION_METHODS[key][0], ATTENTION_METHODS[key][1])
+    wanted = own.prefill(scenario.prompt, *ATTENTION_METHODS[key])
     whole, rest = (served.answer(ask(scenario, key, capture=False))[0] for _ in range(2))
     cached = 0 if key == "query-two-rounds" else 96  # it takes nothing from there
     assert (whole.report["local_tokens"], rest.report["local_tokens"]) == (0, cached)

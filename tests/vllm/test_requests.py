@@ -1,21 +1,16 @@
 """Requests that are wrong, ended early, many at once, or whose segments fail."""
 
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from tests.vllm.conftest import SLICED
 from tests.vllm.prompts import Given, Scenario, alone, computed_alone, one_missing, tokens
-from tests.vllm.serving import Ask, Served, serving
+from tests.vllm.serving import Ask, Served, sampling, serving
 
 TOLERANCE = 5e-4
-
-
-def settle(served: Served) -> None:
-    """Run until nothing is left to do."""
-    while served.busy:
-        served.step()
 
 
 def nothing_is_held(served: Served) -> bool:
@@ -30,36 +25,17 @@ def nothing_is_held(served: Served) -> bool:
     ("params", "message"),
     [
         ([[1, 5]], "chunkweave must be an object"),
-        ({}, "chunks must be a list of [start, stop] token positions"),
-        ({"chunks": [[1, 5], [7, 9]]}, "each chunk must begin where the one before it ends"),
         ({"chunks": [[1, 500]]}, "the last chunk ends at 500"),
-        ({"chunks": [[1, 5]], "method": "magic"}, "unknown reuse method 'magic'; there are: cacheblend, cachecraft"),
         ({"chunks": [[1, 5]], "seed": math.inf}, "seed must be a whole number"),
-        (
-            {"chunks": [[1, 5]], "method": "cacheblend", "check_layers": [4]},
-            "check_layers has layer 4, but the model has 4 layers",
-        ),
-        ({"chunks": [[1, 5]], "method": "cachecraft", "recompute_ratio": 0.2}, "it takes alpha, focus"),
-        ({"chunks": [[1, 5]], "query": {"layers": [5]}}, "query.layers must be one of all, late, first-third"),
-        ({"chunks": [[1, 5]], "quality": "fast"}, "quality 'fast' needs a calibration record of this model"),
+        ({"chunks": [[1, 5]], "method": "cacheblend", "check_layers": [4]}, "layer 4, but the model has 4 layers"),
     ],
-    ids=repr,
+    ids=["no object", "beyond the prompt", "not in JSON", "not in the model"],
 )
 def test_a_wrong_request_is_served_without_reuse_and_reported(sliced, reference, params, message):
     ids = Given([tokens(40)]).ids
     got = sliced.one(ids, params)
     assert message in got.report["error"]
     assert (got.log_probs[0] - reference.log_probs(ids)).abs().max().item() <= TOLERANCE
-
-
-def test_transfer_parameters_of_somebody_else_are_left_alone(sliced):
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    prompt = TokensPrompt(prompt_token_ids=Given([tokens(40)]).ids)
-    sampling = SamplingParams(max_tokens=1, detokenize=False, extra_args={"kv_transfer_params": {"other": 1}})
-    (output,) = sliced.llm.generate([prompt], sampling, use_tqdm=False)
-    assert output.kv_transfer_params is None
 
 
 def test_reports_sum_to_the_prompt(sliced):
@@ -81,33 +57,19 @@ def test_reports_sum_to_the_prompt(sliced):
 
 
 def test_several_answers_to_one_prompt(sliced, reference):
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
     scenario = computed_alone()
     scenario.precompute(sliced)
-    ask = scenario.prompt.ask("cacheblend", 0.15)
-    sampling = SamplingParams(
-        n=3, max_tokens=4, seed=1, detokenize=False, extra_args={"kv_transfer_params": {"chunkweave": ask.params}}
-    )
-    prompt = TokensPrompt(prompt_token_ids=list(ask.ids))
-    (output,) = sliced.llm.generate([prompt], sampling, use_tqdm=False)
+    ask = scenario.prompt.ask("cacheblend", 0.15, 4)
+    parameters = sampling(ask)
+    parameters.n, parameters.temperature, parameters.seed = 3, 1.0, 1
+    (output,) = sliced.llm.generate([ask.prompt], parameters, use_tqdm=False)
     assert len(output.outputs) == 3
     assert nothing_is_held(sliced)
 
 
 def test_cache_salts_keep_chunks_apart(sliced):
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
     def send(given: Given, salt: str):
-        ask = given.ask("full-reuse")
-        sampling = SamplingParams(
-            max_tokens=1, detokenize=False, extra_args={"kv_transfer_params": {"chunkweave": ask.params}}
-        )
-        prompt = TokensPrompt(prompt_token_ids=list(ask.ids), cache_salt=salt)
-        (output,) = sliced.llm.generate([prompt], sampling, use_tqdm=False)
-        return output.kv_transfer_params["chunkweave"]
+        return sliced.answer(replace(given.ask("full-reuse"), salt=salt))[0].report
 
     first, second = tokens(40), tokens(50)
     for chunk in (first, second):
@@ -123,34 +85,21 @@ def test_a_segment_that_fails_is_computed_by_vllm(sliced, reference, layer):
     scenario = computed_alone()
     scenario.precompute(sliced)
     other = Given([tokens(80)])
-    sliced.worker("chunkweave_break_layer", layer)
-    try:
-        woven = scenario.prompt.ask("cacheblend", 0.15, new_tokens=3)
+    woven = scenario.prompt.ask("cacheblend", 0.15, new_tokens=3)
+    with sliced.broken_layer(layer):
         got, plain, again = sliced.answer(woven, other.plain(3), woven)
-    finally:
-        sliced.worker("chunkweave_break_layer", None)
     full = reference.log_probs(scenario.prompt.ids)
     for one, wanted in ((got, full), (again, full), (plain, reference.log_probs(other.ids))):
         assert (one.log_probs[0] - wanted).abs().max().item() <= TOLERANCE
     assert got.report.get("reused_tokens", 0) == 0
     assert nothing_is_held(sliced)
+    exact = Given(scenario.prompt.chunks)  # of what vLLM computed after the failure, the store has exact segments
+    error = sliced.answer(exact.ask("prefix"))[0].log_probs[0] - reference.log_probs(exact.ids)
+    assert error.abs().max().item() <= TOLERANCE
     # Once segments can be read again, they are used again.
     mended = computed_alone()
     mended.precompute(sliced)
     assert sliced.answer(mended.prompt.ask("cacheblend", 0.15))[0].report["reused_tokens"] > 0
-
-
-def test_what_vllm_computed_after_a_failure_is_exact_in_the_store(sliced, reference):
-    scenario = computed_alone()
-    scenario.precompute(sliced)
-    sliced.worker("chunkweave_break_layer", 1)
-    try:
-        sliced.answer(scenario.prompt.ask("full-reuse"))
-    finally:
-        sliced.worker("chunkweave_break_layer", None)
-    prompt = Given(scenario.prompt.chunks)
-    got = sliced.answer(prompt.ask("prefix"))[0]
-    assert (got.log_probs[0] - reference.log_probs(prompt.ids)).abs().max().item() <= TOLERANCE
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 6])
@@ -166,7 +115,7 @@ def test_an_aborted_weave_frees_its_blocks(sliced, steps):
     for _ in range(steps):
         sliced.step()
     sliced.abort(doomed[2], busy)
-    settle(sliced)
+    sliced.finish()
     assert nothing_is_held(sliced)
 
 
@@ -213,7 +162,7 @@ def test_two_hundred_requests_with_aborts_leak_nothing(observed, reference):
             observed.abort(name)
             del running[name]
             aborted += 1
-    settle(observed)
+    observed.finish()
     assert min(aborted, checked, finished) > 20
     assert nothing_is_held(observed)
     assert core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free

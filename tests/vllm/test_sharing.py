@@ -142,8 +142,7 @@ def test_with_cancels_at_random_every_other_answer_comes(together, reference):
                 together.abort(gone)
         if random.random() < 0.1:  # as if nothing of it had been seen
             chunks[random.randrange(5)] = tokens(random.randrange(70, 120))
-    while together.busy:
-        answers.update(together.step())
+    answers.update(together.finish())
     for name, prompt in sent.items():
         if name not in cancelled:
             difference = answers[name].log_probs[0] - reference.log_probs(prompt.ids)
@@ -159,9 +158,7 @@ def test_vllms_priorities_hold_among_requests_that_wait_for_chunks(checkpoint):
         alone = sum(map(computed, one_by_one(served, six_over_the_same(), "cacheblend")))
         asks = [ask(prompt, "cacheblend") for prompt in six_over_the_same()]
         names = [served.send(one, priority=number) for one, number in zip(asks, urgent_last, strict=True)]
-        answers: dict[str, Got] = {}
-        while len(answers) < len(names):
-            answers.update(served.step())
+        answers = served.finish()
         assert served.blocks_are_free()
     assert max(names, key=lambda name: computed(answers[name])) == names[-1]
     assert list(answers) == names[::-1]
