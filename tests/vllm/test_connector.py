@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from chunkweave.errors import ModelError, UsageError
 from chunkweave.vllm import connector
 from chunkweave.vllm.connector import ChunkweaveConnector
+from tests.vllm.test_scheduler import FakeManager, by
 
 
 def connect(monkeypatch, extra=None, **text_config) -> ChunkweaveConnector:
@@ -24,50 +25,31 @@ def connect(monkeypatch, extra=None, **text_config) -> ChunkweaveConnector:
         ),
     )
     made = ChunkweaveConnector(config, KVConnectorRole.SCHEDULER, SimpleNamespace(kv_cache_groups=[]))
-    made.bind_kv_cache_manager(
-        SimpleNamespace(
-            block_pool=SimpleNamespace(hash_block_size=16), coordinator=SimpleNamespace(single_type_managers=())
-        )
-    )
+    made.bind_kv_cache_manager(FakeManager())
     return made
 
 
-def ask(made: ChunkweaveConnector, layer: int) -> SimpleNamespace:
-    request = SimpleNamespace(
-        request_id="a",
-        kv_transfer_params={"chunkweave": {"chunks": [[0, 8]], "method": "cacheblend", "check_layers": [layer]}},
-        prompt_token_ids=list(range(10)),
-        cache_salt=None,
-        lora_request=None,
-        mm_features=[],
-        block_hashes=[],
-        _block_hasher=None,
-        update_block_hashes=lambda: None,
-    )
+def reported(made: ChunkweaveConnector, layer: int) -> dict:
+    """What is reported of a request that checks this layer."""
+    request = by("cacheblend", check_layers=[layer])
     made.on_new_request(request)
-    return request
+    return made.request_finished(request, [])[1]["chunkweave"]
 
 
 def test_layers_are_checked_against_the_model(monkeypatch):
     made = connect(monkeypatch, num_hidden_layers=4)
-    answer = made.request_finished(ask(made, 4), [])[1]
-    assert "4 layers" in answer["chunkweave"]["error"]
+    assert "4 layers" in reported(made, 4)["error"]
 
 
 def test_a_model_that_does_not_tell_its_layers_is_served(monkeypatch):
     made = connect(monkeypatch)
-    assert "error" not in made.request_finished(ask(made, 40), [])[1]["chunkweave"]
+    assert "error" not in reported(made, 40)
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "four"])
 def test_tokens_of_a_step_must_be_a_whole_number(monkeypatch, tokens):
     with pytest.raises(UsageError, match="weave_step_tokens"):
         connect(monkeypatch, {"weave_step_tokens": tokens})
-
-
-def test_unknown_keys_are_named_with_those_there_are(monkeypatch):
-    with pytest.raises(UsageError, match=r"budgets.*check_layers.*host_budget.*recompute_ratio"):
-        connect(monkeypatch, {"budgets": 1})
 
 
 def test_what_is_to_be_saved_is_copied_before_vllm_frees_its_blocks(monkeypatch):

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import threading
 from collections import Counter
 from urllib.request import Request, urlopen
 
@@ -26,38 +25,27 @@ from tests.vllm.test_scheduler import BLOCK, CHUNKS, IDS, FakeRequest, bound, st
 
 
 class Listener:
-    """A subscriber in a thread, as a router is one."""
+    """A subscriber, as a router is one."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
-        self._context, self._closed = zmq.Context(), threading.Event()
+        self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set(zmq.SUBSCRIBE, b"")
         self._socket.connect(endpoint)
-        self._batches: list[tuple[int, list]] = []
-        self._read = 0
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._thread.start()
-
-    def _listen(self) -> None:
-        while not self._closed.is_set():
-            if self._socket.poll(50):
-                _, number, batch = self._socket.recv_multipart()
-                self._batches.append((int.from_bytes(number, "big"), msgspec.msgpack.decode(batch)[1]))
-        self._socket.close(linger=0)
 
     def take(self, served) -> list[tuple[int, list]]:
         """The batches since the last call: what is stored is published in later steps."""
+        taken = []
         for _ in range(6):
             served.answer(Ask([1, 2, 3]))
-            threading.Event().wait(0.1)
-        taken = self._batches[self._read :]
-        self._read += len(taken)
+            while self._socket.poll(100):
+                _, number, batch = self._socket.recv_multipart()
+                taken.append((int.from_bytes(number, "big"), msgspec.msgpack.decode(batch)[1]))
         return taken
 
     def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
+        self._socket.close(linger=0)
         self._context.term()
 
 

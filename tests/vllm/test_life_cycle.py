@@ -28,8 +28,7 @@ def reset_with_requests(served: Served) -> None:
         served.step()
     served.worker("chunkweave_scale_norms", 1.3)
     assert served.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    while served.busy:
-        served.step()
+    served.finish()
 
 
 def slept(level: int) -> Callable[[Served], None]:

@@ -2,6 +2,7 @@
 
 import logging
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +20,29 @@ from chunkweave.types import Geometry
 from chunkweave.vllm.architectures import ARCHITECTURES, MULTIMODAL, RUN_BY_TRANSFORMERS, narrowed
 from chunkweave.vllm.model_check import WOVEN_DRAFTS, check_supported, room_for_weaves, spare_bytes
 from chunkweave.vllm.stock_layers import BACKENDS
-from tests.vllm.prompts import computed_alone
-from tests.vllm.serving import IN_PROCESS, serving
+from tests.vllm.prompts import Scenario, computed_alone
+from tests.vllm.serving import IN_PROCESS, Served, serving
 
 LLAMA_3_8B = Geometry(32, 4096, 32, 8, 128, 14336, 128256, 131072)
 
 
-def test_a_model_that_cannot_be_woven_is_served_by_vllm_alone(checkpoint, monkeypatch, caplog, capfd):
+@pytest.fixture
+def log(monkeypatch, caplog, capfd) -> Callable[[], str]:
+    """What vLLM has said: the first one of a process sets up its log again."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    return lambda: caplog.text + capfd.readouterr().out
+
+
+def served_alone(served: Served, scenario: Scenario, wanted: torch.Tensor, method: str, ratio: float | None) -> None:
+    """Assert that vLLM computes all of a prompt."""
+    scenario.precompute(served)
+    got = served.answer(scenario.prompt.ask(method, ratio))[0]
+    assert (got.log_probs[0] - wanted).abs().max().item() <= 5e-4
+    assert (got.report["effective_method"], got.report["computed_tokens"]) == ("full", len(scenario.prompt.ids))
+    assert served.blocks_are_free()
+
+
+def test_a_model_that_cannot_be_woven_is_served_by_vllm_alone(checkpoint, log):
     folder = checkpoint("olmo")
     scenario = computed_alone()
     # before vLLM changes classes of transformers in this process
@@ -34,21 +50,14 @@ def test_a_model_that_cannot_be_woven_is_served_by_vllm_alone(checkpoint, monkey
     with torch.inference_mode():
         logits = model(torch.tensor([scenario.prompt.ids])).logits[0, -1]
     with serving(folder, **IN_PROCESS) as served:
-        scenario.precompute(served)
-        got = served.answer(scenario.prompt.ask("cacheblend", 0.15))[0]
-        captured = served.answer(scenario.prompt.ask("cachecraft"))[0]
+        served_alone(served, scenario, torch.log_softmax(logits, -1), "cacheblend", 0.15)
+        served_alone(served, scenario, torch.log_softmax(logits, -1), "cachecraft", None)
         assert served.worker("chunkweave_state") == [{"weaves": False}]
-        assert served.blocks_are_free()
-    assert (got.log_probs[0] - torch.log_softmax(logits, -1)).abs().max().item() <= 5e-4
-    assert (captured.log_probs - got.log_probs).abs().max().item() <= 5e-4
-    for report in (got.report, captured.report):
-        assert (report["effective_method"], report["computed_tokens"]) == ("full", len(scenario.prompt.ids))
     why = "chunkweave weaves nothing, requests are served by vLLM alone: TransformersForCausalLM cannot be woven"
-    assert why in caplog.text + capfd.readouterr().out  # the first vLLM of a process sets up its log again
+    assert why in log()
 
 
-def test_beside_another_connector_vllm_serves_alone(checkpoint, reference, monkeypatch, caplog, capfd):
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+def test_beside_another_connector_vllm_serves_alone(checkpoint, reference, log):
     stub = {"kv_connector": "StubConnector", "kv_connector_module_path": "tests.vllm.stub_connector"}
     both = [{**one, "kv_role": "kv_both"} for one in (stub, {"kv_connector": "ChunkweaveConnector"})]
     several = {
@@ -58,12 +67,8 @@ def test_beside_another_connector_vllm_serves_alone(checkpoint, reference, monke
     }
     scenario = computed_alone()
     with serving(checkpoint("llama"), plugged=False, kv_transfer_config=several, **IN_PROCESS) as served:
-        scenario.precompute(served)
-        got = served.answer(scenario.prompt.ask("cacheblend", 0.15))[0]
-        assert served.blocks_are_free()
-    assert (got.log_probs[0] - reference.log_probs(scenario.prompt.ids)).abs().max().item() <= 5e-4
-    assert (got.report["effective_method"], got.report["computed_tokens"]) == ("full", len(scenario.prompt.ids))
-    assert "it is one of several connectors (MultiConnector)" in caplog.text + capfd.readouterr().out
+        served_alone(served, scenario, reference.log_probs(scenario.prompt.ids), "cacheblend", 0.15)
+    assert "it is one of several connectors (MultiConnector)" in log()
 
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
