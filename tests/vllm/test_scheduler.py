@@ -1,6 +1,7 @@
 """The scheduler's side against fakes: what is ordered, saved, cancelled and reported."""
 
 from collections import Counter
+from collections.abc import Iterable
 from hashlib import sha256
 from itertools import product, takewhile
 from operator import eq
@@ -90,11 +91,22 @@ def step(scheduled=(), cached=(), preempted=()):
     )
 
 
-def bound(defaults: Defaults | None = None, **more: Any) -> ConnectorScheduler:
-    """A scheduler's side that has vLLM's bookkeeping of blocks."""
+def bound(
+    defaults: Defaults | None = None, *, weaving: Iterable[int] | None = None, shared: bool = False, **more: Any
+) -> ConnectorScheduler:
+    """A scheduler's side that has vLLM's bookkeeping of blocks; ranks that are `weaving` begin with empty stores."""
     made = ConnectorScheduler("model", (BOS,), defaults or Defaults(), **more)
     made.bind_kv_cache_manager(FakeManager())
+    if weaving is not None:
+        made.begin_with(dict.fromkeys(weaving, Holdings(frozenset(), shared)))
     return made
+
+
+def computed(side: ConnectorScheduler, name: str = "a", before: int = 0, count: int = 131, *, running=False):
+    """vLLM computes so many tokens of a request, all of them if nothing else is said; returns what is saved."""
+    scheduled = [(name, before, count)]
+    (save,) = side.orders(step(cached=scheduled) if running else step(scheduled)).saves
+    return save
 
 
 @pytest.fixture
@@ -186,7 +198,7 @@ def test_a_full_prefill_shares_no_block_and_is_stored_under_the_tenants_salt(sid
     for request in (first, again):  # of the same id, as an engine may be given it
         assert begun(side, request) == 0
         assert request.shared_blocks == 0
-        (save,) = side.orders(step([("a", 0, 131)])).saves
+        save = computed(side)
         assert (save.saved, save.computed, save.exact) == (0, 131, True)
         side.note(StepResults(saved=Counter({save.number: 1})), set())
         report = side.finished(request)[1]["chunkweave"]
@@ -209,7 +221,7 @@ def test_a_woven_request_shares_the_blocks_of_the_exact_path(side, stored, exact
 def test_what_is_exact_in_vllms_own_cache_is_saved_if_the_stores_lack_it(side):
     stored_chunks(side, 0)
     assert asks(side, by("prefix"), 112) == 0
-    (save,) = side.orders(step([("a", 112, 19)])).saves
+    save = computed(side, "a", 112, 19)
     assert (save.saved, save.computed, save.exact) == (0, 131, True)
     assert not side.orders(step(cached=[("a", 131, 1)])).saves
 
@@ -296,21 +308,19 @@ def test_idle_means_that_no_other_request_is_computed(side):
 def test_parts_are_saved_in_the_step_that_completes_them(side):
     assert asks(side, FakeRequest(CHUNKS)) == 0
     assert not side.orders(step([("a", 0, 40)])).saves
-    (save,) = side.orders(step(cached=[("a", 40, 40)])).saves
+    save = computed(side, "a", 40, 40, running=True)
     assert (save.saved, save.computed, save.block_ids, save.exact) == (0, 80, BY_GROUP, True)
-    (save,) = side.orders(step(cached=[("a", 80, 51)])).saves
+    save = computed(side, "a", 80, 51, running=True)
     assert (save.saved, save.computed) == (41, 131)
     assert not side.orders(step(cached=[("a", 131, 1)])).saves
 
 
 def test_blocks_are_kept_until_every_rank_has_copied_them():
-    side = bound(ranks=2)
-    side.begin_with(dict.fromkeys(range(2), Holdings(frozenset(), False)))
+    side = bound(ranks=2, weaving=(0, 1))
     numbers = {}
     for name in "abc":
         asks(side, FakeRequest(CHUNKS, name=name))
-        (save,) = side.orders(step([(name, 0, 131)])).saves
-        numbers[name] = save.number
+        numbers[name] = computed(side, name).number
     side.note(StepResults(saved=Counter({numbers["a"]: 1, numbers["b"]: 2})), set())
     assert [side.finished(FakeRequest(CHUNKS, name=name))[0] for name in "abc"] == [True, False, True]
     orders = side.orders(step())
@@ -323,7 +333,7 @@ def test_blocks_are_kept_until_every_rank_has_copied_them():
 def test_preemption_takes_the_blocks_which_workers_are_told_in_that_step(side):
     request = FakeRequest(CHUNKS)
     asks(side, request)
-    (save,) = side.orders(step([("a", 0, 131)])).saves
+    save = computed(side)
     assert side.orders(step(preempted=["a", "plain"])).preempted == {"a"}
     assert not side.orders(step()).preempted
     assert side.finished(request)[0] is False, "there are no blocks to be kept"
@@ -334,7 +344,7 @@ def test_preemption_takes_the_blocks_which_workers_are_told_in_that_step(side):
 def test_what_is_to_be_copied_is_woven_as_if_it_were_stored(side, method):
     """Workers copy it before they weave. What could not be stored is expected no longer."""
     asks(side, by(method))
-    (save,) = side.orders(step([("a", 0, 131)])).saves
+    save = computed(side)
     stop = 112 if method == "prefix" else 121
     for name, saved, tokens in (("b", {}, stop), ("c", {save.number: 1}, 0)):
         side.note(StepResults(saved=Counter(saved)), set())
@@ -355,13 +365,9 @@ def windowed() -> ConnectorScheduler:
 
 def test_where_blocks_leave_windows_every_step_says_what_it_has_computed(windowed):
     assert asks(windowed, FakeRequest(CHUNKS)) == 0
-    saves = [windowed.orders(step([("a", 0, 30)])).saves]
-    saves += [windowed.orders(step(cached=[("a", before, 50)])).saves for before in (30, 80)]
-    assert [(one.readable, one.computed, one.windowed) for (one,) in saves] == [
-        (0, 30, True),
-        (30, 80, True),
-        (80, 130, True),
-    ]
+    for before, count in ((0, 30), (30, 50), (80, 50)):
+        save = computed(windowed, "a", before, count, running=before > 0)
+        assert (save.readable, save.computed, save.windowed) == (before, before + count, True)
     assert not windowed.orders(step(cached=[("a", 130, 1)])).saves
 
 
@@ -402,14 +408,14 @@ def test_what_vllm_computes_behind_a_weave_is_not_exact(side):
     stored_chunks(side, 0)
     woven(side, FakeRequest(CHUNKS))
     side.note(None, {"a"})
-    (save,) = side.orders(step([("a", 32, 99)])).saves
+    save = computed(side, "a", 32, 99)
     assert (save.saved, save.computed, save.exact) == (32, 131, False)
 
 
 @pytest.mark.parametrize(("method", "exact"), [("cacheblend", False), ("prefix", True)])
 def test_what_vllm_computes_behind_woven_blocks_of_its_own_cache_is_not_exact(side, method, exact):
     asks(side, by(method), 32)
-    (save,) = side.orders(step([("a", 32, 99)])).saves
+    save = computed(side, "a", 32, 99)
     assert save.exact is exact
 
 
@@ -419,7 +425,7 @@ def test_a_failed_weave_is_not_tried_again_and_its_parts_are_saved(side):
     woven(side, request)
     side.note(StepResults(failed={"a"}), {"a"})
     assert side.matched(request, 0) == 0
-    (save,) = side.orders(step([("a", 0, 131)])).saves
+    save = computed(side)
     assert (save.saved, save.computed, save.exact) == (0, 131, True)
     report = side.finished(request)[1]["chunkweave"]
     assert (report["method"], report["effective_method"], report["computed_tokens"]) == ("prefix", "full", 131)
@@ -542,8 +548,7 @@ def test_what_the_tiers_held_at_start_up_counts():
 
 
 def test_where_others_fill_a_tier_a_request_waits_for_a_lookup():
-    side = bound(ranks=2)
-    side.begin_with(dict.fromkeys((0, 1), Holdings(frozenset(), True)))
+    side = bound(ranks=2, weaving=(0, 1), shared=True)
     request = FakeRequest(CHUNKS)
     side.add(request)
     (lookup,) = side.orders(step()).lookups
@@ -560,8 +565,7 @@ def test_where_others_fill_a_tier_a_request_waits_for_a_lookup():
 
 def test_workers_hear_of_requests_that_get_no_blocks_yet():
     """What they need is read meanwhile; those that got blocks in the step in which they came read for themselves."""
-    side = bound()
-    side.begin_with({0: Holdings(frozenset(), shared=True)})
+    side = bound(weaving=[0], shared=True)
     stored_chunks(side, 0, 1, 2)
     side.orders(step())
     waits, placed, gone = (FakeRequest(CHUNKS, name=name) for name in "abc")
@@ -574,14 +578,12 @@ def test_workers_hear_of_requests_that_get_no_blocks_yet():
 
 
 def test_nothing_is_looked_up_that_is_known_or_where_a_worker_weaves_nothing():
-    known = bound()
-    known.begin_with({0: Holdings(frozenset(), True)})
+    known = bound(weaving=[0], shared=True)
     stored_chunks(known, 0, 1, 2)
     known.orders(step())
     known.add(FakeRequest(CHUNKS))
     assert not known.orders(step()).lookups
-    half = bound(ranks=2)
-    half.begin_with({0: Holdings(frozenset(), True)})
+    half = bound(ranks=2, weaving=[0], shared=True)
     assert asks(half, FakeRequest(CHUNKS)) == 0
     assert not half.orders(step()).lookups
 
@@ -602,8 +604,7 @@ def test_what_is_captured_is_woven_though_nothing_is_stored(side):
 
 @pytest.mark.parametrize("weaving", [(), (0,)])
 def test_nothing_is_woven_captured_or_saved_unless_every_worker_weaves(weaving):
-    side = bound(ranks=2)
-    side.begin_with(dict.fromkeys(weaving, Holdings(frozenset(), False)))
+    side = bound(ranks=2, weaving=weaving)
     request = by("cachecraft")
     assert asks(side, request) == 0
     assert not side.orders(step([("a", 0, 131)])).saves
@@ -619,20 +620,17 @@ def test_what_only_reads_is_woven_from_what_is_stored_and_saves_nothing(side):
         salts.append(request.cache_salt)
         side.finished(request)
     assert len({*salts}) == 3, "no other request finds its blocks in vLLM's own cache"
-    alone = bound()
-    request = by("prefix", cache="read")
-    alone.begin_with({0: Holdings(frozenset(), True)})
-    asks(alone, request)
+    alone = bound(weaving=[0], shared=True)
+    asks(alone, by("prefix", cache="read"))
     assert not alone.orders(step([("a", 0, len(IDS))])).saves
 
 
-def test_full_waits_for_no_lookup_and_keeps_nothing_where_it_alone_answers(side):
-    alone = bound(Defaults.from_config({"method": "full"}))
-    for one, keeps in ((side, True), (alone, False)):
-        one.begin_with({0: Holdings(frozenset(), True)})
-        assert asks(one, by("full")) == 0
-        orders = one.orders(step([("a", 0, len(IDS))]))
-        assert (bool(orders.lookups), bool(orders.saves)) == (False, keeps)
+@pytest.mark.parametrize(("usual", "keeps"), [("prefix", True), ("full", False)])
+def test_full_waits_for_no_lookup_and_keeps_nothing_where_it_alone_answers(usual, keeps):
+    side = bound(Defaults.from_config({"method": usual}), weaving=[0], shared=True)
+    assert asks(side, by("full")) == 0
+    orders = side.orders(step([("a", 0, len(IDS))]))
+    assert (bool(orders.lookups), bool(orders.saves)) == (False, keeps)
 
 
 def test_what_is_recomputed_in_two_rounds_shares_no_blocks_at_all(side):
@@ -731,8 +729,7 @@ def test_an_aborted_removal_says_that_a_worker_may_not_have_done_it(side):
 @pytest.mark.parametrize(("stores", "lasting", "unasked"), [(2, True, 0), (1, False, 0), (1, True, 1)])
 def test_a_worker_without_a_store_is_not_waited_for(stores, lasting, unasked):
     """It may have been given a cache folder, in which there is something from earlier on."""
-    side = bound(ranks=2, lasting=lasting)
-    side.begin_with({rank: Holdings(frozenset(), shared=False) for rank in range(stores)})
+    side = bound(ranks=2, lasting=lasting, weaving=range(stores))
     request = command(everything=True)
     side.add(request)
     side.note(answer("remove", *[Removed(1)] * stores), set())
@@ -775,8 +772,7 @@ def test_after_a_reset_nothing_that_was_stored_is_found(side):
 
 
 def test_after_a_reset_no_lookup_is_waited_for():
-    side = bound()
-    side.begin_with({0: Holdings(frozenset(), shared=True)})
+    side = bound(weaving=[0], shared=True)
     side.reset()
     assert asks(side, FakeRequest(CHUNKS)) == 0
     assert not side.orders(step()).lookups

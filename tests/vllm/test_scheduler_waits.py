@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from chunkweave.store.records import segment_id
-from chunkweave.vllm.orders import Holdings, StepResults
+from chunkweave.vllm.orders import StepResults
 from chunkweave.vllm.removal import FORGET
 from tests.vllm.test_scheduler import BLOCK, BOS, FakeBlocks, FakeRequest, asks, begun, bound, side, step, stored_chunks
 
@@ -31,8 +31,7 @@ def request(name: str, *chunks: range, method: str = "cacheblend", **more) -> Fa
 )
 def test_a_part_is_waited_for_until_the_step_that_completes_it(ranks, chunks, before, found):
     """Whatever ranks have copied by then: each does that before it weaves."""
-    side = bound(ranks=ranks)
-    side.begin_with(dict.fromkeys(range(ranks), Holdings(frozenset(), False)))
+    side = bound(ranks=ranks, weaving=range(ranks))
     begun(side, request("owner", FIRST, SECOND))
     waiting = request("waiting", *chunks)
     assert asks(side, waiting) is None
@@ -124,7 +123,6 @@ def test_what_is_woven_behind_something_approximate_is_no_exact_path(side):
 
 
 def test_nothing_is_waited_for_unless_every_worker_weaves():
-    side = bound(ranks=2)
-    side.begin_with({0: Holdings(frozenset(), False)})
+    side = bound(ranks=2, weaving=[0])
     begun(side, request("owner", FIRST))
     assert asks(side, request("waiting", FIRST)) == 0

@@ -16,7 +16,7 @@ from chunkweave.types import Geometry
 from chunkweave.vllm import worker as worker_module
 from chunkweave.vllm.background_work import BackgroundWork, Work
 from chunkweave.vllm.lora import Adapters
-from chunkweave.vllm.orders import AskedOrder, LookupOrder, SaveOrder, StepOrders, StepResults, WeaveOrder
+from chunkweave.vllm.orders import AskedOrder, LookupOrder, NotWoven, SaveOrder, StepOrders, StepResults, WeaveOrder
 from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.releases import copy_before_sleep
 from chunkweave.vllm.removal import RemovalOrder, Removed
@@ -575,7 +575,12 @@ def test_what_is_read_from_disk_is_woven_and_then_in_memory(restarted):
     assert [store.tier_of(one.id) for one in store.records() if one.chunk_id in chunks] == ["host", "host"]
 
 
-def test_what_a_waiting_request_will_need_is_read_while_it_waits(restarted):
+def test_what_a_waiting_request_will_need_is_read_while_it_waits(restarted, monkeypatch):
+    """Cache-Craft §3.5: from a tier that is slower than computing too, which else is not read."""
+    restarted._cost = CostModel((0,), (1,), ((0.01,),), 1000, {"host": 1e9, "disk": 2e4})
+    monkeypatch.setattr(ConnectorWorker, "_alone", True)
+    with pytest.raises(NotWoven):
+        restarted.plan(order(), restarted.look_up(order()))
     restarted.step(StepOrders(waiting={"a": request(), "b": request()}))
 
     def is_read() -> bool:
