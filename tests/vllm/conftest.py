@@ -51,6 +51,12 @@ def sliced(checkpoint):
         yield served
 
 
+@pytest.fixture(scope="module")
+def client(front):
+    """OpenAI's client of a module's front."""
+    return front.client
+
+
 @pytest.fixture(scope="session")
 def reference(checkpoint):
     from tests.vllm.reference import Reference

@@ -7,16 +7,21 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
+from transformers import AutoConfig
 
+from chunkweave.models.fingerprint import fingerprint_folder
+from chunkweave.planning.cost import CostModel, cost_model_path
+from chunkweave_server.vllm_backend.process import free_port
+from tests.server.conftest import wait_until
 from tests.vllm.environment import ENVIRONMENT, ROOT
 
 START_S = 400
@@ -43,19 +48,16 @@ class FrontProcess:
     log: Path
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float = 120) -> dict[str, Any]:
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
-            return json.load(reply)
+        reply: dict[str, Any] = httpx.post(f"{self.url}{path}", json=body, timeout=timeout_s).raise_for_status().json()
+        return reply
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as reply:
-            return reply.read().decode()
+        return httpx.get(f"{self.url}{path}", timeout=60).raise_for_status().text
 
     def ready(self) -> bool:
         try:
-            return json.loads(self.get("/ready"))["ready"]
-        except (urllib.error.URLError, OSError):
+            return bool(json.loads(self.get("/ready"))["ready"])
+        except httpx.HTTPError:
             return False
 
     def wait_until_ready(self) -> None:
@@ -65,13 +67,22 @@ class FrontProcess:
             assert time.monotonic() < until, self.log.read_text()[-4000:]
             time.sleep(0.3)
 
+    @property
+    def client(self) -> openai.OpenAI:
+        """OpenAI's client, which asks once."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def clear(self, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/cache/clear", json=body, timeout=90)
+
+    def kill_server(self) -> None:
+        """Kill its first vLLM server, and wait until the front has noticed."""
+        os.kill(self.servers()[0], signal.SIGKILL)
+        wait_until(lambda: not self.ready(), 60)
+
     def restart_server(self) -> None:
         """Kill its first vLLM server, and wait until the front has started another one."""
-        os.kill(self.servers()[0], signal.SIGKILL)
-        until = time.monotonic() + 60
-        while self.ready():
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        self.kill_server()
         self.wait_until_ready()
 
     def servers(self) -> list[int]:
@@ -80,11 +91,10 @@ class FrontProcess:
 
 
 @contextmanager
-def front_process(
-    folder: Path, port: int, *options: str, model: str = "reader", spawns: bool = False
-) -> Iterator[FrontProcess]:
+def front_process(folder: Path, *options: str, spawns: bool = False) -> Iterator[FrontProcess]:
     """A front with its servers; ended, gently, with the block. If it `spawns`, vLLM's processes start as users' do."""
-    command = [sys.executable, "-c", START, "vllm-serve", model, "--port", str(port), "--graceful", "5"]
+    port = free_port()
+    command = [sys.executable, "-c", START, "vllm-serve", "reader", "--port", str(port), "--graceful", "5"]
     command += [*options, *FLAGS]
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     log = folder / "front.log"
@@ -100,6 +110,20 @@ def front_process(
         process.send_signal(signal.SIGTERM)
         process.wait(90)
         assert not any(alive(pid) for pid in below), "servers outlive their front"
+
+
+def told(about: str, passages: Sequence[str] = PASSAGES) -> list[str]:
+    """The passages with another ending, so that no other test has sent them."""
+    return [f"{passage} So it was told {about}." for passage in passages]
+
+
+def save_costs(cache_dir: Path, **bytes_per_s: float) -> None:
+    """A cost model of the reader: 10 ms a token, which has 1000 bytes, and the rates at which tiers are read."""
+    reader = files("chunkweave") / "assets" / "reader"
+    fingerprint = fingerprint_folder(reader, AutoConfig.from_pretrained(reader, local_files_only=True), "float32")
+    path = cost_model_path(cache_dir, fingerprint)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    CostModel((0,), (1,), ((0.01,),), 1000, bytes_per_s, fingerprint).save(path)
 
 
 def children(pid: int) -> list[int]:
@@ -132,6 +156,23 @@ def streamed(events):
     events = list(events)
     text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
     return text, events[-1].model_extra["chunkweave"]
+
+
+def killed_under_load(front: FrontProcess, worker: Callable[[int], int]) -> None:
+    """Kill a process of the server, `worker` of its id, while clients ask: it is told of, and started again."""
+    (server,) = front.servers()
+    below = [pid for child in children(server) for pid in (child, *children(child))]
+    with load(front.client) as outcomes:
+        time.sleep(2)
+        os.kill(worker(server), signal.SIGKILL)
+        wait_until(lambda: not front.ready(), 60)
+        front.wait_until_ready()
+        time.sleep(2)
+    assert set(outcomes) <= CLEAN, set(outcomes)
+    assert outcomes[-1] == "answered"
+    assert len(set(outcomes)) > 1, "no client noticed"
+    assert not any(alive(pid) for pid in below), "workers outlive their server"
+    assert front.servers() != [server]
 
 
 @contextmanager

@@ -2,14 +2,12 @@
 
 import json
 import random
-import time
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import pytest
 
 from chunkweave.planning.cost import CostModel
-from chunkweave_server.vllm_backend.process import free_port
+from tests.server.conftest import wait_until
 from tests.vllm.fronts import PASSAGES, FrontProcess, ask, front_process
 
 BYTES_PER_TOKEN = 8192
@@ -19,21 +17,18 @@ COUNTED_S = 30
 """Workers say every ten seconds what their stores count."""
 
 
-def opened(front: FrontProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
-
-
 def wait_for(front: FrontProcess, tokens: int, frequency: int) -> dict[str, float]:
     """By what the worker ranks the segment of a document of so many tokens, once it was asked for so often."""
-    until_s = time.monotonic() + COUNTED_S
-    while True:
+    found: list[dict[str, float]] = []
+
+    def is_counted() -> bool:
         shown = json.loads(front.get("/v1/cache"))["eviction"]
         segments = [one for levels in shown.values() for one in levels["host"] if one["behind"]]
-        found = next((one for one in segments if one["tokens"] == tokens and one["frequency"] >= frequency), None)
-        if found is not None:
-            return found
-        assert time.monotonic() < until_s, segments
-        time.sleep(0.5)
+        found[:] = [one for one in segments if one["tokens"] == tokens and one["frequency"] >= frequency]
+        return bool(found)
+
+    wait_until(is_counted, COUNTED_S)
+    return found[0]
 
 
 def tokens_of(told) -> int:
@@ -43,8 +38,8 @@ def tokens_of(told) -> int:
 
 def test_a_request_counts_once_and_costs_what_vllm_takes(tmp_path):
     """Without a cost model the worker times vLLM's own forward at its start."""
-    with front_process(tmp_path, free_port(), "--policy", "pgdsf", "--host-budget", "256MiB") as front:
-        client = opened(front)
+    with front_process(tmp_path, "--policy", "pgdsf", "--host-budget", "256MiB") as front:
+        client = front.client
         document = PASSAGES[1]
         with ThreadPoolExecutor(6) as threads:
             list(threads.map(lambda n: ask(client, [document], f"Who leads it, {n}?", reuse=EXACT), range(6)))
@@ -60,8 +55,8 @@ def test_what_costs_least_a_token_leaves_first_and_the_front_assumes_what_is_the
     CostModel((0,), (1, 100_000), ((1.0, 1.0),), kv_bytes_per_token=1).save(costs)
     tokens = 1200
     options = ("--policy", "pgdsf", "--cost-model", str(costs), "--host-budget", str(tokens * BYTES_PER_TOKEN))
-    with front_process(tmp_path, free_port(), *options) as front:
-        client = opened(front)
+    with front_process(tmp_path, *options) as front:
+        client = front.client
         documents = PASSAGES[1], " ".join(f"{PASSAGES[0]} {number}." for number in range(10))
         short, long = (tokens_of(ask(client, [document], reuse=EXACT)) for document in documents)
         cheap, dear = wait_for(front, long, 1), wait_for(front, short, 1)

@@ -7,9 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from chunkweave import Engine
 from chunkweave.models.gguf import checkpoint_folder
-from chunkweave_server.vllm_backend.process import free_port
 from tests.integration.adapter_files import write_adapter
-from tests.vllm.fronts import PASSAGES, QUESTION, front_process
+from tests.vllm.fronts import PASSAGES, QUESTION, front_process, told
 
 TOKENS = 8
 
@@ -24,7 +23,7 @@ def adapter(tmp_path_factory):
 @pytest.fixture(scope="module")
 def front(adapter, tmp_path_factory):
     options = ("--adapter", str(adapter), "--connector", "host_budget=1GiB")
-    with front_process(tmp_path_factory.mktemp("front"), free_port(), *options) as running:
+    with front_process(tmp_path_factory.mktemp("front"), *options) as running:
         yield running
 
 
@@ -42,8 +41,8 @@ def ask(front, method, documents=PASSAGES, **more):
         "documents": documents,
         "chunkweave": {"method": method, "order": "fixed"},
     }
-    told = front.post("/v1/chat/completions", {**body, **more})
-    return told["choices"][0]["message"]["content"], told
+    reply = front.post("/v1/chat/completions", {**body, **more})
+    return reply["choices"][0]["message"]["content"], reply
 
 
 def own(engine, method, documents=PASSAGES):
@@ -59,9 +58,9 @@ def test_both_names_are_served(front):
 def test_documents_are_answered_with_it_unless_the_base_is_named(front, engine):
     with Engine.load("reader", dtype="float32") as base:
         unadapted, _ = own(base, "full")
-    text, told = ask(front, "full")
+    text, reply = ask(front, "full")
     assert text == own(engine, "full")[0] != unadapted
-    assert told["model"] == "reader+tiny"
+    assert reply["model"] == "reader+tiny"
     assert ask(front, "full", model="reader")[0] == unadapted
 
 
@@ -78,11 +77,11 @@ def test_woven_answers_are_those_of_our_engine_with_it(front, engine):
     front.post("/v1/cache/warm", {"documents": PASSAGES})
     engine.precompute(PASSAGES)
     for documents in (PASSAGES[::-1], PASSAGES[1:]):
-        text, told = ask(front, "full-reuse", documents)
+        text, reply = ask(front, "full-reuse", documents)
         expected, report = own(engine, "full-reuse", documents)
-        assert told["chunkweave"]["reused_tokens"] == report.reused_tokens > 0
+        assert reply["chunkweave"]["reused_tokens"] == report.reused_tokens > 0
         assert text == expected
-    fresh = [f"{passage} So it was told in May." for passage in PASSAGES]
+    fresh = told("in May")
     front.post("/v1/cache/warm", {"documents": fresh})
-    _, told = ask(front, "full-reuse", fresh, model="reader")
-    assert told["chunkweave"]["reused_tokens"] == 0, "what was computed with it is not for the model without it"
+    _, reply = ask(front, "full-reuse", fresh, model="reader")
+    assert reply["chunkweave"]["reused_tokens"] == 0, "what was computed with it is not for the model without it"

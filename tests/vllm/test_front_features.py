@@ -1,21 +1,17 @@
 """What vLLM can do beside answering, asked for together with documents through `chunkweave vllm-serve`."""
 
 import json
-from importlib.resources import files
 from math import ceil
 
 import openai
 import pytest
-import torch
-from safetensors.torch import save_file
-from transformers import AutoConfig
+from transformers import AutoModelForCausalLM
 
-from chunkweave.models.fingerprint import fingerprint_folder
+from chunkweave.models.gguf import checkpoint_folder
 from chunkweave.models.loading import bundled_tokenizer
-from chunkweave.planning.cost import CostModel, cost_model_path
-from chunkweave_server.vllm_backend.process import free_port
 from tests.chat_tools import CALL, TEMPLATE, TOOL, said
-from tests.vllm.fronts import PASSAGES, WEAVE, ask, front_process, streamed
+from tests.integration.adapter_files import write_adapter
+from tests.vllm.fronts import PASSAGES, WEAVE, ask, front_process, save_costs, streamed, told
 
 LEADER = {
     "type": "object",
@@ -43,39 +39,17 @@ def blanks() -> list[str]:
     return [str(one) for one in range(len(tokenizer)) if one not in special and not tokenizer.decode([one]).strip()]
 
 
-def make_adapter(folder, seed: int) -> str:
-    """One for the reader whose answers differ from its own by far."""
-    config = json.loads((files("chunkweave") / "assets" / "reader" / "config.json").read_text())
-    generator, weights = torch.Generator().manual_seed(seed), {}
-    hidden, head = config["hidden_size"], config["head_dim"]
-    for layer in range(config["num_hidden_layers"]):
-        for name, heads in (("q_proj", config["num_attention_heads"]), ("v_proj", config["num_key_value_heads"])):
-            to = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{to}.lora_A.weight"] = torch.randn(8, hidden, generator=generator) * 0.3
-            weights[f"{to}.lora_B.weight"] = torch.randn(heads * head, 8, generator=generator) * 0.3
-    folder.mkdir()
-    save_file(weights, folder / "adapter_model.safetensors")
-    adapter = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(adapter))
-    return str(folder)
-
-
-def make_memory_slow(cache_dir) -> None:
-    """A cost model by which a token comes in from the host's memory in a fifth of the time that computing it takes."""
-    reader = files("chunkweave") / "assets" / "reader"
-    fingerprint = fingerprint_folder(reader, AutoConfig.from_pretrained(reader, local_files_only=True), "float32")
-    path = cost_model_path(cache_dir, fingerprint)
-    path.parent.mkdir(parents=True)
-    CostModel((0,), (1,), ((0.01,),), 1000, {"host": 5e5}, fingerprint).save(path)
-
-
 @pytest.fixture(scope="module")
 def front(tmp_path_factory):
     folder = tmp_path_factory.mktemp("features")
     template = folder / "tools.jinja"
     template.write_text(TEMPLATE)
-    adapters = [f"{name}={make_adapter(folder / name, seed)}" for seed, name in enumerate(("ada", "bob"))]
-    make_memory_slow(folder / "kv")
+    reader = AutoModelForCausalLM.from_pretrained(checkpoint_folder("reader"))
+    adapters = []
+    for seed, name in enumerate(("ada", "bob")):  # whose answers differ from the reader's own by far
+        made = write_adapter(folder / name, reader, seed=seed, size=0.3, targets=["q_proj", "v_proj"])
+        adapters.append(f"{name}={made}")
+    save_costs(folder / "kv", host=5e5)  # a token comes in from memory in a fifth of the time that computing it takes
     options = ("--connector", "host_budget=1GiB", "--method", "cacheblend", "--chat-template", str(template))
     options += ("--cache-dir", str(folder / "kv"))
     dense = (
@@ -84,16 +58,15 @@ def front(tmp_path_factory):
     )  # a small model would write nothing else
     parsers = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     lora = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--lora-modules", *adapters)
-    with front_process(folder, free_port(), *options, *dense, *parsers, *lora, spawns=True) as running:
+    with front_process(folder, *options, *dense, *parsers, *lora, spawns=True) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def client(front):
-    client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
     for passage in PASSAGES:
-        ask(client, [passage])
-    return client
+        ask(front.client, [passage])
+    return front.client
 
 
 def woven(answer) -> dict:
@@ -120,21 +93,10 @@ def test_answers_keep_to_a_form(client, constraint, check):
     woven(answer)
 
 
-def test_a_woven_prompt_that_comes_again_is_no_exact_prefix(client):
-    first, again = (ask(client, PASSAGES[::-1], "Who built the mill?") for _ in range(2))
-    report = woven(again)
-    assert report["local_tokens"] > 0
-    names = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens", "prompt_tokens")
-    assert [report[name] for name in names] == [woven(first)[name] for name in names]
-    assert again.choices[0].message.content == first.choices[0].message.content
-
-
 @pytest.mark.parametrize(("alpha", "focus"), [(0.5, False), (2.0, True)])
 def test_the_report_has_the_reasons_chunk_by_chunk(client, alpha, focus):
     """What the weave says of itself: Cache-Craft's scores, and where focus stopped."""
-    fresh = [
-        f"{passage} So it was told in the {number}th year of {alpha}." for passage in PASSAGES for number in (4, 5)
-    ]
+    fresh = [*told(f"in the 4th year of {alpha}"), *told(f"in the 5th year of {alpha}")]
     reuse = {"method": "cachecraft", "alpha": alpha, "focus": focus, "order": "fixed"}
     ask(client, fresh, reuse=reuse)
     report = ask(client, fresh[::-1], reuse=reuse).model_extra["chunkweave"]
@@ -151,7 +113,7 @@ def test_the_report_has_the_reasons_chunk_by_chunk(client, alpha, focus):
 
 
 def test_the_report_has_the_layers_at_which_tokens_were_chosen(client):
-    fresh = [f"{passage} So it was told in May." for passage in PASSAGES]
+    fresh = told("in May")
     for order in (fresh, fresh[::-1]):
         answer = ask(client, order, reuse={**WEAVE, "check_layers": [1, 2]})
     assert woven(answer)["check_layers"] == [1, 2]
@@ -159,7 +121,7 @@ def test_the_report_has_the_layers_at_which_tokens_were_chosen(client):
 
 @pytest.mark.parametrize("form", ["query-whole", "query:whole:late:stored"])
 def test_calibrated_forms_of_a_method_weave(client, form):
-    fresh = [f"{passage} So it was told by {form}." for passage in PASSAGES]
+    fresh = told(f"by {form}")
     reuse = {"method": form, "recompute_ratio": 0.3, "order": "fixed"}
     ask(client, fresh, reuse=reuse)
     report = ask(client, fresh[::-1], reuse=reuse).model_extra["chunkweave"]
@@ -168,13 +130,8 @@ def test_calibrated_forms_of_a_method_weave(client, form):
     assert report["recomputed_tokens"] > 0
 
 
-def test_what_a_method_does_not_take_is_refused(client):
-    with pytest.raises(openai.BadRequestError, match="'cachecraft' takes no recompute_ratio: it takes alpha, focus"):
-        ask(client, PASSAGES, reuse={"method": "cachecraft", "recompute_ratio": 0.2, "order": "fixed"})
-
-
 def test_more_is_recomputed_where_that_hides_loading(client):
-    fresh = [f"{passage} So it was told in March." for passage in PASSAGES]
+    fresh = told("in March")
     for passage in fresh:
         ask(client, [passage])
     report = woven(ask(client, fresh[::-1], reuse={"method": "cacheblend", "order": "fixed"}))
@@ -202,17 +159,12 @@ def test_sampling_is_vllms(client):
     assert text(temperature=0, stop=[stop]) == [greedy.partition(stop)[0]]
 
 
-def test_an_answer_goes_on_behind_its_end_where_it_is_to(client):
-    short = ask(client, PASSAGES, max_tokens=48)
-    assert short.choices[0].finish_reason == "stop"
-    long = ask(client, PASSAGES, max_tokens=48, ignore_eos=True)
-    assert (long.choices[0].finish_reason, long.usage.completion_tokens) == ("length", 48)
-
-
 def test_log_probabilities_name_the_likeliest(client):
-    options = {"temperature": 2.0, "seed": 3, "ignore_eos": True, "max_tokens": 24}
+    options = {"temperature": 2.0, "seed": 3, "ignore_eos": True, "max_tokens": 24, "n": 2}
     answer = ask(client, PASSAGES[::-1], logprobs=True, top_logprobs=3, **options)
+    assert [(choice.index, choice.finish_reason) for choice in answer.choices] == [(0, "length"), (1, "length")]
     content = answer.choices[0].logprobs.content
+    assert answer.usage.completion_tokens == 2 * len(content) == 48
     for token in content:
         found = [one.logprob for one in token.top_logprobs]
         assert found == sorted(found, reverse=True)
@@ -230,7 +182,7 @@ def test_a_stream_counts_its_tokens(client):
 
 def test_adapters_are_asked_by_name_and_their_chunks_are_their_own(client):
     assert [model.id for model in client.models.list()] == ["reader", "ada", "bob"]
-    fresh = [f"{passage} It was told in June." for passage in PASSAGES]
+    fresh = told("in June")
     ask(client, fresh)
     answers = {}
     for name in ("ada", "bob"):
@@ -246,6 +198,14 @@ def test_adapters_are_asked_by_name_and_their_chunks_are_their_own(client):
         ask(client, fresh, model="nobody")
 
 
+def called(events) -> tuple[str, list, list[str]]:
+    """The text of a stream, the pieces of its calls, and how it ended."""
+    choices = [event.choices[0] for event in events if event.choices]
+    text = "".join(choice.delta.content or "" for choice in choices)
+    pieces = [piece.function for choice in choices for piece in choice.delta.tool_calls or []]
+    return text, pieces, [choice.finish_reason for choice in choices if choice.finish_reason]
+
+
 def test_tools_are_called_over_documents(client):
     """The reader calls none by itself: its answer is held to one."""
     question = "What time is it in Halvik?"
@@ -258,22 +218,19 @@ def test_tools_are_called_over_documents(client):
     assert (choice.message.content.strip(), choice.finish_reason) == ("I look.", "tool_calls")
     woven(answer)
 
-    events = list(ask(client, PASSAGES[::-1], question, stream=True, **forced))
-    deltas = [event.choices[0].delta for event in events if event.choices]
-    pieces = [piece.function for delta in deltas for piece in delta.tool_calls or []]
+    said_again, pieces, ends = called(ask(client, PASSAGES[::-1], question, stream=True, **forced))
+    assert (said_again.strip(), ends) == ("I look.", ["tool_calls"])
     assert "".join(piece.name or "" for piece in pieces) == "get_time"
     assert json.loads("".join(piece.arguments or "" for piece in pieces)) == {"town": "Halvik"}
     assert len(pieces) > 2, "arguments come as they are written"
-    assert "".join(delta.content or "" for delta in deltas).strip() == "I look."
-    assert events[-1].choices[0].finish_reason == "tool_calls"
 
     messages = [{"role": "user", "content": question}, choice.message.model_dump(exclude_none=True), said("Noon.")]
     messages[1].pop("refusal", None)
-    told = client.chat.completions.create(
+    behind = client.chat.completions.create(
         model="reader", messages=messages, tools=[TOOL], max_tokens=4, extra_body={"documents": PASSAGES[::-1]}
     )
-    assert told.usage.prompt_tokens > answer.usage.prompt_tokens
-    woven(told)
+    assert behind.usage.prompt_tokens > answer.usage.prompt_tokens
+    woven(behind)
 
 
 @pytest.mark.parametrize(
@@ -300,12 +257,10 @@ def test_a_call_can_be_forced(client, choice, ends):
     assert json.loads(call.function.arguments)["town"] in ("Halvik", "Lune")
     woven(answer)
 
-    events = list(ask(client, PASSAGES[::-1], stream=True, **asked))
-    choices = [event.choices[0] for event in events if event.choices]
-    pieces = [piece.function for one in choices for piece in one.delta.tool_calls or []]
+    _, pieces, finished = called(ask(client, PASSAGES[::-1], stream=True, **asked))
     assert "".join(piece.name or "" for piece in pieces) == call.function.name
     assert json.loads("".join(piece.arguments or "" for piece in pieces)) == json.loads(call.function.arguments)
-    assert [one.finish_reason for one in choices if one.finish_reason] == [ends]
+    assert finished == [ends]
     nobody = {"type": "function", "function": {"name": "nobody"}}
     with pytest.raises(openai.BadRequestError, match="does not match any"):
         ask(client, PASSAGES, **{**asked, "tool_choice": nobody})
@@ -349,20 +304,3 @@ def test_a_request_may_store_nothing_or_not_look_either(client):
     assert read.model_extra["chunkweave"]["cache"] == "read"
     turned = ask(client, NEW[::-1], reuse={**WEAVE, "cache": "read"})
     assert turned.model_extra["chunkweave"]["reused_tokens"] > 0
-
-
-def test_messages_in_any_sequence_and_fields_without_effect(client):
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "developer", "content": "Be kind."},
-        {"role": "user", "content": "Look."},
-        {"role": "user", "content": "Who leads the Selmond Choir?"},
-        {"role": "assistant", "content": "Otto"},
-    ]
-    extra = {"documents": PASSAGES, "chunkweave": WEAVE, "made_up": 1, "service_tier": "auto", "store": True}
-    reply = client.chat.completions.with_raw_response.create(
-        model="reader", messages=messages, temperature=0, max_tokens=50_000, extra_body=extra
-    )
-    assert reply.headers["x-chunkweave-unknown-fields"] == "made_up"
-    assert reply.headers["x-chunkweave-max-tokens"] == "1024"
-    assert "Gunmark" in reply.parse().choices[0].message.content

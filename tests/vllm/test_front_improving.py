@@ -1,43 +1,35 @@
 """Chunks that a real vLLM server computes anew in idle time, over HTTP."""
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable
 
-from chunkweave_server.vllm_backend.process import free_port
-from tests.vllm.fronts import FrontProcess, ask, front_process
-from tests.vllm.test_front_means import CONTEXTS, REUSE, clear, client, documents, on_disk
+from tests.server.conftest import wait_until
+from tests.vllm.fronts import FrontProcess, ask, front_process, told
+from tests.vllm.test_front_means import CONTEXTS, REUSE, SIX, on_disk
 
 
 def contexts(front: FrontProcess, texts: list[str]) -> list[int]:
-    report = ask(client(front), texts, reuse=REUSE).model_extra["chunkweave"]
+    report = ask(front.client, texts, reuse=REUSE).model_extra["chunkweave"]
     return [chunk["contexts"] for chunk in report["chunks"]]
 
 
-def improving(front: FrontProcess) -> dict:
-    return json.loads(front.get("/v1/cache"))["improving"]
-
-
 def until(front: FrontProcess, holds: Callable[[dict], bool]) -> None:
-    ends = time.monotonic() + 120
-    while not holds(now := improving(front)):
-        assert time.monotonic() < ends, now
-        time.sleep(0.2)
+    wait_until(lambda: holds(json.loads(front.get("/v1/cache"))["improving"]), 120)
 
 
 def test_chunks_of_requests_become_means_which_are_renewed_and_computed_without_what_is_deleted(tmp_path):
     options = ["--cache-dir", str(tmp_path / "kv"), "--improve-share=1", "--block-size", "16"]
     options += [f"--{name.replace('_', '-')}={value}" for name, value in CONTEXTS.items()]
-    texts = documents("in autumn")
-    with front_process(tmp_path, free_port(), *options) as front:
+    texts = told("in autumn", SIX)
+    with front_process(tmp_path, *options) as front:
         assert contexts(front, texts[:2]) == [0, 0]
         until(front, lambda now: now["improved"] == 2)
         assert contexts(front, texts[1::-1]) == [1, 1]
         contexts(front, texts[2:])
         until(front, lambda now: now["improved"] == len(texts) + 2 and not now["queued"])
         assert contexts(front, texts[::-1]) == [2] * len(texts)
-        done = clear(front, documents=texts[:1]).json()
+        done = front.clear(documents=texts[:1]).json()
         assert done["chunks_queued"] > 0
         assert done["segments_removed"] > done["chunks_queued"]
         until(front, lambda now: not now["queued"])

@@ -1,6 +1,5 @@
 """Chunks computed among their own kind by real vLLM servers, over HTTP, and what is left of them after deletions."""
 
-import json
 import threading
 import time
 from collections import Counter
@@ -8,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import httpx
-import openai
 import pytest
 import torch
 
@@ -19,8 +16,8 @@ from chunkweave.planning.method_choice import MethodRequest
 from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers.segment_header import parse_header
 from chunkweave.types import Chunk, ChunkId
-from chunkweave_server.vllm_backend.process import free_port
-from tests.vllm.fronts import PASSAGES, QUESTION, FrontProcess, ask, front_process
+from tests.server.conftest import wait_until
+from tests.vllm.fronts import PASSAGES, QUESTION, FrontProcess, ask, front_process, told
 
 TOLERANCE = 2e-3
 """Of log-probabilities: two engines' sums are rounded otherwise."""
@@ -31,15 +28,8 @@ MORE = [
     "The Lune Bridge was opened in 1874. Its toll keeper is Per Sandahl.",
     "The Ostby Bakery sells rye bread. It belongs to Ingrid Falk, who bakes at night.",
 ]
+SIX = (*PASSAGES, *MORE)
 REUSE = {"method": "full-reuse", "order": "fixed"}
-
-
-def documents(about: str) -> list[str]:
-    return [f"{text} So it was told {about}." for text in (*PASSAGES, *MORE)]
-
-
-def client(front: FrontProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +41,7 @@ def folder(tmp_path_factory):
 def front(folder):
     options = ["--cache-dir", str(folder / "kv"), "--data-dir", str(folder / "data"), "--host-budget", "256MiB"]
     options += [f"--{name.replace('_', '-')}={value}" for name, value in CONTEXTS.items()]
-    with front_process(folder, free_port(), *options, "--block-size", "16") as running:
+    with front_process(folder, *options, "--block-size", "16") as running:
         yield running
 
 
@@ -64,10 +54,6 @@ def engine():
 
 def warm(front: FrontProcess, texts: Sequence[str], timeout_s: float = 300) -> dict:
     return front.post("/v1/cache/warm", {"documents": list(texts)}, timeout_s)
-
-
-def clear(front: FrontProcess, **body) -> httpx.Response:
-    return httpx.post(f"{front.url}/v1/cache/clear", json=body, timeout=90)
 
 
 def ids_of(engine: Engine, texts: Sequence[str]) -> list[ChunkId]:
@@ -88,12 +74,15 @@ def on_disk(folder: Path) -> list[SegmentRecord]:
 
 def written(folder: Path, chunks: Sequence[ChunkId]) -> list[SegmentRecord]:
     """Of these chunks, once nothing more is written."""
-    before, until = None, time.monotonic() + 30
-    while (now := sorted(on_disk(folder), key=lambda record: record.id)) != before:
-        assert time.monotonic() < until
-        before = now
+    states: list[list[SegmentRecord]] = []
+
+    def nothing_is_written() -> bool:
         time.sleep(0.5)
-    return [record for record in now if record.chunk_id in chunks]
+        states.append(sorted(on_disk(folder), key=lambda record: record.id))
+        return states[-1:] == states[-2:-1]
+
+    wait_until(nothing_is_written, 30)
+    return [record for record in states[-1] if record.chunk_id in chunks]
 
 
 def own_log_probs(engine: Engine, texts: Sequence[str]) -> torch.Tensor:
@@ -104,11 +93,11 @@ def own_log_probs(engine: Engine, texts: Sequence[str]) -> torch.Tensor:
 
 
 def test_what_is_warmed_and_asked_for_in_another_order_is_as_by_the_library(front, engine, folder):
-    texts = documents("in May")
+    texts = told("in May", SIX)
     assert warm(front, texts) == {"chunks": len(texts), "computed": len(texts)}
     assert engine.precompute(texts) == len(texts)
     order = [texts[number] for number in (4, 1, 5, 0)]
-    answer = ask(client(front), order, reuse=REUSE, logprobs=True, top_logprobs=20, max_tokens=1)
+    answer = ask(front.client, order, reuse=REUSE, logprobs=True, top_logprobs=20, max_tokens=1)
     report = answer.model_extra["chunkweave"]
     assert [chunk["kv_source"] for chunk in report["chunks"]] == ["reused"] * len(order)
     assert report["reused_tokens"] == sum(chunk["tokens"] for chunk in report["chunks"])
@@ -126,7 +115,7 @@ def test_what_is_warmed_and_asked_for_in_another_order_is_as_by_the_library(fron
 
 
 def test_one_mean_is_left_of_each_chunk_as_in_the_librarys_store(front, engine, folder):
-    texts = documents("in June")
+    texts = told("in June", SIX)
     chunks = ids_of(engine, texts)
     warm(front, texts)
     engine.precompute(texts)
@@ -149,27 +138,27 @@ def prompts(metrics: str) -> float:
 
 
 def test_a_new_document_is_computed_behind_those_that_are_there(front, engine, folder):
-    texts = documents("in July")
+    texts = told("in July", SIX)
     warm(front, texts[:-1])
     assert warm(front, texts) == {"chunks": len(texts), "computed": 1}
     (new,) = written(folder, ids_of(engine, texts[-1:]))
     assert new.contexts
-    answer = ask(client(front), texts[::-1], reuse=REUSE)
+    answer = ask(front.client, texts[::-1], reuse=REUSE)
     assert {chunk["kv_source"] for chunk in answer.model_extra["chunkweave"]["chunks"]} == {"reused"}
 
 
 def sources(front: FrontProcess, texts: Sequence[str]) -> list[str]:
-    report = ask(client(front), list(texts), reuse=REUSE).model_extra["chunkweave"]
+    report = ask(front.client, list(texts), reuse=REUSE).model_extra["chunkweave"]
     return [chunk["kv_source"] for chunk in report["chunks"]]
 
 
 def test_nothing_that_has_read_a_deleted_document_is_reused_also_after_a_restart(front, engine, folder):
-    texts = documents("in August")
+    texts = told("in August", SIX)
     chunks = ids_of(engine, texts)
     warm(front, texts)
     readers = {record.chunk_id for record in written(folder, chunks) if chunks[0] in record.sources}
     assert readers
-    done = clear(front, documents=texts[:1])
+    done = front.clear(documents=texts[:1])
     assert (done.status_code, done.json()["segments_removed"] > len(readers)) == (200, True), done.text
     left = written(folder, chunks)
     assert {record.chunk_id for record in left} == set(chunks[1:]) - readers, "nothing else is touched"
@@ -184,25 +173,18 @@ def test_nothing_that_has_read_a_deleted_document_is_reused_also_after_a_restart
 
 @pytest.mark.parametrize("after_s", [0.05, 0.4, 1.0])
 def test_a_document_that_is_deleted_while_it_is_warmed_leaves_nothing(front, engine, folder, after_s):
-    texts = documents(f"in the year {1900 + after_s * 100}")
+    texts = told(f"in the year {1900 + after_s * 100}", SIX)
     chunks = ids_of(engine, texts)
     replies = []
     warming = threading.Thread(target=lambda: replies.append(warm(front, texts)))
     warming.start()
     time.sleep(after_s)
-    assert clear(front, documents=texts[2:3]).status_code == 200
+    assert front.clear(documents=texts[2:3]).status_code == 200
     warming.join()
     assert replies[0]["chunks"] == len(texts)
     assert chunks[2] not in {record.chunk_id for record in written(folder, chunks)}
     assert not any(chunks[2] in record.sources for record in on_disk(folder))
-    assert clear(front, documents=texts[2:3]).json() == {"segments_removed": 0}
+    assert front.clear(documents=texts[2:3]).json() == {"segments_removed": 0}
     rest = [*texts[:2], *texts[3:]]
     warm(front, rest)
     assert sources(front, rest[::-1]) == ["reused"] * len(rest)
-
-
-def test_shares_that_clients_send_themselves_are_checked(front):
-    body = {"model": "reader", "prompt": [0, *range(300, 340)], "max_tokens": 1, "temperature": 0}
-    fields = {"chunks": [[1, 21], [21, 41]], "method": "full-reuse", "mean": {"group": "mine", "of": 99}}
-    answer = front.post("/v1/completions", {**body, "kv_transfer_params": {"chunkweave": fields}})
-    assert "mean.of must be between 1 and 32" in json.dumps(answer["kv_transfer_params"])

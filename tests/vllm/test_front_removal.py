@@ -1,27 +1,19 @@
 """What is deleted over HTTP is reused by no later answer of real vLLM servers, in any tier, restarts included."""
 
-import os
 import re
-import signal
 import time
 from pathlib import Path
 
-import httpx
-import openai
 import pytest
 
 from chunkweave.vllm.releases import vllm_version
-from chunkweave_server.vllm_backend.process import free_port
 from chunkweave_server.vllm_backend.removal import JOURNAL_FILE
-from tests.vllm.fronts import PASSAGES, QUESTION, FrontProcess, ask, front_process
+from tests.server.conftest import wait_until
+from tests.vllm.fronts import QUESTION, FrontProcess, ask, front_process, told
 
 EXACT = {"method": "prefix", "order": "fixed"}
 WOVEN = {"method": "full-reuse", "order": "fixed"}
 TENANTS = "salt of another"
-
-
-def client(front: FrontProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
 
 
 def options(folder: Path) -> tuple[str, ...]:
@@ -37,12 +29,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def front(folder):
-    with front_process(folder, free_port(), *options(folder)) as running:
+    with front_process(folder, *options(folder)) as running:
         yield running
-
-
-def clear(front: FrontProcess, **body) -> httpx.Response:
-    return httpx.post(f"{front.url}/v1/cache/clear", json=body, timeout=90)
 
 
 def local_hits(front: FrontProcess) -> float:
@@ -54,82 +42,45 @@ def local_hits(front: FrontProcess) -> float:
 
 def found(front: FrontProcess, passages: list[str], reuse=EXACT, **more) -> int:
     """Tokens of the passages that an answer did not compute, whatever the tier."""
-    before = local_hits(front)
-    report = ask(client(front), passages, reuse=reuse, **more).model_extra["chunkweave"]
-    of_documents = sum(
-        chunk["tokens"] for chunk in report["chunks"] if chunk["kv_source"] not in ("computed", "recomputed", "")
-    )
-    assert local_hits(front) >= before
-    return of_documents
+    report = ask(front.client, passages, reuse=reuse, **more).model_extra["chunkweave"]
+    chunks = [chunk for chunk in report["chunks"] if chunk["kv_source"] not in ("computed", "recomputed", "")]
+    return sum(chunk["tokens"] for chunk in chunks)
 
 
 def store(front: FrontProcess, folder: Path, passages: list[str], **more) -> None:
     """Have passages in every tier: vLLM's own cache, memory and disk."""
     for passage in passages:
-        ask(client(front), [passage], reuse=EXACT, **more)
-    ask(client(front), passages, reuse=EXACT, **more)
-    ask(client(front), passages[::-1], reuse=WOVEN, **more)
-    until = time.monotonic() + 30
-    while not list((folder / "kv").rglob("*.safetensors")):
-        assert time.monotonic() < until, "nothing is written"
-        time.sleep(0.1)
+        ask(front.client, [passage], reuse=EXACT, **more)
+    ask(front.client, passages, reuse=EXACT, **more)
+    ask(front.client, passages[::-1], reuse=WOVEN, **more)
+    wait_until(lambda: bool(list((folder / "kv").rglob("*.safetensors"))), 30)
     time.sleep(1)
     assert found(front, passages, **more) > 0
 
 
-def fresh(about: str) -> list[str]:
-    return [f"{passage} So it was told {about}." for passage in PASSAGES]
-
-
 def test_nothing_of_a_cleared_document_is_reused_and_others_are(front, folder):
-    passages = fresh("in May")
+    passages = told("in May")
     store(front, folder, passages)
     store(front, folder, passages, cache_salt=TENANTS)
     before = local_hits(front)
-    ask(client(front), passages, reuse=EXACT)
+    ask(front.client, passages, reuse=EXACT)
     assert local_hits(front) > before, "vLLM's own cache has it"
-    done = clear(front, documents=passages[:1])
+    done = front.clear(documents=passages[:1])
     assert (done.status_code, done.json()["segments_removed"] > 2) == (200, True), done.text
-    assert clear(front, documents=passages[:1]).json() == {"segments_removed": 0}
+    assert front.clear(documents=passages[:1]).json() == {"segments_removed": 0}
     before = local_hits(front)
-    report = ask(client(front), [passages[0]], reuse=WOVEN).model_extra["chunkweave"]
+    report = ask(front.client, [passages[0]], reuse=WOVEN).model_extra["chunkweave"]
     assert [chunk["kv_source"] for chunk in report["chunks"]] == ["computed"]
     assert local_hits(front) == before
     assert found(front, passages[1:], reuse=WOVEN) > 0
     assert found(front, passages, cache_salt=TENANTS) > 0, "the same text under another salt"
 
 
-def test_nothing_of_a_deleted_document_or_corpus_is_reused(front, folder):
-    texts = fresh("in June")
-    front.post("/v1/corpora", {"name": "notes"})
-    documents = [{"id": str(number), "text": text} for number, text in enumerate(texts)]
-    front.post("/v1/corpora/notes/documents", {"documents": documents})
-    store(front, folder, texts)
-    for path in ("notes/documents/0", "notes"):
-        done = httpx.delete(f"{front.url}/v1/corpora/{path}", timeout=90)
-        assert (done.status_code, done.json()["segments_removed"] > 0) == (200, True), done.text
-        assert found(front, texts[1:] if path == "notes" else texts[:1]) == 0
-    assert clear(front, documents=texts).json()["segments_removed"] > 0, "what was just asked about"
-
-
-def test_a_server_that_is_started_again_has_nothing_of_it_on_disk(front, folder):
-    passages = fresh("in July")
-    store(front, folder, passages)
-    assert clear(front, documents=passages[:2]).status_code == 200
-    front.restart_server()
-    assert found(front, passages[2:], reuse=WOVEN) > 0, "the other one is"
-    assert found(front, passages[:2]) == 0
-
-
 def test_a_server_that_was_down_removes_it_before_it_answers(front, folder):
-    passages = fresh("in August")
+    passages = told("in August")
     store(front, folder, passages)
-    os.kill(front.servers()[0], signal.SIGKILL)
-    until = time.monotonic() + 60
-    while front.ready():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    refused = clear(front, documents=passages[:2])
+    front.kill_server()
+    refused = front.clear(documents=passages[:2])
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_removed"), refused.text
     assert "replica-0" in refused.json()["error"]["message"]
     front.wait_until_ready()
@@ -139,28 +90,24 @@ def test_a_server_that_was_down_removes_it_before_it_answers(front, folder):
 
 
 def test_a_removal_that_was_pending_is_done_by_the_next_front(tmp_path):
-    passages = fresh("in September")
-    with front_process(tmp_path, free_port(), *options(tmp_path)) as front:
+    passages = told("in September")
+    with front_process(tmp_path, *options(tmp_path)) as front:
         store(front, tmp_path, passages)
-        os.kill(front.servers()[0], signal.SIGKILL)
-        until = time.monotonic() + 60
-        while front.ready():
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        assert clear(front, documents=passages[:2]).status_code == 503
+        front.kill_server()
+        assert front.clear(documents=passages[:2]).status_code == 503
         front.process.kill()
         front.process.wait(60)
     assert (tmp_path / "data" / JOURNAL_FILE).exists()
-    with front_process(tmp_path, free_port(), *options(tmp_path)) as front:
+    with front_process(tmp_path, *options(tmp_path)) as front:
         assert found(front, passages[:2]) == 0
         assert found(front, passages[2:], reuse=WOVEN) > 0
         assert not (tmp_path / "data" / JOURNAL_FILE).exists()
 
 
 def test_everything_is_cleared(front, folder):
-    passages = fresh("in October")
+    passages = told("in October")
     store(front, folder, passages, cache_salt=TENANTS)
-    assert clear(front, everything=True).json()["segments_removed"] > 0
+    assert front.clear(everything=True).json()["segments_removed"] > 0
     assert not list((folder / "kv").rglob("*.safetensors"))
     assert found(front, passages, cache_salt=TENANTS) == 0
     assert QUESTION not in (folder / "front.log").read_text()
@@ -171,13 +118,13 @@ def test_everything_is_cleared(front, folder):
     reason="from 0.33 on, vLLM on a CPU wants a memory node for each data-parallel rank",
 )
 def test_every_data_parallel_rank_removes_it(tmp_path):
-    passages = fresh("in December")
+    passages = told("in December")
     ranks = ("--data-parallel-size", "2", "--routing", "round-robin", "--data-dir", str(tmp_path / "data"))
-    with front_process(tmp_path, free_port(), *ranks) as front:
-        asked = [ask(client(front), passages, reuse=EXACT).model_extra["chunkweave"] for _ in range(4)]
+    with front_process(tmp_path, *ranks) as front:
+        asked = [ask(front.client, passages, reuse=EXACT).model_extra["chunkweave"] for _ in range(4)]
         assert {report["replica"] for report in asked} == {"replica-0.0", "replica-0.1"}
         assert sum(report["prefix_exact_tokens"] > 100 for report in asked) == 2
-        assert clear(front, documents=passages).json()["segments_removed"] >= 6
-        again = [ask(client(front), passages, reuse=EXACT).model_extra["chunkweave"] for _ in range(2)]
+        assert front.clear(documents=passages).json()["segments_removed"] >= 6
+        again = [ask(front.client, passages, reuse=EXACT).model_extra["chunkweave"] for _ in range(2)]
         assert {report["replica"] for report in again} == {"replica-0.0", "replica-0.1"}
         assert all(report["computed_tokens"] > 100 for report in again)

@@ -6,28 +6,21 @@ import pytest
 
 from chunkweave import Chunk, Engine, ReuseConfig
 from chunkweave.config import CaptureConfig
-from chunkweave_server.vllm_backend.process import free_port
-from tests.vllm.fronts import PASSAGES, QUESTION, front_process
+from tests.vllm.fronts import PASSAGES, QUESTION, ask, front_process, told
 
 FIVE = (*PASSAGES, "The mill by the river was built of oak in one summer.", "Nets are mended in the old loft in May.")
 CACHECRAFT = ("--method", "cachecraft", "--no-focus", "--no-enable-prefix-caching")
 """vLLM's own cache, which would answer a prompt that comes again, is off."""
 
 
-def ask(front, *documents: str) -> dict:
+def reported(front, *documents: str) -> dict:
     """The report of one answer over documents, in their order."""
-    body = {
-        "messages": [{"role": "user", "content": QUESTION}],
-        "documents": list(documents),
-        "max_tokens": 1,
-        "temperature": 0,
-        "chunkweave": {"method": "cachecraft", "alpha": 1, "order": "fixed"},
-    }
-    return front.post("/v1/chat/completions", body)["chunkweave"]
+    reuse = {"method": "cachecraft", "alpha": 1, "order": "fixed"}
+    return ask(front.client, documents, reuse=reuse, max_tokens=1).model_extra["chunkweave"]
 
 
 def recomputed(front, *documents: str) -> float:
-    return ask(front, *documents)["recompute_fraction"] or 0.0
+    return reported(front, *documents)["recompute_fraction"] or 0.0
 
 
 def at_random(front, chunks: list[str], requests: int) -> list[float]:
@@ -41,12 +34,12 @@ def test_prompts_that_come_again_are_hardly_recomputed_if_variants_may_be_kept(t
     for variants in ("5", "1"):
         folder = tmp_path / variants
         folder.mkdir()
-        with front_process(folder, free_port(), *CACHECRAFT, "--max-variants", variants) as front:
-            ask(front, *FIVE[:4])
+        with front_process(folder, *CACHECRAFT, "--max-variants", variants) as front:
+            reported(front, *FIVE[:4])
             shares = [recomputed(front, *FIVE[:0:-1]) for _ in range(5)]
             assert shares[0] > 0.4
             assert shares[4] <= 0.1
-            others = [f"{text} So it was in June." for text in FIVE]
+            others = told("in June", FIVE)
             assert front.post("/v1/cache/warm", {"documents": others})["computed"] == 5
             shares = at_random(front, others, 200 if variants == "5" else 100)
             assert shares[0] > 0.4, "behind neutral passages CCI is .5, and nothing of them is here"
@@ -67,8 +60,8 @@ def test_reuse_frequency_keeps_what_saved_most(tmp_path, policy):
             probe.generate(QUESTION, [Chunk(text) for text in documents], max_new_tokens=1)
         budget = probe.store.used_bytes - 1
     options = (*CACHECRAFT, "--variant-fraction", "none", "--policy", policy, "--host-budget", str(budget))
-    with front_process(tmp_path, free_port(), *options) as front:
-        reports = [ask(front, *documents) for documents in asked]
+    with front_process(tmp_path, *options) as front:
+        reports = [reported(front, *documents) for documents in asked]
         assert [chunk["kv_source"] for chunk in reports[-2]["chunks"]][-2:] == ["prefix-exact", "reused"]
-        stays = [ask(front, text)["chunks"][-1]["kv_source"] == "prefix-exact" for text in (once, often)]
+        stays = [reported(front, text)["chunks"][-1]["kv_source"] == "prefix-exact" for text in (once, often)]
     assert stays == ([True, False] if policy == "reuse-frequency" else [False, True])

@@ -6,9 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import openai
-
-from chunkweave_server.vllm_backend.process import free_port
 from tests.vllm.fronts import PASSAGES, START, ask, front_process
 
 RENAMED = """
@@ -34,9 +31,8 @@ def test_without_something_it_needs_vllm_serves_alone_and_status_says_why(tmp_pa
     write_release(tmp_path, RENAMED)
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     monkeypatch.setenv("PYTHONPATH", path)
-    with front_process(tmp_path, free_port()) as front:
-        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
-        answers = [ask(client, documents) for documents in (PASSAGES, PASSAGES[::-1])]
+    with front_process(tmp_path) as front:
+        answers = [ask(front.client, documents) for documents in (PASSAGES, PASSAGES[::-1])]
         status = subprocess.run([sys.executable, "-c", START, "status", front.url], capture_output=True, text=True)
         off = json.loads(front.get("/v1/cache"))["off"]
     reason = "this is vLLM 0.99.0, where chunkweave's plug-in does not work (vllm.v1.core.block_pool."
