@@ -1,46 +1,63 @@
-"""The OpenAI-compatible server, with the bundled reader: as `docs/vllm.md` says to start and to ask it."""
+"""`vllm serve` with the connector and the bundled reader, started and asked as `docs/vllm.md` says.
+
+Requests name their chunks, or are plain: passages of these are found, and reused where they move.
+"""
 
 import json
 import os
-import socket
+import shutil
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from contextlib import contextmanager
 from importlib.resources import files
 
+import httpx
 import pytest
 from transformers import AutoTokenizer
 
+from chunkweave.prompt.parts import neutral_passages
+from chunkweave_server.vllm_backend.process import free_port
 from tests.vllm.environment import ENVIRONMENT, ROOT
 
 READER = str(files("chunkweave") / "assets" / "reader")
 START_S = 300
-CONNECTOR = {
-    "kv_connector": "ChunkweaveConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"method": "cacheblend", "recompute_ratio": 0.2, "host_budget": "1GiB"},
-}
-PASSAGES = [
+PASSAGES = neutral_passages()
+CHOIRS = [
     "The Gerfern Tower has 230 steps. The tower is in Halvik. It is led by Paul Tirwright.",
     "The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.",
 ]
+CONNECTOR = {
+    "kv_connector": "ChunkweaveConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "find_chunks": True,
+        "method": "cacheblend",
+        "recompute_ratio": 0.1,
+        "host_budget": "1GiB",
+    },
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ '<s>' + m.role + '\n' + m.content + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    with running_server(tmp_path_factory, READER, CONNECTOR, "--max-model-len", "1024") as address:
+    """The reader with a chat template."""
+    folder = tmp_path_factory.mktemp("reader") / "model"
+    shutil.copytree(READER, folder)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": TEMPLATE}))
+    with running_server(tmp_path_factory, str(folder), CONNECTOR, "--max-model-len", "2048") as address:
         yield address
 
 
 @contextmanager
 def running_server(tmp_path_factory, model, connector, *flags, python=sys.executable):
     """The URL of a server with the connector that serves a model as `reader`, started by vLLM's `python`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("server") / "log.txt"
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", *flags]
@@ -64,50 +81,81 @@ def running_server(tmp_path_factory, model, connector, *flags, python=sys.execut
 
 def answers(address: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5) as reply:
-            return reply.status == 200
-    except (urllib.error.URLError, OSError):
+        return httpx.get(f"{address}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
         return False
 
 
-def complete(url: str, ids: list[int], params: dict | None) -> dict:
-    body = {"model": "reader", "prompt": ids, "max_tokens": 4, "temperature": 0}
-    if params is not None:
-        body["kv_transfer_params"] = {"chunkweave": params}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return json.load(reply)
+def ask(url, path, **body):
+    """The report of an answer."""
+    whole = {"model": "reader", "max_tokens": 4, "temperature": 0, **body}
+    reply = httpx.post(f"{url}{path}", json=whole, timeout=120).raise_for_status().json()
+    return (reply.get("kv_transfer_params") or {}).get("chunkweave")
 
 
-@pytest.fixture(scope="module")
-def parts():
+def complete(url, prompt, **more):
+    return ask(url, "/v1/completions", prompt=prompt, **more)
+
+
+def chat(url, messages):
+    return ask(url, "/v1/chat/completions", messages=messages)
+
+
+def rag(passages, question="Who paid for the bridge?"):
+    return "\n\n".join(("Use the context to answer.", *passages, f"Question: {question}"))
+
+
+def taken(report):
+    kept = report["prefix_exact_tokens"] + report["reused_tokens"] + report["recomputed_tokens"]
+    return kept / (kept + report["computed_tokens"])
+
+
+def test_chunks_that_are_named_are_reused_in_another_order(url):
     tokenizer = AutoTokenizer.from_pretrained(READER)
-    return [tokenizer.encode(text, add_special_tokens=False) for text in (*PASSAGES, "Who leads the choir?")]
-
-
-def test_chunks_are_reused_in_another_order(url, parts):
-    first, second, question = parts
+    texts = (*CHOIRS, "Who leads the choir?")
+    first, second, question = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
     for chunk in (first, second):
-        complete(url, [0, *chunk], {"chunks": [[1, 1 + len(chunk)]]})
-    ids = [0, *second, *first, *question]
+        complete(url, [0, *chunk], kv_transfer_params={"chunkweave": {"chunks": [[1, 1 + len(chunk)]]}})
     middle = 1 + len(second)
-    answer = complete(url, ids, {"chunks": [[1, middle], [middle, middle + len(first)]]})
-    report = answer["kv_transfer_params"]["chunkweave"]
+    chunks = {"chunks": [[1, middle], [middle, middle + len(first)]]}
+    report = complete(url, [0, *second, *first, *question], kv_transfer_params={"chunkweave": chunks})
     assert report["method"] == "cacheblend"
     assert report["prefix_exact_tokens"] == len(second)
-    assert report["recomputed_tokens"] == -(-len(first) // 5)
+    assert report["recomputed_tokens"] == -(-len(first) // 10)
     assert report["reused_tokens"] + report["recomputed_tokens"] == len(first)
     assert report["computed_tokens"] == 1 + len(question)
-    assert answer["choices"][0]["text"]
 
 
-def test_a_wrong_field_is_reported(url, parts):
-    answer = complete(url, [0, *parts[0]], {"chunks": [[1, 9999]]})
-    assert "the last chunk ends at 9999" in answer["kv_transfer_params"]["chunkweave"]["error"]
-    assert answer["choices"][0]["text"]
+def test_passages_of_a_plain_completion_are_reused_in_another_order(url):
+    first = complete(url, rag(PASSAGES[:5]))
+    assert taken(first) == 0
+    again = complete(url, rag(PASSAGES[4::-1]))
+    assert again["reused_tokens"] > 0
+    assert taken(again) > 0.8
 
 
-def test_without_the_field_nothing_is_reported(url, parts):
-    assert not complete(url, [0, *parts[0]], None).get("kv_transfer_params")
+def test_passages_of_a_chat_are_reused_and_system_prompts_are_exact(url):
+    for order in (1, -1):
+        report = chat(url, [{"role": "user", "content": rag(PASSAGES[5:10][::order])}])
+    assert taken(report) > 0.8
+    for order in (1, -1):
+        system = "\n\n".join(("Answer from this.", *PASSAGES[10:14][::order]))
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": "Who paid?"}]
+        report = chat(url, messages)
+    assert report["reused_tokens"] == 0
+
+
+def test_tenants_with_the_same_text_share_nothing(url):
+    reports = [complete(url, rag(PASSAGES[:5]), cache_salt=salt) for salt in ("acme", "bolt")]
+    assert [taken(report) for report in reports] == [0, 0]
+
+
+def test_a_request_may_switch_it_off_or_name_its_own_chunks(url):
+    off = complete(url, rag(PASSAGES[:5]), kv_transfer_params={"chunkweave": {"find_chunks": False}})
+    assert off is None
+    exact = complete(
+        url, rag(PASSAGES[2::-1]), kv_transfer_params={"chunkweave": {"find_chunks": True, "method": "prefix"}}
+    )
+    assert (exact["method"], exact["reused_tokens"]) == ("prefix", 0)
+    both = {"chunkweave": {"find_chunks": True, "chunks": [[1, 9]]}}
+    assert "give either chunks or find_chunks" in complete(url, rag(PASSAGES[:5]), kv_transfer_params=both)["error"]
