@@ -1,6 +1,5 @@
 """Segments that outlive a vLLM process, and that several share: real processes, a real disk, a real server."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,13 @@ from chunkweave import Chunk, Engine, StoreConfig
 from chunkweave.prompt.parts import PartKind, Prompt
 from chunkweave.tiers.disk import DiskTier
 from tests.integration.redis_server import Server
+from tests.server.conftest import wait_until
 from tests.vllm.answering import Process
 from tests.vllm.checkpoints import add_tokenizer, make_checkpoint
 from tests.vllm.conftest import SLICED
 from tests.vllm.prompts import Given, Scenario, computed_alone, tokens
 from tests.vllm.reference import Reference
-from tests.vllm.serving import Ask
+from tests.vllm.serving import TWO_RANKS, Ask
 
 TOLERANCE = 5e-4
 TOKENS = 6
@@ -27,11 +27,13 @@ def start(tmp_path, checkpoint):
     """Starts engines over the test's own folder; they are ended with the test."""
     started: list[Process] = []
 
-    def begin(name: str, extra: dict | None = None, folder: Path | None = None, **options) -> Process:
+    def begin(name: str, extra: dict | None = None, folder: Path | None = None, *, wait=True, **options) -> Process:
         extra = {"cache_dir": str(tmp_path / "kv")} if extra is None else extra
         options = {**SLICED, **options}
         process = Process(folder or checkpoint("llama"), tmp_path / f"{name}.log", extra=extra, **options)
         started.append(process)
+        if wait:
+            process.wait()
         return process
 
     yield begin
@@ -44,14 +46,11 @@ def files(folder: Path) -> list[Path]:
 
 
 def wait_for(number: int, folder: Path) -> None:
-    ends_s = time.monotonic() + 20
-    while len(files(folder)) < number:
-        assert time.monotonic() < ends_s, files(folder)
-        time.sleep(0.02)
+    wait_until(lambda: len(files(folder)) >= number, 20)
 
 
 def precompute(process: Process, scenario: Scenario) -> None:
-    for first in {id(prompt): prompt for prompt in scenario.seen.values()}.values():
+    for first in scenario.first_prompts:
         process.answer(first.ask("prefix"))
 
 
@@ -64,14 +63,12 @@ def right(got: dict, reference: Reference, scenario: Scenario, method: str = "ca
 def test_what_a_killed_process_stored_serves_the_next_one(start, tmp_path, reference):
     scenario = computed_alone()
     first = start("first")
-    first.wait()
     precompute(first, scenario)
     ask = scenario.prompt.ask("cacheblend", 0.15, TOKENS)
     before = first.answer(ask)[0]
     wait_for(4, tmp_path / "kv")
     first.kill()
     second = start("second")
-    second.wait()
     after = second.answer(ask)[0]
     right(after, reference, scenario)
     assert after["tokens"] == before["tokens"]
@@ -102,15 +99,12 @@ def keys(server: Server) -> int:
 
 def test_two_servers_share_over_redis_until_it_is_killed_and_then_serve_on(start, redis, reference):
     extra = {"remote_url": redis.url, "load_timeout": "60s"}
-    one, other = start("one", extra), start("other", extra)
+    one, other = start("one", extra, wait=False), start("other", extra, wait=False)
     one.wait()
     other.wait()
     scenario = computed_alone()
     precompute(one, scenario)
-    ends_s = time.monotonic() + 20
-    while keys(redis) < 4:
-        assert time.monotonic() < ends_s
-        time.sleep(0.05)
+    wait_until(lambda: keys(redis) >= 4, 20)
     ask = scenario.prompt.ask("cacheblend", 0.15)
     strange = other.answer(ask, salt="another tenant")[0]
     assert strange["report"]["computed_tokens"] == len(scenario.prompt.ids)
@@ -166,7 +160,6 @@ def test_our_engine_and_vllm_read_each_others_segments(start, tmp_path, family, 
         answers = [engine.generate(QUESTION, chunks, **options) for chunks in (TEXTS[:2], TEXTS[1::-1])]
         prompts = [engine.builder.build(QUESTION, chunks) for chunks in (TEXTS[:2], TEXTS[1::-1], TEXTS[2:])]
     process = start("vllm", folder=folder, max_num_batched_tokens=1024)
-    process.wait()
     for answer, prompt in zip(answers, prompts, strict=False):
         got = process.answer(asked(prompt, "prefix"))[0]
         whole = (len(prompt) - len(prompt.parts[-1])) // BLOCK_SIZE * BLOCK_SIZE
@@ -187,7 +180,6 @@ def test_our_engine_and_vllm_read_each_others_segments(start, tmp_path, family, 
 
 def test_what_is_computed_is_written(start, tmp_path):
     process = start("written", {"cache_dir": str(tmp_path / "kv"), "ttl": "1h", "codec": "int8"})
-    process.wait()
     prompt = Given([tokens(40), tokens(50)])
     process.answer(prompt.ask("prefix"))
     process.call("chunkweave_flush")
@@ -196,17 +188,14 @@ def test_what_is_computed_is_written(start, tmp_path):
 
 
 def test_a_segment_that_one_rank_lost_costs_time_only(start, tmp_path, reference):
-    ranks = {"tensor_parallel_size": 2, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
     scenario = computed_alone()
-    first = start("first", **ranks)
-    first.wait()
+    first = start("first", **TWO_RANKS)
     precompute(first, scenario)
     first.call("chunkweave_flush")
     first.close()
     folders = sorted((tmp_path / "kv").glob("*-tp?of2"))
     assert [len(files(folder)) for folder in folders] == [4, 4]
-    second = start("second", **ranks)
-    second.wait()
+    second = start("second", **TWO_RANKS)
     ask = scenario.prompt.ask("cacheblend", 0.15)
     right(second.answer(ask)[0], reference, scenario)  # now in both ranks' memory
     other = computed_alone()
