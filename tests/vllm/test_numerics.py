@@ -212,27 +212,6 @@ def test_prefix_from_the_store_answers_to_the_bit_as_vllms_own_prefix_cache_does
             assert torch.equal(got.log_probs, own.log_probs)
 
 
-def test_several_woven_and_plain_requests_at_once(way):
-    served, folder = way
-    reference = Reference(folder)
-    scenarios = [computed_alone(), one_missing(1), computed_in_context(), behind_an_instruction(), one_missing(0)]
-    for scenario in scenarios:
-        scenario.precompute(served)
-    plain = [Given([tokens(70)]), Given([tokens(150)]), scenarios[0].prompt]
-    woven = [
-        scenario.prompt.ask("cacheblend", ratio, new_tokens=5)
-        for scenario, ratio in zip(scenarios, RATIOS, strict=True)
-    ]
-    asks = [woven[0], plain[0].plain(5), woven[1], woven[2], plain[1].plain(5), woven[3], plain[2].plain(5), woven[4]]
-    answers = dict(zip(map(id, asks), served.answer(*asks), strict=True))
-    for scenario, ask, ratio in zip(scenarios, woven, RATIOS, strict=True):
-        compare(answers[id(ask)], reference.weave(scenario.pieces(reference), "cacheblend", ratio))
-    for prompt, ask in zip(plain, (asks[1], asks[4], asks[6]), strict=True):
-        error = (answers[id(ask)].log_probs[0] - reference.log_probs(prompt.ids)).abs().max().item()
-        assert error <= TOLERANCE
-        assert answers[id(ask)].report is None
-
-
 # ---------------------------------------------------------------- methods that look at attention
 
 
@@ -278,23 +257,24 @@ def test_a_question_that_is_half_in_vllms_cache(way, own, key):
     assert (rest.log_probs[0] - wanted.log_probs).abs().max().item() <= TOLERANCE
 
 
-def test_several_attention_methods_and_plain_requests_at_once(way, own):
+def test_all_methods_and_plain_requests_at_once(way, own):
     served, folder = way
     reference = Reference(folder)
-    scenarios = [make() for make in islice(cycle(SCENARIOS.values()), len(ATTENTION_METHODS))]
+    scenarios = [make() for make in islice(cycle(SCENARIOS.values()), len(METHODS))]
     for scenario in scenarios:
         scenario.precompute(served, capture=True)
         own.precompute(scenario)
-    plain = [Given([tokens(70)]), Given([tokens(150)])]
-    woven = [ask(scenario, key, new_tokens=4) for scenario, key in zip(scenarios, ATTENTION_METHODS, strict=True)]
-    got = served.answer(*woven[:5], plain[0].plain(4), *woven[5:], plain[1].plain(4))
-    plain_got = [got.pop(5), got.pop()]
-    for answer, scenario, (method, options) in zip(got, scenarios, ATTENTION_METHODS.values(), strict=True):
+    plain = [Given([tokens(70)]), Given([tokens(150)]), scenarios[0].prompt]
+    woven = [ask(scenario, key, new_tokens=4) for scenario, key in zip(scenarios, METHODS, strict=True)]
+    got = served.answer(*woven[:5], *(prompt.plain(4) for prompt in plain), *woven[5:])
+    plain_got = got[5:8]
+    for answer, scenario, (method, options) in zip(got[:5] + got[8:], scenarios, METHODS.values(), strict=True):
         wanted = own.prefill(scenario.prompt, method, options)
         assert answer.report["recomputed"] == wanted.recomputed
         assert (answer.log_probs[0] - wanted.log_probs).abs().max().item() <= TOLERANCE
     for answer, prompt in zip(plain_got, plain, strict=True):
         assert (answer.log_probs[0] - reference.log_probs(prompt.ids)).abs().max().item() <= TOLERANCE
+        assert answer.report is None
 
 
 @pytest.mark.parametrize("name", ["in-context", "instruction", "last-missing"])

@@ -1,13 +1,12 @@
 """Requests that are wrong, ended early, many at once, or whose segments fail."""
 
 import math
-from dataclasses import replace
 from random import Random
 
 import pytest
 
 from tests.vllm.conftest import SLICED
-from tests.vllm.prompts import Given, Scenario, alone, computed_alone, one_missing, tokens
+from tests.vllm.prompts import Given, Scenario, computed_alone, one_missing, tokens
 from tests.vllm.serving import Ask, Served, sampling, serving
 
 TOLERANCE = 5e-4
@@ -65,18 +64,6 @@ def test_several_answers_to_one_prompt(sliced, reference):
     (output,) = sliced.llm.generate([ask.prompt], parameters, use_tqdm=False)
     assert len(output.outputs) == 3
     assert nothing_is_held(sliced)
-
-
-def test_cache_salts_keep_chunks_apart(sliced):
-    def send(given: Given, salt: str):
-        return sliced.answer(replace(given.ask("full-reuse"), salt=salt))[0].report
-
-    first, second = tokens(40), tokens(50)
-    for chunk in (first, second):
-        send(alone(chunk), "one tenant")
-    prompt = Given([first, second])
-    assert send(prompt, "another tenant")["computed_tokens"] == len(prompt.ids)
-    assert send(prompt, "one tenant")["reused_tokens"] == 50
 
 
 @pytest.mark.parametrize("layer", [1, 2])

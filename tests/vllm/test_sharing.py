@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from tests.vllm.prompts import Given, tokens
-from tests.vllm.serving import IN_PROCESS, Ask, Got, Served, serving
+from tests.vllm.serving import IN_PROCESS, TWO_RANKS, Ask, Got, Served, serving
 
 TOLERANCE = 5e-4
 RATIO = 0.1
@@ -163,3 +163,12 @@ def test_vllms_priorities_hold_among_requests_that_wait_for_chunks(checkpoint):
     assert max(names, key=lambda name: computed(answers[name])) == names[-1]
     assert list(answers) == names[::-1]
     assert sum(map(computed, answers.values())) <= 1.1 * alone
+
+
+def test_two_ranks_share_alike(checkpoint):
+    with serving(checkpoint("llama"), **TOGETHER, **TWO_RANKS) as served:
+        alone = one_by_one(served, six_over_the_same(), "cacheblend")
+        plain = [served.send(Given([tokens(900)]).plain()) for _ in range(3)]  # so that the six are there at once
+        prompts = six_over_the_same()
+        together = run(served, [*(served.send(ask(prompt, "cacheblend")) for prompt in prompts), *plain])[:6]
+    assert sum(map(computed, together)) <= 1.1 * sum(map(computed, alone))
