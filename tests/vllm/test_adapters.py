@@ -1,14 +1,12 @@
 """LoRA adapters: each one's chunks are its own, and weaves compute with it, whatever else is in a step."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 from vllm.lora.request import LoRARequest
 
+from tests.integration.adapter_files import write_adapter
 from tests.vllm.conftest import SLICED
 from tests.vllm.prompts import Given, alone, computed_alone, tokens
 from tests.vllm.serving import Served, serving
@@ -16,24 +14,16 @@ from tests.vllm.serving import Served, serving
 TOLERANCE = 5e-4
 
 
-def make_adapter(folder: Path, seed: int) -> Path:
-    """One for the tiny Llama whose answers differ from its own by far."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(4):
-        for name, outputs in (("q_proj", 128), ("v_proj", 64), ("k_proj", 64), ("o_proj", 128)):
-            to = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{to}.lora_A.weight"] = torch.randn(8, 128, generator=generator) * 0.15
-            weights[f"{to}.lora_B.weight"] = torch.randn(outputs, 8, generator=generator) * 0.15
-    folder.mkdir()
-    save_file(weights, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "k_proj", "o_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+@pytest.fixture(scope="module")
+def make_adapter(checkpoint):
+    """Writes adapters for the tiny Llama whose answers differ from its own by far."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
+    targets = ["q_proj", "v_proj", "k_proj", "o_proj"]
+    return lambda folder, seed: write_adapter(folder, model, seed=seed, size=0.2, targets=targets)
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory):
+def adapters(make_adapter, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     return [LoRARequest(f"n{n}", n, str(make_adapter(folder / str(n), n))) for n in (1, 2)]
 
@@ -84,14 +74,6 @@ def test_woven_beside_requests_of_others_it_is_as_woven_alone(adapted, adapters)
     assert lone[2].tokens != lone[3].tokens
 
 
-def test_what_one_has_computed_is_not_reused_for_another(adapted, adapters):
-    scenario = computed_alone()
-    stored(adapted, scenario, adapters[0])
-    for lora in (None, adapters[1]):
-        got = adapted.answer(replace(scenario.prompt.ask("full-reuse"), lora=lora))[0]
-        assert not got.report.get("reused_tokens")
-
-
 def test_one_that_has_no_place_is_computed_by_vllm(checkpoint, unplugged, adapters):
     first, second = adapters
     with serving(checkpoint("llama"), **OPTIONS, max_loras=1, max_cpu_loras=2) as served:
@@ -100,15 +82,14 @@ def test_one_that_has_no_place_is_computed_by_vllm(checkpoint, unplugged, adapte
         ask = replace(scenario.prompt.ask("cacheblend", 1.0), lora=first)
         running = served.send(replace(Given([tokens(20)]).plain(30), lora=second))
         served.step()
-        name, got = served.send(ask), {}
-        while served.busy:
-            got |= served.step()
+        name = served.send(ask)
+        got = served.finish()
         wanted = unplugged.answer(replace(scenario.prompt.plain(), lora=first))[0]
         assert running in got
         assert (got[name].log_probs - wanted.log_probs).abs().max().item() <= TOLERANCE
 
 
-def test_changed_files_are_never_reused(checkpoint, adapters, tmp_path):
+def test_changed_files_are_never_reused(checkpoint, make_adapter, tmp_path):
     with serving(checkpoint("llama"), **OPTIONS) as served:
         lora = LoRARequest("changing", 1, str(make_adapter(tmp_path / "one", 5)))
         scenario = computed_alone()

@@ -87,13 +87,17 @@ def test_first_tokens_and_chosen_positions(family, case):
 
 
 def agree(served, reference, own, case):
+    """A server, the reference and, if there is one, our own engine."""
     make_scenario, method, ratio = CASES[case]
 
     def expect():
         scenario = make_scenario()
+        pieces = scenario.pieces(reference)
+        if own is None:
+            wanted = reference.weave(pieces, method, ratio)
+            return scenario, wanted, wanted
         own.precompute(scenario)
         chosen = own.prefill(scenario.prompt, method, {"ratio": ratio})
-        pieces = scenario.pieces(reference)
         if method == "query":  # the reference is told what to compute again
             return scenario, chosen, reference.weave(pieces, "random", 0.0, chosen=chosen.recomputed)
         return scenario, chosen, reference.weave(pieces, method, ratio)

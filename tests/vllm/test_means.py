@@ -12,13 +12,13 @@ from tests.vllm.conftest import SLICED
 from tests.vllm.prompts import Given, tokens
 from tests.vllm.reference import Piece, Reference, Stored
 from tests.vllm.reference_families import reference_of
-from tests.vllm.serving import Ask, Got, Served, serving
+from tests.vllm.serving import TWO_RANKS, Ask, Got, Served, serving
 
 TOLERANCE = 5e-4
 WAYS = {
     "llama-sliced": ("llama", SLICED),
     "qwen3-uncached": ("qwen3", {"enable_prefix_caching": False}),
-    "two-ranks": ("llama", {**SLICED, "tensor_parallel_size": 2, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}),
+    "two-ranks": ("llama", {**SLICED, **TWO_RANKS}),
     "windows": ("gemma3_text", SLICED),
     "profiles": ("llama", {**SLICED, "extra": {"capture": True}}),
 }
@@ -52,9 +52,12 @@ class Corpus:
         prompts = [Given([*context, chunk], question=()) for context in self.contexts[chunk]]
         return [replace(prompt.ask("full-reuse", mean=mean, counts_as_request=False), top=None) for prompt in prompts]
 
-    def warm(self, served: Served) -> None:
+    def first_passes(self, served: Served) -> None:
         for chunk in self.chunks:
             served.answer(self.first_pass(chunk))
+
+    def warm(self, served: Served) -> None:
+        self.first_passes(served)
         for chunk in self.chunks:
             for share in self.shares(chunk):
                 served.answer(share)
@@ -156,59 +159,51 @@ def test_chunks_without_a_first_pass_are_computed_as_they_stand(way):
     assert (served.answer(prompt.ask("full-reuse"))[0].log_probs[0] - wanted).abs().max().item() <= TOLERANCE
 
 
-def test_a_mean_that_the_store_has_lost_is_computed_anew_though_vllm_has_the_blocks(served):
+@pytest.mark.parametrize("before", ["a mean that the store has lost", "an exact path"])
+def test_though_vllm_has_the_blocks_shares_are_captured(served, before):
     corpus = Corpus.of((64, 70, 66))
-    corpus.warm(served)
-    served.worker("chunkweave_forget_memory")
-    assert not stored(served, corpus.chunks[0])
+    if before == "an exact path":
+        for chunk, contexts in corpus.contexts.items():
+            for context in contexts:
+                served.answer(Given([*context, chunk], question=()).ask("prefix"))
+    else:
+        corpus.warm(served)
+        served.worker("chunkweave_forget_memory")
+        assert not stored(served, corpus.chunks[0])
     corpus.warm(served)
     assert [len(means(served, chunk)) for chunk in corpus.chunks] == [1, 1, 1]
 
 
-def test_a_prompt_that_vllm_has_computed_before_has_its_share_captured(served):
-    """Its blocks are exact, and stored as an exact path."""
-    corpus = Corpus.of((64, 70, 66))
-    for chunk, contexts in corpus.contexts.items():
-        for context in contexts:
-            served.answer(Given([*context, chunk], question=()).ask("prefix"))
-    corpus.warm(served)
-    assert [len(means(served, chunk)) for chunk in corpus.chunks] == [1, 1, 1]
+@pytest.fixture
+def shared(served) -> tuple[Corpus, Chunk, Ask, Ask]:
+    """A corpus with its first passes, a chunk of it, and the two shares of that one's mean."""
+    corpus = Corpus.of()
+    corpus.first_passes(served)
+    chunk = corpus.chunks[0]
+    return corpus, chunk, *corpus.shares(chunk)
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_a_share_whose_weave_fails_may_be_sent_again(served, layer):
-    corpus = Corpus.of()
-    chunk = corpus.chunks[0]
-    for one in corpus.chunks:
-        served.answer(corpus.first_pass(one))
-    first, second = corpus.shares(chunk)
+def test_a_share_whose_weave_fails_may_be_sent_again(served, shared, layer):
+    corpus, chunk, first, second = shared
     served.answer(first)
-    served.worker("chunkweave_break_layer", layer)
-    try:
+    with served.broken_layer(layer):
         served.answer(second)
-    finally:
-        served.worker("chunkweave_break_layer", None)
     assert not means(served, chunk)
-    for one in corpus.chunks:
-        served.answer(corpus.first_pass(one))
+    corpus.first_passes(served)
     served.answer(second)
     assert len(means(served, chunk)) == 1
 
 
-def test_a_share_that_is_cancelled_may_be_sent_again(served):
-    corpus = Corpus.of()
-    chunk = corpus.chunks[0]
-    for one in corpus.chunks:
-        served.answer(corpus.first_pass(one))
-    first, second = corpus.shares(chunk)
+def test_a_share_that_is_cancelled_may_be_sent_again(served, shared):
+    _, chunk, first, second = shared
     busy = served.send(Ask(Given([tokens(40)]).ids, None, 30))  # else a weave is done in one step
     served.step()
     cancelled = served.send(first)
     for _ in range(3):
         served.step()
     served.abort(cancelled, busy)
-    while served.busy:
-        served.step()
+    served.finish()
     served.answer(second)
     served.answer(first)
     assert len(means(served, chunk)) == 1
@@ -234,10 +229,6 @@ def forget(served: Served, *chunks: Chunk) -> dict:
     return got.report
 
 
-def of_sources(served: Served, gone: str) -> list[dict]:
-    return [one for every in served.worker("chunkweave_sources") for one in every if gone in one["sources"]]
-
-
 @pytest.mark.parametrize("way", ["llama-sliced", "two-ranks"], indirect=True)
 def test_nothing_that_has_read_a_removed_chunk_is_left_or_comes_back(way):
     served, _ = way
@@ -246,8 +237,7 @@ def test_nothing_that_has_read_a_removed_chunk_is_left_or_comes_back(way):
     gone, *others = corpus.chunks
     answered = asked(served, [others[0], tokens(45), gone])
     assert answered.report["reused_tokens"] > 0, "what is computed behind a mean has read what that has"
-    read = [one for every in served.worker("chunkweave_sources") for one in every if one["tokens"] == list(gone)]
-    assert read
+    assert stored(served, gone)
     assert forget(served, gone)["removed"] >= 4
     assert not stored(served, gone)
     assert not any(means(served, chunk) for chunk in others), "each has it among its contexts"
@@ -256,12 +246,8 @@ def test_nothing_that_has_read_a_removed_chunk_is_left_or_comes_back(way):
     assert forget(served, gone)["left"] == 0
 
 
-def test_between_two_shares_a_removal_drops_the_first_one(served):
-    corpus = Corpus.of()
-    chunk = corpus.chunks[0]
-    for one in corpus.chunks:
-        served.answer(corpus.first_pass(one))
-    first, second = corpus.shares(chunk)
+def test_between_two_shares_a_removal_drops_the_first_one(served, shared):
+    corpus, chunk, first, second = shared
     served.answer(first)
     forget(served, corpus.contexts[chunk][0][0])
     served.answer(second)
@@ -281,8 +267,7 @@ def test_what_runs_during_a_removal_of_what_its_mean_has_read_leaves_nothing(ser
     for _ in range(2):  # of several: a step has 64 tokens
         served.step()
     served.send(Ask([BOS], removal_params([gone], [BOS]), top=None))
-    while served.busy:
-        served.step()
+    served.finish()
     assert not stored(served, last)
     assert not means(served, chunk)
 
@@ -293,8 +278,7 @@ def test_shares_that_vllm_throws_out_and_takes_up_again_come_to_the_same_mean(ch
     with serving(checkpoint("llama"), **options) as cramped:
         long = [replace(Given([tokens(150)]).plain(90), top=None) for _ in range(3)]
         before = cramped.metric("vllm:num_preemptions")
-        for chunk in corpus.chunks:
-            cramped.answer(corpus.first_pass(chunk))
+        corpus.first_passes(cramped)
         cramped.answer(*long, *(share for chunk in corpus.chunks for share in corpus.shares(chunk)), *long)
         assert cramped.metric("vllm:num_preemptions") > before
         assert [len(means(cramped, chunk)) for chunk in corpus.chunks] == [1] * 4

@@ -10,11 +10,10 @@ from vllm.config import VllmConfig
 
 from tests.vllm.checkpoints import MULTIMODAL, make_checkpoint
 from tests.vllm.environment import ENVIRONMENT
-from tests.vllm.prompts import computed_alone
 from tests.vllm.reference_families import reference_of
 from tests.vllm.serving import IN_PROCESS, serving
+from tests.vllm.test_families import agree, agree_exactly
 
-TOLERANCE = 5e-4
 STAND_INS = str(Path(__file__).parent / "stand_ins")
 
 
@@ -44,22 +43,10 @@ def family(request, tmp_path_factory, environment):
         yield served, reference_of(folder)
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
-def test_first_tokens_and_chosen_positions(family, ratio):
-    served, reference = family
-    scenario = computed_alone()
-    wanted = reference.weave(scenario.pieces(reference), "cacheblend", ratio)
-    scenario.precompute(served)
-    got = served.answer(scenario.prompt.ask("cacheblend", ratio))[0]
-    assert got.report["effective_method"] == "cacheblend"
-    assert got.report["recomputed"] == wanted.recomputed
-    assert (got.log_probs[0] - wanted.log_probs).abs().max().item() <= TOLERANCE
+@pytest.mark.parametrize("case", ["nothing", "some", "all"])
+def test_first_tokens_and_chosen_positions(family, case):
+    agree(*family, None, case)
 
 
 def test_plain_requests_and_exact_prefixes(family):
-    served, reference = family
-    scenario = computed_alone()
-    wanted = reference.log_probs(scenario.prompt.ids)
-    scenario.precompute(served)
-    for ask in (scenario.prompt.plain(), scenario.prompt.ask("prefix")):
-        assert (served.answer(ask)[0].log_probs[0] - wanted).abs().max().item() <= TOLERANCE
+    agree_exactly(*family, None)

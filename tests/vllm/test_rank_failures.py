@@ -1,7 +1,6 @@
 """Two real ranks of which one fails: both end alike, whatever fails, and neither waits for the other."""
 
 import gc
-import socket
 from datetime import timedelta
 from math import inf
 from multiprocessing import get_context
@@ -15,6 +14,7 @@ from chunkweave.store.store import TieredStore
 from chunkweave.vllm import worker as worker_module
 from chunkweave.vllm.orders import StepOrders
 from chunkweave.vllm.weave_queue import RankAgreement, RankFailedError
+from chunkweave_server.vllm_backend.process import free_port
 from tests.vllm.test_worker import LAYERS, WORK, FakeJob, FakePaged, hold, orders_of, side_of
 
 ENDED, NOT_WOVEN, WOVEN = "the engine has ended", "vLLM computes it", "it was woven"
@@ -120,9 +120,7 @@ def rank_main(rank: int, port: int, ended) -> None:
 @pytest.fixture(scope="module")
 def ends() -> dict[str, list[str]]:
     """By fault, how the two ranks ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = get_context("spawn")
     ended = context.Queue()
     ranks = [context.Process(target=rank_main, args=(rank, port, ended), daemon=True) for rank in range(2)]

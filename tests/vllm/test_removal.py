@@ -9,7 +9,7 @@ from chunkweave.vllm.removal import removal_params
 from tests.vllm.checkpoints import BOS
 from tests.vllm.conftest import SLICED
 from tests.vllm.prompts import Given, alone, tokens
-from tests.vllm.serving import Ask, Served, serving
+from tests.vllm.serving import TWO_RANKS, Ask, Served, serving
 
 ONE, OTHER = "one tenant's", "another's"
 HITS = "vllm:prefix_cache_hits"
@@ -18,9 +18,7 @@ HITS = "vllm:prefix_cache_hits"
 @pytest.fixture(scope="module", params=["memory", "disk", "two ranks"])
 def served(request, checkpoint, tmp_path_factory):
     extra = {} if request.param == "memory" else {"cache_dir": str(tmp_path_factory.mktemp("kv"))}
-    more = {}
-    if request.param == "two ranks":
-        more = {"tensor_parallel_size": 2, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+    more = TWO_RANKS if request.param == "two ranks" else {}
     with serving(checkpoint("llama"), extra=extra, **SLICED, **more) as running:
         yield running
 
@@ -95,18 +93,7 @@ def test_what_a_running_request_has_of_a_removed_chunk_does_not_come_back(served
     for _ in range(2):  # of several: a step has 64 tokens
         served.step()
     served.send(Ask([BOS], removal_params([chunks[0]], [BOS]), salt=ONE, top=None))
-    reports = []
-    while served.busy:
-        reports += [got.report for got in served.step().values()]
+    reports = [got.report for got in served.finish().values()]
     assert {"removed": 0, "left": 0, "unasked": [], "lasting": True}.keys() in [report.keys() for report in reports]
     assert forget(served, [chunks[0]])["removed"] == 0, "it has stored nothing after the removal"
     assert found(served, replace(running, params=None, tokens=1)) == 0, "none of its blocks is found"
-
-
-def test_a_command_that_is_wrong_says_why_and_removes_nothing(served):
-    chunk = tokens(64)
-    served.answer(replace(alone(chunk).ask(), salt=ONE))
-    for wrong in ({"chunks": []}, {"chunks": [["a"]]}, {"everything": False}, {"salt": ONE}, [1]):
-        (got,) = served.answer(Ask([BOS], {"forget": wrong}, salt=ONE, top=None))
-        assert "error" in got.report
-    assert found(served, replace(alone(chunk).ask(), salt=ONE)) >= 32

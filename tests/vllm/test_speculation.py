@@ -8,7 +8,7 @@ import pytest
 from tests.vllm.conftest import SLICED
 from tests.vllm.prompts import Given, Scenario, alone, computed_alone, computed_in_context, one_missing, tokens
 from tests.vllm.reference import Reference
-from tests.vllm.serving import Ask, Got, Served, serving
+from tests.vllm.serving import Ask, Got, Served, alike, serving
 
 TOLERANCE = 5e-4
 NEW_TOKENS = 40
@@ -58,9 +58,7 @@ def ask(scenario: Scenario, method: str, ratio: float | None) -> Ask:
 
 
 def same(found: Got, wanted: Got) -> None:
-    assert found.tokens == wanted.tokens
-    best = wanted.log_probs.nan_to_num(-1e9).argmax(-1, keepdim=True)
-    assert (found.log_probs - wanted.log_probs).gather(1, best).abs().max().item() <= TOLERANCE
+    alike(found, wanted, TOLERANCE)
     if wanted.report is not None:
         for name in ("recomputed", "kv_sources", "effective_method", "local_tokens"):
             assert found.report[name] == wanted.report[name], name
