@@ -2,6 +2,7 @@
 
 import threading
 import time
+import uuid
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -42,6 +43,9 @@ class Arena:
         self.corpora: dict[str, dict[str, set[int | None]]] = {tenant: {} for tenant in TENANTS}
         """By tenant, the documents of its corpus by id: the numbers of the texts they may have; None for not there."""
         self.twins: list[Server] = []
+        self.lone: Server | None = None
+        """One that computes whatever it is asked in full, where there is one."""
+        self._known: dict[tuple[Any, ...], tuple[str, str]] = {}
         self.counted: dict[str, list[Counter[str]]] = {}
 
     def __enter__(self) -> Self:
@@ -268,6 +272,22 @@ class Arena:
         report = reply.report
         parts = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
         assert sum(report[part] for part in parts) == report["prompt_tokens"], self.told(f"{report}")
+        if self.lone is not None and method in ("full", "prefix"):
+            self.counts["exact answers compared"] += 1
+            expected = self.alone(tenant, numbers, question)
+            said = (reply.text, reply.finish_reason)
+            assert said == expected, self.told(f"{tenant} {numbers} {question} {method}: {said} is not {expected}")
+
+    def alone(self, tenant: str, numbers: list[int], question: int) -> tuple[str, str]:
+        """What a server says that computes this prompt in full and nothing else."""
+        assert self.lone is not None
+        body = self.body(tenant, numbers, question, "full")
+        key = (body["max_tokens"], tuple(numbers), question)
+        if key not in self._known:
+            reply = self.lone.send("POST", "/v1/chat/completions", tenant, {**body, "cache_salt": uuid.uuid4().hex})
+            assert reply.status == 200, reply.body
+            self._known[key] = (reply.text, reply.finish_reason)
+        return self._known[key]
 
     # --- the cache ------------------------------------------------------------------------------------------------
 

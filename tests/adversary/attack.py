@@ -53,11 +53,14 @@ NO_JSON = [
         b'"x"',
     )
 ]
-OVERLONG = [
-    [{"text": "x", "id": "i" * 600}],
-    [{"text": "x", "title": "t" * 2000}],
-    [{"text": "x", "metadata": {"m": "m" * 20_000}}],
-]
+NO_QUESTION = [{"messages": []}, {"messages": [{"role": "user", "content": ""}]}]
+OVERLONG = [{"id": "i" * 600}, {"title": "t" * 2000}, {"metadata": {"m": "m" * 20_000}}]
+REFUSED: dict[str, tuple[str, list[Any]]] = {
+    "no-question": ("/v1/chat/completions", [{"documents": ["x"], **one} for one in NO_QUESTION]),
+    "no-request": ("/v1/chat/completions", NO_JSON),
+    "overlong": ("/v1/corpora/notes/documents", [{"documents": [{"text": "x", **one}]} for one in OVERLONG]),
+}
+"""Bodies that no server takes, with their paths."""
 
 
 class Attack(RuleBasedStateMachine):
@@ -123,10 +126,11 @@ class Attack(RuleBasedStateMachine):
     def look_at_counts(self, tenant: str) -> None:
         self.act(f"counts {tenant}", self.arena.look_at_counts, tenant)
 
-    @rule(tenant=tenants, wrong=st.sampled_from([{"messages": []}, {"messages": [{"role": "user", "content": ""}]}]))
-    def ask_wrongly(self, tenant: str, wrong: dict[str, Any]) -> None:
-        path, body = "/v1/chat/completions", {"documents": ["x"], **wrong}
-        self.act(f"wrong {tenant} {wrong}", self.arena.both, tenant, "POST", path, lambda _: body, allowed=(400,))
+    @rule(tenant=tenants, kind=st.sampled_from(sorted(REFUSED)), number=st.integers(0, 9))
+    def send_what_is_refused(self, tenant: str, kind: str, number: int) -> None:
+        path, bodies = REFUSED[kind]
+        body = bodies[number % len(bodies)]
+        self.act(f"{kind} {tenant} {number}", self.arena.both, tenant, "POST", path, lambda _: body, allowed=(400,))
 
     @rule(
         tenant=tenants,
@@ -150,24 +154,6 @@ class Attack(RuleBasedStateMachine):
         opened = OPEN | ({("GET", "/ping")} if self.arena.backend == "vllm" else set())
         allowed = (200,) if (method, path) in opened else (401,)
         self.act(f"knock {method} {path}", self.arena.both, NO_KEY, method, path, allowed=allowed)
-
-    @rule(tenant=tenants, body=st.sampled_from(NO_JSON))
-    def ask_what_is_no_request(self, tenant: str, body: bytes) -> None:
-        line, path = f"no-request {tenant} {body[len(_ASKED) :]!r}", "/v1/chat/completions"
-        self.act(line, self.arena.both, tenant, "POST", path, lambda _: body, allowed=(400,))
-
-    @rule(tenant=tenants, documents=st.sampled_from(OVERLONG))
-    def ingest_what_is_too_long(self, tenant: str, documents: Any) -> None:
-        path = "/v1/corpora/notes/documents"
-        self.act(
-            f"overlong {tenant}",
-            self.arena.both,
-            tenant,
-            "POST",
-            path,
-            lambda _: {"documents": documents},
-            allowed=(400,),
-        )
 
     @rule(number=st.integers(0, 11))
     def break_something(self, number: int) -> None:

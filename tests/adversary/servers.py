@@ -40,12 +40,12 @@ class Reply:
         return choice["text"] if "text" in choice else choice["message"]["content"]
 
     @property
-    def report(self) -> dict[str, Any]:
-        return self.body["chunkweave"]
+    def finish_reason(self) -> str:
+        return self.body["choices"][0]["finish_reason"]
 
     @property
-    def cached_tokens(self) -> int:
-        return self.body["usage"]["prompt_tokens_details"]["cached_tokens"]
+    def report(self) -> dict[str, Any]:
+        return self.body["chunkweave"]
 
     def observable(self) -> tuple[int, Any]:
         """All that its client learns, but for when it came and how long it took."""
