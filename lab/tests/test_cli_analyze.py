@@ -48,8 +48,10 @@ def test_overlap_savings_and_the_bound(trace, tmp_path):
 
 
 def test_what_cannot_be_analysed_is_said(trace, tmp_path):
-    for wrong in (("--orderings", "sideways"), ("--orderings", "")):
-        assert invoke("analyze", "--trace", trace, *wrong).exit_code == 2
+    for orderings, message in (("sideways", "unknown ordering"), ("", "")):
+        wrong = invoke("analyze", "--trace", trace, "--orderings", orderings)
+        assert wrong.exit_code == 2
+        assert message in " ".join(wrong.stderr.split())
     missing = invoke("analyze", "--trace", tmp_path / "none.jsonl")
     assert missing.exit_code == 1
     assert "cannot read" in missing.stderr

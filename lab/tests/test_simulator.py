@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkweave.errors import UnknownMethodError, UsageError
+from chunkweave.errors import UsageError
 from chunkweave.planning.cost import CostModel
 from chunkweave.store.eviction import GDSFPolicy, LFUPolicy, LRUPolicy
 from chunkweave.store.records import SegmentRecord
@@ -78,9 +78,7 @@ def test_a_window_bounds_how_often_a_request_is_passed_over():
         assert simulate(trace, config, SECOND_A_TOKEN).most_passed_over <= window
 
 
-def test_an_unknown_policy_and_no_tier_are_refused():
-    with pytest.raises(UnknownMethodError, match="unknown eviction policy 'mru'"):
-        _run(_arrivals("sa"), 10, policy="mru")
+def test_no_tier_is_refused():
     with pytest.raises(UsageError, match="needs a tier"):
         SimulationConfig("lru", ())
 
