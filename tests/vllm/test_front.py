@@ -18,20 +18,15 @@ def front(tmp_path_factory):
         yield running
 
 
-def test_streamed_answers_are_the_same_and_carry_the_report(client):
-    whole = ask(client, PASSAGES[1:])
-    text, report = streamed(ask(client, PASSAGES[1:], stream=True))
-    assert text == whole.choices[0].message.content
-    assert report["prompt_tokens"] == whole.usage.prompt_tokens
-    assert report["replica"] == "replica-0"
-
-
-def test_an_answer_that_a_stop_text_ends_has_its_report(client):
-    text = ask(client, PASSAGES).choices[0].message.content
+def test_streamed_answers_are_the_same_and_carry_the_report_also_where_a_stop_text_ends_them(client):
+    whole = ask(client, PASSAGES)
+    text = whole.choices[0].message.content
     assert len(text) > 3
-    cut, report = streamed(ask(client, PASSAGES, stream=True, stop=[text[2:4]]))
-    assert cut == text[:2]
-    assert report["prefix_exact_tokens"] + report["reused_tokens"] > 0
+    for end, stop in ((len(text), []), (2, [text[2:4]])):
+        cut, report = streamed(ask(client, PASSAGES, stream=True, stop=stop))
+        assert cut == text[:end]
+        assert (report["prompt_tokens"], report["replica"]) == (whole.usage.prompt_tokens, "replica-0")
+        assert report["prefix_exact_tokens"] + report["reused_tokens"] > 0
 
 
 def test_with_a_free_order_exact_paths_grow_over_what_comes_back(client):

@@ -64,15 +64,6 @@ def test_documents_are_answered_with_it_unless_the_base_is_named(front, engine):
     assert ask(front, "full", model="reader")[0] == unadapted
 
 
-def test_plain_requests_are_answered_with_it_unless_the_base_is_named(front):
-    body = {"prompt": "Question:", "max_tokens": TOKENS, "temperature": 0}
-    texts = [
-        front.post("/v1/completions", {**body, **named})["choices"][0]["text"]
-        for named in ({}, {"model": "reader+tiny"}, {"model": "reader"})
-    ]
-    assert texts[0] == texts[1] != texts[2]
-
-
 def test_woven_answers_are_those_of_our_engine_with_it(front, engine):
     front.post("/v1/cache/warm", {"documents": PASSAGES})
     engine.precompute(PASSAGES)

@@ -119,17 +119,6 @@ def test_the_report_has_the_layers_at_which_tokens_were_chosen(client):
     assert woven(answer)["check_layers"] == [1, 2]
 
 
-@pytest.mark.parametrize("form", ["query-whole", "query:whole:late:stored"])
-def test_calibrated_forms_of_a_method_weave(client, form):
-    fresh = told(f"by {form}")
-    reuse = {"method": form, "recompute_ratio": 0.3, "order": "fixed"}
-    ask(client, fresh, reuse=reuse)
-    report = ask(client, fresh[::-1], reuse=reuse).model_extra["chunkweave"]
-    assert report["method"] == form.partition(":")[0]
-    assert report["parameters"]["recompute_ratio"] == 0.3
-    assert report["recomputed_tokens"] > 0
-
-
 def test_more_is_recomputed_where_that_hides_loading(client):
     fresh = told("in March")
     for passage in fresh:
@@ -170,14 +159,6 @@ def test_log_probabilities_name_the_likeliest(client):
         assert found == sorted(found, reverse=True)
         assert token.logprob <= found[0]
     assert any(token.logprob < token.top_logprobs[-1].logprob for token in content), "none of the likeliest is chosen"
-
-
-def test_a_stream_counts_its_tokens(client):
-    events = list(ask(client, PASSAGES, stream=True, n=2, temperature=1.0, stream_options={"include_usage": True}))
-    assert events[-1].usage.completion_tokens > 0
-    assert events[-1].usage.prompt_tokens_details.cached_tokens > 0
-    assert all(event.usage is None for event in events[:-1])
-    assert {choice.index for event in events for choice in event.choices} == {0, 1}
 
 
 def test_adapters_are_asked_by_name_and_their_chunks_are_their_own(client):

@@ -1,6 +1,5 @@
 """Chunks computed among their own kind by real vLLM servers, over HTTP, and what is left of them after deletions."""
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -169,22 +168,3 @@ def test_nothing_that_has_read_a_deleted_document_is_reused_also_after_a_restart
     assert warm(front, texts[1:])["computed"] == len(readers)
     assert sources(front, texts[:0:-1]) == ["reused"] * 5
     assert not any(chunks[0] in record.sources for record in on_disk(folder))
-
-
-@pytest.mark.parametrize("after_s", [0.05, 0.4, 1.0])
-def test_a_document_that_is_deleted_while_it_is_warmed_leaves_nothing(front, engine, folder, after_s):
-    texts = told(f"in the year {1900 + after_s * 100}", SIX)
-    chunks = ids_of(engine, texts)
-    replies = []
-    warming = threading.Thread(target=lambda: replies.append(warm(front, texts)))
-    warming.start()
-    time.sleep(after_s)
-    assert front.clear(documents=texts[2:3]).status_code == 200
-    warming.join()
-    assert replies[0]["chunks"] == len(texts)
-    assert chunks[2] not in {record.chunk_id for record in written(folder, chunks)}
-    assert not any(chunks[2] in record.sources for record in on_disk(folder))
-    assert front.clear(documents=texts[2:3]).json() == {"segments_removed": 0}
-    rest = [*texts[:2], *texts[3:]]
-    warm(front, rest)
-    assert sources(front, rest[::-1]) == ["reused"] * len(rest)
