@@ -37,12 +37,6 @@ def test_plain_requests_are_answered_as_without_the_plug_in(sliced, bare):
         same(sliced.answer(prompt.plain(NEW_TOKENS))[0], bare.answer(prompt.plain(NEW_TOKENS))[0])
 
 
-def test_plain_requests_at_once_are_answered_as_without_the_plug_in(sliced, bare):
-    asks = [Given([tokens(count)]).plain(NEW_TOKENS) for count in (30, 90, 150)]
-    for one, other in zip(sliced.answer(*asks), bare.answer(*asks), strict=True):
-        same(one, other)
-
-
 @pytest.mark.parametrize("make", [computed_alone, computed_in_context])
 @pytest.mark.parametrize("method", ["full-reuse", "cacheblend"])
 def test_exact_requests_before_between_and_after_woven_ones(sliced, bare, make, method):
@@ -112,13 +106,6 @@ def test_exact_blocks_are_everybodys_and_woven_ones_nobodys(sliced, bare):
         close(sliced.answer(ask)[0], bare.answer(other.plain(NEW_TOKENS))[0])
     again = sliced.answer(other.ask("full-reuse", None, NEW_TOKENS))[0]
     close(again, bare.answer(other.plain(NEW_TOKENS))[0])  # all of it is stored in this very order now
-
-
-def test_a_woven_request_again_gives_the_same_answer(sliced):
-    scenario = computed_alone()
-    scenario.precompute(sliced)
-    first, again = (sliced.answer(scenario.prompt.ask("cacheblend", 0.15, NEW_TOKENS))[0] for _ in range(2))
-    close(first, again)
 
 
 @pytest.mark.parametrize("changed", ["order", "question"])

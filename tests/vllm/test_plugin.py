@@ -3,15 +3,12 @@
 import logging
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.v1.request import Request
 
 from chunkweave.errors import ModelError
 from chunkweave.vllm import plugin, releases
@@ -83,26 +80,6 @@ def test_on_an_untested_release_that_has_everything_it_is_the_same_connector_wit
         connector = KVConnectorFactory.get_connector_class_by_name(plugin.CONNECTOR)
     assert connector is ChunkweaveConnector
     assert "chunkweave was tested with vLLM 0.32.0 and 0.33.0, not with 0.99.0" in caplog.text
-
-
-def test_on_an_untested_release_without_something_the_connector_is_idle(untested, monkeypatch, caplog):
-    monkeypatch.delattr(Request, "update_block_hashes")
-    plugin.register()
-    idle = KVConnectorFactory.get_connector_class_by_name(plugin.CONNECTOR)
-    monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda self, *_: None)
-    with caplog.at_level(logging.WARNING, logger="vllm.chunkweave"):
-        connector = idle(None, None, None)
-    why = "this is vLLM 0.99.0, where chunkweave's plug-in does not work"
-    assert f"requests are served by vLLM alone: {why}" in caplog.text
-    assert "update_block_hashes" in caplog.text
-    request = SimpleNamespace(request_id="a", kv_transfer_params={"chunkweave": {"chunks": [[0, 8]]}})
-    assert connector.get_num_new_matched_tokens(request, 16) == (0, False)
-    assert connector.build_connector_meta(None) is not None
-    assert connector.update_state_after_alloc(request, None, 0) is None
-    held, report = connector.request_finished_all_groups(request, ([],))
-    assert not held
-    assert why in report["chunkweave"]["error"]
-    assert connector.request_finished(SimpleNamespace(request_id="b", kv_transfer_params=None), []) == (False, None)
 
 
 def test_a_release_without_known_connectors_is_left_alone(untested, monkeypatch, caplog):

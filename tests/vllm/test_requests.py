@@ -89,23 +89,6 @@ def test_a_segment_that_fails_is_computed_by_vllm(sliced, reference, layer):
     assert sliced.answer(mended.prompt.ask("cacheblend", 0.15))[0].report["reused_tokens"] > 0
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 6])
-def test_an_aborted_weave_frees_its_blocks(sliced, steps):
-    scenario = computed_alone()
-    scenario.precompute(sliced)
-    busy = sliced.send(Ask(Given([tokens(40)]).ids, None, 30))  # else a weave is done in one step
-    sliced.step()
-    doomed = [sliced.send(scenario.prompt.ask("cacheblend", 0.15, new_tokens=5)) for _ in range(3)]
-    for _ in range(steps):
-        sliced.step()
-    sliced.abort(*doomed[:2])
-    for _ in range(steps):
-        sliced.step()
-    sliced.abort(doomed[2], busy)
-    sliced.finish()
-    assert nothing_is_held(sliced)
-
-
 @pytest.fixture(scope="module")
 def observed(checkpoint):
     """A server whose scheduler lives in this process, where it can be looked at."""

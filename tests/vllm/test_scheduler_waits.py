@@ -66,28 +66,23 @@ def test_if_the_owner_is_gone_a_waiter_computes(side, how):
             assert side.matched(owner, 0) is None
 
 
-def test_what_a_weave_computes_is_waited_for_until_it_has_ended(side):
+@pytest.mark.parametrize("fails", [False, True], ids=["", "and is prefilled where it failed"])
+def test_what_a_weave_computes_is_waited_for_until_it_has_ended(side, fails):
     stored_chunks(side, 1, params={"chunks": [[1, 81], [81, 171]]}, ids=[BOS, *FIRST, *SECOND, *QUESTION])
     owner, waiting = request("owner", FIRST, SECOND), request("waiting", THIRD, FIRST)
     assert begun(side, owner) == 171
     assert asks(side, waiting) is None
     side.orders(step())
     assert side.matched(waiting, 0) is None
-    first = side._requests["owner"].parts[0].id
-    side.note(StepResults(copies=Counter([first])), {"owner"})
-    assert side.matched(waiting, 0) == 151
-
-
-def test_a_weave_that_fails_is_prefilled_and_waited_for_as_such(side):
-    stored_chunks(side, 1, params={"chunks": [[1, 81], [81, 171]]}, ids=[BOS, *FIRST, *SECOND, *QUESTION])
-    owner, waiting = request("owner", FIRST, SECOND), request("waiting", THIRD, FIRST)
-    begun(side, owner)
-    assert asks(side, waiting) is None
-    side.note(StepResults(failed={"owner"}), {"owner"})
-    assert side.matched(owner, 0) == 0
-    side.allocated(owner, FakeBlocks(), 0)
-    assert side.matched(waiting, 0) is None
-    side.orders(step([("owner", 0, 181)]))
+    if fails:
+        side.note(StepResults(failed={"owner"}), {"owner"})
+        assert side.matched(owner, 0) == 0
+        side.allocated(owner, FakeBlocks(), 0)
+        assert side.matched(waiting, 0) is None
+        side.orders(step([("owner", 0, 181)]))
+    else:
+        first = side._requests["owner"].parts[0].id
+        side.note(StepResults(copies=Counter([first])), {"owner"})
     assert side.matched(waiting, 0) == 151
 
 

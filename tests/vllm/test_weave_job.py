@@ -52,20 +52,13 @@ def test_without_limits_all_passes_are_run_and_their_tokens_counted():
     assert job.done
 
 
-def test_a_layer_is_begun_as_long_as_there_is_work_left():
+def test_a_layer_is_begun_as_long_as_there_is_work_left_and_it_is_in_memory():
     job = job_of([640, 640, 100, 100])
-    assert job.run(work=1) == 640
-    assert (job.layer, job.done) == (1, False)
-    assert job.run(work=700) == 740
-    assert job.layer == 3
-    assert job.run(work=700) == 100
+    for limits, tokens in (({"work": 1}, 640), ({"work": 700}, 740), ({"work": 700}, 100)):
+        assert not job.done
+        assert job.run(**limits) == tokens
     assert job.done
-
-
-def test_layers_that_are_not_in_memory_wait():
-    job = job_of([640, 640, 100, 100])
-    assert job.run(layers=3) == 1380
-    assert job.layer == 3
+    assert job_of([640, 640, 100, 100]).run(layers=3) == 1380
 
 
 @pytest.mark.parametrize(("tokens", "each"), [(640, 20), (16, 1)])

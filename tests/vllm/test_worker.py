@@ -27,8 +27,9 @@ from chunkweave.vllm.worker import ConnectorWorker
 from chunkweave.weaving.segments import PlanSources, WeavingStore
 from tests.server.conftest import wait_until
 from tests.unit.test_background_work import Copy
+from tests.vllm import test_paged_cache
 
-LAYERS, HEADS, HEAD_DIM = 2, 1, 4
+LAYERS, HEADS, HEAD_DIM = test_paged_cache.LAYERS, 1, 4
 GEOMETRY = Geometry(LAYERS, 8, 2, HEADS, HEAD_DIM, 8, 64, 256)
 IDS = tuple(range(40))
 BLOCKS = ((3, 4, 5),)
@@ -36,14 +37,11 @@ WORK = 2
 """Of a layer of an imitated weave."""
 
 
-class FakePaged:
+class FakePaged(test_paged_cache.FakePaged):
     """Blocks that read as zeros, or cannot be read."""
 
     block_size = kernel_block = 16
     shape = (HEADS, HEAD_DIM)
-    dtype = torch.float32
-    device = torch.device("cpu")
-    groups = (0,) * LAYERS
     num_slots = 1024
     broken = False
 
@@ -63,10 +61,7 @@ class FakePaged:
         assert keys.shape == values.shape == (len(slots), *self.shape)
         self.written.append((layer, slots.tolist()))
 
-    def opened(self, _layer, kv):
-        return kv
-
-    read_stored, place, stored_dtype, scales_name = read, write, torch.float32, ""
+    read_stored = read
 
 
 class FakeJob:
