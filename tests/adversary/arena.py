@@ -220,15 +220,17 @@ class Arena:
             "chunkweave": reuse,
         }
 
+    def asked(self, *question: Any, **more: Any) -> Callable[[bool], Ask]:
+        """The body of a question by whether the victim's texts are swapped."""
+        return lambda swapped: self.body(*question, swapped=swapped) | more
+
     def ask(self, tenant: str, numbers: list[int], question: int, method: str, *, stream: bool) -> None:
         def send(server: Server, body: Ask) -> Reply | None:
             if stream:
                 return server.stream("/v1/chat/completions", tenant, body)
             return server.send("POST", "/v1/chat/completions", tenant, body)
 
-        def given(swapped: bool) -> Ask:
-            return self.body(tenant, numbers, question, method, swapped=swapped)
-
+        given = self.asked(tenant, numbers, question, method)
         reply = self.both(tenant, "POST", "/v1/chat/completions", given, send=send)
         if reply.status == 200 and "error" not in reply.body:
             self.check_answer(tenant, numbers, question, method, reply)
@@ -236,12 +238,10 @@ class Arena:
     def leave(self, tenant: str, numbers: list[int], question: int) -> None:
         """Ask, and go after the first event."""
 
-        def given(swapped: bool) -> Ask:
-            return self.body(tenant, numbers, question, "prefix", swapped=swapped) | {"max_tokens": 40}
-
         def send(server: Server, body: Ask) -> Reply | None:
             return server.stream("/v1/chat/completions", tenant, body, leave_after=1)
 
+        given = self.asked(tenant, numbers, question, "prefix", max_tokens=40)
         self.both(tenant, "POST", "/v1/chat/completions", given, send=send)
         self.part()  # where in its answer it was ended differs
 
@@ -309,10 +309,8 @@ class Arena:
     def check_forgotten(self, tenant: str, numbers: list[int]) -> None:
         """What was removed is not found."""
         for number in numbers:
-            asked = [tenant, [number], 0, "full-reuse"]
-            reply = self.both(
-                tenant, "POST", "/v1/chat/completions", lambda swapped, asked=asked: self.body(*asked, swapped=swapped)
-            )
+            given = self.asked(tenant, [number], 0, "full-reuse")
+            reply = self.both(tenant, "POST", "/v1/chat/completions", given)
             chunks = [one for one in reply.report["chunks"] if one["rank"] is not None]
             found = [one for one in chunks if one["kv_source"] in ("reused", "prefix-exact")]
             assert not found, self.told(f"cleared, and found: {reply.report}")
