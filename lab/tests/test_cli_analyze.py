@@ -4,13 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from chunkweave.cli.app import app
-
-
-def invoke(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+from tests.integration.command_line import invoke, json_of
 
 
 @pytest.fixture
@@ -31,9 +25,7 @@ def trace(tmp_path: Path) -> Path:
 
 def test_overlap_savings_and_the_bound(trace, tmp_path):
     out = tmp_path / "analysis.json"
-    result = invoke("analyze", "--trace", trace, "--json", "--out", out)
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = json_of("analyze", "--trace", trace, "--out", out)
     assert json.loads(out.read_text()) == found
     assert found["overlap"]["total"] == pytest.approx((3 / 5 + 1 + 1) / 3)
     assert found["overlap"]["prefix"] == pytest.approx((1 / 5 + 0 + 0) / 3)

@@ -3,20 +3,9 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
+from tests.integration.command_line import invoke, json_of, succeed
 
-from chunkweave.cli.app import app
 from chunkweave.planning.cost import CostModel
-
-
-def invoke(*arguments: object):
-    return CliRunner().invoke(app, ["simulate", *(str(argument) for argument in arguments)])
-
-
-def simulated(*arguments: object) -> dict:
-    done = invoke(*arguments, "--json")
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
 
 
 @pytest.fixture
@@ -32,7 +21,7 @@ def trace(tmp_path):
 
 def test_a_trace_becomes_a_row_for_each_policy_and_budget(trace, tmp_path):
     out = tmp_path / "out.json"
-    result = simulated("--trace", trace, "--policy", "pgdsf,lru", "--budget", "16MiB,1GiB", "--out", out)
+    result = json_of("simulate", "--trace", trace, "--policy", "pgdsf,lru", "--budget", "16MiB,1GiB", "--out", out)
     assert result == json.loads(out.read_text())
     assert result["benchmark"] == "simulation"
     assert result["config"]["trace"] == "trace.jsonl"
@@ -47,8 +36,7 @@ def test_a_trace_becomes_a_row_for_each_policy_and_budget(trace, tmp_path):
 
 
 def test_it_shows_a_table_with_the_bound(trace):
-    done = invoke("--trace", trace, "--budget", "1GiB", "--device-budget", "16MiB", "--replicas", 2)
-    assert done.exit_code == 0, done.output
+    done = succeed("simulate", "--trace", trace, "--budget", "1GiB", "--device-budget", "16MiB", "--replicas", 2)
     assert "16.0 MiB + 1.0 GiB" in done.stdout
     assert "Belady's MIN for documents" in done.stdout
     for policy in ("pgdsf", "gdsf", "lru", "lfu"):
@@ -57,7 +45,7 @@ def test_it_shows_a_table_with_the_bound(trace):
 
 def test_generated_workloads_need_no_file():
     drawn = ("--requests", 50, "--documents", 30, "--rate", 2)
-    rows = simulated("--trace", "zipf", *drawn, "--budget", "8GiB")["rows"]
+    rows = json_of("simulate", "--trace", "zipf", *drawn, "--budget", "8GiB")["rows"]
     assert {row["requests"] for row in rows} == {50}
     assert all(row["most_passed_over"] <= 32 for row in rows)
 
@@ -65,7 +53,7 @@ def test_generated_workloads_need_no_file():
 def test_a_measured_cost_model_is_the_clock(trace, tmp_path):
     CostModel((0,), (1, 1000), ((1.0, 1000.0),), 1000, {}).save(tmp_path / "cost.json")
     model = ("--cost-model", tmp_path / "cost.json")
-    row = simulated("--trace", trace, *model, "--policy", "lru", "--window", 0)["rows"][0]
+    row = json_of("simulate", "--trace", trace, *model, "--policy", "lru", "--window", 0)["rows"][0]
     # 136 s, 8 s, 72 s, 136 s, 8 s of computing one after the other, arrivals a second apart.
     assert row["busy_s"] == pytest.approx(360.0)
     assert row["ttft_mean_s"] == pytest.approx((136 + 143 + 214 + 349 + 356) / 5)
@@ -86,7 +74,7 @@ def test_a_measured_cost_model_is_the_clock(trace, tmp_path):
     ],
 )
 def test_what_is_wrong_is_said(arguments, code, message):
-    done = invoke(*arguments)
+    done = invoke("simulate", *arguments)
     assert done.exit_code == code, done.output
     assert message in " ".join(done.stderr.split())
 
@@ -94,6 +82,6 @@ def test_what_is_wrong_is_said(arguments, code, message):
 def test_a_bad_line_is_named(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"timestamp": 0, "hash_ids": [1]}\n{"timestamp": "now", "hash_ids": [1]}\n')
-    done = invoke("--trace", path)
+    done = invoke("simulate", "--trace", path)
     assert done.exit_code == 1
     assert "bad.jsonl:2: 'timestamp' is not a number of at least 0: 'now'" in "".join(done.stderr.split("\n"))
