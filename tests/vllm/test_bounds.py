@@ -5,10 +5,9 @@ import pytest
 from chunkweave.vllm import scheduler
 from chunkweave.vllm.orders import StepResults
 from chunkweave.vllm.scheduler import ConnectorScheduler
-from tests.vllm.test_scheduler import BOS, CHUNKS, FakeRequest, begun, side, stored_chunks, woven
+from tests.vllm.test_scheduler import BOS, CHUNKS, FakeRequest, begun, by, side, stored_chunks, woven
 
 __all__ = ["side"]
-WOVEN = {**CHUNKS, "method": "cacheblend"}
 
 
 def ids_of(number: int) -> list[int]:
@@ -17,8 +16,8 @@ def ids_of(number: int) -> list[int]:
 
 def answered(side: ConnectorScheduler, number: int, recomputed: int) -> None:
     """A prompt of its own was woven, and so many of its positions recomputed."""
-    stored_chunks(side, 0, 1, 2, params=WOVEN, ids=ids_of(number), exact=False)
-    request = FakeRequest(WOVEN, ids=ids_of(number))
+    stored_chunks(side, 0, 1, 2, ids=ids_of(number), exact=False)
+    request = by("cacheblend", ids=ids_of(number))
     woven(side, request)
     spans = {"prefix-exact": [[0, 1]], "reused": [[1, 121]], "computed": [[121, 131]]}
     report = {"method": "cacheblend", "prompt_tokens": 131, "computed_tokens": 10, "kv_sources": spans}
@@ -28,7 +27,7 @@ def answered(side: ConnectorScheduler, number: int, recomputed: int) -> None:
 
 def found_again(side: ConnectorScheduler, number: int) -> dict:
     """What is reported of a prompt which vLLM finds in its own cache."""
-    request = FakeRequest(WOVEN, name="again", ids=ids_of(number))
+    request = by("cacheblend", name="again", ids=ids_of(number))
     begun(side, request, 128)
     return side.finished(request)[1]["chunkweave"]
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -24,6 +25,7 @@ def wait_for(front: FrontProcess, tokens: int, frequency: int) -> dict[str, floa
     def is_counted() -> bool:
         shown = json.loads(front.get("/v1/cache"))["eviction"]
         segments = [one for levels in shown.values() for one in levels["host"] if one["behind"]]
+        time.sleep(0.2)
         found[:] = [one for one in segments if one["tokens"] == tokens and one["frequency"] >= frequency]
         return bool(found)
 

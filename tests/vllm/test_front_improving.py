@@ -1,6 +1,7 @@
 """Chunks that a real vLLM server computes anew in idle time, over HTTP."""
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -15,7 +16,11 @@ def contexts(front: FrontProcess, texts: list[str]) -> list[int]:
 
 
 def until(front: FrontProcess, holds: Callable[[dict], bool]) -> None:
-    wait_until(lambda: holds(json.loads(front.get("/v1/cache"))["improving"]), 120)
+    def it_holds() -> bool:
+        time.sleep(0.2)  # the server is to be idle
+        return holds(json.loads(front.get("/v1/cache"))["improving"])
+
+    wait_until(it_holds, 120)
 
 
 def test_chunks_of_requests_become_means_which_are_renewed_and_computed_without_what_is_deleted(tmp_path):

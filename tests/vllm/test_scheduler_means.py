@@ -26,13 +26,12 @@ from tests.vllm.test_scheduler import (
 )
 
 __all__ = ["side"]
-OF_TWO = {**CHUNKS, "method": "full-reuse", "mean": {"group": "a group", "of": 2}}
 SPANS = CHUNKS["chunks"]
 WHOLE = IDS[: SPANS[-1][1]]
 
 
-def share(name: str = "a", params=OF_TWO) -> FakeRequest:
-    return FakeRequest(params, name=name, ids=WHOLE)
+def share(name: str = "a") -> FakeRequest:
+    return by("full-reuse", name=name, ids=WHOLE, mean={"group": "a group", "of": 2})
 
 
 @pytest.mark.parametrize("exact", [True, False])
