@@ -1,19 +1,25 @@
 """Servers in this process: around toy engines, and before servers that look like vLLM."""
 
-import asyncio
+import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import httpx
 import pytest
 import torch
+from benchmarks.server_thread import ServerThread
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from chunkweave import Engine, ReuseConfig, StoreConfig
 from chunkweave.config import Backend as BackendName
+from chunkweave.engine.runner import Runner
 from chunkweave.models.loading import bundled_tokenizer
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from chunkweave_server.app import create_app
@@ -24,6 +30,7 @@ from chunkweave_server.settings import Settings, resolve
 from chunkweave_server.tenants import KeyRing, StoredKey, Tenant
 from chunkweave_server.vllm_backend.backend import VllmBackend
 from chunkweave_server.vllm_backend.process import VllmFlags
+from chunkweave_server.vllm_backend.upstream import Upstream
 from tests.server.fake_vllm import FakeVllm
 from tests.toys import toy_model
 
@@ -94,31 +101,104 @@ def vllm_service(*fakes: FakeVllm, keys: KeyRing | None = None, name: str = "toy
     )
 
 
-class Client(TestClient):
-    """A client of an app in this process, with the service behind it, and what that takes for a vLLM server, if any."""
+class Asking(httpx.Client):
+    """A client of a server, with the service behind it."""
 
     service: Service
-    fake: FakeVllm | None = None
-
-    def __init__(self, app: Any, **options: Any) -> None:
-        super().__init__(app, **{"base_url": "http://localhost", **options})
+    usual: ClassVar[dict[str, Any]]
+    """What is in every chat completion that says nothing else."""
 
     @property
     def parts(self) -> Parts:
         return self.service.require_ready()
 
+    def ask(self, question: str = "When does the ferry leave?", *, key: str | None = None, **body: Any) -> Any:
+        """A chat completion."""
+        whole = {"messages": [{"role": "user", "content": question}], **self.usual, **body}
+        return self.post("/v1/chat/completions", json=whole, headers=bearer(key))
+
+    def metric(self, name: str, *, key: str | None = None, **labels: str) -> float:
+        """A metric of the server's own: the sum of its samples with these labels, 0 if there are none."""
+        text = self.get("/metrics", headers=bearer(key)).text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        own = [sample for sample in samples if sample.name == f"chunkweave:{name}"]
+        return sum(sample.value for sample in own if labels.items() <= sample.labels.items())
+
+    def make_corpus(
+        self, name: str = "notes", documents: Sequence[Any] = (), *, key: str | None = None, **fields: Any
+    ) -> Any:
+        """A corpus with these documents, as the server holds it."""
+        made = self.post("/v1/corpora", json={"name": name, **fields}, headers=bearer(key))
+        assert made.status_code == 201, made.text
+        if documents:
+            added = self.add(documents, name, key=key)
+            assert added.status_code == 200, added.text
+        return self.parts.corpora.get(self.service.keys.tenant_of(key), name)
+
+    def add(self, documents: Sequence[Any], name: str = "notes", *, key: str | None = None, **more: Any) -> Any:
+        """Add documents to a corpus."""
+        body = {"documents": [*documents], **more}
+        return self.post(f"/v1/corpora/{name}/documents", json=body, headers=bearer(key))
+
+    def search(self, query: str, name: str = "notes", **more: Any) -> Any:
+        """Search a corpus."""
+        return self.post(f"/v1/corpora/{name}/search", json={"query": query, **more})
+
+    def warm(self, *documents: str, key: str | None = None, **more: Any) -> Any:
+        """Have documents computed ahead."""
+        return self.post("/v1/cache/warm", json={"documents": [*documents], **more}, headers=bearer(key))
+
+    def clear(self, *documents: str, key: str | None = None, **more: Any) -> Any:
+        """Have documents removed from the cache, or what else is said."""
+        named = {"documents": [*documents]} if documents else {}
+        return self.post("/v1/cache/clear", json={**named, **more}, headers=bearer(key))
+
+
+class Client(TestClient, Asking):
+    """A client of an app in this process, with what that takes for a vLLM server, if any; greedy and short."""
+
+    fake: FakeVllm | None = None
+    usual: ClassVar = {"temperature": 0, "max_tokens": 6}
+
+    def __init__(self, app: Any, **options: Any) -> None:
+        super().__init__(app, **{"base_url": "http://localhost", **options})
+
     @property
     def engine(self) -> Engine:
         return engine_of(self.service).engine
 
-    def ask(self, question: str = "When does the ferry leave?", *, key: str | None = None, **body: Any) -> Any:
-        """A chat completion, by default greedy and short."""
-        whole = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 6, **body}
-        return self.post("/v1/chat/completions", json=whole, headers=bearer(key))
-
 
 def bearer(key: str | None) -> dict[str, str]:
     return {} if key is None else {"authorization": f"Bearer {key}"}
+
+
+def report_of(reply: Any) -> dict[str, Any]:
+    """The report of an answer."""
+    assert reply.status_code == 200, reply.text
+    return reply.json()["chunkweave"]
+
+
+def error_of(reply: Any) -> tuple[int, str | None]:
+    """The status and the code of what was refused."""
+    return reply.status_code, reply.json()["error"]["code"]
+
+
+def events_of(reply: Any) -> list[dict[str, Any]]:
+    """The events of a stream, without the mark of its end, which there must be."""
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    *events, end, rest = reply.text.split("\n\n")
+    assert (end, rest) == ("data: [DONE]", "")
+    assert all(event.startswith("data: ") for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def later(work: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
+    """Begins some work on a thread of its own."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work, *arguments, **options)
+    pool.shutdown(wait=False)
+    return future
 
 
 def engine_of(service: Service) -> EngineBackend:
@@ -136,6 +216,7 @@ def vllm_of(service: Service) -> VllmBackend:
 
 
 Serve = Callable[..., Client]
+NUMBERS = count()
 
 
 @pytest.fixture(autouse=True)
@@ -159,29 +240,91 @@ def serve(server_backend: str, tmp_path: Path) -> Iterator[Serve]:
     with ExitStack() as stack:
 
         def start(**options: Any) -> Client:
-            fake: FakeVllm | None = None
-            if server_backend == "engine":
-                service = toy_service(**options)
-            else:
-                socket = tmp_path.with_name(f"{tmp_path.name}-{len(started)}")
-                fake = stack.enter_context(FakeVllm(str(socket)))
-                service = vllm_service(fake, **options)
-            started.append(service)
-            client = Client(create_app(service), raise_server_exceptions=False)
-            client.service, client.fake = service, fake
-            stack.enter_context(client)
-            wait_until(lambda: service.stage in (Stage.READY, Stage.FAILED))
-            assert service.failure is None
-            stack.callback(lambda: audit(service))
+            client = stack.enter_context(serving(server_backend, tmp_path, **options))
+            stack.callback(lambda: audit(client.service))
             return client
 
-        started: list[Service] = []
         yield start
+
+
+@contextmanager
+def serving(backend: str, folder: Path, **options: Any) -> Iterator[Client]:
+    """A server over that backend, once it is ready; what looks like vLLM reports to a socket beside the folder."""
+    with service_over(backend, folder, **options) as (service, fake):
+        client = Client(create_app(service), raise_server_exceptions=False)
+        client.service, client.fake = service, fake
+        with client:
+            until_ready(service)
+            yield client
+
+
+@contextmanager
+def service_over(backend: str, folder: Path, **options: Any) -> Iterator[tuple[Service, FakeVllm | None]]:
+    """A service over that backend, and what looks like vLLM behind it, if any."""
+    if backend == "engine":
+        yield toy_service(**options), None
+        return
+    socket = folder.with_name(f"{folder.name}-{next(NUMBERS)}")
+    with FakeVllm(str(socket)) as fake:
+        yield vllm_service(fake, **options), fake
+
+
+@contextmanager
+def listening(service: Service) -> Iterator[ServerThread]:
+    """A server that listens on a port, once it is ready."""
+    with ServerThread(service) as server:
+        until_ready(service)
+        yield server
+
+
+def until_ready(service: Service) -> None:
+    wait_until(lambda: service.stage in (Stage.READY, Stage.FAILED), 120)
+    assert service.failure is None, service.failure
 
 
 @pytest.fixture
 def client(serve: Serve) -> Client:
     return serve()
+
+
+@pytest.fixture
+def notes(client: Client) -> Client:
+    """A server with an empty corpus."""
+    client.make_corpus()
+    return client
+
+
+@pytest.fixture
+def vllm(tmp_path: Path) -> Iterator[FakeVllm]:
+    with FakeVllm(str(tmp_path / "reports")) as fake:
+        yield fake
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Iterator[tuple[FakeVllm, FakeVllm]]:
+    """Two servers that look like vLLM."""
+    path = str(tmp_path / "reports")
+    with FakeVllm(path) as one, FakeVllm(path) as other:
+        yield one, other
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The token ids of every prompt from now on, as our engine computes it or as vLLM is sent it."""
+    seen: list[list[int]] = []
+    start, complete = Runner.start, Upstream.complete
+
+    def started(self: Runner, prompt: Any, *arguments: Any) -> Any:
+        seen.append(list(prompt.token_ids))
+        return start(self, prompt, *arguments)
+
+    def sent(self: Upstream, body: dict[str, Any], request_id: str) -> Any:
+        seen.append(body["prompt"])
+        return complete(self, body, request_id)
+
+    monkeypatch.setattr(Runner, "start", started)
+    monkeypatch.setattr(Upstream, "complete", sent)
+    return seen
 
 
 def audit(service: Service) -> None:
@@ -209,10 +352,3 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
     while not condition():
         assert time.monotonic() < ends, "waited in vain"
         time.sleep(0.005)
-
-
-async def started(service: Service) -> None:
-    """Wait until a service is ready."""
-    while service.stage not in (Stage.READY, Stage.FAILED):
-        await asyncio.sleep(0.01)
-    assert service.failure is None

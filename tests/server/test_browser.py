@@ -5,16 +5,13 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-from benchmarks.server_thread import ServerThread
 
-from chunkweave_server.backend import Stage
-from tests.server.conftest import ADMIN_KEY, KEYS, bearer, key_ring, toy_service, vllm_service, wait_until
-from tests.server.fake_vllm import FakeVllm
+from tests.server.conftest import ADMIN_KEY, KEYS, bearer, key_ring, listening, service_over
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -25,16 +22,11 @@ NARROW = {"width": 375, "height": 812}
 WAIT_MS = 60_000
 
 
-def started(stack: ExitStack, backend: str, socket: Path, **options) -> str:
-    """A server over that backend; returns its URL."""
-    if backend == "vllm":
-        service = vllm_service(stack.enter_context(FakeVllm(str(socket))), **options)
-    else:
-        service = toy_service(**options)
-    server = stack.enter_context(ServerThread(service))
-    wait_until(lambda: service.stage in (Stage.READY, Stage.FAILED))
-    assert service.failure is None
-    return server.url
+@contextmanager
+def served(backend: str, folder: Path, **options) -> Iterator[str]:
+    """The URL of a server over that backend."""
+    with service_over(backend, folder, **options) as (service, _), listening(service) as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module", params=["engine", "vllm"])
@@ -44,15 +36,15 @@ def backend(request) -> str:
 
 @pytest.fixture(scope="module")
 def url(backend: str, tmp_path_factory) -> Iterator[str]:
-    with ExitStack() as stack:
-        yield started(stack, backend, tmp_path_factory.mktemp("report") / "socket", keys=key_ring())
+    with served(backend, tmp_path_factory.mktemp("report"), keys=key_ring()) as url:
+        yield url
 
 
 @pytest.fixture
 def fresh_url(backend: str, tmp_path: Path) -> Iterator[str]:
     """A server without keys, which has answered nothing yet."""
-    with ExitStack() as stack:
-        yield started(stack, backend, tmp_path / "socket")
+    with served(backend, tmp_path) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -7,19 +7,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from benchmarks.server_thread import ServerThread
 
-from chunkweave_server.backend import Stage
 from tests.integration.command_line import invoke
-from tests.server.conftest import ADMIN_KEY, KEYS, key_ring, toy_service, wait_until
+from tests.server.conftest import ADMIN_KEY, KEYS, key_ring, listening, toy_service
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    service = toy_service(keys=key_ring())
-    with ServerThread(service) as server:
-        wait_until(lambda: service.stage in (Stage.READY, Stage.FAILED), 120)
-        assert service.failure is None
+    with listening(toy_service(keys=key_ring())) as server:
         yield server.url
 
 

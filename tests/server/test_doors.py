@@ -58,15 +58,20 @@ OF_VLLM_FOR_ADMINS = {
 
 @pytest.fixture
 def doors(serve: Serve) -> tuple[Client, dict[str, set[str]]]:
-    """A server with keys, and the methods that it serves by path, with a value in the place of each parameter."""
+    """A server with keys, and what it serves."""
     client = serve(keys=key_ring())
+    return client, served_by(client)
+
+
+def served_by(client: Client) -> dict[str, set[str]]:
+    """The methods that a server serves by path, with a value in the place of each parameter."""
     served: dict[str, set[str]] = {}
     routes = list(routes_of(client.app.routes))
     for route in routes:
         path = re.sub(r"\{what\}", "warm", route.path)
         served.setdefault(re.sub(r"\{[^}]*\}", "x", path), set()).update(route.methods - {"HEAD"})
     assert len(routes) >= 25, "routes were not found"
-    return client, served
+    return served
 
 
 def routes_of(routes: Iterable[BaseRoute]) -> Iterator[Route]:
@@ -95,7 +100,12 @@ def test_without_a_key_only_what_is_documented_answers(doors, server_backend):
             if reply.status_code != 401:
                 answered.add((method, path))
                 assert reply.status_code == 200, (method, path, reply.status_code)
+            elif method == "GET":
+                assert reply.headers["www-authenticate"] == "Bearer"
+                assert reply.json()["error"]["code"] == "invalid_api_key"
     assert answered == WITHOUT_KEY | OF_BACKEND[server_backend]
+    for wrong in ("wrong", KEYS["acme"] + "x"):
+        assert client.get("/v1/models", headers=bearer(wrong)).status_code == 401
 
 
 def test_a_tenant_gets_no_further_than_its_own(doors, server_backend):

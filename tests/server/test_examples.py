@@ -7,12 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from benchmarks.server_thread import ServerThread
 
-from chunkweave_server.backend import Stage
 from chunkweave_server.engine_backend import EngineBackend
 from chunkweave_server.service import Service
-from tests.server.conftest import KEYS, key_ring, settings_of, wait_until
+from tests.server.conftest import KEYS, key_ring, listening, settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,10 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     settings = settings_of(shape=None, model="reader", served_model_name=None)
-    service = Service(settings, EngineBackend(settings), key_ring())
-    with ServerThread(service) as server:
-        wait_until(lambda: service.stage in (Stage.READY, Stage.FAILED), 120)
-        assert service.failure is None
+    with listening(Service(settings, EngineBackend(settings), key_ring())) as server:
         yield f"{server.url}/v1"
 
 

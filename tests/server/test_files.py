@@ -2,21 +2,14 @@
 
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from chunkweave.retrieval.file_kinds import NOT_READ
 from tests.document_files import HOSTILE, children_s, pdf, readable_files
-from tests.server.conftest import Client
+from tests.server.conftest import Client, error_of, later
 
 PICTURE = b"\x89PNG\r\n\x1a\n" + bytes(64)
-
-
-@pytest.fixture
-def notes(client: Client) -> Client:
-    assert client.post("/v1/corpora", json={"name": "notes"}).status_code == 201
-    return client
 
 
 def upload(client: Client, files: Mapping[str, bytes], **params: object):
@@ -36,7 +29,7 @@ def test_files_of_every_kind_are_read_and_found(notes: Client):
     assert rows["german.txt"]["assumed"] == "Windows-1252 was assumed"
     assert (rows["wrong.txt"]["kind"], rows["wrong.txt"]["converted"]) == ("PDF", True)
     for _, said in files.values():
-        found = notes.post("/v1/corpora/notes/search", json={"query": said, "top_k": 3}).json()["data"]
+        found = notes.search(said, top_k=3).json()["data"]
         assert any(said in " ".join(one["text"].split()) for one in found), said
     body = notes.ask("What roof has the pilot station?", chunkweave={"corpus": "notes", "top_k": 1}).json()
     (found,) = body["chunkweave"]["retrieved"]
@@ -45,8 +38,7 @@ def test_files_of_every_kind_are_read_and_found(notes: Client):
 
 def test_a_kind_that_is_not_read_is_415_with_the_reason(notes: Client):
     refused = upload(notes, {"x.png": PICTURE})
-    assert refused.status_code == 415
-    assert refused.json()["error"]["code"] == "unreadable_file"
+    assert error_of(refused) == (415, "unreadable_file")
     assert f"x.png: {NOT_READ}" in refused.json()["error"]["message"]
     assert refused.json()["files"][0]["left_out"] == NOT_READ
     for data in (b"%PDF-1.4 broken", b"", b" \n"):
@@ -74,15 +66,12 @@ def test_two_documents_of_one_id_are_one(notes: Client):
 def test_files_made_to_do_harm_are_refused_and_the_server_answers_meanwhile(notes: Client, name: str):
     upload(notes, {"memo.pdf": pdf(["The anchor weighs two tonnes."])})
     data, before = HOSTILE[name](), children_s()
-    with ThreadPoolExecutor(1) as pool:
-        refused = pool.submit(upload, notes, {name: data})
-        answered = 0
-        while not refused.done():
-            found = notes.post("/v1/corpora/notes/search", json={"query": "anchor", "top_k": 1})
-            assert found.json()["data"][0]["document"] == "memo.pdf"
-            answered += 1
-            time.sleep(0.05)
-    assert refused.result().status_code == 400
-    assert refused.result().json()["error"]["code"] == "bad_file"
+    refused = later(upload, notes, {name: data})
+    answered = 0
+    while not refused.done():
+        assert notes.search("anchor", top_k=1).json()["data"][0]["document"] == "memo.pdf"
+        answered += 1
+        time.sleep(0.05)
+    assert error_of(refused.result()) == (400, "bad_file")
     assert children_s() - before < 5
     assert answered

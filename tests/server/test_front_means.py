@@ -1,29 +1,19 @@
 """What the front sends to have chunks computed among their own kind: all of a chunk to one vLLM server."""
 
-import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from tests.server.conftest import wait_until
+from tests.server.conftest import later, wait_until
 from tests.server.fake_vllm import FakeVllm
-from tests.server.fronts import DOCUMENTS, MORE, Front, running_front
+from tests.server.fronts import DOCUMENTS, MORE, running_front
 
 ROUTINGS = ("affinity", "round-robin")
 FIVE = [*DOCUMENTS, MORE, "The lighthouse keeper rows to the mole at dusk.", "Nets are mended behind the chandlery."]
 FEW = {"context_count": 2, "context_tokens": 1, "neutral_tokens": 200}
 """Two contexts of one chunk each."""
-
-
-@pytest.fixture
-def fakes(tmp_path: Path) -> Iterator[tuple[FakeVllm, FakeVllm]]:
-    path = str(tmp_path / "reports")
-    with FakeVllm(path) as one, FakeVllm(path) as other:
-        yield one, other
 
 
 def params_of(body: dict[str, Any]) -> dict[str, Any]:
@@ -43,14 +33,10 @@ def first_passes(fake: FakeVllm) -> list[tuple[int, ...]]:
     return [last_chunk(body) for body in fake.seen if "mean" not in params_of(body)]
 
 
-def warm(front: Front, documents: list[str]) -> Any:
-    return front.post("/v1/cache/warm", json={"documents": documents})
-
-
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_all_shares_of_a_mean_and_what_they_are_woven_from_go_to_one_server(fakes, routing):
     with running_front(*fakes, routing=routing, **FEW) as front:
-        warmed = warm(front, FIVE)
+        warmed = front.warm(*FIVE)
         assert (warmed.status_code, warmed.json()["computed"]) == (200, len(FIVE))
     where = defaultdict(set)
     for number, fake in enumerate(fakes):
@@ -81,14 +67,14 @@ def test_all_shares_of_a_mean_and_what_they_are_woven_from_go_to_one_server(fake
 
 def test_what_has_a_mean_is_sent_no_more_and_first_passes_are_removed(fakes):
     with running_front(*fakes, **FEW) as front:
-        assert warm(front, FIVE[:3]).json()["computed"] == 3
+        assert front.warm(*FIVE[:3]).json()["computed"] == 3
         assert not any(fake.first_passes for fake in fakes), "each chunk has a mean"
         means = [set(fake.means) for fake in fakes]
         assert sum(map(len, means)) == 3
         before = [len(fake.seen) for fake in fakes]
-        assert warm(front, FIVE[:3]).json()["computed"] == 0
+        assert front.warm(*FIVE[:3]).json()["computed"] == 0
         assert [len(fake.seen) for fake in fakes] == before
-        assert warm(front, FIVE).json()["computed"] == 2
+        assert front.warm(*FIVE).json()["computed"] == 2
         last = {last_chunk(body) for body in shares(*fakes)}
         assert len(last) == 5
         sent = [body for fake, count in zip(fakes, before, strict=True) for body in fake.seen[count:]]
@@ -98,25 +84,24 @@ def test_what_has_a_mean_is_sent_no_more_and_first_passes_are_removed(fakes):
 
 def test_a_mean_of_another_salt_is_none_of_it(fakes):
     with running_front(fakes[0], **FEW) as front:
-        warm(front, FIVE[:3])
-        other = front.post("/v1/cache/warm", json={"documents": FIVE[:3], "cache_salt": "other"})
-        assert other.json()["computed"] == 3
+        front.warm(*FIVE[:3])
+        assert front.warm(*FIVE[:3], cache_salt="other").json()["computed"] == 3
 
 
 @pytest.mark.parametrize("fault", ["plugged", "silent"])
 def test_a_server_that_does_not_say_what_it_stores_is_sent_all(fakes, fault):
     vllm, _ = fakes
     with running_front(vllm, **FEW) as front:
-        warm(front, FIVE[:3])
+        front.warm(*FIVE[:3])
         setattr(vllm, fault, fault == "silent")
-        assert warm(front, FIVE[:3]).json()["computed"] == 3
+        assert front.warm(*FIVE[:3]).json()["computed"] == 3
         vllm.plugged, vllm.silent = True, False
-        assert warm(front, FIVE[:3]).json()["computed"] == 0
+        assert front.warm(*FIVE[:3]).json()["computed"] == 0
 
 
 def test_a_chunk_without_others_is_computed_behind_neutral_passages(fakes):
     with running_front(fakes[0], **FEW) as front:
-        warm(front, [MORE])
+        front.warm(MORE)
         (body,) = fakes[0].seen
         assert "mean" not in params_of(body)
         assert params_of(body)["neutral"] > 0
@@ -133,7 +118,7 @@ def test_where_a_server_ends_another_one_computes_all_of_the_chunk(fakes):
 
     one.behave = ends
     with running_front(one, other, **FEW) as front:
-        warmed = warm(front, FIVE)
+        warmed = front.warm(*FIVE)
         assert warmed.status_code == 200, warmed.text
     groups = Counter(params_of(body)["mean"]["group"] for body in shares(other))
     assert list(groups.values()) == [2] * len(FIVE), "the other one has all shares of each"
@@ -146,26 +131,25 @@ def test_what_is_cleared_while_it_is_warmed_is_sent_no_more(fakes, removed):
     with running_front(vllm, **FEW) as front:
         sent = front.service.backend.context.preparer.builder.chunk_part(documents[removed]).token_ids
         vllm.gate.clear()
-        warming = threading.Thread(target=warm, args=(front, documents))
-        warming.start()
+        warming = later(front.warm, *documents)
         wait_until(lambda: vllm.seen)
         before = len(vllm.seen)
-        assert front.post("/v1/cache/clear", json={"documents": [documents[removed]]}).status_code == 200
+        assert front.clear(documents[removed]).status_code == 200
         vllm.gate.set()
-        warming.join()
-        later = vllm.seen[before:]
-        assert later, "the others are warmed"
-        for body in later:
+        warming.result()
+        rest = vllm.seen[before:]
+        assert rest, "the others are warmed"
+        for body in rest:
             chunks = [tuple(body["prompt"][start:stop]) for start, stop in params_of(body)["chunks"]]
             assert sent not in chunks
         left = {front.service.backend.context.preparer.builder.chunk_part(one).token_ids for one in documents}
-        assert {last_chunk(body) for body in later if "mean" in params_of(body)} == left - {sent}, "over what is left"
+        assert {last_chunk(body) for body in rest if "mean" in params_of(body)} == left - {sent}, "over what is left"
 
 
 def test_warmed_documents_are_spread_over_servers(fakes):
     with running_front(*fakes, contexts="bundled") as front:
         documents = [f"Document {number}. {MORE}" for number in range(6)]
-        assert warm(front, documents).json()["computed"] == 6
+        assert front.warm(*documents).json()["computed"] == 6
     assert min(len(fake.seen) for fake in fakes) >= 2
 
 
@@ -174,6 +158,6 @@ def test_warming_continues_where_a_server_ends(fakes, contexts):
     one, other = fakes
     with running_front(one, other, contexts=contexts) as front:
         one.stop()
-        warmed = warm(front, [*DOCUMENTS, MORE])
+        warmed = front.warm(*DOCUMENTS, MORE)
         assert warmed.status_code == 200, warmed.text
         assert len({last_chunk(body) for body in other.seen}) == 3

@@ -1,31 +1,21 @@
 """What is deleted over HTTP is removed by every vLLM server behind the front, also by one that was away meanwhile."""
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from chunkweave_server.vllm_backend import removal
 from chunkweave_server.vllm_backend.removal import JOURNAL_FILE, RemovalTimes
-from tests.server.conftest import ADMIN_KEY, KEYS, bearer, key_ring, vllm_of, wait_until
+from tests.server.conftest import ADMIN_KEY, KEYS, bearer, error_of, key_ring, later, report_of, vllm_of, wait_until
 from tests.server.fake_vllm import FakeVllm
 from tests.server.fronts import DOCUMENTS, MORE, Front, running_front
 
 WOVEN = {"chunkweave": {"method": "cacheblend", "recompute_ratio": 0.2, "order": "fixed"}}
 Start = Callable[..., Front]
-
-
-@pytest.fixture
-def fakes(tmp_path: Path) -> Iterator[tuple[FakeVllm, FakeVllm]]:
-    path = str(tmp_path / "reports")
-    with FakeVllm(path) as one, FakeVllm(path) as other:
-        yield one, other
 
 
 @pytest.fixture
@@ -43,25 +33,25 @@ def spread(front: Front, fakes: tuple[FakeVllm, FakeVllm], documents: list[str],
     assert all(len(fake.stored) >= count + len(documents) for fake, count in zip(fakes, before, strict=True))
 
 
-def cleared(front: Front, key: str | None = None, **body: Any) -> Any:
-    return front.post("/v1/cache/clear", json=body, headers=bearer(key))
-
-
-def reused(front: Front, documents: list[str], key: str | None = None) -> int:
+def reused(front: Front, *documents: str, key: str | None = None) -> int:
     """Most tokens that one of some questions reuses; none of them stores what the next one asks about."""
-    replies = [front.ask(documents=[one], key=key, **WOVEN).json()["chunkweave"] for one in documents]
-    return max(report["reused_tokens"] + report["recomputed_tokens"] for report in replies)
+    reports = [report_of(front.ask(documents=[one], key=key, **WOVEN)) for one in documents]
+    return max(report["reused_tokens"] + report["recomputed_tokens"] for report in reports)
+
+
+def until_up(front: Front) -> None:
+    wait_until(lambda: all(replica.up for replica in vllm_of(front.service).fleet.replicas))
 
 
 def test_cleared_documents_leave_every_replica_and_others_stay(fakes, start):
     front = start()
     spread(front, fakes, [*DOCUMENTS, MORE])
-    done = cleared(front, documents=DOCUMENTS)
+    done = front.clear(*DOCUMENTS)
     assert (done.status_code, done.json()) == (200, {"segments_removed": 4})
     assert [len(fake.stored) for fake in fakes] == [1, 1]
-    assert reused(front, [DOCUMENTS[0]]) == 0
-    assert reused(front, [MORE]) > 0
-    assert cleared(front, everything=True).json()["segments_removed"] >= 2
+    assert reused(front, DOCUMENTS[0]) == 0
+    assert reused(front, MORE) > 0
+    assert front.clear(everything=True).json()["segments_removed"] >= 2
     assert not any(fake.stored for fake in fakes)
     (command,) = {json.dumps(fake.removals[-1]["kv_transfer_params"]) for fake in fakes}
     assert json.loads(command) == {"chunkweave": {"forget": {"everything": True}}}
@@ -69,9 +59,7 @@ def test_cleared_documents_leave_every_replica_and_others_stay(fakes, start):
 
 def test_a_deleted_document_and_a_deleted_corpus_leave_every_replica(fakes, start):
     front = start()
-    front.post("/v1/corpora", json={"name": "notes"}).raise_for_status()
-    texts = [{"id": str(number), "text": text} for number, text in enumerate(DOCUMENTS)]
-    front.post("/v1/corpora/notes/documents", json={"documents": texts}).raise_for_status()
+    front.make_corpus(documents=[{"id": str(number), "text": text} for number, text in enumerate(DOCUMENTS)])
     about = {"chunkweave": {**WOVEN["chunkweave"], "corpus": "notes", "top_k": 2}}
     for _ in range(4):
         front.ask(**about).raise_for_status()
@@ -85,8 +73,8 @@ def test_a_replica_that_fails_is_named_and_removes_it_before_it_answers_again(fa
     front = start()
     spread(front, fakes, DOCUMENTS)
     fakes[1].silent = True
-    refused = cleared(front, documents=DOCUMENTS)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_removed")
+    refused = front.clear(*DOCUMENTS)
+    assert error_of(refused) == (503, "not_removed")
     assert (refused.json()["segments_removed"], refused.headers["retry-after"]) == (2, refused.headers["retry-after"])
     assert "upstream-1" in refused.json()["error"]["message"]
     wait_until(lambda: not vllm_of(front.service).fleet.replicas[1].up)
@@ -98,8 +86,8 @@ def test_a_replica_that_fails_is_named_and_removes_it_before_it_answers_again(fa
     assert len(fakes[1].seen) == asked, "it gets no request, with documents or without"
     fakes[1].silent = False
     wait_until(lambda: not fakes[1].stored)
-    wait_until(lambda: all(replica.up for replica in vllm_of(front.service).fleet.replicas))
-    assert cleared(front, documents=DOCUMENTS).status_code == 200
+    until_up(front)
+    assert front.clear(*DOCUMENTS).status_code == 200
 
 
 def test_a_removal_that_a_replica_missed_outlives_the_front(fakes, start, tmp_path):
@@ -109,7 +97,7 @@ def test_a_removal_that_a_replica_missed_outlives_the_front(fakes, start, tmp_pa
         spread(front, fakes, [*DOCUMENTS, MORE])
         assert not (data / JOURNAL_FILE).exists()
         fakes[1].silent = True
-        assert cleared(front, documents=DOCUMENTS).status_code == 503
+        assert front.clear(*DOCUMENTS).status_code == 503
         noted = (data / JOURNAL_FILE).read_text()
         assert not any(word in noted for text in DOCUMENTS for word in text.split() if len(word) > 4), "ids, no text"
         assert (data / JOURNAL_FILE).stat().st_mode & 0o077 == 0
@@ -118,7 +106,7 @@ def test_a_removal_that_a_replica_missed_outlives_the_front(fakes, start, tmp_pa
     fakes[1].behave = lambda _: order.append(f"asked, {len(fakes[1].removals)} removed")
     before = len(fakes[1].removals)
     front = start(data_dir=str(data))
-    wait_until(lambda: all(replica.up for replica in vllm_of(front.service).fleet.replicas))
+    until_up(front)
     assert len(fakes[1].removals) == before + 1
     assert len(fakes[1].stored) == 1, "the other document is there yet"
     assert not (data / JOURNAL_FILE).exists()
@@ -134,7 +122,7 @@ def test_behind_a_journal_that_cannot_be_read_everything_is_removed(fakes, start
     for fake in fakes:
         fake.stored.add(("", (1, 2, 3)))
     front = start(data_dir=str(tmp_path / "data"))
-    wait_until(lambda: all(replica.up for replica in vllm_of(front.service).fleet.replicas))
+    until_up(front)
     assert not any(fake.stored for fake in fakes)
     assert not (tmp_path / "data" / JOURNAL_FILE).exists()
 
@@ -143,25 +131,23 @@ def test_copies_that_a_replica_could_not_delete_and_one_without_the_plug_in_are_
     front = start()
     spread(front, fakes, DOCUMENTS)
     fakes[0].left = 3
-    refused = cleared(front, documents=DOCUMENTS)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_removed")
+    refused = front.clear(*DOCUMENTS)
+    assert error_of(refused) == (503, "not_removed")
     assert (refused.json()["segments_removed"], refused.json()["segments_left"]) == (4, 3)
     fakes[0].left, fakes[1].plugged = 0, False
-    refused = cleared(front, documents=DOCUMENTS)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_removed")
+    refused = front.clear(*DOCUMENTS)
+    assert error_of(refused) == (503, "not_removed")
     assert "upstream-1" in refused.json()["error"]["message"]
     fakes[1].plugged = True
-    assert cleared(front, documents=DOCUMENTS).status_code == 200
+    assert front.clear(*DOCUMENTS).status_code == 200
 
 
 def test_tenants_remove_their_own_and_command_no_plug_in(fakes, start):
     front = start(keys=key_ring())
     for key in KEYS.values():
         spread(front, fakes, DOCUMENTS, key)
-    assert cleared(front, KEYS["bolt"], documents=DOCUMENTS).json() == {"segments_removed": 4}
-    assert reused(front, DOCUMENTS, KEYS["acme"]) > 0
-    refused = cleared(front, KEYS["acme"], everything=True)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_admin")
+    assert front.clear(*DOCUMENTS, key=KEYS["bolt"]).json() == {"segments_removed": 4}
+    assert reused(front, *DOCUMENTS, key=KEYS["acme"]) > 0
     before = [len(fake.removals) for fake in fakes]
     for said in ({"forget": {"everything": True}}, {"stored": {"chunks": [[1]]}}):
         command = {"model": "m", "max_tokens": 1, "kv_transfer_params": {"chunkweave": said}}
@@ -169,51 +155,47 @@ def test_tenants_remove_their_own_and_command_no_plug_in(fakes, start):
         asked = {"completions": {**command, "prompt": "x"}, "chat/completions": chat, "responses": chat}
         for path, body in asked.items():
             refused = front.post(f"/v1/{path}", json=body, headers=bearer(KEYS["acme"]))
-            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_admin"), path
+            assert error_of(refused) == (403, "not_admin"), path
     assert [len(fake.removals) for fake in fakes] == before
-    assert cleared(front, ADMIN_KEY, everything=True).status_code == 200
+    assert front.clear(everything=True, key=ADMIN_KEY).status_code == 200
 
 
 def test_what_a_request_stores_while_its_document_is_deleted_is_removed_when_it_ends(fakes, start):
     front = start()
     for fake in fakes:
         fake.gate.clear()
-    asked: list[Any] = []
-    asking = threading.Thread(target=lambda: asked.append(front.ask(documents=DOCUMENTS, **WOVEN)))
-    asking.start()
+    asking = later(front.ask, documents=DOCUMENTS, **WOVEN)
     wait_until(lambda: any(fake.stored for fake in fakes))
-    assert cleared(front, documents=DOCUMENTS[:1]).json() == {"segments_removed": 1}
+    assert front.clear(DOCUMENTS[0]).json() == {"segments_removed": 1}
     ours = next(fake for fake in fakes if fake.stored)
     ours.stored |= {
         ("", tuple(ids)) for ids in ours.removals[-1]["kv_transfer_params"]["chunkweave"]["forget"]["chunks"]
     }
     for fake in fakes:
         fake.gate.set()
-    asking.join()
+    asking.result()
     wait_until(lambda: len(ours.stored) == 1)
 
 
-def test_each_rank_gets_the_command(tmp_path):
-    with (
-        FakeVllm(str(tmp_path / "reports")) as fake,
-        running_front(fake, of_vllm=("--data-parallel-size", "2"), routing="round-robin") as front,
-    ):
-        cleared(front, documents=DOCUMENTS).raise_for_status()
-        assert sorted(command["rank"] for command in fake.removals) == ["0", "1"]
+def test_each_rank_gets_the_command(vllm):
+    ranks = ("--data-parallel-size", "2")
+    with running_front(vllm, of_vllm=ranks, routing="round-robin") as front:
+        front.clear(*DOCUMENTS).raise_for_status()
+        assert sorted(command["rank"] for command in vllm.removals) == ["0", "1"]
 
 
-def test_ranks_that_the_front_does_not_know_of_are_not_passed_over(tmp_path):
-    with FakeVllm(str(tmp_path / "reports"), engines=2) as fake, running_front(fake) as front:
-        refused = cleared(front, documents=DOCUMENTS)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_removed")
+def test_ranks_that_the_front_does_not_know_of_are_not_passed_over(vllm):
+    vllm.engines = 2
+    with running_front(vllm) as front:
+        refused = front.clear(*DOCUMENTS)
+        assert error_of(refused) == (503, "not_removed")
         assert "other ranks of upstream-0" in refused.json()["error"]["message"]
 
 
 def test_many_chunks_are_several_commands_and_each_is_named_once(fakes, start):
     front = start()
     texts = [f"{MORE} Number {number}. " + "The mill was built anew. " * 60 for number in range(110)]
-    front.post("/v1/corpora", json={"name": "much", "chunk_tokens": 512}).raise_for_status()
-    front.post("/v1/corpora/much/documents", json={"documents": texts}, timeout=120).raise_for_status()
+    front.make_corpus("much", texts, chunk_tokens=512)
     front.delete("/v1/corpora/much").raise_for_status()
     for fake in fakes:
         forgets = [command["kv_transfer_params"]["chunkweave"]["forget"]["chunks"] for command in fake.removals]
@@ -230,12 +212,12 @@ def test_a_replica_that_does_not_answer_in_time_costs_no_more_than_that(fakes, s
     hung = fakes[1]
     hung.slow_s = 30.0
     begun_s = time.monotonic()
-    refused = cleared(front, documents=DOCUMENTS)
+    refused = front.clear(*DOCUMENTS)
     assert (refused.status_code, refused.json()["segments_removed"]) == (503, 2)
     assert time.monotonic() - begun_s < 10
     asked = len(hung.seen)
     front.ask(documents=DOCUMENTS, **WOVEN).raise_for_status()
     assert len(hung.seen) == asked
     hung.slow_s = 0.0
-    wait_until(lambda: all(replica.up for replica in vllm_of(front.service).fleet.replicas))
+    until_up(front)
     assert not hung.stored

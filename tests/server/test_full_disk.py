@@ -14,7 +14,7 @@ import pytest
 from chunkweave_server.backend import Stage
 from tests.integration.failing_files import WRITES, FailingFiles
 from tests.integration.failing_files import failing as failing_files
-from tests.server.conftest import Client, Serve
+from tests.server.conftest import Client, Serve, error_of, report_of
 
 CODES = {
     errno.ENOSPC: "disk_full",
@@ -62,48 +62,37 @@ def failing(number: int) -> Iterator[None]:
         yield
 
 
-def add(client: Client, name: str, *documents: str):
-    return client.post(f"/v1/corpora/{name}/documents", json={"documents": [{"text": d, "id": d} for d in documents]})
-
-
-def ids(client: Client, name: str) -> list[str]:
-    return [one["id"] for one in client.get(f"/v1/corpora/{name}/documents").json()["data"]]
-
-
 @pytest.mark.parametrize("number", CODES)
 def test_what_cannot_be_stored_is_said_and_changes_nothing(serve: Serve, tmp_path: Path, number: int):
     client = serve(data_dir=str(tmp_path))
-    client.post("/v1/corpora", json={"name": "notes"})
-    assert add(client, "notes", "one").status_code == 200
+    client.make_corpus(documents=[{"id": "one", "text": "one"}])
     with failing(number):
         refused = [
             client.post("/v1/corpora", json={"name": "other"}),
-            add(client, "notes", "two"),
+            client.add(["two"]),
             client.post("/v1/corpora/notes/documents/files", files={"files": ("three.txt", b"three")}),
             client.delete("/v1/corpora/notes/documents/one"),
             client.delete("/v1/corpora/notes"),
         ]
         assert client.ask(chunkweave={"corpus": "notes"}).status_code == 200
     for response in refused:
-        error = response.json()["error"]
-        assert (response.status_code, error["code"]) == (507, CODES[number]), response.text
-        assert "/data" not in error["message"]
-        assert str(tmp_path) not in error["message"]
+        assert error_of(response) == (507, CODES[number]), response.text
+        message = response.json()["error"]["message"]
+        assert "/data" not in message
+        assert str(tmp_path) not in message
     assert [one["name"] for one in client.get("/v1/corpora").json()["data"]] == ["notes"]
-    assert ids(client, "notes") == ["one"]
-    assert add(client, "notes", "one", "two").json()["added"] == ["two"]
-    assert client.post("/v1/corpora", json={"name": "other"}).status_code == 201
+    assert [one["id"] for one in client.get("/v1/corpora/notes/documents").json()["data"]] == ["one"]
+    assert client.add([{"id": "one", "text": "one"}, {"id": "two", "text": "two"}]).json()["added"] == ["two"]
+    client.make_corpus("other")
 
 
-def test_an_upload_that_finds_no_room_is_not_the_clients_fault(client: Client, monkeypatch: pytest.MonkeyPatch):
-    client.post("/v1/corpora", json={"name": "notes"})
-
+def test_an_upload_that_finds_no_room_is_not_the_clients_fault(notes: Client, monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(SpooledTemporaryFile, "write", refuse)
-    refused = client.post("/v1/corpora/notes/documents/files", files={"files": ("one.txt", b"one")})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (507, "disk_full"), refused.text
+    refused = notes.post("/v1/corpora/notes/documents/files", files={"files": ("one.txt", b"one")})
+    assert error_of(refused) == (507, "disk_full"), refused.text
 
 
 def test_a_server_that_is_not_ready_says_when_to_ask_again(client: Client):
@@ -119,30 +108,25 @@ def test_a_server_that_is_not_ready_says_when_to_ask_again(client: Client):
 def test_a_removal_that_fails_on_disk_removes_from_memory_and_names_the_disk(serve: Serve, tmp_path: Path, fault: str):
     """A cache folder that has become read-only: 503 `not_removed`, and the text is used neither now nor later."""
     folder, gone, kept = tmp_path / "kv", "The ferry leaves at seven. " * 4, "The choir sings on Sundays. " * 4
-    reuse = {"chunkweave": {"method": "full-reuse"}}
     client = serve(cache_dir=folder)
-    assert client.ask(documents=[gone, kept], **reuse).status_code == 200
+    assert kv_source(client, gone, kept) == "computed"
     assert client.engine.store.flush(10)
     files = FailingFiles(folder, getattr(errno, fault), WRITES, count=10**9)
     with failing_files(files):
         for _ in range(2):
-            refused = client.post("/v1/cache/clear", json={"documents": [gone]})
-            error = refused.json()["error"]
-            assert (refused.status_code, error["code"]) == (503, "not_removed"), refused.text
+            refused = client.clear(gone)
+            assert error_of(refused) == (503, "not_removed"), refused.text
             assert refused.json()["tiers"] == ["disk"]
-            assert "disk" in error["message"]
-        sources = {
-            chunk["source"]: chunk["kv_source"] for chunk in report_of(client.ask(documents=[kept, gone], **reuse))
-        }
-        assert sources["document 1"] == "computed"
+            assert "disk" in refused.json()["error"]["message"]
+        assert kv_source(client, kept, gone) == "computed"
     assert files.failed
     client.engine.store.flush(10)
-    assert client.post("/v1/cache/clear", json={"documents": [gone]}).status_code == 200
-    later = serve(cache_dir=folder)
-    sources = {chunk["source"]: chunk["kv_source"] for chunk in report_of(later.ask(documents=[kept, gone], **reuse))}
-    assert sources["document 1"] == "computed"
+    assert client.clear(gone).status_code == 200
+    assert kv_source(serve(cache_dir=folder), kept, gone) == "computed"
 
 
-def report_of(response) -> list[dict]:
-    assert response.status_code == 200, response.text
-    return response.json()["chunkweave"]["chunks"]
+def kv_source(client: Client, *documents: str) -> str:
+    """Where the KV of the last document of a request comes from."""
+    report = report_of(client.ask(documents=documents, chunkweave={"method": "full-reuse"}))
+    sources = {chunk["source"]: chunk["kv_source"] for chunk in report["chunks"]}
+    return sources[f"document {len(documents) - 1}"]

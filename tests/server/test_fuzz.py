@@ -13,18 +13,16 @@ from datetime import timedelta
 import httpx
 import pytest
 import schemathesis
-from benchmarks.server_thread import ServerThread
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
 from chunkweave_server.app import create_app
-from chunkweave_server.backend import Stage
 from chunkweave_server.engine_backend import EngineBackend
 from chunkweave_server.service import Service
 from chunkweave_server.tenants import KeyRing
-from tests.server.conftest import audit, settings_of, toy_service, vllm_service, wait_until
+from tests.server.conftest import audit, listening, settings_of, toy_service, vllm_service
 from tests.server.fake_vllm import FakeVllm
 from tests.server.test_refusals import INSIDE
 
@@ -51,8 +49,7 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         else:
             fake = stack.enter_context(FakeVllm(str(folder / "reports")))
             service = vllm_service(fake, data_dir=str(folder / "data"), **LIMITS)
-        server = stack.enter_context(ServerThread(service))
-        wait_until(lambda: service.stage is Stage.READY)
+        server = stack.enter_context(listening(service))
         httpx.post(f"{server.url}/v1/corpora", json={"name": "notes"})
         httpx.post(f"{server.url}/v1/corpora/notes/documents", json={"documents": ["one", "two"]})
         yield server.url

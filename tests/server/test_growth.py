@@ -12,24 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.server_thread import ServerThread
 
 from chunkweave import StoreConfig
-from chunkweave_server.backend import Stage
-from chunkweave_server.service import Service
-from tests.server.conftest import Client, Serve, toy_service, vllm_service, wait_until
-from tests.server.fake_vllm import FakeVllm
+from tests.server.conftest import Asking, Client, Serve, error_of, later, listening, service_over, wait_until
+from tests.toys import run_at_once
 
 FERRY = "The ferry leaves the northern pier at nine and again at noon. "
 DOCUMENTS = "/v1/corpora/notes/documents"
-
-
-def corpus_of(service: Service, name: str = "notes") -> Any:
-    return service.require_ready().corpora.get(service.keys.tenant_of(None), name).corpus
-
-
-def make(client: Client, **fields: Any) -> None:
-    assert client.post("/v1/corpora", json={"name": "notes", **fields}).status_code == 201
 
 
 class SlowEmbedder:
@@ -58,29 +47,27 @@ def test_chunks_overlap_by_half_at_most(client: Client, overlap_tokens: int):
     refused = client.post("/v1/corpora", json=body)
     assert refused.status_code == 400
     assert "half" in refused.json()["error"]["message"]
-    make(client, chunk_tokens=16, overlap_tokens=8)
+    client.make_corpus(chunk_tokens=16, overlap_tokens=8)
 
 
 @pytest.mark.parametrize("limit", [{"max_corpus_chunks": 300}, {"max_corpus_bytes": 1 << 20}], ids=["chunks", "bytes"])
 @pytest.mark.parametrize("uploaded", [False, True], ids=["texts", "files"])
 def test_a_corpus_stops_growing_within_a_document(serve: Serve, limit: dict[str, Any], uploaded: bool):
     client = serve(**limit)
-    make(client, chunk_tokens=16, overlap_tokens=8)
-    assert client.post(DOCUMENTS, json={"documents": [{"id": "small", "text": FERRY}]}).status_code == 200
+    corpus = client.make_corpus(documents=[{"id": "small", "text": FERRY}], chunk_tokens=16, overlap_tokens=8).corpus
     text = " ".join(f"Ferry {number} leaves at nine." for number in range(200_000))
     tracemalloc.start()
     begun_s = time.process_time()
     if uploaded:
         refused = client.post(f"{DOCUMENTS}/files", files=[("files", ("large.txt", text.encode()))])
     else:
-        refused = client.post(DOCUMENTS, json={"documents": [{"id": "large.txt", "text": text}, FERRY * 2]})
+        refused = client.add([{"id": "large.txt", "text": text}, FERRY * 2])
     took_s, (_, peak_bytes) = time.process_time() - begun_s, tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    error = refused.json()["error"]
-    assert (refused.status_code, error["code"]) == (413, "corpus_full")
-    assert "large.txt" in error["message"]
-    assert f"0 of the {1 if uploaded else 2} documents" in error["message"]
-    corpus = corpus_of(client.service)
+    message = refused.json()["error"]["message"]
+    assert error_of(refused) == (413, "corpus_full")
+    assert "large.txt" in message
+    assert f"0 of the {1 if uploaded else 2} documents" in message
     assert [one.id for one in corpus.documents] == ["small"]
     assert len(corpus) <= 300
     assert corpus.nbytes <= 1 << 20
@@ -88,99 +75,63 @@ def test_a_corpus_stops_growing_within_a_document(serve: Serve, limit: dict[str,
     assert peak_bytes < 12 * len(text), "the body, its form and its texts; all chunks would be 200 MB of vectors"
 
 
-def test_what_was_added_before_there_was_no_room_stays_and_is_counted(serve: Serve):
-    client = serve(max_corpus_chunks=20)
-    make(client, chunk_tokens=64)
-    documents = [{"id": f"d{number}", "text": f"{FERRY} {number}"} for number in range(40)]
-    refused = client.post(DOCUMENTS, json={"documents": documents})
-    assert refused.status_code == 413
-    assert "20 of the 40 documents" in refused.json()["error"]["message"]
-    assert client.get(DOCUMENTS).json()["total"] == 20
-    again = client.post(DOCUMENTS, json={"documents": documents[:20]})
-    assert (again.status_code, len(again.json()["unchanged"])) == (200, 20)
-
-
 def test_ingests_at_once_into_a_corpus_at_its_limit_do_not_exceed_it(serve: Serve):
     client = serve(max_corpus_chunks=50)
-    make(client, chunk_tokens=64)
-    corpus, statuses, seen = corpus_of(client.service), [], []
+    corpus, statuses, seen = client.make_corpus(chunk_tokens=64).corpus, [], []
 
     def ingest(who: int) -> None:
         for start in range(0, 40, 4):
             documents = [f"{FERRY} {who} {number}" for number in range(start, start + 4)]
-            statuses.append(client.post(DOCUMENTS, json={"documents": documents}).status_code)
+            statuses.append(client.add(documents).status_code)
             seen.append(len(corpus))
 
-    threads = [threading.Thread(target=ingest, args=(who,)) for who in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_at_once(3, ingest)
     assert set(statuses) == {200, 413}
     assert max(seen) == len(corpus) == 50
 
 
 def test_everything_that_takes_long_counts_in_what_a_tenant_does_at_once(serve: Serve):
     client = serve(max_concurrent=1)
-    make(client)
-    client.post(DOCUMENTS, json={"documents": [{"id": "a", "text": FERRY}]})
-    corpus, hold = corpus_of(client.service), threading.Event()
+    corpus, hold = client.make_corpus(documents=[{"id": "a", "text": FERRY}]).corpus, threading.Event()
     corpus._embedder = slow = SlowEmbedder(corpus._embedder, hold=hold)
-    answers: list[int] = []
-    first = threading.Thread(
-        target=lambda: answers.append(client.post(DOCUMENTS, json={"documents": [FERRY * 2]}).status_code)
-    )
-    first.start()
+    first = later(client.add, [FERRY * 2])
     assert slow.waits.wait(120)
     others: list[Callable[[], Any]] = [
-        lambda: client.post(DOCUMENTS, json={"documents": [FERRY * 3]}),
+        lambda: client.add([FERRY * 3]),
         lambda: client.post(f"{DOCUMENTS}/files", files=[("files", ("x.txt", b"text"))]),
-        lambda: client.post("/v1/corpora/notes/search", json={"query": "ferry"}),
-        lambda: client.post("/v1/cache/warm", json={"corpus": "notes"}),
+        lambda: client.search("ferry"),
+        lambda: client.warm(corpus="notes"),
         lambda: client.delete(f"{DOCUMENTS}/a"),
         lambda: client.delete("/v1/corpora/notes"),
     ]
     for ask in others:
-        refused = ask()
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests_at_once")
+        assert error_of(ask()) == (429, "too_many_requests_at_once")
     hold.set()
-    first.join()
-    assert answers == [200]
-    assert client.post("/v1/corpora/notes/search", json={"query": "ferry"}).status_code == 200
+    assert first.result().status_code == 200
+    assert client.search("ferry").status_code == 200
     assert client.service.limits.running("") == 0
 
 
 @pytest.fixture
-def listening(server_backend: str, tmp_path: Path) -> Iterator[tuple[Service, ServerThread]]:
-    """A server over either backend that listens on a port, so that its clients can go."""
-    with FakeVllm(str(tmp_path / "reports")) as vllm:
-        service = toy_service() if server_backend == "engine" else vllm_service(vllm)
-        with ServerThread(service) as server:
-            wait_until(lambda: service.stage is Stage.READY)
-            yield service, server
-
-
-def sent(server: ServerThread, path: str, body: Any) -> http.client.HTTPConnection:
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
-    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-    return connection
-
-
-def answered(server: ServerThread, path: str, body: Any) -> int:
-    connection = sent(server, path, body)
-    status = connection.getresponse().status
-    connection.close()
-    return status
+def over_a_port(server_backend: str, tmp_path: Path) -> Iterator[Asking]:
+    """A client over a port of a server over either backend, so that its clients can go."""
+    with (
+        service_over(server_backend, tmp_path) as (service, _),
+        listening(service) as server,
+        Asking(base_url=server.url, timeout=60) as client,
+    ):
+        client.service = service
+        yield client
 
 
 @pytest.mark.parametrize("one", [True, False], ids=["one document", "many documents"])
-def test_an_ingest_ends_with_its_client_and_leaves_nothing_locked(listening: tuple[Service, ServerThread], one: bool):
-    service, server = listening
-    assert answered(server, "/v1/corpora", {"name": "notes", "chunk_tokens": 16}) == 201
-    corpus = corpus_of(service)
+def test_an_ingest_ends_with_its_client_and_leaves_nothing_locked(over_a_port: Asking, one: bool):
+    service, corpus = over_a_port.service, over_a_port.make_corpus(chunk_tokens=16).corpus
     corpus._embedder = slow = SlowEmbedder(corpus._embedder, seconds=0.02)
     texts = [" ".join(f"Ferry {number} of {text} leaves." for number in range(40)) for text in range(500)]
-    connection = sent(server, DOCUMENTS, {"documents": [" ".join(texts)] if one else texts})
+    connection = http.client.HTTPConnection(over_a_port.base_url.netloc.decode(), timeout=30)
+    body = json.dumps({"documents": [" ".join(texts)] if one else texts})
+    connection.request("POST", DOCUMENTS, body, {"content-type": "application/json"})
     assert slow.waits.wait(120)
     connection.close()
     wait_until(lambda: service.limits.running("") == 0, timeout_s=10)
@@ -188,25 +139,22 @@ def test_an_ingest_ends_with_its_client_and_leaves_nothing_locked(listening: tup
     batches, documents = slow.batches, corpus.num_documents
     assert documents == 0 if one else documents < 500
     slow._seconds = 0.0
-    assert answered(server, DOCUMENTS, {"documents": [FERRY]}) == 200, "the lock is free"
+    assert over_a_port.add([FERRY]).status_code == 200, "the lock is free"
     assert (corpus.num_documents, slow.batches) == (documents + 1, batches + 1)
 
 
 @pytest.mark.backend("engine")
 def test_what_was_replaced_before_an_ingest_ended_early_is_forgotten(serve: Serve):
     client = serve(max_corpus_chunks=20)
-    make(client, chunk_tokens=64)
-    client.post(DOCUMENTS, json={"documents": [{"id": "a", "text": FERRY}]})
-    assert client.post("/v1/cache/warm", json={"corpus": "notes"}).json()["computed"] == 1
-    documents = [{"id": "a", "text": "Another text."}, {"id": "b", "text": f"{FERRY} " * 200}]
-    refused = client.post(DOCUMENTS, json={"documents": documents, "update": True})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "corpus_full")
-    assert client.post("/v1/cache/clear", json={"documents": [FERRY.strip()]}).json() == {"segments_removed": 0}
+    client.make_corpus(documents=[{"id": "a", "text": FERRY}], chunk_tokens=64)
+    assert client.warm(corpus="notes").json()["computed"] == 1
+    refused = client.add([{"id": "a", "text": "Another text."}, {"id": "b", "text": f"{FERRY} " * 200}], update=True)
+    assert error_of(refused) == (413, "corpus_full")
+    assert client.clear(FERRY.strip()).json() == {"segments_removed": 0}
     assert "1 of the 2 documents" in refused.json()["error"]["message"]
 
 
-def test_an_upload_with_long_lines_or_names_is_refused_by_name(client: Client):
-    make(client)
+def test_an_upload_with_long_lines_or_names_is_refused_by_name(notes: Client):
     wrong = {
         "a.jsonl": b'{"text": "one"}\n[' + b"1," * (2 << 20) + b"1]",
         "b.jsonl": json.dumps({"text": "one", "id": "x" * 513}).encode(),
@@ -216,15 +164,15 @@ def test_an_upload_with_long_lines_or_names_is_refused_by_name(client: Client):
         "f.txt": b"one " * (3 << 20),
     }
     for name, data in wrong.items():
-        refused = client.post(f"{DOCUMENTS}/files?strict=true", files=[("files", (name, data))])
+        refused = notes.post(f"{DOCUMENTS}/files?strict=true", files=[("files", (name, data))])
         assert refused.status_code == 400, name[:10]
         said = refused.json()["error"]["message"]
         assert any(
             field in said for field in ("line 2: it has", "the id of", "the title of", "the metadata of", "the text of")
         )
-    refused = client.post(DOCUMENTS, json={"documents": [FERRY, {"id": "long", "text": "one " * (3 << 20)}]})
+    refused = notes.add([FERRY, {"id": "long", "text": "one " * (3 << 20)}])
     assert (refused.status_code, "the text of document 'long'" in refused.json()["error"]["message"]) == (400, True)
-    assert client.get(DOCUMENTS).json()["total"] == 0
+    assert notes.get(DOCUMENTS).json()["total"] == 0
 
 
 @pytest.mark.parametrize("characters", [512, 3_900_000], ids=["largest", "far too long"])

@@ -10,8 +10,7 @@ import httpx
 import pytest
 from benchmarks.server_thread import ServerThread
 
-from chunkweave_server.backend import Stage
-from tests.server.conftest import ADMIN_KEY, KEYS, audit, key_ring, toy_service, wait_until
+from tests.server.conftest import ADMIN_KEY, KEYS, Asking, audit, key_ring, listening, toy_service, wait_until
 from tests.server.fake_vllm import FakeVllm
 from tests.server.fronts import Front, running_front
 
@@ -33,10 +32,7 @@ def raw(url: str, head: str, *, timeout_s: float = 20.0) -> bytes:
     host, _, port = url.removeprefix("http://").rstrip("/").partition(":")
     with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
         connection.sendall(head.replace("\n", "\r\n").encode("latin-1") + b"\r\n\r\n")
-        answer = b""
-        while data := connection.recv(1 << 16):
-            answer += data
-        return answer
+        return rest_of(connection)
 
 
 def status_of(answer: bytes) -> int:
@@ -85,8 +81,7 @@ STALLED_S = 0.5
 def impatient() -> Iterator[ServerThread]:
     """A server that waits half a second for its clients."""
     service = toy_service(stalled_s=STALLED_S, max_answer_tokens=4000)
-    with ServerThread(service) as server:
-        wait_until(lambda: service.stage is Stage.READY)
+    with listening(service) as server:
         yield server
         wait_until(lambda: not connections(server))
         audit(service)
@@ -110,11 +105,9 @@ def connected(server: ServerThread, sent: bytes = b"", *, buffer_bytes: int | No
 def rest_of(connection: socket.socket) -> bytes:
     """What comes until the server closes the connection."""
     answer = b""
-    try:
+    with suppress(ConnectionResetError):
         while data := connection.recv(1 << 16):
             answer += data
-    except ConnectionResetError:
-        pass
     return answer
 
 
@@ -181,10 +174,10 @@ def test_a_body_that_comes_slowly_but_steadily_is_read(impatient: ServerThread):
 
 
 def test_a_client_that_takes_in_no_answer_keeps_no_connection(impatient: ServerThread):
-    httpx.post(f"{impatient.url}/v1/corpora", json={"name": "large"}, timeout=60)
     documents = [{"text": f"Text {number}.", "metadata": {"x": "a" * 15_000}} for number in range(600)]
-    url = f"{impatient.url}/v1/corpora/large/documents"
-    assert httpx.post(url, json={"documents": documents}, timeout=60).status_code == 200
+    with Asking(base_url=impatient.url, timeout=60) as client:
+        client.service = impatient._server._service
+        client.make_corpus("large", documents)
     wait_until(lambda: not connections(impatient))
     with connected(
         impatient, b"GET /v1/corpora/large/documents?limit=1000 HTTP/1.1\r\nhost: localhost\r\n\r\n", buffer_bytes=4096

@@ -12,6 +12,7 @@ from chunkweave_server.settings import resolve
 from tests.server.conftest import ADMIN_KEY, Client, Serve, bearer, key_ring
 from tests.server.fake_vllm import FakeVllm
 from tests.server.fronts import running_front
+from tests.server.test_doors import served_by
 from tests.server.test_hostile_clients import raw, status_of
 
 PROBES = {("GET", "/health"), ("GET", "/ready")}
@@ -20,22 +21,8 @@ REBOUND = "evil.example:8000"
 
 def routes_of(client: Client) -> list[tuple[str, str]]:
     """Method and a path of every route; of the pass-through those of vLLM's that it might know."""
-    found = []
-    for path, method in listed(client.app.routes):
-        found.append((method, re.sub(r"\{[^}]*\}", "x", path)))
+    found = [(method, path) for path, methods in served_by(client).items() for method in methods]
     return [*found, ("GET", "/metrics"), ("GET", "/v1/models"), ("POST", "/tokenize")]
-
-
-def listed(routes: Any) -> list[tuple[str, str]]:
-    """Path and method of all routes, those of included routers too."""
-    found: list[tuple[str, str]] = []
-    for route in routes:
-        inner = getattr(route, "effective_candidates", None)
-        if inner is not None:
-            found += listed(inner())
-        else:
-            found += [(route.path, method) for method in getattr(route, "methods", None) or () if method != "HEAD"]
-    return found
 
 
 def refusals(client: Client, **headers: str) -> dict[tuple[str, str], tuple[int, str | None]]:
@@ -182,8 +169,8 @@ def test_a_variable_names_several():
 
 
 @pytest.fixture
-def front_url(tmp_path: Path) -> Any:
-    with FakeVllm(str(tmp_path / "reports")) as vllm, running_front(vllm) as front:
+def front_url(vllm: FakeVllm) -> Any:
+    with running_front(vllm) as front:
         yield str(front.base_url)
 
 
@@ -211,9 +198,9 @@ def test_raw_requests(front_url: str, head: str, status: int):
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "host_not_allowed"
 
 
-def test_a_path_comes_from_the_request_and_not_from_its_host(tmp_path: Path):
+def test_a_path_comes_from_the_request_and_not_from_its_host(vllm: FakeVllm):
     """With keys every host is taken: one with a path in it must not be taken for the path."""
-    with FakeVllm(str(tmp_path / "reports")) as vllm, running_front(vllm, keys=key_ring()) as front:
+    with running_front(vllm, keys=key_ring()) as front:
         head = "GET /v1/models/x HTTP/1.1\nconnection: close\nhost: {}\nauthorization: Bearer " + ADMIN_KEY
         for host in ("a/v1/collective_rpc?", "a/version#", "a"):
             assert status_of(raw(str(front.base_url), head.format(host))) in (200, 400)

@@ -7,10 +7,8 @@ from typing import Literal
 import openai
 import pydantic
 import pytest
-from benchmarks.server_thread import ServerThread
 
-from chunkweave_server.backend import Stage
-from tests.server.conftest import KEYS, key_ring, toy_service, wait_until
+from tests.server.conftest import KEYS, key_ring, listening, toy_service
 
 PASSAGE = "The ferry leaves the northern pier at nine and again at noon. "
 MESSAGES = [{"role": "user", "content": "When does the ferry leave?"}]
@@ -18,9 +16,7 @@ MESSAGES = [{"role": "user", "content": "When does the ferry leave?"}]
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    service = toy_service(keys=key_ring(), requests_per_minute=6000.0)
-    with ServerThread(service) as server:
-        wait_until(lambda: service.stage is Stage.READY)
+    with listening(toy_service(keys=key_ring(), requests_per_minute=6000.0)) as server:
         yield f"{server.url}/v1"
 
 
@@ -42,24 +38,14 @@ def test_a_chat(client: openai.OpenAI):
 
 
 def test_a_stream_as_the_quickstart_reads_it(client: openai.OpenAI):
-    whole = client.chat.completions.create(model="toy", messages=MESSAGES, max_tokens=9, temperature=0)
-    stream = client.chat.completions.create(model="toy", messages=MESSAGES, max_tokens=9, temperature=0, stream=True)
-    text = ""
-    for chunk in stream:
-        text += chunk.choices[0].delta.content or ""
-        last = chunk
-    assert text == whole.choices[0].message.content
-    assert last.model_extra["chunkweave"]["new_tokens"] == 9
-
-
-def test_the_usage_of_a_stream(client: openai.OpenAI):
-    stream = client.chat.completions.create(
-        model="toy", messages=MESSAGES, max_tokens=3, stream=True, stream_options={"include_usage": True}
-    )
+    asked = {"model": "toy", "messages": MESSAGES, "max_tokens": 9, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
     *others, last = stream
-    assert last.choices == []
-    assert last.usage.completion_tokens == 3
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in others) == whole.choices[0].message.content
     assert all(chunk.usage is None for chunk in others)
+    assert (last.choices, last.usage.completion_tokens) == ([], 9)
+    assert last.model_extra["chunkweave"]["new_tokens"] == 9
 
 
 def test_streaming_helpers_and_the_asynchronous_client(url: str):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -11,7 +12,7 @@ from chunkweave.engine.runner import Runner
 from chunkweave_server.app import create_app, listening_socket
 from chunkweave_server.service import Service
 from chunkweave_server.settings import ListenSettings
-from tests.server.conftest import engine_of, started, toy_service
+from tests.server.conftest import engine_of, toy_service, until_ready
 
 PASSAGE = "The ferry leaves the northern pier at nine and again at noon. "
 
@@ -64,9 +65,7 @@ class Caller:
         return b"".join(message.get("body", b"") for message in self.sent).decode()
 
     async def until(self, pieces: int) -> None:
-        async with asyncio.timeout(30):
-            while self.text.count("data: ") < pieces:
-                await asyncio.sleep(0.002)
+        await until(lambda: self.text.count("data: ") >= pieces)
 
 
 def long_answer(**more) -> dict:
@@ -81,7 +80,7 @@ def serving(test, **options):
         service = toy_service(**options)
         app = create_app(service)
         async with app.router.lifespan_context(app):
-            await started(service)
+            await asyncio.to_thread(until_ready, service)
             await test(app, service)
             if service.ready:
                 await idle(service)
@@ -91,46 +90,43 @@ def serving(test, **options):
     asyncio.run(main())
 
 
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
 async def idle(service: Service) -> None:
     """All requests have ended, and their blocks are free."""
-    parts = service.require_ready()
-    async with asyncio.timeout(30):
-        while (
-            parts.answering.running
-            or engine_of(service).batching.stats.running
-            or engine_of(service).batching.stats.waiting
-        ):
-            await asyncio.sleep(0.005)
-    assert engine_of(service).batching.stats.blocks_reserved == 0
+    running, batching = service.require_ready().answering.running, engine_of(service).batching
+    await until(lambda: not (running or batching.stats.running or batching.stats.waiting))
+    assert batching.stats.blocks_reserved == 0
     assert service.limits.running("") == 0
 
 
-@pytest.mark.parametrize("pieces", [1, 5])
-def test_a_client_that_goes_in_mid_stream_frees_its_blocks(pieces: int):
+async def one_runs_and_one_waits(app, service: Service, **more) -> tuple[Caller, Caller]:
+    """Two requests to a server that runs one at a time."""
+    batching = engine_of(service).batching
+    running = Caller(app, long_answer(**more))
+    await until(lambda: batching.stats.running)
+    waiting = Caller(app, long_answer(**more))
+    await until(lambda: batching.stats.waiting)
+    return running, waiting
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 5], ids=["not streamed", "at the first piece", "in mid stream"])
+def test_a_client_that_goes_frees_its_blocks(pieces: int):
     async def test(app, service: Service):
-        caller = Caller(app, long_answer())
+        batching = engine_of(service).batching
+        caller = Caller(app, long_answer(stream=pieces > 0))
+        await until(lambda: batching.stats.running)
         await caller.until(pieces)
-        assert engine_of(service).batching.stats.blocks_reserved > 0
+        assert batching.stats.blocks_reserved > 0
         caller.gone.set()
         await asyncio.wait_for(caller.task, 10)
         await idle(service)
-        stats = engine_of(service).batching.stats
-        assert (stats.aborted, stats.finished) == (1, 0)
-        assert stats.decoded_tokens < 399
-
-    serving(test)
-
-
-def test_a_client_that_goes_before_its_answer_frees_its_blocks():
-    async def test(app, service: Service):
-        caller = Caller(app, long_answer(stream=False))
-        async with asyncio.timeout(10):
-            while not engine_of(service).batching.stats.running:
-                await asyncio.sleep(0.002)
-        caller.gone.set()
-        await asyncio.wait_for(caller.task, 10)
-        await idle(service)
-        assert engine_of(service).batching.stats.aborted == 1
+        assert (batching.stats.aborted, batching.stats.finished) == (1, 0)
+        assert batching.stats.decoded_tokens < 399
 
     serving(test)
 
@@ -188,14 +184,7 @@ def gate(monkeypatch) -> threading.Event:
 
 def test_a_full_queue_is_503_with_retry_after(gate: threading.Event):
     async def test(app, service: Service):
-        running = Caller(app, long_answer(max_tokens=1))
-        async with asyncio.timeout(10):
-            while not engine_of(service).batching.stats.running:
-                await asyncio.sleep(0.002)
-        waiting = Caller(app, long_answer(max_tokens=1))
-        async with asyncio.timeout(10):
-            while not engine_of(service).batching.stats.waiting:
-                await asyncio.sleep(0.002)
+        running, waiting = await one_runs_and_one_waits(app, service, max_tokens=1)
         refused = Caller(app, long_answer(max_tokens=1))
         await asyncio.wait_for(refused.task, 10)
         assert refused.status == 503
@@ -209,14 +198,7 @@ def test_a_full_queue_is_503_with_retry_after(gate: threading.Event):
 
 def test_a_deadline_before_the_first_token_is_504(gate: threading.Event):
     async def test(app, service: Service):
-        running = Caller(app, long_answer())
-        async with asyncio.timeout(10):
-            while not engine_of(service).batching.stats.running:
-                await asyncio.sleep(0.002)
-        waiting = Caller(app, long_answer())
-        async with asyncio.timeout(10):
-            while not engine_of(service).batching.stats.waiting:
-                await asyncio.sleep(0.002)
+        running, waiting = await one_runs_and_one_waits(app, service)
         await asyncio.sleep(0.3)
         gate.set()
         await asyncio.wait_for(asyncio.gather(running.task, waiting.task), 10)
@@ -224,19 +206,6 @@ def test_a_deadline_before_the_first_token_is_504(gate: threading.Event):
         assert '"code":"timeout"' in waiting.text
 
     serving(test, max_num_seqs=1, deadline_s=0.2)
-
-
-def test_an_error_in_mid_stream_is_its_last_event():
-    async def test(app, service: Service):
-        caller = Caller(app, long_answer())
-        await caller.until(3)
-        service.end_answers()
-        await asyncio.wait_for(caller.task, 10)
-        *_, error, done, rest = caller.text.split("\n\n")
-        assert (done, rest) == ("data: [DONE]", "")
-        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "stopping"
-
-    serving(test)
 
 
 def test_a_stopping_server_takes_nothing_new_and_ends_what_runs():
@@ -249,7 +218,9 @@ def test_a_stopping_server_takes_nothing_new_and_ends_what_runs():
         assert refused.status == 503
         await service.stop()
         await asyncio.wait_for(running.task, 10)
-        assert '"code":"stopping"' in running.text
+        *_, error, done, rest = running.text.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "stopping"
 
     serving(test)
 

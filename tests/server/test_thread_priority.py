@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from chunkweave.retrieval.corpus import Corpus
 from chunkweave_server.threads import TenantThreads
 from tests.server.conftest import Serve
 
@@ -61,8 +62,6 @@ def test_work_behind_answers_is_interrupted_sooner_until_the_last_of_it_has_ende
 
 
 def test_documents_are_taken_in_behind_answers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    from chunkweave.retrieval.corpus import Corpus
-
     seen, update = [], Corpus.update
 
     def watched(self, *args, **options):
@@ -70,9 +69,6 @@ def test_documents_are_taken_in_behind_answers(serve: Serve, monkeypatch: pytest
         return update(self, *args, **options)
 
     monkeypatch.setattr(Corpus, "update", watched)
-    client = serve()
-    assert client.post("/v1/corpora", json={"name": "notes"}).status_code == 201
-    added = client.post("/v1/corpora/notes/documents", json={"documents": ["The ferry leaves at seven."]})
-    assert added.status_code == 200
+    serve().make_corpus(documents=["The ferry leaves at seven."])
     assert seen
     assert all(one > niceness() for one in seen)
