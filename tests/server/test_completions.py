@@ -1,24 +1,16 @@
 """Chat and plain completions: answers, streams, usage, and what is refused."""
 
-import json
-
 import pytest
 
 from chunkweave import Request, SamplingParams
 from chunkweave_server.bodies import NOTHING_NAMED, say_that_nothing_was_named
 from chunkweave_server.replies import ReplyForm
-from tests.server.conftest import Client, toy_engine
+from tests.chat_tools import called, said
+from tests.server.conftest import Client, events_of, report_of, toy_engine
 
 FERRY = "The ferry leaves the northern pier at nine and again at noon. "
 CHOIR = "The choir sings on Sundays in the hall behind the church. "
-
-
-def events(response) -> list[dict]:
-    assert response.headers["content-type"].startswith("text/event-stream")
-    lines = response.text.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    assert all(line.startswith("data: ") for line in lines[:-1])
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+QUESTION = {"role": "user", "content": "When?"}
 
 
 @pytest.mark.backend("engine")
@@ -101,42 +93,37 @@ def test_a_report_names_the_method_that_was_requested_and_what_it_came_to(client
     documents = [FERRY * 3, CHOIR * 3]
     weave = {"method": "cacheblend", "recompute_ratio": 0.4, "order": "fixed"}
     asked = [(documents, weave), (documents[::-1], weave), (documents, {"method": "full", "order": "fixed"})]
-    reports = [client.ask(documents=given, chunkweave=reuse).json()["chunkweave"] for given, reuse in asked]
+    answers = [client.ask(documents=given, chunkweave=reuse) for given, reuse in asked]
+    reports = list(map(report_of, answers))
     assert [one["method"] for one in reports] == ["cacheblend", "cacheblend", "full"]
     assert {one["why"] for one in reports} == {"asked for"}
     assert [one["effective_method"] for one in reports] == ["full", "cacheblend", "full"]
     assert all(one["engine_cached_tokens"] == 0 for one in reports)
+    woven, usage = reports[1], answers[1].json()["usage"]
+    assert woven["recomputed_tokens"] > 0
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached == woven["prefix_exact_tokens"] + woven["reused_tokens"], "what is computed again is not cached"
+    assert cached + woven["recomputed_tokens"] + woven["computed_tokens"] == usage["prompt_tokens"]
 
 
 @pytest.mark.backend("engine")
 def test_one_that_finds_all_of_it_as_an_exact_prefix_came_to_prefix(client: Client):
     weave = {"method": "cacheblend", "order": "fixed"}
-    reports = [client.ask(documents=[FERRY, CHOIR], chunkweave=weave).json()["chunkweave"] for _ in range(2)]
+    answers = [client.ask(documents=[FERRY, CHOIR], chunkweave=weave) for _ in range(2)]
+    reports = list(map(report_of, answers))
     assert [one["method"] for one in reports] == ["cacheblend"] * 2
     assert [one["effective_method"] for one in reports] == ["full", "prefix"]
-
-
-@pytest.mark.backend("engine")
-def test_cached_tokens_are_those_that_were_not_computed_again(client: Client):
-    documents = [FERRY * 3, CHOIR * 3]
-    client.ask(documents=documents, chunkweave={"order": "fixed"})
-    same = client.ask(documents=documents, chunkweave={"order": "fixed"}).json()
-    assert same["usage"]["prompt_tokens_details"]["cached_tokens"] == same["chunkweave"]["prefix_exact_tokens"] > 0
-    weave = {"method": "cacheblend", "recompute_ratio": 0.4, "order": "fixed"}
-    woven = client.ask(documents=documents[::-1], chunkweave=weave).json()
-    report = woven["chunkweave"]
-    assert report["method"] == "cacheblend"
-    assert report["recomputed_tokens"] > 0
-    cached = woven["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert cached == report["prefix_exact_tokens"] + report["reused_tokens"]
-    assert cached + report["recomputed_tokens"] + report["computed_tokens"] == woven["usage"]["prompt_tokens"]
+    cached = answers[1].json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == reports[1]["prefix_exact_tokens"] > 0
 
 
 @pytest.mark.parametrize("with_usage", [False, True])
 def test_a_stream_says_the_same_piece_by_piece(client: Client, with_usage: bool):
     whole = client.ask(documents=[FERRY], max_tokens=12).json()
+    assert (whole["object"], whole["usage"]["completion_tokens"]) == ("chat.completion", 12)
+    assert whole["choices"][0]["finish_reason"] == "length"
     options = {"stream_options": {"include_usage": True}} if with_usage else {}
-    told = events(client.ask(documents=[FERRY], max_tokens=12, stream=True, **options))
+    told = events_of(client.ask(documents=[FERRY], max_tokens=12, stream=True, **options))
     assert len({(one["id"], one["created"], one["model"], one["object"]) for one in told}) == 1
     assert told[0]["object"] == "chat.completion.chunk"
     assert told[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -162,7 +149,7 @@ def test_a_plain_completion_is_the_question_of_a_chat(client: Client):
     assert plain["object"] == "text_completion"
     assert plain["choices"][0]["text"] == chat["choices"][0]["message"]["content"]
     assert plain["usage"]["prompt_tokens"] == chat["usage"]["prompt_tokens"]
-    told = events(client.post("/v1/completions", json={**body, "prompt": [body["prompt"]], "stream": True}))
+    told = events_of(client.post("/v1/completions", json={**body, "prompt": [body["prompt"]], "stream": True}))
     assert "".join(one["choices"][0]["text"] for one in told) == plain["choices"][0]["text"]
     assert told[-1]["choices"][0]["finish_reason"] == "length"
 
@@ -190,6 +177,10 @@ def test_sampling_follows_seed_stop_and_limits(client: Client):
         ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more"),
         ({"chunkweave": {"method": "magic"}}, "magic"),
         ({"chunkweave": {"recompute_ratio": 1.5}}, "recompute_ratio must be a number between 0 and 1, not 1.5"),
+        ({"chunkweave": {"method": "cacheblend", "check_layers": [0]}}, "check_layers"),
+        ({"chunkweave": {"method": "cacheblend", "check_layers": "1"}}, "check_layers"),
+        ({"chunkweave": {"method": "cachecraft", "alpha": -1}}, "alpha"),
+        ({"chunkweave": {"method": "cachecraft", "alpha": "much"}}, "alpha"),
         ({"chunkweave": {"quality": "nice"}}, "nice"),
         ({"chunkweave": {"quality": "fast"}}, "not calibrated"),
         ({"chunkweave": {"quality": "exact", "method": "cacheblend"}}, "both given"),
@@ -206,9 +197,18 @@ def test_sampling_follows_seed_stop_and_limits(client: Client):
         ({"messages": [{"role": "assistant", "content": "x"}]}, "last message"),
         ({"messages": [{"role": "system", "content": "x"}]}, "last message"),
         ({"messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}]}, "earlier turns"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}, {"role": "user", "content": "x"}]},
+            "unsupported_conversation",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}, {"role": "user", "content": "x"}]}, "begin with the user's"),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "earlier turns"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [QUESTION, said("Noon.")]}, "tools' results must follow their calls"),
+        ({"messages": [QUESTION, called("7"), said("Noon.")]}, "not a JSON object"),
+        ({"messages": [QUESTION, called(), said("Noon."), called()]}, "earlier turns"),
+        ({"messages": [QUESTION, called()]}, "the last message must be the user's"),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(client: Client, body: dict, named: str):
@@ -216,7 +216,8 @@ def test_what_is_wrong_is_refused_by_name(client: Client, body: dict, named: str
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error"
-    assert named in f"{error['message']} {error['param']}"
+    assert named in f"{error['message']} {error['param']} {error['code']}"
+    assert client.fake is None or client.fake.seen == []
 
 
 @pytest.mark.backend("engine")
@@ -224,9 +225,9 @@ def test_what_is_wrong_is_refused_by_name(client: Client, body: dict, named: str
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"logit_bias": {"1": 2}}, "logit_bias"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"temperature": 2.5}, "temperature"),
@@ -267,31 +268,9 @@ def test_vllm_takes_what_the_engine_does_not(client: Client, body: dict):
     assert client.ask(documents=[FERRY], **body).status_code == 200
 
 
-def test_a_request_may_say_check_layers_and_alpha(client: Client):
-    documents = [FERRY, CHOIR]
-    for told in ({"method": "cacheblend", "check_layers": [1]}, {"method": "cachecraft", "alpha": 0.5, "focus": False}):
-        response = client.ask(documents=documents, chunkweave=told)
-        assert response.status_code == 200, response.text
-    for wrong in ({"check_layers": [0]}, {"check_layers": "1"}, {"alpha": -1}, {"alpha": "much"}):
-        refused = client.ask(documents=documents, chunkweave={"method": "cacheblend", **wrong})
-        assert refused.status_code == 400
-        assert next(iter(wrong)) in refused.json()["error"]["message"]
-
-
 def test_neutral_values_of_what_is_not_supported_are_fine(client: Client):
     neutral = {"n": 1, "logprobs": False, "frequency_penalty": 0, "presence_penalty": 0.0, "user": "u", "tools": None}
     assert client.ask(**neutral, model="toy").status_code == 200
-
-
-@pytest.mark.backend("engine")
-def test_invalid_json_and_unicode_are_refused(client: Client):
-    headers = {"content-type": "application/json"}
-    broken = client.post("/v1/chat/completions", content=b"{no", headers=headers)
-    assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
-    half = client.post("/v1/completions", content=b'{"prompt": "\\ud800"}', headers=headers)
-    assert half.status_code == 400
-    assert client.post("/v1/completions", content=b'{"prompt": "\xff"}', headers=headers).status_code == 400
-    assert client.post("/v1/completions", content=b"", headers=headers).status_code == 400
 
 
 @pytest.mark.backend("engine")
@@ -300,11 +279,6 @@ def test_another_model_is_not_found(client: Client):
     assert client.get("/v1/models").json()["data"][0]["id"] == "toy"
     assert client.get("/v1/models/toy").json()["object"] == "model"
     assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
-
-
-def test_the_order_of_documents_may_be_said(client: Client):
-    assert client.ask(documents=[FERRY], chunkweave={"order": "fixed"}).status_code == 200
-    assert client.ask(documents=[FERRY], chunkweave={"order": "free"}).status_code == 200
 
 
 def test_every_answer_has_its_own_number():

@@ -1,4 +1,4 @@
-"""Every panel of the Grafana board has data, behind our own engine and behind vLLM."""
+"""Every panel of the Grafana board has data behind vLLM; integration/test_server_metrics.py has our own engine."""
 
 import json
 import re
@@ -8,15 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.testclient import TestClient
 
 from chunkweave.weaving.stores import open_store, store_counts
-from chunkweave_server.app import create_app
-from chunkweave_server.backend import Stage
-from chunkweave_server.service import Service, make_backend
 from chunkweave_server.settings import resolve
 from tests.server.conftest import wait_until
-from tests.server.fake_vllm import FakeVllm
 from tests.server.fronts import DOCUMENTS, running_front
 
 BOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "chunkweave.json"
@@ -58,25 +53,13 @@ def stores(tmp_path: Path) -> dict[str, str]:
     return {"cache_dir": str(tmp_path / "cache"), "remote_url": f"file://{tmp_path / 'remote'}"}
 
 
-def test_behind_our_own_engine(stores):
-    settings = resolve({"model": "reader", "shadow_every": 1, **stores}, {}).settings
-    service = Service(settings, make_backend(settings))
-    with TestClient(create_app(service), base_url="http://localhost") as client:
-        wait_until(lambda: service.stage in (Stage.READY, Stage.FAILED))
-        assert service.failure is None
-        for asked in ASKED:
-            body = {"messages": [{"role": "user", "content": "When does it leave?"}], **asked}
-            assert client.post("/v1/chat/completions", json=body).status_code == 200
-        assert_every_panel_has_data(client.get("/metrics").text)
-
-
-def test_behind_vllm(stores, tmp_path):
+def test_behind_vllm(stores, vllm):
     settings = resolve({"model": "reader", **stores}, {}).settings
     store = open_store(settings.store, "0" * 32, torch.device("cpu"))
     counts = store_counts(store)
     store.close()
     counts["levels"]["host"]["bytes"] = 4096
-    with FakeVllm(str(tmp_path / "reports")) as vllm, running_front(vllm, shadow_every=1) as front:
+    with running_front(vllm, shadow_every=1) as front:
         for rank in range(2):
             vllm.send_counts(f"vllm/{rank}", counts)
         vllm.send_counts("vllm/1", counts)  # later counts take the place of earlier ones

@@ -21,11 +21,6 @@ def _words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chunkweave_server.embeddings.make_embedder", lambda: make_embedder("hashed-ngrams"))
 
 
-@pytest.fixture
-def client(serve: Serve) -> Client:
-    return serve()
-
-
 def embed(client: Client, key: str | None = None, **body: Any) -> Any:
     return client.post("/v1/embeddings", json=body, headers=bearer(key))
 
@@ -66,14 +61,6 @@ def test_wrong_requests_are_refused(client: Client, body: dict[str, Any], status
 
 def test_unknown_fields_are_named(client: Client):
     assert embed(client, input="a", user="u", dimensions=2048, more=1).headers[UNKNOWN_HEADER] == "more"
-
-
-def test_keys_and_rates_are_those_of_other_routes(serve: Serve):
-    client = serve(keys=key_ring(), requests_per_minute=1.0, burst=2)
-    assert embed(client, input="a").status_code == 401
-    statuses = [embed(client, KEYS["acme"], input="a").status_code for _ in range(3)]
-    assert statuses == [200, 200, 429]
-    assert embed(client, KEYS["bolt"], input="a").status_code == 200
 
 
 def page(client: Client, origin: str, method: str = "GET", path: str = "/v1/models", **headers: str) -> Any:

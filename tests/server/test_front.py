@@ -2,28 +2,19 @@
 
 import json
 import random
-import re
 import threading
 from pathlib import Path
 
-import httpx
-import openai
 import pytest
-from starlette.responses import JSONResponse
+from starlette.responses import PlainTextResponse
 
 from chunkweave.models.adapters import Adapter
-from tests.chat_tools import TEMPLATE, TOOL, called, said
-from tests.server.conftest import ADMIN_KEY, KEYS, key_ring, wait_until
+from tests.chat_tools import TEMPLATE, TOOL
+from tests.server.conftest import KEYS, bearer, error_of, key_ring, later, report_of, wait_until
 from tests.server.fake_vllm import FakeVllm
 from tests.server.fronts import DOCUMENTS, MORE, running_front
 
 WEAVE = {"method": "cacheblend", "recompute_ratio": 0.25, "order": "fixed"}
-
-
-@pytest.fixture
-def vllm(tmp_path):
-    with FakeVllm(str(tmp_path / "reports")) as fake:
-        yield fake
 
 
 @pytest.fixture
@@ -33,19 +24,26 @@ def front(vllm, request):
 
 
 @pytest.fixture
-def two(tmp_path):
+def two(fakes):
     """Two servers, and a front before them."""
-    path = str(tmp_path / "reports")
-    with FakeVllm(path) as one, FakeVllm(path) as other, running_front(one, other) as client:
-        yield client, one, other
+    with running_front(*fakes) as client:
+        yield client, *fakes
+
+
+def params_of(sent):
+    """What the plug-in is told with a request."""
+    return sent["kv_transfer_params"]["chunkweave"]
+
+
+def builder_of(front):
+    return front.service.backend.context.preparer.builder
 
 
 def test_parts_are_tokenized_apart_and_their_places_are_told(front, vllm):
     assert front.ask(documents=DOCUMENTS, chunkweave=WEAVE).status_code == 200
     (sent,) = vllm.seen
-    params = sent["kv_transfer_params"]["chunkweave"]
-    builder = front.service.backend.context.preparer.builder
-    prompt = builder.build("When does the ferry leave?", DOCUMENTS)
+    params = params_of(sent)
+    prompt = builder_of(front).build("When does the ferry leave?", DOCUMENTS)
     assert sent["prompt"] == list(prompt.token_ids)
     assert [sent["prompt"][start:stop] for start, stop in params["chunks"]] == [
         list(part.token_ids) for part in prompt.parts if part.kind == "chunk"
@@ -53,49 +51,6 @@ def test_parts_are_tokenized_apart_and_their_places_are_told(front, vllm):
     assert (params["method"], params["recompute_ratio"]) == ("cacheblend", 0.25)
     assert params["start_tokens"] == len(prompt.parts[0])
     assert sent["max_tokens"] == 4
-
-
-def test_a_requests_priority_is_vllms(front, vllm):
-    assert front.ask(priority=-3, documents=DOCUMENTS, chunkweave=WEAVE).status_code == 200
-    assert [sent["priority"] for sent in vllm.seen] == [-3]
-
-
-def test_recomputed_tokens_are_not_cached_and_the_report_says_so(front):
-    first = front.ask(documents=DOCUMENTS, chunkweave=WEAVE).json()["chunkweave"]
-    assert (first["method"], first["why"], first["effective_method"]) == ("cacheblend", "asked for", "full")
-    told = front.ask(documents=DOCUMENTS[::-1], chunkweave=WEAVE).json()
-    report = told["chunkweave"]
-    assert report["recomputed_tokens"] > 0
-    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] == report["reused_tokens"]
-    sources = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
-    assert sum(report[name] for name in sources) == report["prompt_tokens"] == told["usage"]["prompt_tokens"]
-    assert (report["why"], report["effective_method"]) == ("asked for", "cacheblend")
-    assert [chunk["rank"] for chunk in report["chunks"]] == [0, 1]
-
-
-def test_a_chat_that_is_not_streamed(front):
-    told = front.ask(documents=DOCUMENTS).json()
-    assert told["object"] == "chat.completion"
-    choice = told["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": " w0 w1 w2 w3", "refusal": None}
-    assert choice["finish_reason"] == "length"
-    assert told["usage"]["completion_tokens"] == 4
-
-
-@pytest.mark.parametrize("with_usage", [False, True])
-def test_a_chat_that_is_streamed_ends_with_usage_and_report(front, with_usage):
-    options = {"stream_options": {"include_usage": True}} if with_usage else {}
-    events = front.events(documents=DOCUMENTS, **options)
-    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    text = "".join(one["choices"][0]["delta"].get("content", "") for one in events if one["choices"])
-    assert text == " w0 w1 w2 w3"
-    assert [("chunkweave" in one) for one in events] == [False] * (len(events) - 1) + [True]
-    finished = [one["choices"][0]["finish_reason"] for one in events if one["choices"]]
-    assert finished == [None] * (len(finished) - 1) + ["length"]
-    assert bool(events[-1]["choices"]) is not with_usage
-    if with_usage:
-        assert events[-1]["usage"]["completion_tokens"] == 4
-        assert all(one["usage"] is None for one in events[:-1])
 
 
 def test_plain_completions_with_documents_and_several_answers(front):
@@ -122,17 +77,6 @@ def test_a_completion_has_no_more_alternatives_than_it_asked_for(front):
     assert logprobs["top_logprobs"] == [{" w0": -3.5, " x": -0.1}]
 
 
-def test_openais_client(front):
-    client = openai.OpenAI(base_url=str(front.base_url.join("/v1")), api_key="none")
-    ask = {"model": "m", "messages": [{"role": "user", "content": "When?"}], "extra_body": {"documents": DOCUMENTS}}
-    whole = client.chat.completions.create(**ask, max_tokens=3)
-    assert whole.choices[0].message.content == " w0 w1 w2"
-    assert whole.usage.prompt_tokens_details.cached_tokens == 0
-    stream = client.chat.completions.create(**ask, max_tokens=3, stream=True)
-    assert "".join(event.choices[0].delta.content or "" for event in stream) == " w0 w1 w2"
-    assert "m" in [model.id for model in client.models.list()]
-
-
 def test_what_says_nothing_of_documents_is_handed_through_untouched(front, vllm):
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}], "tools": [{}]}).encode()
     told = front.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
@@ -145,6 +89,7 @@ def test_what_says_nothing_of_documents_is_handed_through_untouched(front, vllm)
         assert [line for line in reply.iter_lines() if line] == ["data: 0", "data: 1", "data: 2"]
         assert reply.headers["content-type"].startswith("text/event-stream")
     assert {method for method, *_ in vllm.paths} == {"GET", "POST"}
+    assert "m" in [model["id"] for model in front.get("/v1/models").json()["data"]]
 
 
 @pytest.mark.parametrize("path", ["/sleep?level=2", "/pause", "/reset_prefix_cache?reset_external=true"])
@@ -170,11 +115,11 @@ def test_requests_that_name_no_model_are_answered_with_the_adapter(vllm):
 
 
 def test_fields_of_vllm_go_on_to_it(front, vllm):
-    front.ask(documents=DOCUMENTS, top_k=7, repetition_penalty=1.1, cache_salt="s", stop=["x"], temperature=0.3)
+    fields = {"top_k": 7, "repetition_penalty": 1.1, "stop": ["x"], "temperature": 0.3, "priority": -3}
+    front.ask(documents=DOCUMENTS, cache_salt="s", **fields)
     (sent,) = vllm.seen
-    picked = {name: sent[name] for name in ("top_k", "repetition_penalty", "cache_salt", "stop", "temperature")}
-    picked["cache_salt"] = bool(picked["cache_salt"])  # the tenant's own, of which "s" is a part
-    assert list(picked.values()) == [7, 1.1, True, ["x"], 0.3]
+    assert {name: sent[name] for name in fields} == fields
+    assert sent["cache_salt"], "the tenant's own, of which `s` is a part"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +132,7 @@ def test_fields_of_vllm_go_on_to_it(front, vllm):
 )
 def test_the_plug_in_may_raise_what_no_client_has_asked_for(front, vllm, reuse, raisable):
     front.ask(documents=DOCUMENTS, chunkweave=reuse)
-    assert vllm.seen[0]["kv_transfer_params"]["chunkweave"].get("at_least") is raisable
+    assert params_of(vllm.seen[0]).get("at_least") is raisable
 
 
 @pytest.mark.parametrize(
@@ -198,14 +143,8 @@ def test_the_plug_in_may_raise_what_no_client_has_asked_for(front, vllm, reuse, 
         ({"documents": ["a"], "tools": [TOOL], "tool_choice": "required"}, "tools need --enable-auto-tool-choice"),
         ({"documents": ["a"], "tool_choice": "required"}, "tool_choice needs tools"),
         ({"documents": ["a"], "truncate_prompt_tokens": 9}, "chunkweave: truncate_prompt_tokens"),
-        ({"documents": [""]}, "documents[0] is empty"),
-        ({"documents": ["a"], "chunkweave": {"method": "nonsense"}}, "unknown reuse method"),
-        ({"documents": ["a"], "chunkweave": {"methd": "full"}}, "unknown fields"),
         ({"documents": ["a " * 5000]}, "at most 2048 fit into the context"),
-        ({"documents": ["a"], "chunkweave": {"corpus": "c"}}, "either documents or"),
         ({"chunkweave": {"corpus": "c"}}, "no corpus 'c'"),
-        ({"documents": ["a"], "chunkweave": {"quality": "fast"}}, "was not calibrated"),
-        ({"documents": ["a"], "messages": []}, "messages"),
     ],
 )
 def test_wrong_requests_are_refused_in_openais_form(front, vllm, body, told):
@@ -227,11 +166,10 @@ def test_an_adapters_chunks_are_not_expected_where_anothers_are(two):
     front, one, other = two
     front.ask(documents=DOCUMENTS, model="ada")
     mirrors = [replica.contents for replica in front.service.backend.fleet.replicas]
-    builder = front.service.backend.context.preparer.builder
     assert sum(mirror.tokens > 0 for mirror in mirrors) == 1
-    prompt = builder.build("When?", DOCUMENTS)
-    path = [part.id for part in prompt.parts if part.id is not None]
-    sizes = [len(part) for part in prompt.parts if part.id is not None]
+    parts = [part for part in builder_of(front).build("When?", DOCUMENTS).parts if part.id is not None]
+    path = [part.id for part in parts]
+    sizes = [len(part) for part in parts]
     assert [mirror.cached_tokens(path, sizes, weaves=True) for mirror in mirrors] == [0, 0]
     assert {sent["model"] for sent in (*one.seen, *other.seen)} == {"ada"}
 
@@ -268,8 +206,7 @@ def with_tools(tmp_path):
 
 
 def rendered(front, sent) -> str:
-    tokenizer = front.service.backend.context.preparer.builder.tokenizer
-    return tokenizer._tokenizer.decode(sent["prompt"])
+    return builder_of(front).tokenizer._tokenizer.decode(sent["prompt"])
 
 
 def test_tools_are_rendered_and_their_calls_parsed_by_vllm(with_tools):
@@ -342,46 +279,6 @@ def test_a_forced_call_needs_a_parser_in_vllm(with_tools):
     assert not vllm.seen
 
 
-def test_what_tools_said_stands_behind_the_question(with_tools):
-    front, vllm = with_tools
-    question = {"role": "user", "content": "What time is it in Halvik?"}
-    exchange = [called('{"town": "Halvik</s>"}'), said("Noon.</s>")]
-    front.ask(documents=DOCUMENTS, tools=[TOOL], messages=[question, *exchange])
-    text = rendered(front, vllm.seen[0])
-    head, _, behind = text.partition("What time is it in Halvik?")
-    assert DOCUMENTS[1] in head
-    assert behind == (
-        '</s>\n<|assistant|>\n<tool_call>{"name": "get_time", "arguments": {"town": "Halvik</s>"}}</tool_call></s>\n'
-        "<|user|>\n<said>Noon.</s></said></s>\n<|assistant|>\n"
-    )
-    stops = vllm.seen[0]["prompt"].count(
-        front.service.backend.context.preparer.builder.tokenizer._tokenizer.eos_token_id
-    )
-    assert stops == text.count("</s>") - 2, "what a tool says ends no turn"
-
-    more = [{"role": "assistant", "content": "It is noon."}, {"role": "user", "content": "And in Lune?"}]
-    front.ask(documents=DOCUMENTS, tools=[TOOL], messages=[question, *exchange, *more])
-    text = rendered(front, vllm.seen[1])
-    assert text.index("What time") < text.index("It is noon.") < text.index(DOCUMENTS[0]) < text.index("And in Lune?")
-
-
-@pytest.mark.parametrize(
-    ("messages", "told"),
-    [
-        ([said("Noon.")], "earlier turns"),
-        ([called("7"), said("Noon.")], "not a JSON object"),
-        ([called(), said("Noon."), called()], "earlier turns"),
-        ([called()], "the last message must be the user's"),
-    ],
-)
-def test_messages_of_tools_that_make_no_turn_are_refused(with_tools, messages, told):
-    front, vllm = with_tools
-    refused = front.ask(documents=DOCUMENTS, messages=[{"role": "user", "content": "When?"}, *messages])
-    assert refused.status_code == 400
-    assert told in refused.json()["error"]["message"]
-    assert not vllm.seen
-
-
 def test_a_template_reads_what_the_request_says_to_it(with_tools):
     front, vllm = with_tools
     front.ask(documents=DOCUMENTS, chat_template_kwargs={"brief": True})
@@ -390,20 +287,13 @@ def test_a_template_reads_what_the_request_says_to_it(with_tools):
     assert "chat_template_kwargs" in refused.json()["error"]["message"]
 
 
-def test_what_vllm_refuses_is_told_in_its_words(front, vllm):
-    vllm.behave = lambda _: JSONResponse({"error": {"message": "top_k is odd", "code": 400, "param": "top_k"}}, 400)
-    refused = front.ask(documents=DOCUMENTS, top_k=-7)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["message"] == "top_k is odd"
-
-
 def test_a_full_prefill_takes_nothing_from_vllms_own_cache_either(front, vllm):
     """With documents the plug-in sees to it, and stores them under the client's salt; without, nothing is stored."""
     for documents in (DOCUMENTS, DOCUMENTS, [], []):
         told = front.ask(documents=documents, chunkweave={"method": "full"}, cache_salt="mine").json()
         assert told["chunkweave"]["computed_tokens"] == told["usage"]["prompt_tokens"]
         assert (told["chunkweave"]["method"], told["chunkweave"]["effective_method"]) == ("full", "full")
-    assert [one["kv_transfer_params"]["chunkweave"]["method"] for one in vllm.seen[:2]] == ["full"] * 2
+    assert [params_of(one)["method"] for one in vllm.seen[:2]] == ["full"] * 2
     assert not any("kv_transfer_params" in one for one in vllm.seen[2:])
     front.ask(chunkweave={"method": "prefix"}, cache_salt="mine")
     salts = [one["cache_salt"] for one in vllm.seen]
@@ -420,23 +310,12 @@ def test_a_full_prefill_does_not_make_the_front_forget_what_a_server_holds(front
     assert replica.contents.tokens == held > 0
 
 
-def test_documents_may_be_reordered_unless_the_request_says_no(front):
-    def ranks(order, documents):
-        told = front.ask(documents=documents, chunkweave={"order": order}).json()["chunkweave"]
-        return [chunk["rank"] for chunk in told["chunks"]]
-
-    for _ in range(3):
-        ranks("free", [DOCUMENTS[1]])
-    assert ranks("fixed", DOCUMENTS) == [0, 1]
-    assert ranks("free", DOCUMENTS) == [1, 0]
-
-
 def test_what_comes_back_is_promoted_and_what_does_not_is_not_expected_to_be_stored(vllm):
     """CRAFT's thresholds with a free order: the connector grows exact prefixes over what the front has counted."""
 
     def sent(*documents, **reuse):
         assert front.ask(documents=list(documents), chunkweave=reuse).status_code == 200
-        params = vllm.seen[-1]["kv_transfer_params"]["chunkweave"]
+        params = params_of(vllm.seen[-1])
         return params.get("promoted"), params.get("continued")
 
     with running_front(vllm, promotion_threshold=1, continuation_threshold=2) as front:
@@ -457,49 +336,18 @@ def test_what_comes_back_is_promoted_and_what_does_not_is_not_expected_to_be_sto
         assert [sent(ferry, **exact) for _ in range(2)] == [(None, None)] * 2
 
 
-@pytest.mark.parametrize("threshold", [1, 2, 3])
-def test_a_threshold_of_n_is_reached_by_the_nth_request(vllm, threshold):
-    """The request that asks counts, as it does in our own engine."""
-
-    def sent(method, name):
-        assert front.ask(documents=DOCUMENTS, chunkweave={"method": method, "order": "free"}).status_code == 200
-        return vllm.seen[-1]["kv_transfer_params"]["chunkweave"].get(name) or []
-
-    thresholds = {"promotion_threshold": threshold, "continuation_threshold": threshold}
-    for method, name in (("prefix", "promoted"), ("cacheblend", "continued")):
-        with running_front(vllm, **thresholds) as front:
-            told = [sent(method, name) for _ in range(4)]
-        assert told == [[] if number < threshold else [0, 1] for number in range(1, 5)], method
-
-
-def test_a_corpus_is_searched_before_vllm_is_asked(front, vllm):
-    assert front.post("/v1/corpora", json={"name": "sea", "chunk_tokens": 32}).status_code == 201
-    added = front.post("/v1/corpora/sea/documents", json={"documents": [*DOCUMENTS, MORE]})
-    assert added.status_code == 200, added.text
-    told = front.ask(chunkweave={"corpus": "sea", "top_k": 2}).json()["chunkweave"]
-    assert len(told["retrieved"]) == 2
-    assert len(vllm.seen[-1]["kv_transfer_params"]["chunkweave"]["chunks"]) == 2
-
-
 def test_tenants_never_share_a_salt(vllm):
     with running_front(vllm, keys=key_ring()) as front:
-        assert front.ask(documents=DOCUMENTS).status_code == 401
         for key in KEYS.values():
-            pooled = front.post("/v2/embed", json={"input": "x"}, headers={"authorization": f"Bearer {key}"})
+            pooled = front.post("/v2/embed", json={"input": "x"}, headers=bearer(key))
             assert "cache_salt" in json.loads(pooled.json()["body"])
-            for body in ({"documents": DOCUMENTS}, {"prompt": "plain"}, {"prompt": "plain", "cache_salt": "x"}):
-                path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-                whole = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 2, **body}
-                told = front.post(path, json=whole, headers={"authorization": f"Bearer {key}"})
-                assert told.status_code == 200
+            assert front.ask(documents=DOCUMENTS, key=key).status_code == 200
+            for body in ({"prompt": "plain"}, {"prompt": "plain", "cache_salt": "x"}):
+                assert front.post("/v1/completions", json=body, headers=bearer(key)).status_code == 200
         salts = [sent.get("cache_salt") for sent in vllm.seen]
         assert None not in salts
         assert salts[0] == salts[1], "documents and plain prompts of one tenant meet"
         assert len(set(salts)) == 4
-        assert front.post("/collective_rpc", headers={"authorization": f"Bearer {KEYS['acme']}"}).status_code == 403
-        assert front.post("/collective_rpc", headers={"authorization": f"Bearer {ADMIN_KEY}"}).status_code == 200
-        assert front.get("/metrics").status_code == 401
-        assert front.get("/ping").status_code == 200, "it needs no key"
 
 
 @pytest.mark.parametrize("method", ["cacheblend", "prefix"])
@@ -564,25 +412,18 @@ def test_of_a_large_top_k_only_the_first_chunks_are_promoted(front, vllm):
     texts = (("user", "When does the ferry leave?"), ("assistant", answer), ("user", "And?"))
     messages = [{"role": role, "content": text} for role, text in texts]
     front.ask(messages=messages, documents=[MORE, "The tower has 230 steps."], **exact)
-    first, second = (sent["kv_transfer_params"]["chunkweave"] for sent in vllm.seen)
+    first, second = map(params_of, vllm.seen)
     assert (len(first["chunks"]), first["promoted"]) == (2, [0])
     assert (len(second["chunks"]), second["promoted"]) == (5, [0, 1, 2, 3])
 
 
-def test_a_server_that_does_not_begin_in_time_is_replaced_by_another(tmp_path):
+def test_a_server_that_does_not_begin_in_time_is_replaced_by_another(fakes):
     """RAGCache §6: a request that times out before its first token is made again; one that has begun is not."""
-    socket = str(tmp_path / "reports")
-    limits = {"first_token_timeout_s": 0.5, "replica_requests": 1}
-    with FakeVllm(socket) as one, FakeVllm(socket) as other, running_front(one, other, **limits) as front:
+    one, _ = fakes
+    with running_front(*fakes, first_token_timeout_s=0.5, replica_requests=1) as front:
         one.gate.clear()
-        answers: list[httpx.Response] = []
-        threads = [threading.Thread(target=lambda: answers.append(front.ask(documents=DOCUMENTS))) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert [answer.status_code for answer in answers] == [200] * 3
-        assert {answer.json()["chunkweave"]["replica"] for answer in answers} == {"upstream-1"}
+        answers = [later(front.ask, documents=DOCUMENTS) for _ in range(3)]
+        assert {report_of(answer.result())["replica"] for answer in answers} == {"upstream-1"}
         assert one.seen
         wait_until(lambda: one.aborted == len(one.seen))
         assert front.service.backend.context.retries >= len(one.seen)
@@ -631,55 +472,32 @@ def test_a_server_that_is_gone_is_told_at_once(vllm):
         wait_until(lambda: front.get("/ready").status_code == 503)
 
 
-def test_no_more_than_so_many_are_given_to_a_server_at_once(tmp_path):
-    with FakeVllm(str(tmp_path / "reports")) as vllm, running_front(vllm, replica_requests=2, max_waiting=3) as front:
+def test_no_more_than_so_many_are_given_to_a_server_at_once(vllm):
+    with running_front(vllm, replica_requests=2, max_waiting=3) as front:
         vllm.gate.clear()
-        answers: list[int] = []
-        threads = [
-            threading.Thread(target=lambda: answers.append(front.ask(documents=DOCUMENTS).status_code))
-            for _ in range(5)
-        ]
         fleet = front.service.backend.fleet
-        for thread in threads:
-            thread.start()
+        answers = [later(front.ask, documents=DOCUMENTS) for _ in range(5)]
         wait_until(lambda: (fleet.running, fleet.waiting) == (2, 3))
         wait_until(lambda: len(vllm.seen) == 2)
-        full = front.ask(documents=DOCUMENTS)
-        assert (full.status_code, full.json()["error"]["code"]) == (503, "overloaded")
+        assert error_of(front.ask(documents=DOCUMENTS)) == (503, "overloaded")
         vllm.gate.set()
-        for thread in threads:
-            thread.join()
-        assert answers == [200] * 5
+        assert [answer.result().status_code for answer in answers] == [200] * 5
 
 
-def test_a_tenant_that_asks_for_too_much_keeps_no_other_one_waiting(tmp_path):
+def test_a_tenant_that_asks_for_too_much_keeps_no_other_one_waiting(vllm):
     """acme fills the queue; bolt is let in all the same, and served before what acme has waiting."""
-    with (
-        FakeVllm(str(tmp_path / "reports")) as vllm,
-        running_front(vllm, keys=key_ring(), replica_requests=2, max_waiting=3, tenant_weight=("bolt=2",)) as front,
-    ):
+    limits = {"replica_requests": 2, "max_waiting": 3, "tenant_weight": ("bolt=2",)}
+    with running_front(vllm, keys=key_ring(), **limits) as front:
         vllm.gate.clear()
-        answers: list[tuple[str, int]] = []
-
-        def ask(tenant: str, tokens: int) -> None:
-            reply = front.ask(documents=DOCUMENTS, key=KEYS[tenant], max_tokens=tokens)
-            answers.append((tenant, reply.status_code))
-
         fleet = front.service.backend.fleet
-        threads = [threading.Thread(target=ask, args=("acme", 4)) for _ in range(5)]
-        for thread in threads:
-            thread.start()
+        of_acme = {"documents": DOCUMENTS, "key": KEYS["acme"]}
+        answers = [later(front.ask, **of_acme) for _ in range(5)]
         wait_until(lambda: (fleet.running, fleet.waiting, len(vllm.seen)) == (2, 3, 2))
-        ask("acme", 4)
-        assert answers == [("acme", 503)]
-        threads += [threading.Thread(target=ask, args=("bolt", 7)) for _ in range(2)]
-        for thread in threads[5:]:
-            thread.start()
+        assert front.ask(**of_acme).status_code == 503
+        answers += [later(front.ask, documents=DOCUMENTS, key=KEYS["bolt"], max_tokens=7) for _ in range(2)]
         wait_until(lambda: fleet.waiting == 5)
         vllm.gate.set()
-        for thread in threads:
-            thread.join()
-        assert sorted(answers[1:]) == [("acme", 200)] * 5 + [("bolt", 200)] * 2
+        assert [answer.result().status_code for answer in answers] == [200] * 7
         assert [sent["max_tokens"] for sent in vllm.seen[2:4]] == [7, 7]
 
 
@@ -694,11 +512,10 @@ def test_a_client_that_leaves_ends_its_request(front, vllm):
     wait_until(lambda: vllm.aborted == 2)
 
 
-def test_a_deadline_ends_a_request(tmp_path):
-    with FakeVllm(str(tmp_path / "reports")) as vllm, running_front(vllm, deadline_s=0.3) as front:
+def test_a_deadline_ends_a_request(vllm):
+    with running_front(vllm, deadline_s=0.3) as front:
         vllm.gate.clear()
-        late = front.ask(documents=DOCUMENTS)
-        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        assert error_of(front.ask(documents=DOCUMENTS)) == (504, "timeout")
 
 
 def test_metrics_of_all_servers_stand_beside_ours(two):
@@ -712,23 +529,14 @@ def test_metrics_of_all_servers_stand_beside_ours(two):
     assert 'chunkweave:prompt_tokens_by_source_total{kv_source="computed"' in text
 
 
-def counted(front, name: str, **labels: str) -> float:
-    """The value of one of the server's own counters now; 0 if it does not stand there."""
-    inside = ",".join(f'{key}="{value}"' for key, value in sorted({**labels, "model_name": "m"}.items()))
-    found = re.search(
-        rf"^chunkweave:{name}_total{{{re.escape(inside)}}} (.*)$", front.get("/metrics").text, re.MULTILINE
-    )
-    return float(found[1]) if found else 0.0
-
-
 def test_what_was_looked_up_and_found_is_counted_by_tier(front):
     for number in range(2):
         report = front.ask(documents=DOCUMENTS, chunkweave=WEAVE).json()["chunkweave"]
-        stored = counted(front, "cache_queries")
+        stored = front.metric("cache_queries_total")
         assert report["looked_up_tokens"] > 0
         assert stored == (number + 1) * report["looked_up_tokens"]
     assert report["hits"] == {"host": report["reused_tokens"] + report["recomputed_tokens"]}
-    assert counted(front, "cache_hits", tier="host") == report["hits"]["host"]
+    assert front.metric("cache_hits_total", tier="host") == report["hits"]["host"]
     assert "_created" not in front.get("/metrics").text
 
 
@@ -737,13 +545,13 @@ def test_what_vllms_own_prefix_cache_found_is_a_tier_of_its_own(front, vllm):
     report = front.ask(documents=DOCUMENTS, chunkweave={"method": "cacheblend"}).json()["chunkweave"]
     assert report["prefix_exact_tokens"] == report["engine_cached_tokens"] == 32
     assert (report["method"], report["effective_method"]) == ("cacheblend", "prefix")
-    begins = len(front.service.backend.context.preparer.builder.build("x", DOCUMENTS).parts[0])
+    begins = len(builder_of(front).build("x", DOCUMENTS).parts[0])
     assert report["hits"] == {"vllm": 32 - begins}
-    assert counted(front, "cache_hits", tier="vllm") == 32 - begins
+    assert front.metric("cache_hits_total", tier="vllm") == 32 - begins
 
 
-def test_one_in_so_many_woven_answers_is_checked_against_full_prefill(tmp_path):
-    with FakeVllm(str(tmp_path / "reports")) as vllm, running_front(vllm, shadow_every=2) as front:
+def test_one_in_so_many_woven_answers_is_checked_against_full_prefill(vllm):
+    with running_front(vllm, shadow_every=2) as front:
         for _ in range(5):
             told = front.ask(documents=DOCUMENTS, chunkweave=WEAVE, temperature=0).json()
             assert told["choices"][0]["logprobs"] is None
@@ -755,49 +563,39 @@ def test_one_in_so_many_woven_answers_is_checked_against_full_prefill(tmp_path):
         assert (stats["woven"], stats["agreed"], stats["same_tokens"]) == (4, 2, 8)
 
 
-def test_what_strays_too_far_switches_weaving_off(tmp_path):
+def test_what_strays_too_far_switches_weaving_off(vllm):
     def strayed(body):
         if "kv_transfer_params" in body:
             return None
         choice = {"index": 0, "text": "z", "token_ids": [9], "finish_reason": "length"}
         choice["logprobs"] = {"tokens": ["z"], "token_logprobs": [-0.1], "top_logprobs": [{"z": -0.1}]}
         data = json.dumps({"choices": [choice]})
-        from starlette.responses import PlainTextResponse
-
         return PlainTextResponse(f"data: {data}\n\ndata: [DONE]\n\n", media_type="text/event-stream")
 
-    limits = {"shadow_every": 1, "shadow_window": 1, "shadow_min_agreement": 0.9}
-    with FakeVllm(str(tmp_path / "reports"), strayed) as vllm, running_front(vllm, **limits) as front:
+    vllm.behave = strayed
+    with running_front(vllm, shadow_every=1, shadow_window=1, shadow_min_agreement=0.9) as front:
         for _ in range(2):
             front.ask(documents=DOCUMENTS, chunkweave=WEAVE)
         wait_until(lambda: not front.get("/v1/shadow").json()["weaving"])
         front.ask(documents=DOCUMENTS, chunkweave=WEAVE)
-        assert vllm.seen[-1]["kv_transfer_params"]["chunkweave"]["method"] == "prefix"
+        assert params_of(vllm.seen[-1])["method"] == "prefix"
         assert front.post("/v1/shadow/switch-on").json()["weaving"]
 
 
 @pytest.mark.parametrize("neutral_tokens", [0, 400])
-def test_what_is_warmed_is_sent_behind_neutral_passages(tmp_path, neutral_tokens):
-    with (
-        FakeVllm(str(tmp_path / "reports")) as vllm,
-        running_front(vllm, neutral_tokens=neutral_tokens, contexts="bundled") as front,
-    ):
-        warmed = front.post("/v1/cache/warm", json={"documents": DOCUMENTS})
+def test_what_is_warmed_is_sent_behind_neutral_passages(vllm, neutral_tokens):
+    with running_front(vllm, neutral_tokens=neutral_tokens, contexts="bundled") as front:
+        warmed = front.warm(*DOCUMENTS)
         assert (warmed.status_code, warmed.json()["computed"]) == (200, len(DOCUMENTS))
         assert len(vllm.seen) == len(DOCUMENTS)
         for body in vllm.seen:
-            params = body["kv_transfer_params"]["chunkweave"]
+            params = params_of(body)
             assert (body["max_tokens"], params["counts_as_request"], params["method"]) == (1, False, "prefix")
             assert len(params["chunks"]) == params.get("neutral", 0) + 1
             assert params["chunks"][-1][1] == len(body["prompt"]), "the chunk comes last, and nothing behind it"
             assert (params.get("neutral", 0) > 0) is (neutral_tokens > 0)
         front.ask(documents=DOCUMENTS)
         first, asked = vllm.seen[0], vllm.seen[-1]
-        start, stop = first["kv_transfer_params"]["chunkweave"]["chunks"][-1]
+        start, stop = params_of(first)["chunks"][-1]
         chunk = first["prompt"][start:stop]
-        assert chunk in [asked["prompt"][a:b] for a, b in asked["kv_transfer_params"]["chunkweave"]["chunks"]]
-
-
-def test_a_document_that_is_too_long_to_warm_is_refused(front):
-    refused = front.post("/v1/cache/warm", json={"documents": ["x " * 60_000]})
-    assert refused.status_code == 400
+        assert chunk in [asked["prompt"][a:b] for a, b in params_of(asked)["chunks"]]

@@ -5,9 +5,10 @@ import re
 
 import pytest
 
-from tests.server.conftest import Client
+from tests.server.conftest import KEYS, Client, Serve, bearer, key_ring
 
 HALF = "\ud800"
+TEXT = '{"prompt": "\u2200", "documents": ["x"]}'
 MESSAGES = [{"role": "user", "content": "When does the ferry leave?"}]
 INSIDE = re.compile(r"0x[0-9a-f]{4}|function|validator|<class|Traceback|pydantic|UploadFile|sys\.|extract fields")
 
@@ -20,8 +21,9 @@ def error_of(response, status: int = 400) -> dict:
     return error
 
 
-def post(client: Client, path: str, body) -> object:
-    return client.post(path, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
+def post(client: Client, path: str, body, key: str | None = None) -> object:
+    headers = {"content-type": "application/json", **bearer(key)}
+    return client.post(path, content=json.dumps(body).encode(), headers=headers)
 
 
 def ask(client: Client, **body) -> object:
@@ -42,10 +44,17 @@ def deep(levels: int) -> bytes:
         {"messages": [{"role": "user", "content": [{"type": HALF, "text": "a"}]}]},
         {"stream": True, "stream_options": {HALF: 1}},
         {"model": HALF},
+        {"bad_words": [HALF]},
+        {"cache_salt": HALF},
+        {"x\udfff": 1},
     ],
 )
-def test_half_a_surrogate_pair_is_refused_wherever_it_is(client: Client, body: dict):
-    error_of(ask(client, **body))
+@pytest.mark.parametrize("documents", [["a"], []], ids=["documents", "plain"])
+@pytest.mark.parametrize("keys", [True, False], ids=["keys", "open"])
+def test_half_a_surrogate_pair_is_refused_wherever_it_is(serve: Serve, body: dict, documents: list[str], keys: bool):
+    client = serve(keys=key_ring()) if keys else serve()
+    asked = {"messages": MESSAGES, "documents": documents, **body}
+    error_of(post(client, "/v1/chat/completions", asked, KEYS["acme"] if keys else None))
 
 
 @pytest.mark.parametrize(
@@ -84,6 +93,24 @@ def test_a_misspelt_field_of_ours_is_refused_with_the_one_that_is_close(client: 
     assert "of chunkweave: recompute_ratoi (did you mean recompute_ratio?); there are" in error["message"]
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        pytest.param(b"{no", id="broken"),
+        pytest.param(b"", id="empty"),
+        pytest.param(b'{"prompt": "\xff"}', id="no UTF-8"),
+        pytest.param(TEXT.encode("utf-16"), id="UTF-16"),
+        pytest.param(TEXT.encode("utf-32"), id="UTF-32"),
+        pytest.param(TEXT.encode("utf-8-sig"), id="with a mark of its order"),
+    ],
+)
+def test_what_is_no_json_in_utf_8_is_refused(client: Client, raw: bytes):
+    """`json.loads` would take other encodings, and nothing in them was counted."""
+    refused = client.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
+    assert refused.json()["error"]["code"] == "invalid_json"
+    error_of(refused)
+
+
 def test_a_body_that_is_no_object_is_refused(client: Client):
     for body in ([1], ["a" * 100_000]):
         assert error_of(post(client, "/v1/corpora", body))["message"] == "the body must be an object"
@@ -92,25 +119,23 @@ def test_a_body_that_is_no_object_is_refused(client: Client):
 
 
 @pytest.mark.parametrize("says_its_length", [True, False])
-def test_a_body_may_come_in_pieces(client: Client, says_its_length: bool):
+def test_a_body_may_come_in_pieces(notes: Client, says_its_length: bool):
     body = json.dumps({"documents": ["a" * 100_000, "b" * 50_000]}).encode()
     headers = {"content-type": "application/json"} | ({"content-length": str(len(body))} if says_its_length else {})
-    client.post("/v1/corpora", json={"name": "notes"})
     pieces = iter([body[:1], body[1:70_000], body[70_000:]])
-    added = client.post("/v1/corpora/notes/documents", content=pieces, headers=headers)
+    added = notes.post("/v1/corpora/notes/documents", content=pieces, headers=headers)
     assert len(added.json()["added"]) == 2
 
 
 @pytest.mark.parametrize("levels", [400, 950, 990, 100_000])
-def test_deep_nesting_is_refused(client: Client, levels: int):
+def test_deep_nesting_is_refused(notes: Client, levels: int):
     headers = {"content-type": "application/json"}
     for field in (b'"documents": %s', b'"documents": ["a"], "chunkweave": {"check_layers": %s}'):
         body = b'{"messages": [{"role": "user", "content": "a"}], ' + field % deep(levels) + b"}"
-        error_of(client.post("/v1/chat/completions", content=body, headers=headers))
-    client.post("/v1/corpora", json={"name": "notes"})
+        error_of(notes.post("/v1/chat/completions", content=body, headers=headers))
     body = b'{"documents": [{"text": "a", "metadata": {"a": %s}}]}' % deep(levels)
-    error_of(client.post("/v1/corpora/notes/documents", content=body, headers=headers))
-    assert client.get("/v1/corpora/notes/documents").json()["total"] == 0
+    error_of(notes.post("/v1/corpora/notes/documents", content=body, headers=headers))
+    assert notes.get("/v1/corpora/notes/documents").json()["total"] == 0
 
 
 @pytest.mark.parametrize(
@@ -124,21 +149,17 @@ def test_deep_nesting_is_refused(client: Client, levels: int):
         (b"not JSON", "line 2: not JSON"),
     ],
 )
-def test_a_line_that_cannot_be_kept_is_refused_by_its_number(client: Client, line: bytes, said: str):
-    client.post("/v1/corpora", json={"name": "notes"})
+def test_a_line_that_cannot_be_kept_is_refused_by_its_number(notes: Client, line: bytes, said: str):
     files = {"files": ("lines.jsonl", b'{"text": "one"}\n' + line)}
-    message = error_of(client.post("/v1/corpora/notes/documents/files?strict=true", files=files))["message"]
+    message = error_of(notes.post("/v1/corpora/notes/documents/files?strict=true", files=files))["message"]
     assert "lines.jsonl" in message
     assert said in message
-    assert client.get("/v1/corpora/notes/documents").json()["total"] == 0
-    assert error_of(client.post("/v1/corpora/notes/documents/files", data={"files": "a"}))["param"] == "files[0]"
+    assert notes.get("/v1/corpora/notes/documents").json()["total"] == 0
+    assert error_of(notes.post("/v1/corpora/notes/documents/files", data={"files": "a"}))["param"] == "files[0]"
 
 
-def test_what_is_nested_as_deeply_as_may_be_is_kept_and_shown(client: Client):
-    client.post("/v1/corpora", json={"name": "notes"})
+def test_what_is_nested_as_deeply_as_may_be_is_kept_and_shown(notes: Client):
     metadata = {"a": json.loads(deep(63))}
-    assert client.post(
-        "/v1/corpora/notes/documents", json={"documents": [{"text": "a", "metadata": metadata}]}
-    ).is_success
-    assert client.get("/v1/corpora/notes/documents").json()["data"][0]["metadata"] == metadata
-    assert client.post("/v1/corpora/notes/search", json={"query": "a"}).json()["data"][0]["metadata"] == metadata
+    assert notes.add([{"text": "a", "metadata": metadata}]).is_success
+    assert notes.get("/v1/corpora/notes/documents").json()["data"][0]["metadata"] == metadata
+    assert notes.search("a").json()["data"][0]["metadata"] == metadata

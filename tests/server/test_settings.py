@@ -11,7 +11,7 @@ from chunkweave.config import Backend
 from chunkweave.errors import UsageError
 from chunkweave.settings import settings_of as declared_in
 from chunkweave_server.engine_backend import load_engine
-from chunkweave_server.settings import GROUPS, resolve, server_settings, shown, unused_variables
+from chunkweave_server.settings import GROUPS, resolve, server_settings, unused_variables
 from tests.integration.command_line import invoke
 
 TOML = 'model = "reader"\nport = 9001\nmax_body = "1MB"\ncorpus = ["a", "b=c"]\ndeadline-s = 5\n'
@@ -161,12 +161,6 @@ def test_keys_new_shows_a_key_once(tmp_path: Path):
     assert told["key"] not in file.read_text()
     assert file.read_text() == told["line"] + "\n"
     assert invoke("keys", "new", "a/b").exit_code == 2
-
-
-def test_shown_masks_only_secrets():
-    secret = next(one for one in server_settings().values() if one.secret)
-    assert "pw" not in shown(secret, "redis://u:pw@h/0")
-    assert shown(secret, None) is None
 
 
 def test_threads_are_those_of_the_engine_and_refused_for_vllm():

@@ -13,16 +13,13 @@ from chunkweave.errors import RequestAbortedError, UsageError
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.scheduling.queue import TenantWeights
 from chunkweave.weaving.stores import open_store
-from chunkweave_server.errors import HttpError
 from chunkweave_server.observability import RequestMeta
 from chunkweave_server.requests import ChatBody
-from chunkweave_server.settings import LimitSettings
 from chunkweave_server.tenants import (
     ANONYMOUS,
     KeyRing,
     StoredKey,
     Tenant,
-    TenantLimits,
     TokenBucket,
     add_to_file,
     bearer,
@@ -30,7 +27,7 @@ from chunkweave_server.tenants import (
     read_keys,
 )
 from chunkweave_server.threads import TenantThreads
-from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, key_ring, toy_service, wait_until
+from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, error_of, key_ring, later, toy_service, wait_until
 from tests.server.conftest import bearer as auth
 
 LONG = "The keeper of the lighthouse writes down every ship that passes the northern cape in a storm. " * 12
@@ -45,19 +42,6 @@ def cached(client: Client, key: str, **body) -> int:
     response = client.ask(documents=[LONG], key=key, **body)
     assert response.status_code == 200, response.text
     return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-@pytest.mark.backend("engine")
-def test_without_a_known_key_nothing_is_answered(tenants: Client):
-    for headers in ({}, auth("wrong"), {"authorization": f"Basic {KEYS['acme']}"}, auth(KEYS["acme"] + "x")):
-        for path in ("/v1/models", "/v1/corpora", "/v1/cache", "/v1/nothing"):
-            response = tenants.get(path, headers=headers)
-            assert response.status_code == 401
-            assert response.headers["www-authenticate"] == "Bearer"
-            assert response.json()["error"]["code"] == "invalid_api_key"
-    assert tenants.get("/v1/models", headers=auth(KEYS["acme"])).status_code == 200
-    for path in ("/health", "/ready", "/version", "/openapi.json"):
-        assert tenants.get(path).status_code == 200
 
 
 def test_no_tenant_finds_what_another_has_cached(tenants: Client):
@@ -122,9 +106,7 @@ def test_tokenizing_does_not_tell_either(tenants: Client):
 
 def test_corpora_are_a_tenants_own(tenants: Client):
     acme, bolt = auth(KEYS["acme"]), auth(KEYS["bolt"])
-    assert tenants.post("/v1/corpora", json={"name": "notes"}, headers=acme).status_code == 201
-    body = {"documents": [{"id": "a", "text": LONG}]}
-    assert tenants.post("/v1/corpora/notes/documents", json=body, headers=acme).status_code == 200
+    tenants.make_corpus(documents=[{"id": "a", "text": LONG}], key=KEYS["acme"])
     assert tenants.get("/v1/corpora", headers=bolt).json()["data"] == []
     for method, path in (
         ("GET", "/v1/corpora/notes"),
@@ -133,22 +115,21 @@ def test_corpora_are_a_tenants_own(tenants: Client):
         ("DELETE", "/v1/corpora/notes/documents/a"),
     ):
         assert tenants.request(method, path, headers=bolt).status_code == 404
-    asked = tenants.ask(chunkweave={"corpus": "notes"}, key=KEYS["bolt"])
-    assert (asked.status_code, asked.json()["error"]["code"]) == (404, "corpus_not_found")
-    assert tenants.post("/v1/corpora", json={"name": "notes"}, headers=bolt).status_code == 201
+    assert error_of(tenants.ask(chunkweave={"corpus": "notes"}, key=KEYS["bolt"])) == (404, "corpus_not_found")
+    tenants.make_corpus(key=KEYS["bolt"])
     assert tenants.get("/v1/corpora/notes", headers=acme).json()["documents"] == 1
     assert tenants.get("/v1/corpora/notes", headers=bolt).json()["documents"] == 0
 
 
 @pytest.mark.backend("engine")
-@pytest.mark.parametrize("other", [LONG, LONG.replace("keeper", "miller")])
+@pytest.mark.parametrize("other", [LONG, LONG.replace("keeper", "miller")], ids=["the same", "another"])
 def test_clearing_a_text_does_not_tell_who_is_asking_it(tenants: Client, other: str):
     """While acme is answered over a text, bolt clears that text and asks it: bolt's own KV is removed once only."""
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "When?"}], "documents": [other]})
     running = tenants.portal.start_task_soon(
         lambda: tenants.parts.answering.start(Tenant("acme"), body, RequestMeta("id", "acme"))
     ).result()
-    tenants.post("/v1/cache/clear", json={"documents": [LONG]}, headers=auth(KEYS["bolt"]))
+    tenants.clear(LONG, key=KEYS["bolt"])
     first, second = cached(tenants, KEYS["bolt"]), cached(tenants, KEYS["bolt"])
     tenants.portal.call(running.aclose)
     tenants.portal.call(tenants.parts.answering.swept)
@@ -156,27 +137,12 @@ def test_clearing_a_text_does_not_tell_who_is_asking_it(tenants: Client, other: 
 
 
 @pytest.mark.backend("engine")
-def test_what_all_share_is_for_admins(tenants: Client):
-    acme, admin = auth(KEYS["acme"]), auth(ADMIN_KEY)
-    cached(tenants, KEYS["acme"])
-    told = tenants.get("/v1/cache", headers=acme).json()
-    assert list(told) == ["tenant"]
-    assert told["tenant"]["requests"] == 1
-    assert tenants.get("/v1/cache", headers=auth(KEYS["bolt"])).json()["tenant"]["requests"] == 0
-    assert tenants.post("/v1/cache/clear", json={"everything": True}, headers=acme).status_code == 403
-    assert tenants.get("/v1/cache", headers=admin).json()["store"]["segments"] > 0
-    assert tenants.post("/v1/cache/clear", json={"everything": True}, headers=admin).json()["segments_removed"] > 0
-    assert tenants.get("/v1/cache", headers=admin).json()["store"]["segments"] == 0
-
-
-@pytest.mark.backend("engine")
 def test_clearing_reaches_ones_own_only(tenants: Client):
-    acme, bolt = auth(KEYS["acme"]), auth(KEYS["bolt"])
-    body = {"documents": [LONG]}
-    assert tenants.post("/v1/cache/warm", json=body, headers=acme).json() == {"chunks": 1, "computed": 1}
-    assert tenants.post("/v1/cache/clear", json=body, headers=bolt).json()["segments_removed"] == 0
-    assert tenants.post("/v1/cache/warm", json=body, headers=acme).json()["computed"] == 0
-    assert tenants.post("/v1/cache/clear", json=body, headers=acme).json()["segments_removed"] == 1
+    acme, bolt = KEYS["acme"], KEYS["bolt"]
+    assert tenants.warm(LONG, key=acme).json() == {"chunks": 1, "computed": 1}
+    assert tenants.clear(LONG, key=bolt).json()["segments_removed"] == 0
+    assert tenants.warm(LONG, key=acme).json()["computed"] == 0
+    assert tenants.clear(LONG, key=acme).json()["segments_removed"] == 1
 
 
 def test_a_tenant_may_ask_so_often(serve: Serve):
@@ -200,19 +166,6 @@ def test_a_bucket_fills_with_time():
     assert bucket.take() > 0
 
 
-def test_a_tenant_may_do_so_much_at_once():
-    limits = TenantLimits(LimitSettings(max_concurrent=2))
-    slots = [limits.occupy("acme"), limits.occupy("acme")]
-    with pytest.raises(HttpError, match="running already") as refused:
-        limits.occupy("acme")
-    assert refused.value.status_code == 429
-    limits.occupy("bolt").close()
-    slots[0].close()
-    slots[0].close()
-    assert limits.running("acme") == 1
-    limits.occupy("acme")
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -228,22 +181,18 @@ def test_a_tenant_may_do_so_much_at_once():
     ids=["question", "system", "document", "documents", "corpus"],
 )
 def test_of_a_prompt_that_is_far_too_long_the_beginning_is_tokenized(client: Client, monkeypatch, body: dict):
-    client.post("/v1/corpora", json={"name": "notes"})
-    client.post("/v1/corpora/notes/documents", json={"documents": [LONG]})
+    client.make_corpus(documents=[LONG])
     read = watched_tokenizer(client, monkeypatch)
     refused = client.ask(**body)
-    error = refused.json()["error"]
-    assert (refused.status_code, error["code"]) == (400, "context_length_exceeded")
-    assert "fit into the context; send fewer or smaller chunks" in error["message"]
+    assert error_of(refused) == (400, "context_length_exceeded")
+    assert "fit into the context; send fewer or smaller chunks" in refused.json()["error"]["message"]
     assert sum(read) < 100_000
 
 
 @pytest.mark.backend("engine")
-def test_a_search_for_more_than_a_question_may_have_is_refused(client: Client, monkeypatch):
-    client.post("/v1/corpora", json={"name": "notes"})
-    read = watched_tokenizer(client, monkeypatch)
-    refused = client.post("/v1/corpora/notes/search", json={"query": "x" * 2_000_000})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+def test_a_search_for_more_than_a_question_may_have_is_refused(notes: Client, monkeypatch):
+    read = watched_tokenizer(notes, monkeypatch)
+    assert error_of(notes.search("x" * 2_000_000)) == (400, "context_length_exceeded")
     assert sum(read) < 100_000
 
 
@@ -256,25 +205,16 @@ def watched_tokenizer(client: Client, monkeypatch) -> list[int]:
 
 
 def test_whoever_has_much_to_tokenize_keeps_no_other_tenant_waiting(tenants: Client, monkeypatch):
-    gate, statuses = slow_tokenizer(tenants, monkeypatch), []
-
-    def ask(question: str, key: str) -> None:
-        statuses.append((key, tenants.ask(question, documents=["Short."], key=KEYS[key]).status_code))
-
-    asking = [threading.Thread(target=ask, args=("slow?", "acme")) for _ in range(40)]
-    for thread in asking:
-        thread.start()
+    gate = slow_tokenizer(tenants, monkeypatch)
+    asking = [later(tenants.ask, "slow?", documents=["Short."], key=KEYS["acme"]) for _ in range(40)]
     try:
         wait_until(lambda: tenants.service.limits.running("acme") == 40)
-        quick = threading.Thread(target=ask, args=("quick?", "bolt"))
-        quick.start()
-        quick.join(10)
-        assert statuses == [("bolt", 200)]
+        quick = later(tenants.ask, "quick?", documents=["Short."], key=KEYS["bolt"])
+        assert quick.result(10).status_code == 200
+        assert not any(one.done() for one in asking)
     finally:
         gate.set()
-    for thread in asking:
-        thread.join(30)
-    assert statuses[1:] == [("acme", 200)] * 40
+    assert [one.result(30).status_code for one in asking] == [200] * 40
 
 
 def slow_tokenizer(client: Client, monkeypatch) -> threading.Event:
@@ -293,47 +233,33 @@ def slow_tokenizer(client: Client, monkeypatch) -> threading.Event:
 @pytest.mark.backend("engine")
 def test_no_step_waits_for_the_documents_of_a_command(serve: Serve, monkeypatch):
     client = serve(keys=key_ring(), max_concurrent=1)
-    gate, done = slow_tokenizer(client, monkeypatch), []
-    body = {"documents": ["slow to tokenize"]}
-
-    def act() -> None:
-        done.append(client.post("/v1/cache/clear", json=body, headers=auth(KEYS["acme"])).json())
-
-    acting = threading.Thread(target=act)
-    acting.start()
+    gate = slow_tokenizer(client, monkeypatch)
+    acting = later(client.clear, "slow to tokenize", key=KEYS["acme"])
     try:
         wait_until(lambda: client.service.limits.running("acme") == 1)
         assert client.ask(key=KEYS["bolt"]).status_code == 200
-        assert client.post("/v1/cache/clear", json=body, headers=auth(KEYS["acme"])).status_code == 429
-        assert not done
+        assert client.clear("slow to tokenize", key=KEYS["acme"]).status_code == 429
+        assert not acting.done()
     finally:
         gate.set()
-    acting.join(30)
-    assert set(done[0].values()) <= {0, 1}
+    assert set(acting.result(30).json().values()) <= {0, 1}
 
 
 @pytest.mark.backend("engine")
 def test_a_tenant_that_asks_for_too_much_keeps_no_other_one_waiting(serve: Serve):
     """acme takes all places and fills the queue; bolt is answered while acme's go on, and gets no error."""
     client = serve(keys=key_ring(), max_num_seqs=2, max_waiting=3, tenant_weight=("bolt=2",))
-    statuses, stats = [], client.service.backend.batching
-
-    def ask(question: str) -> None:
-        statuses.append(client.ask(question, documents=[LONG[:240]], key=KEYS["acme"], max_tokens=400).status_code)
-
-    asking = [threading.Thread(target=ask, args=(f"When is number {number}?",)) for number in range(5)]
-    for thread in asking:
-        thread.start()
-        wait_until(lambda thread=thread: sum((stats.stats.running, stats.stats.waiting)) > asking.index(thread))
-    wait_until(lambda: (stats.stats.running, stats.stats.waiting) == (2, 3))
-    refused = client.ask(documents=[LONG], key=KEYS["acme"])
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    batching, asking = client.service.backend.batching, []
+    of_acme = {"documents": [LONG[:240]], "key": KEYS["acme"], "max_tokens": 400}
+    for number in range(5):
+        asking.append(later(client.ask, f"When is number {number}?", **of_acme))
+        wait_until(lambda: batching.stats.running + batching.stats.waiting == len(asking))
+    wait_until(lambda: (batching.stats.running, batching.stats.waiting) == (2, 3))
+    assert error_of(client.ask(documents=[LONG], key=KEYS["acme"])) == (503, "overloaded")
     assert client.ask(documents=[LONG], key=KEYS["bolt"]).status_code == 200
-    assert not statuses, "before the first of acme's has ended"
-    for thread in asking:
-        thread.join(60)
-    assert statuses == [200] * 5
-    assert stats.stats.preempted == 1
+    assert not any(one.done() for one in asking), "before the first of acme's has ended"
+    assert [one.result(60).status_code for one in asking] == [200] * 5
+    assert batching.stats.preempted == 1
 
 
 @pytest.mark.backend("engine")
@@ -351,20 +277,13 @@ def test_a_step_is_stopped_for_a_tenant_that_asks_seldom(serve: Serve, monkeypat
         return real(self, layer, hidden)
 
     monkeypatch.setattr(HuggingFaceModel, "qkv", qkv)
-    statuses, batching = [], client.service.backend.batching
-
-    def ask(tenant: str) -> None:
-        statuses.append(client.ask(documents=[LONG], key=KEYS[tenant]).status_code)
-
-    first, second = (threading.Thread(target=ask, args=(tenant,)) for tenant in ("acme", asks))
-    first.start()
+    batching = client.service.backend.batching
+    first = later(client.ask, documents=[LONG], key=KEYS["acme"])
     assert reached.wait(10)
-    second.start()
+    second = later(client.ask, documents=[LONG], key=KEYS[asks])
     wait_until(lambda: batching.stats.pending == 2)
     gate.set()
-    for thread in (first, second):
-        thread.join(30)
-    assert statuses == [200, 200]
+    assert [one.result(30).status_code for one in (first, second)] == [200, 200]
     assert batching.stats.interrupted == stopped
 
 
@@ -375,8 +294,7 @@ def test_a_tenant_that_stores_much_evicts_its_own_first(serve: Serve, tmp_path, 
     client = serve(keys=key_ring(), store=store, store_by_tenant=shared_out, neutral_tokens=0)
 
     def warm(tenant: str, number: int) -> None:
-        body = {"documents": [f"{tenant} {number}. {LONG}"]}
-        assert client.post("/v1/cache/warm", json=body, headers=auth(KEYS[tenant])).json()["computed"] == 1
+        assert client.warm(f"{tenant} {number}. {LONG}", key=KEYS[tenant]).json()["computed"] == 1
         assert client.engine.store.flush(10)
 
     for number in range(2):
@@ -394,7 +312,7 @@ def test_a_tenant_that_stores_much_evicts_its_own_first(serve: Serve, tmp_path, 
 @pytest.mark.backend("engine")
 def test_a_stream_gets_a_token_in_every_step_while_a_tenant_warms(serve: Serve, monkeypatch):
     client = serve(keys=key_ring(), max_num_batched_tokens=64, store=StoreConfig(host_budget_bytes=1 << 28))
-    runner, steps, warm = client.engine.runner, [], []
+    runner, steps = client.engine.runner, []
     step = runner.step
 
     def counted(decoding, prefilling, **options):
@@ -402,11 +320,6 @@ def test_a_stream_gets_a_token_in_every_step_while_a_tenant_warms(serve: Serve, 
         return step(decoding, prefilling, **options)
 
     monkeypatch.setattr(runner, "step", counted)
-    body = {"documents": [f"{number} {LONG}" for number in range(4)]}
-
-    def act() -> None:
-        warm.append(client.post("/v1/cache/warm", json=body, headers=auth(KEYS["acme"])).json())
-
     begun = threading.Event()
 
     def listen() -> None:
@@ -415,13 +328,11 @@ def test_a_stream_gets_a_token_in_every_step_while_a_tenant_warms(serve: Serve, 
             for _ in reply.iter_lines():
                 begun.set()
 
-    threads = [threading.Thread(target=listen), threading.Thread(target=act)]
-    threads[0].start()
+    listening = later(listen)
     assert begun.wait(30)
-    threads[1].start()
-    for thread in threads:
-        thread.join(60)
-    assert warm == [{"chunks": 4, "computed": 4}]
+    warmed = client.warm(*[f"{number} {LONG}" for number in range(4)], key=KEYS["acme"])
+    listening.result(60)
+    assert warmed.json() == {"chunks": 4, "computed": 4}
     decoding = [number for number, (decodes, _) in enumerate(steps) if decodes]
     during = steps[decoding[0] : decoding[-1] + 1]
     assert sum(tokens for _, tokens in during) > 500, "it was warmed while the stream ran"
@@ -440,37 +351,33 @@ def test_whoever_goes_while_warming_leaves_nothing_under_way(serve: Serve):
     assert stats()["store"]["segments"] < 200
 
 
-@pytest.mark.backend("engine")
 @pytest.mark.parametrize("command", ["clear", "warm"])
 def test_commands_on_far_too_long_documents_are_refused(client: Client, monkeypatch, command: str):
     read = watched_tokenizer(client, monkeypatch)
     refused = client.post(f"/v1/cache/{command}", json={"documents": ["Short.", LONG * 1000]})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert error_of(refused) == (400, "context_length_exceeded")
     assert "documents[1]" in refused.json()["error"]["message"]
     assert sum(read) < 100_000
 
 
 @pytest.mark.backend("engine")
 def test_documents_that_no_context_can_hold_are_removed_all_the_same(client: Client):
-    client.post("/v1/corpora", json={"name": "notes", "chunk_tokens": 4096})
-    client.post("/v1/corpora/notes/documents", json={"documents": [{"id": "a", "text": LONG * 10}]})
+    client.make_corpus(documents=[LONG * 10], chunk_tokens=4096)
     removed = client.delete("/v1/corpora/notes")
     assert (removed.status_code, removed.json()["segments_removed"]) == (200, 0)
 
 
 @pytest.mark.backend("engine")
 def test_what_is_cleared_while_its_request_is_tokenized_is_cleared_again(client: Client, monkeypatch):
-    gate, answers = slow_tokenizer(client, monkeypatch), []
+    gate = slow_tokenizer(client, monkeypatch)
     monkeypatch.setattr(client.service.threads, "_threads", 3)
-    asking = threading.Thread(target=lambda: answers.append(client.ask("slow?", documents=[LONG])))
-    asking.start()
+    asking = later(client.ask, "slow?", documents=[LONG])
     try:
         wait_until(lambda: client.service.limits.running("") == 1)
-        assert client.post("/v1/cache/clear", json={"documents": [LONG]}).json() == {"segments_removed": 0}
+        assert client.clear(LONG).json() == {"segments_removed": 0}
     finally:
         gate.set()
-    asking.join(30)
-    assert answers[0].status_code == 200
+    assert asking.result(30).status_code == 200
     client.portal.call(client.parts.answering.swept)
     assert client.ask(documents=[LONG]).json()["chunkweave"]["chunks"][1]["kv_source"] == "computed"
 
@@ -567,19 +474,17 @@ def test_who_goes_while_waiting_has_nothing_done_and_who_goes_later_has_it_undon
 
 def test_large_bodies_are_refused_before_they_are_read(serve: Serve):
     client = serve(max_body="2KB", max_upload="8KB")
+    client.make_corpus(documents=["x " * 2000])
     assert client.ask(documents=["x" * 3000]).status_code == 413
-    big = {"documents": ["x " * 2000]}
-    client.post("/v1/corpora", json={"name": "a"})
-    assert client.post("/v1/corpora/a/documents", json=big).status_code == 200
-    assert client.post("/v1/corpora/a/documents", json={"documents": ["x " * 9000]}).status_code == 413
-    assert client.post("/v1/corpora/a/search", json={"query": "x " * 9000}).status_code == 413
+    assert client.add(["x " * 9000]).status_code == 413
+    assert client.search("x " * 9000).status_code == 413
 
     def endless():
         for _ in range(100):
             yield b"x" * 100
 
     streamed = client.post("/v1/chat/completions", content=endless(), headers={"content-type": "application/json"})
-    assert (streamed.status_code, streamed.json()["error"]["code"]) == (413, "body_too_large")
+    assert error_of(streamed) == (413, "body_too_large")
 
 
 def test_keys_are_kept_hashed(tmp_path):
@@ -620,6 +525,7 @@ def test_environment_entries_that_are_none(variable):
 def test_bearer_takes_one_scheme():
     assert bearer({"authorization": "bearer  abc "}) == "abc"
     assert bearer({"authorization": "Bearer "}) is None
+    assert bearer({"authorization": "Basic abc"}) is None
     assert bearer({}) is None
 
 
