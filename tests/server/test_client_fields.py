@@ -1,6 +1,7 @@
 """What usual clients send: fields that change nothing, unknown ones, long answers, and messages in any sequence."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from chunkweave_server.fields import CAPPED_HEADER, UNKNOWN_HEADER, WITHOUT_EFFECT
 from chunkweave_server.requests import Message, joined_messages
-from tests.server.conftest import Client, Serve
+from tests.server.conftest import Client, Serve, report_of
 
 FERRY = "The ferry leaves the northern pier at nine and again at noon. "
 QUESTION = "When does the ferry leave?"
@@ -18,30 +19,15 @@ def said(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def prompt_of(client: Client, messages: list[dict[str, Any]], **body: Any) -> list[int]:
-    """The prompt that these messages became."""
-    asked = {"documents": [FERRY], "max_tokens": 1, **body}
-    reply = client.ask(messages=messages, **asked)
-    assert reply.status_code == 200, reply.text
-    if client.fake is not None:
-        return list(client.fake.seen[-1]["prompt"])
-    return list(client.prompts[-1])
-
-
 @pytest.fixture
-def client(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Client:
-    from chunkweave.engine.runner import Runner
+def prompt_of(client: Client, prompts: list[list[int]]) -> Callable[..., list[int]]:
+    """Asks, and returns the prompt that the messages became."""
 
-    client = serve()
-    client.prompts = []
-    start = Runner.start
+    def asked(messages: list[dict[str, Any]]) -> list[int]:
+        report_of(client.ask(messages=messages, documents=[FERRY], max_tokens=1))
+        return prompts[-1]
 
-    def started(self: Any, prompt: Any, *arguments: Any) -> Any:
-        client.prompts.append(prompt.token_ids)
-        return start(self, prompt, *arguments)
-
-    monkeypatch.setattr(Runner, "start", started)
-    return client
+    return asked
 
 
 CHANGE_NOTHING = {
@@ -123,23 +109,23 @@ def test_a_longer_answer_than_allowed_is_capped_with_a_header(serve: Serve):
         ([said("user", QUESTION), said("assistant", "")], [said("user", QUESTION)]),
     ],
 )
-def test_messages_in_a_row_are_joined(client: Client, messages, same):
-    assert prompt_of(client, messages) == prompt_of(client, same)
+def test_messages_in_a_row_are_joined(prompt_of, messages, same):
+    assert prompt_of(messages) == prompt_of(same)
 
 
-def test_a_last_message_of_the_assistant_is_continued(client: Client):
-    plain = prompt_of(client, [said("user", QUESTION)])
-    continued = prompt_of(client, [said("user", QUESTION), said("assistant", "The ferry leaves")])
+def test_a_last_message_of_the_assistant_is_continued(prompt_of):
+    plain = prompt_of([said("user", QUESTION)])
+    continued = prompt_of([said("user", QUESTION), said("assistant", "The ferry leaves")])
     assert continued[: len(plain)] == plain
     assert len(continued) > len(plain)
 
 
 @pytest.mark.backend("engine")
-def test_an_answer_continues_the_text_as_transformers_does(client: Client):
+def test_an_answer_continues_the_text_as_transformers_does(client: Client, prompts):
     messages = [said("user", QUESTION), said("assistant", "The ferry leaves")]
     reply = client.ask(messages=messages, documents=[FERRY], max_tokens=6)
     model, tokenizer = client.engine.loaded.model.model, client.engine.loaded.tokenizer
-    ids = list(client.prompts[-1])
+    ids = list(prompts[-1])
     assert tokenizer.decode(ids).endswith("The ferry leaves")
     for _ in range(6):
         with torch.inference_mode():

@@ -10,20 +10,21 @@ import pytest
 
 from chunkweave import Corpus, CorpusDocument, StoreConfig
 from chunkweave.retrieval import searcher
-from tests.server.conftest import Client, Serve, engine_of, wait_until
-from tests.server.test_front_prefill_ahead import SlowCorpus
+from chunkweave_server.observability import RequestMeta
+from chunkweave_server.requests import ChatBody
+from tests.server.conftest import Client, Serve, engine_of, error_of, later, report_of, wait_until
+from tests.server.test_front_prefill_ahead import asked, confirmed, slow_corpus
 
 FERRY = "The ferry leaves the northern pier at nine and again at noon. " * 3
 CHOIR = "The choir sings on Sundays in the hall behind the church. " * 3
 TOWER = "The tower has two hundred and thirty steps and a copper roof. " * 3
+EXACT = {"corpus": "sea", "top_k": 2, "method": "prefix"}
 
 
 @pytest.fixture
 def notes(client: Client) -> Client:
-    assert client.post("/v1/corpora", json={"name": "notes", "chunk_tokens": 128}).status_code == 201
     documents = [{"id": "ferry", "text": FERRY, "title": "The ferry"}, {"id": "a/choir", "text": CHOIR}]
-    added = client.post("/v1/corpora/notes/documents", json={"documents": documents})
-    assert added.json()["added"] == ["ferry", "a/choir"]
+    client.make_corpus(documents=documents, chunk_tokens=128)
     return client
 
 
@@ -37,10 +38,10 @@ def test_a_corpus_is_listed_and_searched(notes: Client):
     documents = notes.get("/v1/corpora/notes/documents", params={"limit": 1, "offset": 1}).json()
     assert [one["id"] for one in documents["data"]] == ["a/choir"]
     assert (documents["total"], documents["has_more"]) == (2, False)
-    found = notes.post("/v1/corpora/notes/search", json={"query": "When does the ferry leave?", "top_k": 1}).json()
+    found = notes.search("When does the ferry leave?", top_k=1).json()
     assert found["data"][0]["document"] == "ferry"
-    assert len(notes.post("/v1/corpora/notes/search", json={"query": "ferry"}).json()["data"]) == 2
-    assert notes.post("/v1/corpora/notes/search", json={"query": "ferry", "top_k": 9}).status_code == 400
+    assert len(notes.search("ferry").json()["data"]) == 2
+    assert notes.search("ferry", top_k=9).status_code == 400
 
 
 def test_an_answer_from_a_corpus_names_what_was_retrieved(notes: Client):
@@ -78,17 +79,15 @@ def test_files_are_documents(notes: Client):
 
 @pytest.mark.backend("engine")
 def test_a_changed_document_needs_update(notes: Client):
-    body = {"documents": [{"id": "ferry", "text": TOWER}]}
-    refused = notes.post("/v1/corpora/notes/documents", json=body)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "document_exists")
+    changed = {"id": "ferry", "text": TOWER}
+    assert error_of(notes.add([changed])) == (409, "document_exists")
     notes.ask(chunkweave={"corpus": "notes"})
     before = segments(notes)
-    replaced = notes.post("/v1/corpora/notes/documents", json={**body, "update": True}).json()
+    replaced = notes.add([changed], update=True).json()
     assert replaced["replaced"] == ["ferry"]
     assert replaced["segments_removed"] > 0
     assert segments(notes) < before
-    twice = {"documents": [{"id": "x", "text": "a"}, {"id": "x", "text": "b"}]}
-    assert notes.post("/v1/corpora/notes/documents", json=twice).status_code == 409
+    assert notes.add([{"id": "x", "text": "a"}, {"id": "x", "text": "b"}]).status_code == 409
 
 
 ALONE = {"contexts": "bundled", "neutral_tokens": 0}
@@ -98,10 +97,8 @@ ALONE = {"contexts": "bundled", "neutral_tokens": 0}
 @pytest.mark.backend("engine")
 def test_removing_a_document_removes_its_kv_from_every_tier(serve: Serve, tmp_path: Path):
     client = serve(store=StoreConfig(cache_dir=tmp_path / "cache"), data_dir=tmp_path / "data", **ALONE)
-    client.post("/v1/corpora", json={"name": "notes"})
-    documents = [{"id": "ferry", "text": FERRY}, {"id": "choir", "text": CHOIR}]
-    client.post("/v1/corpora/notes/documents", json={"documents": documents})
-    assert client.post("/v1/cache/warm", json={"corpus": "notes"}).json() == {"chunks": 2, "computed": 2}
+    client.make_corpus(documents=[{"id": "ferry", "text": FERRY}, {"id": "choir", "text": CHOIR}])
+    assert client.warm(corpus="notes").json() == {"chunks": 2, "computed": 2}
     store = client.engine.store
     assert store.flush(10)
     assert {level.name: len(level.store) for level in store.levels} == {"host": 2, "disk": 2}
@@ -132,54 +129,53 @@ def undeletable(monkeypatch) -> list[Path]:
 
 @pytest.mark.backend("engine")
 def test_what_cannot_be_cleared_is_told_and_not_served_after_a_restart(serve: Serve, tmp_path: Path, undeletable):
-    store, body = StoreConfig(cache_dir=tmp_path), {"documents": [FERRY]}
+    store = StoreConfig(cache_dir=tmp_path)
     client = serve(store=store, neutral_tokens=0)
-    client.post("/v1/cache/warm", json=body)
+    client.warm(FERRY)
     assert client.engine.store.flush(10)
     [file] = tmp_path.rglob("*.safetensors")
     for removed in (1, 0):  # in memory the first time
-        refused = client.post("/v1/cache/clear", json=body)
-        assert (refused.status_code, int(refused.headers["retry-after"])) == (503, 30)
-        assert refused.json()["error"]["code"] == "not_removed"
+        refused = client.clear(FERRY)
+        assert error_of(refused) == (503, "not_removed")
+        assert int(refused.headers["retry-after"]) == 30
         assert (refused.json()["segments_removed"], refused.json()["segments_left"]) == (removed, 1)
-    assert client.post("/v1/cache/clear", json={"documents": [CHOIR]}).json() == {"segments_removed": 0}
-    assert client.post("/v1/cache/clear", json={"everything": True}).json()["error"]["code"] == "not_removed"
+    assert client.clear(CHOIR).json() == {"segments_removed": 0}
+    assert error_of(client.clear(everything=True)) == (503, "not_removed")
 
     restarted = serve(store=store, neutral_tokens=0)
     assert restarted.engine.store.stats.undeletable == 1
-    assert restarted.post("/v1/cache/clear", json=body).json()["segments_left"] == 1
-    assert restarted.ask(**body, max_tokens=1).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert restarted.post("/v1/cache/warm", json=body).json()["computed"] == 1
+    assert restarted.clear(FERRY).json()["segments_left"] == 1
+    answer = restarted.ask(documents=[FERRY], max_tokens=1).json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert restarted.warm(FERRY).json()["computed"] == 1
     assert restarted.engine.store.flush(10)
     assert restarted.engine.store.stats.undeletable == 0, "what was computed since has replaced it"
-    restarted.post("/v1/cache/clear", json=body)
+    restarted.clear(FERRY)
 
     undeletable.clear()
     assert file.exists()
-    assert serve(store=store).post("/v1/cache/clear", json=body).json() == {"segments_removed": 0}
+    assert serve(store=store).clear(FERRY).json() == {"segments_removed": 0}
     assert not file.exists(), "removed when the server started"
 
 
 @pytest.mark.backend("engine")
 def test_documents_and_corpora_whose_kv_cannot_be_removed(serve: Serve, tmp_path: Path, undeletable):
     client = serve(store=StoreConfig(cache_dir=tmp_path / "cache"), data_dir=tmp_path / "data", **ALONE)
-    client.post("/v1/corpora", json={"name": "notes"})
     documents = [{"id": "ferry", "text": FERRY}, {"id": "choir", "text": CHOIR}, {"id": "tower", "text": TOWER}]
-    client.post("/v1/corpora/notes/documents", json={"documents": documents})
-    client.post("/v1/cache/warm", json={"corpus": "notes"})
+    client.make_corpus(documents=documents)
+    client.warm(corpus="notes")
     assert client.engine.store.flush(10)
-    changed = {"documents": [{"id": "tower", "text": "The tower has no steps."}], "update": True}
-    replaced = client.post("/v1/corpora/notes/documents", json=changed)
+    replaced = client.add([{"id": "tower", "text": "The tower has no steps."}], update=True)
     assert replaced.status_code == 200
     assert (replaced.json()["segments_removed"], replaced.json()["segments_left"]) == (1, 1)
     for path in ("notes/documents/choir", "notes"):
         refused = client.delete(f"/v1/corpora/{path}")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_removed")
+        assert error_of(refused) == (503, "not_removed")
         assert (refused.json()["segments_removed"], refused.json()["segments_left"]) == (1, 1)
         assert client.get(f"/v1/corpora/{path.partition('/doc')[0]}").status_code == (200 if "/" in path else 404)
     undeletable.clear()
     for text in (FERRY, CHOIR, TOWER):
-        assert client.post("/v1/cache/clear", json={"documents": [text.strip()]}).json() == {"segments_removed": 1}
+        assert client.clear(text.strip()).json() == {"segments_removed": 1}
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -208,87 +204,27 @@ def test_what_a_request_computes_while_its_document_is_removed_is_removed_too(no
 
 
 def _asked(**body):
-    from chunkweave_server.observability import RequestMeta
-    from chunkweave_server.requests import ChatBody
-
     made = ChatBody.model_validate({"messages": [{"role": "user", "content": "ferry?"}], **body})
     return made, RequestMeta("id", "")
 
 
-@pytest.mark.backend("engine")
-def test_the_engine_prefills_while_a_corpus_is_searched(notes: Client):
-    notes.post("/v1/corpora/notes/documents", json={"documents": [TOWER]})
-    served = notes.parts.corpora.get(notes.service.keys.tenant_of(None), "notes")
-    served.corpus = slow = SlowCorpus(served.corpus)
-    answers: list[dict] = []
-    reuse = {"corpus": "notes", "top_k": 2}
-    thread = threading.Thread(target=lambda: answers.append(notes.ask(chunkweave=reuse).json()["chunkweave"]))
-    thread.start()
-    wait_until(lambda: notes.parts.answering.retriever.speculation.counts.started == 1)
-    slow.go_on.set()
-    thread.join()
-    pipelining = answers[0]["pipelining"]
-    assert (pipelining["started"], pipelining["terminated"], pipelining["matched"]) == (1, 0, True)
-    assert len(answers[0]["retrieved"]) == 2
-
-
-def slow_notes(client: Client, *stages: tuple[int, ...]) -> SlowCorpus:
-    client.post("/v1/corpora/notes/documents", json={"documents": [TOWER]})
-    served = client.parts.corpora.get(client.service.keys.tenant_of(None), "notes")
-    served.corpus = slow = SlowCorpus(served.corpus)
-    slow.stages = list(stages) or slow.stages
-    return slow
-
-
-def asked(client: Client, **reuse) -> tuple[threading.Thread, list[dict]]:
-    """A question on a thread of its own, and where its report will be."""
-    reports: list[dict] = []
-    reuse = {"corpus": "notes", "top_k": 2, "method": "prefix", **reuse}
-    thread = threading.Thread(target=lambda: reports.append(client.ask(chunkweave=reuse).json()["chunkweave"]))
-    thread.start()
-    return thread, reports
-
-
-def counts(client: Client) -> tuple[int, int, int]:
+def counts(client: Client) -> tuple[float, ...]:
     """Speculations that were started, matched and terminated, as /metrics has them."""
-    lines = [line for line in client.get("/metrics").text.splitlines() if "speculations_" in line and "{" in line]
-    found = {line.split('event="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
-    return tuple(int(found.get(name, 0)) for name in ("started", "matched", "terminated"))
+    return tuple(client.metric("speculations_total", event=event) for event in ("started", "matched", "terminated"))
 
 
 @pytest.mark.parametrize(("order", "expected"), [("free", (1, 1, 0)), ("fixed", (1, 0, 1))])
-def test_a_set_in_another_sequence_is_a_match_where_the_order_is_free(notes: Client, order: str, expected):
-    slow = slow_notes(notes, (1, 0), (0, 1))
-    thread, reports = asked(notes, order=order)
-    wait_until(lambda: counts(notes)[0] == 1)
-    slow.go_on.set()
-    thread.join()
-    (report,) = reports
-    assert counts(notes) == expected
+def test_a_set_in_another_sequence_is_a_match_where_the_order_is_free(client: Client, order: str, expected):
+    corpus = slow_corpus(client)
+    corpus.stages = [(1, 0), (0, 1)]
+    report = confirmed(client, corpus, lambda: counts(client)[0] == 1, chunkweave={**EXACT, "order": order})
+    assert counts(client) == expected
     assert (report["pipelining"]["started"], report["pipelining"]["matched"]) == (1, order == "free")
     assert [one["rank"] for one in report["retrieved"]] == [1, 2]
     chunks = [one for one in report["chunks"] if one["rank"] is not None]
     assert sorted(one["rank"] for one in chunks) == [0, 1]
     for one in chunks:
         assert report["retrieved"][one["rank"]]["document"] == one["source"].split("#")[0]
-
-
-class PacedCorpus:
-    """A corpus whose stages come one after the other, as those of a large one do."""
-
-    def __init__(self, corpus: Corpus) -> None:
-        self._corpus = corpus
-
-    def __len__(self) -> int:
-        return len(self._corpus)
-
-    def __getattr__(self, name: str):
-        return getattr(self._corpus, name)
-
-    def search_stages(self, vector, k: int):
-        for stage in self._corpus.search_stages(vector, k):
-            time.sleep(0.05)
-            yield stage
 
 
 def topics(count: int, notes: int) -> list[str]:
@@ -303,24 +239,22 @@ def topics(count: int, notes: int) -> list[str]:
 
 def test_half_of_the_speculations_of_bursts_over_an_index_match(serve: Serve):
     client, random, texts = serve(corpus_flat_chunks=100), Random(4), topics(100, 12)
-    client.post("/v1/corpora", json={"name": "big"})
-    client.post("/v1/corpora/big/documents", json={"documents": texts})
+    served = client.make_corpus("big", texts)
     wait_until(lambda: state(client)["searched_by"] == "ivf")
-    served = client.parts.corpora.get(client.service.keys.tenant_of(None), "big")
-    served.corpus = PacedCorpus(served.corpus)
-    reports = []
+    stages = served.corpus.search_stages
 
-    def ask() -> None:
-        question = " ".join(random.sample(random.choice(texts).split(), 8))
-        answer = client.ask(question, max_tokens=1, chunkweave={"corpus": "big", "top_k": 3, "method": "prefix"})
-        reports.append(answer.json()["chunkweave"])
+    def paced(vector, k: int):
+        """As those of a large corpus, they come one after the other."""
+        for stage in stages(vector, k):
+            time.sleep(0.05)
+            yield stage
 
+    served.corpus.search_stages = paced
+    reports, reuse = [], {"corpus": "big", "top_k": 3, "method": "prefix"}
     for _ in range(8):
-        burst = [threading.Thread(target=ask) for _ in range(3)]
-        for thread in burst:
-            thread.start()
-        for thread in burst:
-            thread.join()
+        questions = [" ".join(random.sample(random.choice(texts).split(), 8)) for _ in range(3)]
+        burst = [later(client.ask, question, max_tokens=1, chunkweave=reuse) for question in questions]
+        reports += [report_of(answer.result()) for answer in burst]
     started, matched, _ = counts(client)
     assert started >= 8, "one of each burst at least"
     assert matched >= started / 2
@@ -331,43 +265,35 @@ def test_half_of_the_speculations_of_bursts_over_an_index_match(serve: Serve):
 @pytest.mark.parametrize("room", [1, 2])
 def test_so_many_prefills_may_be_pending_as_the_server_is_told(serve: Serve, room: int):
     client = serve(max_prefill_batch=room)
-    client.post("/v1/corpora", json={"name": "notes", "chunk_tokens": 128})
-    client.post("/v1/corpora/notes/documents", json={"documents": [FERRY, CHOIR]})
-    slow, go_on = slow_notes(client), threading.Event()
+    slow, go_on = slow_corpus(client), threading.Event()
     held = engine_of(client.service).batching.between_steps(lambda: go_on.wait(20))
-    threads, speculation = [], client.parts.answering.retriever.speculation
+    answers, speculation = [], client.parts.answering.retriever.speculation
     for number in range(2):
-        threads.append(asked(client)[0])
+        answers.append(asked(client, chunkweave=EXACT))
         wait_until(lambda number=number: speculation.counts.stages == number + 1)
         wait_until(lambda number=number: len(client.parts.answering._submitted) >= min(room, number + 1))
     assert counts(client)[0] == room
     go_on.set()
     slow.go_on.set()
-    for thread in threads:
-        thread.join()
+    for answer in answers:
+        report_of(answer.result())
     assert held.result() is True
 
 
 @pytest.mark.parametrize(
-    ("values", "reuse", "why"),
-    [
-        ({}, {}, "the search has one stage"),
-        ({"speculate": False}, {}, "speculate is off"),
-    ],
+    ("values", "why"), [({}, "the search has one stage"), ({"speculate": False}, "speculate is off")]
 )
-def test_a_report_says_why_nothing_was_computed_ahead(serve: Serve, values, reuse, why):
+def test_a_report_says_why_nothing_was_computed_ahead(serve: Serve, values, why):
     client = serve(**values)
-    client.post("/v1/corpora", json={"name": "notes"})
-    client.post("/v1/corpora/notes/documents", json={"documents": [FERRY, CHOIR]})
-    report = client.ask(chunkweave={"corpus": "notes", **reuse}).json()["chunkweave"]
+    client.make_corpus(documents=[FERRY, CHOIR])
+    report = report_of(client.ask(chunkweave={"corpus": "notes"}))
     assert report["not_speculated"] == why
     assert "pipelining" not in report
+    assert client.fake is None or len(client.fake.seen) == 1
 
 
 def test_corpora_outlive_the_server(serve: Serve, tmp_path: Path):
-    first = serve(data_dir=tmp_path)
-    first.post("/v1/corpora", json={"name": "notes"})
-    first.post("/v1/corpora/notes/documents", json={"documents": [FERRY]})
+    serve(data_dir=tmp_path).make_corpus(documents=[FERRY])
     second = serve(data_dir=tmp_path)
     assert second.get("/v1/corpora/notes").json()["documents"] == 1
     assert second.ask(chunkweave={"corpus": "notes"}).status_code == 200
@@ -380,7 +306,7 @@ def test_a_shared_corpus_is_for_reading(serve: Serve, tmp_path: Path):
     assert client.ask(chunkweave={"corpus": "help"}).status_code == 200
     assert client.delete("/v1/corpora/help").status_code == 403
     assert client.delete("/v1/corpora/help/documents/tower").status_code == 403
-    assert client.post("/v1/corpora/help/documents", json={"documents": ["x"]}).status_code == 403
+    assert client.add(["x"], "help").status_code == 403
     assert client.post("/v1/corpora", json={"name": "help"}).status_code == 409
 
 
@@ -395,25 +321,22 @@ def test_names_that_could_be_paths_are_refused(serve: Serve, tmp_path: Path, nam
 
 def test_there_are_so_many_corpora_and_chunks(serve: Serve):
     client = serve(max_corpora=1, max_corpus_chunks=2)
-    assert client.post("/v1/corpora", json={"name": "a"}).status_code == 201
-    refused = client.post("/v1/corpora", json={"name": "b"})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "too_many_corpora")
-    assert client.post("/v1/corpora/a/documents", json={"documents": ["one", "two"]}).status_code == 200
-    full = client.post("/v1/corpora/a/documents", json={"documents": ["three"]})
-    assert (full.status_code, full.json()["error"]["code"]) == (413, "corpus_full")
+    client.make_corpus(documents=["one", "two"])
+    assert error_of(client.post("/v1/corpora", json={"name": "b"})) == (403, "too_many_corpora")
+    assert error_of(client.add(["three"])) == (413, "corpus_full")
 
 
 def test_an_empty_corpus_answers_nothing(client: Client):
-    client.post("/v1/corpora", json={"name": "empty"})
-    assert client.post("/v1/corpora/empty/search", json={"query": "x"}).json()["data"] == []
-    assert client.ask(chunkweave={"corpus": "empty", "top_k": 1}).status_code == 400
+    client.make_corpus()
+    assert client.search("x").json()["data"] == []
+    assert client.ask(chunkweave={"corpus": "notes", "top_k": 1}).status_code == 400
 
 
 @pytest.mark.backend("engine")
 @pytest.mark.parametrize("neutral_tokens", [0, 400])
 def test_what_is_warmed_is_computed_behind_neutral_passages_and_woven_from_there(serve: Serve, neutral_tokens: int):
     client = serve(contexts="bundled", neutral_tokens=neutral_tokens, method="full-reuse")
-    assert client.post("/v1/cache/warm", json={"documents": [FERRY, CHOIR]}).json()["computed"] == 2
+    assert client.warm(FERRY, CHOIR).json()["computed"] == 2
     answer = client.ask(documents=[CHOIR, FERRY], max_tokens=1).json()
     taken = {chunk["variant"] for chunk in answer["chunkweave"]["chunks"] if chunk["kv_source"] == "reused"}
     records = [record for record in client.engine.store.records() if record.id in taken]
@@ -442,25 +365,14 @@ def test_searches_of_a_corpus_go_on_side_by_side_and_changes_alone(notes: Client
         return search(question, k)
 
     served.corpus.search = slow
-    found, added = [], []
-    look = [
-        threading.Thread(target=lambda: found.append(notes.post("/v1/corpora/notes/search", json={"query": "ferry"})))
-        for _ in range(2)
-    ]
-    change = threading.Thread(
-        target=lambda: added.append(notes.post("/v1/corpora/notes/documents", json={"documents": [TOWER]}))
-    )
-    for thread in look:
-        thread.start()
+    found = [later(notes.search, "ferry") for _ in range(2)]
     wait_until(lambda: together.n_waiting == 0 and served.lock._looking == 2)
-    change.start()
-    change.join(0.2)
-    assert not added
+    added = later(notes.add, [TOWER])
+    time.sleep(0.2)
+    assert not added.done()
     go_on.set()
-    for thread in (*look, change):
-        thread.join(20)
-    assert [one.status_code for one in (*found, *added)] == [200] * 3
-    assert [len(one.json()["data"]) for one in found] == [2, 2], "what is added comes after them"
+    assert [len(one.result(20).json()["data"]) for one in found] == [2, 2], "what is added comes after them"
+    assert added.result(20).status_code == 200
 
 
 def notes_about(numbers: range) -> list[dict[str, str]]:
@@ -471,9 +383,8 @@ def state(client: Client, name: str = "big") -> dict:
     return client.get(f"/v1/corpora/{name}").json()
 
 
-def found(client: Client, number: int, name: str = "big") -> list[str]:
-    asked = {"query": f"Vessel {number} brings {number * 7} barrels of tar.", "top_k": 3}
-    reply = client.post(f"/v1/corpora/{name}/search", json=asked)
+def found(client: Client, number: int) -> list[str]:
+    reply = client.search(f"Vessel {number} brings {number * 7} barrels of tar.", "big", top_k=3)
     assert reply.status_code == 200, reply.text
     return [one["document"] for one in reply.json()["data"]]
 
@@ -481,19 +392,17 @@ def found(client: Client, number: int, name: str = "big") -> list[str]:
 def test_a_corpus_that_grows_past_its_size_gets_an_index_and_keeps_it(serve: Serve, tmp_path: Path):
     values = {"data_dir": tmp_path, "corpus_flat_chunks": 40}
     client = serve(**values)
-    assert client.post("/v1/corpora", json={"name": "big"}).json()["index"] == "ivf"
-    client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(40))})
+    served = client.make_corpus("big", notes_about(range(40)))
     assert (state(client)["chunks"], state(client)["searched_by"]) == (40, "flat")
-    client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(40, 90))})
+    client.add(notes_about(range(40, 90)), "big")
     wait_until(lambda: state(client)["searched_by"] == "ivf")
     assert found(client, 77)[0] == "n77"
-    client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(90, 95))})
+    client.add(notes_about(range(90, 95)), "big")
     assert found(client, 93)[0] == "n93"
     assert client.delete("/v1/corpora/big/documents/n77").status_code == 200
     assert "n77" not in found(client, 77)
     wait_until(lambda: state(client)["searched_by"] == "ivf")
     assert "n77" not in found(client, 77)
-    served = client.parts.corpora.get(client.service.keys.tenant_of(None), "big")
     wait_until(lambda: served.indexing is None)
     (file,) = tmp_path.rglob("corpus.sqlite")
     written = file.stat().st_mtime_ns
@@ -508,8 +417,7 @@ def test_a_corpus_that_grows_past_its_size_gets_an_index_and_keeps_it(serve: Ser
 def test_a_corpus_names_its_index_and_what_cannot_be_is_refused(serve: Serve, monkeypatch):
     client = serve(corpus_flat_chunks=5)
     assert client.post("/v1/corpora", json={"name": "usual"}).json()["index"] == "ivf"
-    client.post("/v1/corpora", json={"name": "exact", "index": "flat"})
-    client.post("/v1/corpora/exact/documents", json={"documents": notes_about(range(9))})
+    client.make_corpus("exact", notes_about(range(9)), index="flat")
     assert (state(client, "exact")["index"], state(client, "exact")["searched_by"]) == ("flat", "flat")
     assert client.post("/v1/corpora", json={"name": "odd", "index": "hnsw"}).status_code == 400
     monkeypatch.setitem(sys.modules, "faiss", None)
@@ -529,11 +437,10 @@ def test_neither_searches_nor_documents_wait_for_an_index_that_is_made(serve: Se
 
     monkeypatch.setattr(searcher, "build_index", slow)
     client = serve(corpus_flat_chunks=20)
-    client.post("/v1/corpora", json={"name": "big"})
-    client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(60))})
+    client.make_corpus("big", notes_about(range(60)))
     assert begun.wait(20)
     assert found(client, 50)[0] == "n50"
-    client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(60, 64))})
+    client.add(notes_about(range(60, 64)), "big")
     assert client.delete("/v1/corpora/big/documents/n50").status_code == 200
     assert "n50" not in found(client, 50)
     assert state(client)["searched_by"] == "flat"
@@ -544,8 +451,7 @@ def test_neither_searches_nor_documents_wait_for_an_index_that_is_made(serve: Se
 
 def test_documents_that_come_beside_searches_are_found(serve: Serve):
     client = serve(corpus_flat_chunks=30)
-    client.post("/v1/corpora", json={"name": "big"})
-    client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(10))})
+    client.make_corpus("big", notes_about(range(10)))
     known, wrong = [9], []
 
     def look(seed: int) -> None:
@@ -556,15 +462,12 @@ def test_documents_that_come_beside_searches_are_found(serve: Serve):
             if hits[0] != f"n{number}" or len(set(hits)) != 3:
                 wrong.append((number, hits))
 
-    looking = [threading.Thread(target=look, args=(seed,)) for seed in range(3)]
-    for thread in looking:
-        thread.start()
+    looking = [later(look, seed) for seed in range(3)]
     for start in range(10, 200, 10):
-        added = client.post("/v1/corpora/big/documents", json={"documents": notes_about(range(start, start + 10))})
-        assert added.status_code == 200
+        assert client.add(notes_about(range(start, start + 10)), "big").status_code == 200
         known[0] = start + 9
-    for thread in looking:
-        thread.join()
+    for one in looking:
+        one.result()
     assert not wrong
     wait_until(lambda: state(client)["searched_by"] == "ivf")
     assert state(client)["chunks"] == 200

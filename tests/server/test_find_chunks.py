@@ -6,13 +6,12 @@ from functools import partial
 import pytest
 
 from chunkweave.config import FindConfig
-from chunkweave.engine.runner import Runner
 from chunkweave.prompt.parts import neutral_passages
 from chunkweave_server.bodies import NOTHING_NAMED
-from tests.chat_tools import TEMPLATE, TOOL, called, said
+from tests.chat_tools import TEMPLATE
 from tests.server import conftest
-from tests.server.conftest import KEYS, Client, Serve, key_ring
-from tests.server.test_structured import CALLED, GET_TIME, QUESTION, RESULT, prompt_text, with_template
+from tests.server.conftest import KEYS, Client, Serve, key_ring, report_of
+from tests.server.test_structured import CALLED, GET_TIME, QUESTION, RESULT, last_text, with_template
 
 PASSAGES = neutral_passages()
 METHOD = {"chunkweave": {"method": "cacheblend", "recompute_ratio": 0.1}}
@@ -28,25 +27,10 @@ def rag(passages, question="Who paid for the bridge?"):
     return "\n\n".join(("Use the context to answer.", *passages, f"Question: {question}"))
 
 
-def report_of(response):
-    assert response.status_code == 200, response.text
-    return response.json()["chunkweave"]
-
-
 def taken(report):
     """Share of the prompt that was not computed."""
     kept = report["prefix_exact_tokens"] + report["reused_tokens"] + report["recomputed_tokens"]
     return kept / report["prompt_tokens"]
-
-
-def sent(client, **body):
-    """The token ids of a request's prompt."""
-    prompts = []
-    with pytest.MonkeyPatch.context() as patch:
-        start = Runner.start
-        patch.setattr(Runner, "start", lambda *given, **more: prompts.append(given[1]) or start(*given, **more))
-        report_of(client.ask(**body))
-    return list(prompts[-1].token_ids)
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +44,25 @@ def finding(serve: Serve) -> Client:
     return serve(find_chunks=True, max_answer_tokens=64)
 
 
-def test_passages_of_a_plain_prompt_are_reused_in_another_order(finding: Client):
-    first = finding.ask(rag(PASSAGES[:5]), **METHOD)
-    assert NOTHING_NAMED[0] not in first.headers
-    assert taken(report_of(first)) == 0
-    again = report_of(finding.ask(rag(PASSAGES[4::-1]), **METHOD))
-    assert taken(again) > 0.8
-    assert again["reused_tokens"] > 0
-    assert again["prompt_tokens"] == report_of(first)["prompt_tokens"]
+@pytest.mark.parametrize(
+    ("usual", "asked", "found"),
+    [
+        pytest.param(True, {}, True, id="by the server"),
+        pytest.param(True, {"find_chunks": False}, False, id="not by the request"),
+        pytest.param(False, {}, False, id="not by default"),
+        pytest.param(False, {"find_chunks": True}, True, id="by the request"),
+    ],
+)
+def test_passages_of_a_plain_prompt_are_reused_in_another_order(serve: Serve, usual, asked, found):
+    client = serve(find_chunks=usual, max_answer_tokens=64)
+    reuse = {"chunkweave": {**METHOD["chunkweave"], **asked}}
+    answers = [client.ask(rag(PASSAGES[:5][::order]), **reuse) for order in (1, -1)]
+    first, again = map(report_of, answers)
+    assert again["prompt_tokens"] == first["prompt_tokens"]
+    assert taken(first) == 0
+    assert (taken(again) > 0.8) if found else (taken(again) < 0.2)
+    assert (again["reused_tokens"] > 0) == found
+    assert answers[1].headers.get(NOTHING_NAMED[0]) == (None if found else NOTHING_NAMED[1])
 
 
 def test_a_plain_completion_is_cut_too(finding: Client):
@@ -87,33 +82,6 @@ def test_token_ids_are_those_of_the_plain_chat_template(finding: Client):
     assert report["prompt_tokens"] == len(ids)
 
 
-def test_a_last_message_of_the_assistant_is_continued(finding: Client):
-    messages = [{"role": "user", "content": rag(PASSAGES[:2])}, {"role": "assistant", "content": "It was paid"}]
-    tokenizer = finding.engine.loaded.tokenizer
-    rendered = tokenizer.render_chat(messages[:1])
-    ids = tokenizer.encode(rendered, control_tokens=True) + tokenizer.encode("It was paid")
-    assert sent(finding, messages=messages) == ids
-
-
-def test_an_empty_last_message_of_the_assistant_is_no_turn(finding: Client):
-    question = {"role": "user", "content": rag(PASSAGES[:2])}
-    begun = {"role": "assistant", "content": ""}
-    assert sent(finding, messages=[question, begun]) == sent(finding, messages=[question])
-
-
-def test_tools_are_described_in_the_prompt_of_a_template_without_them(finding: Client):
-    """Its results are the user's."""
-    question = {"role": "user", "content": "What is the time in Halvik?"}
-    messages = [question, called(), said("\n\n".join(PASSAGES[:2]))]
-    text = finding.engine.loaded.tokenizer.decode(sent(finding, messages=messages, tools=[TOOL]))
-    begins, asked, rest = text.partition("What is the time in Halvik?")
-    assert begins.strip().startswith("You can call these functions")
-    assert '"get_time"' in begins
-    assert asked
-    assert '<tool_call>{"name": "get_time", "arguments": {"town": "Halvik"}}</tool_call>' in rest
-    assert f"<tool_response>{PASSAGES[0]}\n\n{PASSAGES[1]}</tool_response>" in rest
-
-
 def test_without_a_method_only_exact_prefixes_are_reused(finding: Client):
     report_of(finding.ask(rag(PASSAGES[:5])))
     moved = report_of(finding.ask(rag(PASSAGES[4::-1])))
@@ -121,25 +89,6 @@ def test_without_a_method_only_exact_prefixes_are_reused(finding: Client):
     same = report_of(finding.ask(rag(PASSAGES[:5], "Another question?")))
     assert same["method"] == "prefix"
     assert same["prefix_exact_tokens"] > 0.8 * same["prompt_tokens"]
-
-
-def test_nothing_is_found_unless_it_is_asked_for(serve: Serve):
-    client = serve()
-    for order in (1, -1):
-        report = report_of(client.ask(rag(PASSAGES[:5][::order]), **METHOD))
-    assert taken(report) < 0.2
-    found = {"chunkweave": {**METHOD["chunkweave"], "find_chunks": True}}
-    for order in (1, -1):
-        report = report_of(client.ask(rag(PASSAGES[:5][::order]), **found))
-    assert taken(report) > 0.8
-
-
-def test_a_request_may_switch_it_off(finding: Client):
-    off = {"chunkweave": {**METHOD["chunkweave"], "find_chunks": False}}
-    for order in (1, -1):
-        response = finding.ask(rag(PASSAGES[:5][::order]), **off)
-    assert taken(report_of(response)) < 0.2
-    assert response.headers[NOTHING_NAMED[0]] == NOTHING_NAMED[1]
 
 
 @pytest.mark.parametrize(
@@ -270,58 +219,54 @@ def test_two_tenants_with_the_same_text_observe_nothing_of_each_other(serve: Ser
         {"messages": [QUESTION, CALLED, RESULT], "tools": [GET_TIME]},
         {"messages": [QUESTION, CALLED, RESULT, {"role": "assistant", "content": "It is"}]},
         {"messages": [QUESTION, {"role": "assistant", "content": "It is"}]},
+        {"messages": [QUESTION, {"role": "assistant", "content": ""}]},
     ],
 )
-def test_tools_and_begun_answers_are_in_the_prompt_as_without(serve: Serve, monkeypatch, template, body):
+def test_tools_and_begun_answers_are_in_the_prompt_as_without(serve: Serve, monkeypatch, prompts, template, body):
     if template is not None:
         with_template(monkeypatch, template)
     messages = [{"role": "system", "content": "Be kind."}, *body["messages"]]
-    found, plain = (
-        prompt_text(serve(find_chunks=finds), monkeypatch, **{**body, "messages": messages}) for finds in (True, False)
-    )
-    assert found.replace("Question: ", "") == plain.replace("Question: ", "")
+    texts = []
+    for finds in (True, False):
+        client = serve(find_chunks=finds)
+        report_of(client.ask(**{**body, "messages": messages}))
+        texts.append(last_text(client, prompts).replace("Question: ", ""))
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.backend("vllm")
 def test_the_front_leaves_finding_to_vllms_half(serve: Serve):
-    on, off = serve(find_chunks=True, exact_pieces=("short",)), serve()
+    """Where a request is to store nothing, it has a salt of its own: vLLM's own prefix cache would store it."""
+    on, off = serve(find_chunks=True, exact_pieces=("short",), keys=key_ring()), serve(keys=key_ring())
     connector = on.service.settings.connector_config()
     assert (connector["find_chunks"], connector["exact_pieces"]) == (True, ["short"])
-    found, method = {"find_chunks": True}, METHOD["chunkweave"]
-    for client, field, sent in (
-        (on, None, None),
-        (on, {"find_chunks": False}, {"find_chunks": False}),
-        (off, found, found),
-        (off, {**found, **method}, {**found, **method}),
-    ):
-        response = client.ask(rag(PASSAGES[:2]), **({} if field is None else {"chunkweave": field}))
-        assert response.status_code == 200
-        body = json.loads(response.json()["body"])  # a server that looks like vLLM returns what it was sent
-        assert "chunkweave" not in body
-        assert (body.get("kv_transfer_params") or {}).get("chunkweave") == sent
-        assert (NOTHING_NAMED[0] in response.headers) == (field == {"find_chunks": False})
-    assert off.ask(chunkweave={**found, "corpus": "c"}).status_code == 400
-    assert off.ask(chunkweave={**found, "alpha": -1}).status_code == 400
-
-
-@pytest.mark.backend("vllm")
-def test_the_front_stores_nothing_where_a_request_says_so(serve: Serve):
-    """vLLM's own prefix cache would."""
-    on, off = serve(find_chunks=True, keys=key_ring()), serve(keys=key_ring())
-    for client, field, sent in (
-        (on, {"find_chunks": True, "cache": "off"}, {"find_chunks": False}),
-        (on, {"find_chunks": False, "cache": "off"}, {"find_chunks": False}),
-        (on, {"find_chunks": False, "cache": "read"}, {"find_chunks": False}),
-        (on, {"find_chunks": True, "cache": "read"}, {"find_chunks": True, "cache": "read"}),
-        (off, {"find_chunks": True, "cache": "off"}, {"find_chunks": False}),
-        (off, {"find_chunks": True, "cache": "read"}, {"find_chunks": True, "cache": "read"}),
+    found, not_found = {"find_chunks": True}, {"find_chunks": False}
+    with_method, read = {**found, **METHOD["chunkweave"]}, {**found, "cache": "read"}
+    for client, field, sent, stores in (
+        (on, None, None, True),
+        (on, not_found, not_found, True),
+        (on, {**found, "cache": "off"}, not_found, False),
+        (on, {**not_found, "cache": "off"}, not_found, False),
+        (on, {**not_found, "cache": "read"}, not_found, False),
+        (on, read, read, True),
+        (off, found, found, True),
+        (off, with_method, with_method, True),
+        (off, {**found, "cache": "off"}, not_found, False),
+        (off, read, read, True),
     ):
         salts = set()
         for _ in range(2):
-            body = json.loads(client.ask(chunkweave=field, key=KEYS["acme"], cache_salt="s").json()["body"])
-            assert body["kv_transfer_params"]["chunkweave"] == sent
+            asked = {} if field is None else {"chunkweave": field}
+            response = client.ask(rag(PASSAGES[:2]), key=KEYS["acme"], cache_salt="s", **asked)
+            assert response.status_code == 200
+            body = json.loads(response.json()["body"])  # a server that looks like vLLM returns what it was sent
+            assert "chunkweave" not in body
+            assert (body.get("kv_transfer_params") or {}).get("chunkweave") == sent
             salts.add(body["cache_salt"])
-        assert len(salts) == (1 if sent["find_chunks"] else 2)
-    refused = on.ask(chunkweave={"find_chunks": True, "top_k": 3}, key=KEYS["acme"])
-    assert refused.status_code == 400
-    assert "top_k" in refused.json()["error"]["message"]
+        assert len(salts) == (1 if stores else 2)
+        assert field is not None or NOTHING_NAMED[0] not in response.headers
+        assert field != not_found or NOTHING_NAMED[0] in response.headers
+    for wrong in ({"corpus": "c"}, {"alpha": -1}, {"top_k": 3}):
+        refused = off.ask(chunkweave={**found, **wrong}, key=KEYS["acme"])
+        assert refused.status_code == 400
+        assert next(iter(wrong)) in refused.json()["error"]["message"]

@@ -20,7 +20,18 @@ from chunkweave.prompt.parts import PartKind, PromptPart
 from chunkweave.types import ChunkId
 from chunkweave_server.improving import Improver, KnownChunks
 from chunkweave_server.settings import ImprovingSettings
-from tests.server.conftest import KEYS, Client, Serve, engine_of, key_ring, settings_of, vllm_of, wait_until
+from tests.server.conftest import (
+    KEYS,
+    Client,
+    Serve,
+    engine_of,
+    key_ring,
+    later,
+    report_of,
+    settings_of,
+    vllm_of,
+    wait_until,
+)
 from tests.server.fake_vllm import FakeVllm
 from tests.server.fronts import running_front
 
@@ -34,9 +45,7 @@ REUSE = {"method": "full-reuse", "order": "fixed"}
 
 def ask(client: Client, documents: list[str], key: str | None = None, **body: Any) -> dict[str, Any]:
     """The report of an answer over documents."""
-    reply = client.ask(documents=documents, max_tokens=1, key=key, **{"chunkweave": REUSE, **body})
-    assert reply.status_code == 200, reply.text
-    return reply.json()["chunkweave"]
+    return report_of(client.ask(documents=documents, max_tokens=1, key=key, **{"chunkweave": REUSE, **body}))
 
 
 def contexts(report: dict[str, Any]) -> list[int]:
@@ -93,13 +102,8 @@ def test_chunks_that_came_with_a_request_become_means_while_nothing_else_runs(se
     assert {text: set.union(*behind) for text, behind in means(client).items()} == {
         text: {*DOCUMENTS[:3]} - {text} for text in DOCUMENTS[:3]
     }
-    samples = client.get("/metrics").text.replace(f'{{model_name="{client.service.backend.name}"}}', "").splitlines()
-    found = {
-        name: float(value)
-        for name, value in (line.split() for line in samples if line.startswith("chunkweave:") and "{" not in line)
-    }
-    assert (found["chunkweave:improved_chunks_total"], found["chunkweave:chunks_to_improve"]) == (3, 0)
-    assert found["chunkweave:improving_seconds_total"] > 0
+    assert (client.metric("improved_chunks_total"), client.metric("chunks_to_improve")) == (3, 0)
+    assert client.metric("improving_seconds_total") > 0
 
 
 def test_by_default_nothing_is_computed_anew(serve: Serve):
@@ -108,7 +112,7 @@ def test_by_default_nothing_is_computed_anew(serve: Serve):
     ask(client, DOCUMENTS[2::-1])
     assert "improving" not in client.get("/v1/cache").json()
     assert len(client.service.backend.cache.improving._known) == 0
-    assert client.post("/v1/cache/clear", json={"documents": DOCUMENTS[:1]}).json().keys() == {"segments_removed"}
+    assert client.clear(DOCUMENTS[0]).json().keys() == {"segments_removed"}
     assert means(client) == {}
     assert client.fake is None or len(client.fake.seen) == 2
 
@@ -202,7 +206,7 @@ def begun(client: Client) -> Iterator[Improver]:
 
 def test_means_are_renewed_once_their_nearest_chunks_are_others(serve: Serve):
     client = serve(improve_share=1.0)
-    assert client.post("/v1/cache/warm", json={"documents": DOCUMENTS[:2]}).status_code == 200
+    assert client.warm(*DOCUMENTS[:2]).status_code == 200
     assert contexts(ask(client, DOCUMENTS[:2])) == [1, 1]
     assert until_improved(client)["improved"] == 0, "nothing has changed"
     ask(client, DOCUMENTS[2:])
@@ -216,14 +220,17 @@ def test_means_are_renewed_once_their_nearest_chunks_are_others(serve: Serve):
         assert set(stored.values()) == {1}, "the new mean takes the place of the old one"
 
 
+def with_four_means(client: Client) -> None:
+    """Have the chunks of a corpus computed, each behind the others."""
+    client.make_corpus(documents=[{"id": f"d{number}", "text": text} for number, text in enumerate(DOCUMENTS[:4])])
+    assert client.warm(corpus="notes").json()["chunks"] == 4
+
+
 def test_what_had_read_a_deleted_document_is_queued_and_computed_without_it(serve: Serve):
     client = serve(improve_share=1.0)
-    client.post("/v1/corpora", json={"name": "ships"})
-    documents = [{"id": f"d{number}", "text": text} for number, text in enumerate(DOCUMENTS[:4])]
-    client.post("/v1/corpora/ships/documents", json={"documents": documents})
-    assert client.post("/v1/cache/warm", json={"corpus": "ships"}).json()["chunks"] == 4
+    with_four_means(client)
     hold(client, idle=False)
-    gone = client.delete("/v1/corpora/ships/documents/d1").json()
+    gone = client.delete("/v1/corpora/notes/documents/d1").json()
     assert gone["segments_removed"] >= 4, gone
     assert gone["chunks_queued"] == 3
     assert improving(client)["queued"] == 3
@@ -239,7 +246,7 @@ def test_what_had_read_a_deleted_document_is_queued_and_computed_without_it(serv
 @pytest.mark.backend("vllm")
 def test_a_removal_also_shows_which_means_a_replica_has_lost(serve: Serve):
     client = serve(improve_share=1.0, context_count=1, context_tokens=1)
-    client.post("/v1/cache/warm", json={"documents": DOCUMENTS[:6]})
+    client.warm(*DOCUMENTS[:6])
     assert client.fake is not None
     hold(client, idle=False)
     behind = means(client)
@@ -247,7 +254,7 @@ def test_a_removal_also_shows_which_means_a_replica_has_lost(serve: Serve):
     readers = {text for text, contexts in behind.items() if contexts == [{context}]}
     lost = next(text for text in behind if text not in {*readers, context})
     del client.fake.means[next(key for key in client.fake.means if decoded(client, key[1]) == lost)]
-    gone = client.post("/v1/cache/clear", json={"documents": [context]}).json()
+    gone = client.clear(context).json()
     assert gone["chunks_queued"] == len(readers) + 1
     assert reader in readers
 
@@ -256,14 +263,11 @@ def test_a_removal_also_shows_which_means_a_replica_has_lost(serve: Serve):
 def test_what_had_read_a_deleted_document_is_queued_also_after_a_restart(serve: Serve, tmp_path: Path):
     values = {"improve_share": 1.0, "data_dir": tmp_path / "data", "store": StoreConfig(cache_dir=tmp_path / "kv")}
     first = serve(**values)
-    first.post("/v1/corpora", json={"name": "ships"})
-    documents = [{"id": f"d{number}", "text": text} for number, text in enumerate(DOCUMENTS[:4])]
-    first.post("/v1/corpora/ships/documents", json={"documents": documents})
-    first.post("/v1/cache/warm", json={"corpus": "ships"})
+    with_four_means(first)
     assert first.engine.store.flush(20)
     second = serve(**values)
     assert improving(second)["known"] == 0
-    gone = second.delete("/v1/corpora/ships/documents/d1").json()
+    gone = second.delete("/v1/corpora/notes/documents/d1").json()
     assert gone["chunks_queued"] == 3
     assert until_improved(second)["improved"] == 3
     assert DOCUMENTS[1] not in {text for contexts in means(second).values() for one in contexts for text in one}
@@ -274,11 +278,12 @@ def test_clearing_documents_says_what_is_queued_and_clearing_everything_forgets_
     ask(client, DOCUMENTS[:3])
     until_improved(client)
     hold(client, idle=False)
-    cleared = client.post("/v1/cache/clear", json={"documents": DOCUMENTS[:1]}).json()
-    assert cleared["chunks_queued"] == 2
+    assert client.clear(DOCUMENTS[0]).json()["chunks_queued"] == 2
     assert improving(client)["known"] == 2
-    client.post("/v1/cache/clear", json={"everything": True})
+    assert client.clear(everything=True).json()["segments_removed"] > 0
     assert improving(client)["known"] == 0
+    if client.fake is None:
+        assert client.get("/v1/cache").json()["store"]["segments"] == 0
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["the chunk", "one of its contexts"])
@@ -286,15 +291,12 @@ def test_a_document_that_is_deleted_while_it_is_computed_anew_is_gone(serve: Ser
     client = serve(improve_share=1.0)
     hold(client, idle=False)
     ask(client, DOCUMENTS[:3])
-    texts, deleted = {"documents": DOCUMENTS[number : number + 1]}, []
-    remove = threading.Thread(target=lambda: deleted.append(client.post("/v1/cache/clear", json=texts)))
     with begun(client) as improver:
         assert improver._work is not None
         assert len(improver._work.reads) == 3
-        remove.start()
+        removed = later(client.clear, DOCUMENTS[number])
         wait_until(lambda: len(improver._known) == 2)
-    remove.join()
-    assert deleted[0].status_code == 200
+    assert removed.result().status_code == 200
     until_improved(client)
     kept = [text for text in DOCUMENTS[:3] if text != DOCUMENTS[number]]
     assert means(client) == {kept[0]: [{kept[1]}], kept[1]: [{kept[0]}]}
@@ -313,8 +315,7 @@ def test_nothing_is_computed_anew_while_a_request_runs(serve: Serve):
         client.fake.gate.clear()
     else:
         engine_of(client.service).batching.between_steps(lambda: go_on.wait(20))
-    running = threading.Thread(target=lambda: ask(client, DOCUMENTS[4:6]))
-    running.start()
+    running = later(ask, client, DOCUMENTS[4:6])
     wait_until(lambda: not idle(client))
     hold(client, idle=True)
     time.sleep(0.3)
@@ -323,7 +324,7 @@ def test_nothing_is_computed_anew_while_a_request_runs(serve: Serve):
     go_on.set()
     if client.fake is not None:
         client.fake.gate.set()
-    running.join()
+    running.result()
     assert until_improved(client)["improved"] == 6
 
 
@@ -331,16 +332,15 @@ def test_a_request_is_not_kept_by_what_is_computed_anew(serve: Serve):
     client = serve(improve_share=1.0)
     hold(client, idle=False)
     ask(client, DOCUMENTS)
-    asked = threading.Thread(target=lambda: ask(client, DOCUMENTS[:2]))
     with begun(client) as improver:
         seen = 0 if client.fake is None else len(client.fake.seen)
-        asked.start()
+        asked = later(ask, client, DOCUMENTS[:2])
         if client.fake is not None:
             wait_until(lambda: len(client.fake.seen) > seen)
         else:
             wait_until(lambda: engine_of(client.service).batching.stats.waiting == 2)
         assert improver.improved == 0
-    asked.join()
+    asked.result()
     assert improver.improved < 8, "it was answered before all chunks were computed"
     assert until_improved(client)["improved"] == 8
 
@@ -444,45 +444,10 @@ def test_of_too_many_chunks_those_asked_for_longest_ago_are_forgotten():
     assert (len(known), known.parts("salt"), known._salts, dict(known._changes)) == (0, [], {}, {})
 
 
-@pytest.mark.backend("engine")
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_document_that_is_deleted_while_it_is_warmed_is_gone(serve: Serve, number: int):
-    """The first document is computed for itself, after the second one, which is its context."""
-    client, go_on, answers = serve(), threading.Event(), []
-    compute, cache = client.service.backend.cache.compute, client.service.backend.cache
-    begun_now = threading.Event()
-
-    async def held(prepared: Any, *args: Any) -> Any:
-        if prepared.prompt.parts[-1].id == part_ids[number] and not begun_now.is_set():
-            engine_of(client.service).batching.between_steps(lambda: go_on.wait(20))
-            begun_now.set()
-        return await compute(prepared, *args)
-
-    part_ids = [client.engine.builder.chunk_part(text).id for text in DOCUMENTS[:3]]
-    cache.compute = held
-    body = {"documents": DOCUMENTS[:3]}
-    warm = threading.Thread(target=lambda: answers.append(client.post("/v1/cache/warm", json=body)))
-    warm.start()
-    assert begun_now.wait(20)
-    wait_until(lambda: not engine_of(client.service).batching.idle)
-    texts = {"documents": DOCUMENTS[number : number + 1]}
-    clear = threading.Thread(target=lambda: answers.append(client.post("/v1/cache/clear", json=texts)))
-    clear.start()
-    wait_until(lambda: part_ids[number] in next(iter(cache._warmings._gone)))
-    go_on.set()
-    for thread in (warm, clear):
-        thread.join()
-    assert [answer.status_code for answer in answers] == [200, 200]
-    records = client.engine.store.records()
-    assert not any(part_ids[number] == record.chunk_id or part_ids[number] in record.sources for record in records)
-    assert len({record.chunk_id for record in records} & {*part_ids}) == 2
-
-
 @pytest.mark.backend("vllm")
-def test_a_mean_comes_together_at_the_replica_that_was_asked(tmp_path: Path):
-    path = str(tmp_path / "reports")
-    values = {"routing": "round-robin", "improve_share": 1.0}
-    with FakeVllm(path) as one, FakeVllm(path) as other, running_front(one, other, **values) as front:
+def test_a_mean_comes_together_at_the_replica_that_was_asked(fakes: tuple[FakeVllm, FakeVllm]):
+    one, other = fakes
+    with running_front(one, other, routing="round-robin", improve_share=1.0) as front:
         improver = front.service.backend.cache.improving
         for documents in (DOCUMENTS[:3], DOCUMENTS[3:6], DOCUMENTS[:3], DOCUMENTS[6:]):
             front.ask(documents=documents, chunkweave=REUSE).raise_for_status()

@@ -1,6 +1,5 @@
 """Eviction, admission, variants and promotion do what a server is told: each test fails if its setting is not wired."""
 
-from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from threading import Event
 
@@ -8,8 +7,8 @@ import pytest
 
 from chunkweave.errors import UsageError
 from chunkweave.planning.cost import CostModel
-from tests.server.conftest import engine_of, settings_of, wait_until
-from tests.server.test_front_prefill_ahead import asked, slow_corpus, speculations
+from tests.server.conftest import engine_of, later, report_of, settings_of, wait_until
+from tests.server.test_front_prefill_ahead import confirmed, slow_corpus, speculations
 
 FERRY = "The ferry leaves at seven, at noon and at six."
 CHOIR = "The choir sings on Sundays behind the old wall."
@@ -18,12 +17,10 @@ TOWER = "The tower has two hundred and thirty steps and a copper roof."
 pytestmark = pytest.mark.backend("engine")
 
 
-def ask(client, *documents, **reuse):
+def ask(client, *documents, messages=None, **reuse):
     """The report of one answer over documents."""
-    body = {"messages": reuse.pop("messages")} if "messages" in reuse else {}
-    reply = client.ask(documents=list(documents), max_tokens=1, chunkweave={"method": "prefix", **reuse}, **body)
-    assert reply.status_code == 200, reply.text
-    return reply.json()["chunkweave"]
+    body = {} if messages is None else {"messages": messages}
+    return report_of(client.ask(documents=documents, max_tokens=1, chunkweave={"method": "prefix", **reuse}, **body))
 
 
 def exact(report) -> int:
@@ -40,7 +37,9 @@ def test_a_cap_on_all_instances_holds_all_chunks_together(serve):
     assert client.engine.store.stats.variants_dropped > 0
 
 
-@pytest.mark.parametrize(("policy", "kept"), [("lru", TOWER), ("lfu", FERRY), ("pgdsf", FERRY)])
+@pytest.mark.parametrize(
+    ("policy", "kept"), [("lru", TOWER), ("lfu", FERRY), ("pgdsf", FERRY), ("reuse-frequency", FERRY)]
+)
 def test_the_policy_says_what_leaves_memory(serve, policy, kept):
     """One document is asked for often and long ago, another once and just now."""
     probe = serve()
@@ -66,25 +65,15 @@ def test_admission_keeps_what_was_seen_once_off_the_disk(serve, tmp_path):
     assert len(disk.store) > 0
 
 
-def test_a_threshold_keeps_what_was_asked_for_once_off_the_exact_paths(serve):
-    """CRAFT's promotion: with a free order a chunk is stored once so many recent requests asked for it."""
-    usual, promoting = serve(order="free"), serve(order="free", promotion_threshold=3)
-    assert [exact(ask(usual, FERRY)) for _ in range(4)] == [0, 1, 1, 1]
-    assert [exact(ask(promoting, FERRY)) for _ in range(4)] == [0, 0, 0, 1]
-
-
 @pytest.mark.parametrize("threshold", [1, 2, 3])
 def test_a_threshold_of_n_is_reached_by_the_nth_request_computed_ahead_or_not(serve, threshold):
     """What a search's first stage names is prefilled before the request counts: it is promoted even so."""
     client = serve(order="free", promotion_threshold=threshold)
     corpus, found = slow_corpus(client), []
+    reuse = {"corpus": "sea", "top_k": 2, "method": "prefix"}
     for number in range(1, 5):
-        corpus.go_on.clear()
-        thread, answers = asked(client, chunkweave={"corpus": "sea", "top_k": 2, "method": "prefix"})
-        wait_until(lambda number=number: speculations(client)["started"] == number)
-        corpus.go_on.set()
-        thread.join()
-        report = answers[0].json()["chunkweave"]
+        begun = lambda number=number: speculations(client)["started"] == number  # noqa: E731
+        report = confirmed(client, corpus, begun, chunkweave=reuse)
         assert report["pipelining"]["matched"]
         found.append(exact(report))
     # What the request itself was computed by is no exact prefix of it: the next one finds it.
@@ -101,10 +90,9 @@ def ask_at_once(client, number, *documents):
     """So many requests over the same documents, of which none is begun before all are there."""
     batching, gate = engine_of(client.service).batching, Event()
     batching.between_steps(gate.wait)
-    with ThreadPoolExecutor(number) as threads:
-        replies = [threads.submit(client.ask, f"Number {one}?", documents=list(documents)) for one in range(number)]
-        wait_until(lambda: batching.stats.waiting == number)
-        gate.set()
+    replies = [later(client.ask, f"Number {one}?", documents=list(documents)) for one in range(number)]
+    wait_until(lambda: batching.stats.waiting == number)
+    gate.set()
     assert {reply.result().status_code for reply in replies} == {200}
 
 
@@ -172,7 +160,7 @@ def test_a_prompt_that_comes_again_is_hardly_recomputed(serve):
 @pytest.mark.parametrize("contexts", ["bundled", "corpus"])
 def test_what_was_computed_beforehand_becomes_variants_too(serve, contexts):
     client = serve(method="cachecraft", focus=False, contexts=contexts)
-    assert client.post("/v1/cache/warm", json={"documents": list(FIVE)}).status_code == 200
+    assert client.warm(*FIVE).status_code == 200
     shares = [recomputed(client, *FIVE[:4]) for _ in range(5)]
     assert shares[0] > 0.4
     if contexts == "bundled":
@@ -196,25 +184,6 @@ def test_generations_are_limited(serve):
 
     assert oldest(serve(method="cachecraft", focus=False, max_variants=2, variant_generations=None)) > 1
     assert oldest(serve(method="cachecraft", focus=False, max_variants=2, variant_generations=1)) == 1
-
-
-@pytest.mark.parametrize(("policy", "stays"), [("reuse-frequency", FERRY), ("lfu", CHOIR)])
-def test_reuse_frequency_keeps_what_saved_most(serve, policy, stays):
-    """One exact reuse of the ferry saves its tokens; four of the choir behind the tower save 1/CFO = 2 each (§3.3)."""
-
-    def served(client) -> list[bool]:
-        for documents in ((FERRY,), (FERRY,), (CHOIR,), *[(TOWER, CHOIR)] * 4):
-            report = ask(client, *documents, method="cachecraft", alpha=1)
-        assert [chunk["kv_source"] for chunk in report["chunks"][-2:]] == ["prefix-exact", "reused"]
-        tokens = {chunk["source"]: chunk["tokens"] for chunk in ask(client, FIVE[3])["chunks"]}
-        assert min(tokens.values()) > 8
-        return [exact(ask(client, document)) == 1 for document in (FERRY, CHOIR)]
-
-    probe = serve(method="cachecraft", variant_fraction=None)
-    assert served(probe) == [True, True]
-    budget = probe.engine.store.used_bytes - 1
-    client = serve(method="cachecraft", variant_fraction=None, policy=policy, host_budget=budget)
-    assert served(client) == [stays is FERRY, stays is CHOIR]
 
 
 LARGE = [FERRY, CHOIR, TOWER]
@@ -293,7 +262,6 @@ def test_a_cost_model_that_is_none_is_refused(tmp_path):
         settings_of(cost_model=tmp_path / "none.json")
 
 
-@pytest.mark.backend("engine")
 def test_a_cost_model_that_does_not_exist_is_measured_at_the_start(serve, tmp_path):
     path = tmp_path / "costs.json"
     first = serve(cost_model=path, cache_dir=tmp_path / "kv", remote_url=f"file://{tmp_path / 'remote'}")

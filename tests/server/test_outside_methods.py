@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import httpx
 import pytest
 
 from chunkweave import plugins
 from chunkweave.plugins import METHODS
 from tests.outside import FILE, install_our_weaving
-from tests.server.conftest import Client
+from tests.server.conftest import Client, report_of
+from tests.server.fronts import Front
 from tests.server.processes import ServerProcess
 from tests.server.test_refusals import ask, error_of
 
@@ -19,9 +19,7 @@ CHOIR = "The choir sings on Sundays."
 def woven(client: Client, **reuse) -> dict:
     """The report of a request whose chunks were asked for before, in another order."""
     client.ask(documents=[CHOIR, FERRY], chunkweave=reuse)
-    response = client.ask(documents=[FERRY, CHOIR], chunkweave=reuse)
-    assert response.status_code == 200, response.text
-    return response.json()["chunkweave"]
+    return report_of(client.ask(documents=[FERRY, CHOIR], chunkweave=reuse))
 
 
 @pytest.fixture
@@ -99,22 +97,8 @@ def test_no_request_names_a_file(client: Client, method_file: str):
     message = error_of(ask(client, chunkweave={"method_file": [method_file]}))["message"]
     assert "method_file" in message
     assert "chunk-ends" not in METHODS.names
-    assert "unknown reuse method" in error_of(ask(client, chunkweave={"method": method_file}))["message"]
-
-
-@pytest.mark.parametrize("name", ["random", "set-cache"])
-def test_a_baseline_is_no_method_here(client: Client, name: str):
-    message = error_of(ask(client, chunkweave={"method": name}))["message"]
-    assert f"unknown reuse method {name!r}; there are: {METHODS.listed}" in message
-    assert name not in METHODS.names
-
-
-@pytest.mark.parametrize(
-    "name", ["use_cci", "use_overlap", "use_coverage", "focus_reading", "query", "until", "widen", "over_heads"]
-)
-def test_an_ablation_is_no_field_of_a_request(client: Client, name: str):
-    error = error_of(ask(client, chunkweave={"method": "query", name: {"until": 0.5} if name == "query" else 1}))
-    assert f"unknown fields of chunkweave: {name}" in error["message"]
+    message = error_of(ask(client, chunkweave={"method": method_file}))["message"]
+    assert f"unknown reuse method {method_file!r}; there are: {METHODS.listed}" in message
 
 
 @pytest.mark.slow
@@ -123,17 +107,10 @@ def test_a_package_outside_answers_over_http_by_name(tmp_path: Path):
     folder = install_our_weaving(tmp_path)
     flags = ("--model", "reader", "--policy", "largest-first", "--ordering", "shortest-first", "--order", "free")
     with ServerProcess(*flags, packages=(folder,)) as server:
-        body = {"messages": [{"role": "user", "content": "When does the ferry leave?"}], "max_tokens": 2}
-        reports = []
-        for documents in ([CHOIR, FERRY], [FERRY, CHOIR]):
-            reuse = {"method": "chunk-ends", "recompute_ratio": 0.5}
-            answer = httpx.post(
-                f"{server.url}/v1/chat/completions",
-                json={**body, "documents": documents, "chunkweave": reuse},
-                timeout=60,
-            )
-            assert answer.status_code == 200, answer.text
-            reports.append(answer.json()["chunkweave"])
+        reuse = {"method": "chunk-ends", "recompute_ratio": 0.5}
+        orders = ([CHOIR, FERRY], [FERRY, CHOIR])
+        with Front(base_url=server.url, timeout=60) as client:
+            reports = [report_of(client.ask(documents=documents, chunkweave=reuse)) for documents in orders]
         assert [report["method"] for report in reports] == ["chunk-ends"] * 2
         assert [report["order"] for report in reports] == ["shortest-first"] * 2
         ranks = [[chunk["rank"] for chunk in one["chunks"] if chunk["rank"] is not None] for one in reports]

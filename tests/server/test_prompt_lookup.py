@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Client, Serve
-from tests.server.test_several_answers import events
+from tests.server.conftest import Client, Serve, events_of
 
 SONG = "The ferry leaves at nine and again at noon. The ferry leaves at nine and again at noon. "
 ASKED: dict[str, Any] = {"documents": [SONG], "max_tokens": 24, "temperature": 0}
@@ -61,7 +60,7 @@ def test_an_answer_that_repeats_the_prompt_takes_fewer_steps(both: tuple[Client,
 def test_streams_have_the_same_text(both: tuple[Client, Client]):
     said = []
     for client in both:
-        found = events(client.ask(**ASKED, stream=True))
+        found = events_of(client.ask(**ASKED, stream=True))
         said.append("".join(one["choices"][0]["delta"].get("content") or "" for one in found if one["choices"]))
     assert said[0] == said[1]
 

@@ -1,6 +1,5 @@
 """`n` answers to one prompt, and log-probabilities, from the engine backend."""
 
-import json
 import threading
 from typing import Any
 
@@ -10,16 +9,11 @@ import torch
 from chunkweave.config import SamplingParams
 from chunkweave.errors import UsageError
 from chunkweave_server.replies import ReplyForm
-from tests.server.conftest import Client, Serve, engine_of, wait_until
+from tests.server.conftest import Client, Serve, engine_of, events_of, wait_until
 
 FERRY = "The ferry leaves the northern pier at nine and again at noon. "
 
 pytestmark = pytest.mark.backend("engine")
-
-
-@pytest.fixture
-def client(serve: Serve) -> Client:
-    return serve()
 
 
 def texts(reply: Any) -> list[str]:
@@ -27,12 +21,6 @@ def texts(reply: Any) -> list[str]:
     choices = reply.json()["choices"]
     assert [choice["index"] for choice in choices] == list(range(len(choices)))
     return [choice["message"]["content"] for choice in choices]
-
-
-def events(reply: Any) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
 
 
 def test_answers_share_one_prefill_and_differ(client: Client):
@@ -57,7 +45,7 @@ def test_answers_share_one_prefill_and_differ(client: Client):
 def test_streams_say_which_answer_a_piece_is_of(client: Client):
     body = {"documents": [FERRY], "temperature": 1, "seed": 3, "max_tokens": 8, "n": 3}
     whole = texts(client.ask(**body))
-    found = events(client.ask(**body, stream=True, stream_options={"include_usage": True}))
+    found = events_of(client.ask(**body, stream=True, stream_options={"include_usage": True}))
     pieces = ["", "", ""]
     reasons = []
     for event in found:
@@ -68,13 +56,6 @@ def test_streams_say_which_answer_a_piece_is_of(client: Client):
     assert sorted(reasons) == [0, 1, 2]
     assert found[-1]["usage"]["completion_tokens"] == 24
     assert "chunkweave" in found[-1]
-
-
-def test_plain_completions_have_several_answers_too(client: Client):
-    body = {"prompt": "When?", "temperature": 1, "seed": 1, "max_tokens": 4, "n": 2}
-    reply = client.post("/v1/completions", json=body).json()
-    assert [choice["index"] for choice in reply["choices"]] == [0, 1]
-    assert reply["choices"][0]["text"] != reply["choices"][1]["text"]
 
 
 def test_without_room_for_all_they_are_prefilled_again(serve: Serve):
@@ -145,7 +126,7 @@ def test_log_probabilities_are_transformers_own(client: Client, stream: bool, te
     reply = client.ask(**body, logprobs=True, top_logprobs=5)
     assert reply.status_code == 200, reply.text
     found: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
-    for choices in [event["choices"] for event in events(reply)] if stream else [reply.json()["choices"]]:
+    for choices in [event["choices"] for event in events_of(reply)] if stream else [reply.json()["choices"]]:
         for choice in choices:
             found[choice["index"]] += (choice.get("logprobs") or {}).get("content", [])
     states.sort(key=lambda one: one._prepared.request.sampling.seed)
@@ -188,15 +169,6 @@ def test_log_probabilities_are_rendered_beside_other_answers(client: Client, mon
     assert [len(one["logprobs"]["content"]) for one in reply.json()["choices"]] == [6, 6]
     assert threads[0].startswith("chunkweave-prepare")
     assert [one["logprobs"] for one in client.ask(n=2).json()["choices"]] == [None, None]
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"top_logprobs": 2}, "top_logprobs")],
-)
-def test_too_many_alternatives_are_refused(client: Client, body: dict[str, Any], param: str):
-    refused = client.ask(**body)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
 def test_sampling_params_refuse_a_negative_number():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkweave.engine import grammar
+from chunkweave.engine.decode import Sampler
 from chunkweave.models.loading import bundled_tokenizer
+from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from chunkweave_server.structured import BEGIN, END, AnswerForm, Grammars, ParsedAnswer, ParsedEvent
-from tests.server.conftest import KEYS, Client, Serve, engine_of, key_ring
+from tests.server import conftest
+from tests.server.conftest import KEYS, Client, Serve, engine_of, events_of, key_ring
 
 pytestmark = pytest.mark.backend("engine")
 
@@ -34,21 +38,9 @@ TEMPLATE = (
 QUESTION = {"role": "user", "content": "What time is it in Halvik?"}
 
 
-@pytest.fixture
-def client(serve: Serve) -> Client:
-    return serve()
-
-
 def answered(reply: Any) -> list[dict[str, Any]]:
     assert reply.status_code == 200, reply.text
     return reply.json()["choices"]
-
-
-def events(reply: Any) -> list[dict[str, Any]]:
-    assert reply.status_code == 200, reply.text
-    lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
 
 
 def checked(arguments: Any) -> None:
@@ -69,7 +61,7 @@ def test_answers_match_their_schema(client: Client, temperature: float):
         assert choice["finish_reason"] == "stop"
     text = "".join(
         choice["delta"].get("content") or ""
-        for event in events(client.ask(**{**body, "n": 1}, response_format=schema(TOWN), stream=True))
+        for event in events_of(client.ask(**{**body, "n": 1}, response_format=schema(TOWN), stream=True))
         for choice in event["choices"]
     )
     checked(json.loads(text))
@@ -102,7 +94,7 @@ def test_a_forced_call_is_a_call(serve: Serve, choice: Any, ends: str, template:
     checked(json.loads(call["function"]["arguments"]))
     assert whole["finish_reason"] == ends
 
-    found = events(client.ask(**body, max_tokens=80, stream=True))
+    found = events_of(client.ask(**body, max_tokens=80, stream=True))
     (streamed,) = [one for event in found for one in event["choices"][0]["delta"].get("tool_calls", [])]
     assert (streamed["index"], streamed["type"], streamed["function"]) == (0, "function", call["function"])
     assert streamed["id"].startswith("call_")
@@ -140,7 +132,7 @@ def test_without_a_forced_call_an_answer_is_text_or_a_call(client: Client, monke
         calls = whole["message"].get("tool_calls", [])
         assert [json.loads(call["function"]["arguments"]) for call in calls] == ([arguments] if arguments else [])
         assert whole["finish_reason"] == ("tool_calls" if arguments else "stop")
-        found = events(client.ask(tools=[GET_TIME], max_tokens=200, stream=True))
+        found = events_of(client.ask(tools=[GET_TIME], max_tokens=200, stream=True))
         assert "".join(event["choices"][0]["delta"].get("content") or "" for event in found) == content
     saying(monkeypatch, client, text)
     (whole,) = answered(client.ask(tools=[GET_TIME], tool_choice="none", max_tokens=200))
@@ -158,7 +150,7 @@ def test_content_in_a_form_may_spell_the_beginning_of_a_call(client: Client, mon
         reply = client.ask(**body)
         if not stream:
             return [choice["message"] for choice in answered(reply)]
-        return [event["choices"][0]["delta"] for event in events(reply)]
+        return [event["choices"][0]["delta"] for event in events_of(reply)]
 
     text = '{"note": "<tool_call>{} <tool_call>"}'
     assert "".join(one.get("content") or "" for one in said(text)) == text
@@ -171,8 +163,6 @@ def test_content_in_a_form_may_spell_the_beginning_of_a_call(client: Client, mon
 
 def saying(monkeypatch: pytest.MonkeyPatch, client: Client, text: str) -> None:
     """Make each answer this text, within its grammar."""
-    from chunkweave.engine.decode import Sampler
-
     tokenizer = client.engine.loaded.tokenizer
     ids = [*tokenizer.encode(text), min(tokenizer.stop_ids)]
 
@@ -187,35 +177,19 @@ def saying(monkeypatch: pytest.MonkeyPatch, client: Client, text: str) -> None:
 
 def with_template(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     """Give the toy model a chat template with a place for tools."""
-    from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
-    from tests.server import conftest
-
     toy_model = conftest.toy_model
 
     def model(family: str) -> Any:
         loaded = toy_model(family)
         tokenizer = HuggingFaceTokenizer(bundled_tokenizer()._tokenizer)
         tokenizer._tokenizer.chat_template = template
-        from dataclasses import replace
-
         return replace(loaded, tokenizer=tokenizer)
 
     monkeypatch.setattr(conftest, "toy_model", model)
 
 
-def prompt_text(client: Client, monkeypatch: pytest.MonkeyPatch, **body: Any) -> str:
-    from chunkweave.engine.runner import Runner
-
-    prompts: list[Any] = []
-    start = Runner.start
-
-    def started(self: Any, prompt: Any, *arguments: Any) -> Any:
-        prompts.append(prompt.token_ids)
-        return start(self, prompt, *arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Runner, "start", started)
-        answered(client.ask(max_tokens=1, **body))
+def last_text(client: Client, prompts: list[list[int]]) -> str:
+    """The prompt that was computed last."""
     return client.engine.loaded.tokenizer._tokenizer.decode(prompts[-1])
 
 
@@ -229,9 +203,10 @@ CALLED = {
 RESULT = {"role": "tool", "content": "Noon.", "tool_call_id": "c1"}
 
 
-def test_tools_and_their_messages_are_plain_text_without_a_place_in_the_template(client: Client, monkeypatch):
+def test_tools_and_their_messages_are_plain_text_without_a_place_in_the_template(client: Client, prompts):
     body = {"documents": [FERRY], "tools": [GET_TIME, PING], "messages": [QUESTION, CALLED, RESULT]}
-    text = prompt_text(client, monkeypatch, **body)
+    answered(client.ask(**body))
+    text = last_text(client, prompts)
     system, _, rest = text.partition("What time is it in Halvik?")
     assert '{"name": "get_time", "description": "Tells the time", "parameters": {"type": "object"' in system
     assert '{"name": "ping"}' in system
@@ -240,10 +215,12 @@ def test_tools_and_their_messages_are_plain_text_without_a_place_in_the_template
     assert "<tool_response>Noon.</tool_response>" in behind
 
 
-def test_a_template_with_a_place_for_tools_renders_them(serve: Serve, monkeypatch: pytest.MonkeyPatch):
+def test_a_template_with_a_place_for_tools_renders_them(serve: Serve, monkeypatch: pytest.MonkeyPatch, prompts):
     with_template(monkeypatch, TEMPLATE)
     body = {"documents": [FERRY], "tools": [GET_TIME], "messages": [QUESTION, CALLED, RESULT]}
-    text = prompt_text(serve(), monkeypatch, **body)
+    client = serve()
+    answered(client.ask(**body))
+    text = last_text(client, prompts)
     assert text.index("# Tools") < text.index(FERRY.strip()) < text.index("What time")
     assert '<tool_call>{"name": "get_time", "arguments": {"town": "Halvik"}}</tool_call>' in text
     assert text.endswith("<|tool|>\nNoon.</s>\n<|assistant|>\n")
@@ -263,6 +240,7 @@ def test_documents_are_found_with_other_tools_than_before(client: Client):
         ({"response_format": schema({"not": {"type": "string"}})}, None),
         ({"response_format": schema({"enum": ["x" * 70_000]})}, "response_format"),
         ({"tools": [{"type": "code"}]}, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": [PING, PING]}, "tools[1]"),
         ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "tools[0]"),
@@ -326,6 +304,22 @@ values = st.recursive(
 )
 
 
+def read_calls(pieces: list[str]) -> list[str]:
+    """The arguments of the calls in an answer that comes in these pieces."""
+
+    async def events() -> AsyncIterator[ParsedEvent]:
+        for number, piece in enumerate(pieces, start=1):
+            ended = {"finish_reason": "stop"} if number == len(pieces) else {}
+            yield ParsedEvent([{"index": 0, "text": piece, **ended}], None)
+
+    async def read() -> list[str]:
+        parsed = ParsedAnswer(events(), AnswerForm("", calls=True))  # type: ignore[arg-type]
+        choices = [choice async for event in parsed for choice in event.choices]
+        return [call["function"]["arguments"] for choice in choices for call in choice.get("tool_calls", [])]
+
+    return asyncio.run(read())
+
+
 @given(
     arguments=st.lists(st.dictionaries(st.text(max_size=6), values, max_size=3), min_size=1, max_size=3),
     size=st.integers(1, 40),
@@ -336,23 +330,7 @@ def test_calls_are_read_whole_however_the_text_is_cut_into_pieces(arguments: lis
     text = "\n".join(f'{BEGIN}{{"name": "f", "arguments": {one}}}{END}' for one in written)
     ends = len(written[-1]) + len(END) + 1 if cut else 0  # cut off in the last call's arguments
     text = text[: len(text) - min(cut, ends)]
-    pieces = [text[at : at + size] for at in range(0, len(text), size)]
-
-    async def events() -> AsyncIterator[ParsedEvent]:
-        for number, piece in enumerate(pieces, start=1):
-            ended = {"finish_reason": "stop"} if number == len(pieces) else {}
-            yield ParsedEvent([{"index": 0, "text": piece, **ended}], None)
-
-    async def read() -> list[dict]:
-        parsed = ParsedAnswer(events(), AnswerForm("", calls=True))  # type: ignore[arg-type]
-        return [
-            call
-            for event in [one async for one in parsed]
-            for one in event.choices
-            for call in one.get("tool_calls", [])
-        ]
-
-    calls = [call["function"]["arguments"] for call in asyncio.run(read())]
+    calls = read_calls([text[at : at + size] for at in range(0, len(text), size)])
     assert calls[: len(written) - 1] == written[:-1]
     assert written[-1].startswith("".join(calls[len(written) - 1 :]))
     assert cut or calls == written
@@ -361,13 +339,4 @@ def test_calls_are_read_whole_however_the_text_is_cut_into_pieces(arguments: lis
 @pytest.mark.parametrize("odd", ["[" * 990 + "]" * 990, "9" * 5000], ids=["nested deeply", "long number"])
 def test_arguments_that_python_does_not_parse_end_where_their_call_ends(odd: str):
     calls = [f'{BEGIN}{{"name": "f", "arguments": {{"a": {value}}}}}{END}' for value in (odd, "1")]
-
-    async def events() -> AsyncIterator[ParsedEvent]:
-        yield ParsedEvent([{"index": 0, "text": "\n".join(calls), "finish_reason": "stop"}], None)
-
-    async def read() -> list[str]:
-        parsed = ParsedAnswer(events(), AnswerForm("", calls=True))  # type: ignore[arg-type]
-        (event,) = [event async for event in parsed]
-        return [call["function"]["arguments"] for call in event.choices[0]["tool_calls"]]
-
-    assert asyncio.run(read()) == [f'{{"a": {odd}}}', '{"a": 1}']
+    assert read_calls(["\n".join(calls)]) == [f'{{"a": {odd}}}', '{"a": 1}']
