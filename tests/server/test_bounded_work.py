@@ -19,6 +19,7 @@ import pytest
 from benchmarks.server_process import peak_rss_bytes, resident_bytes
 
 from chunkweave_server.app import create_app
+from tests.document_files import docx, paragraph, pdf
 from tests.server.conftest import KEYS, bearer, toy_service
 from tests.server.fake_vllm import FakeVllm
 from tests.server.toy_server import toy_server
@@ -232,21 +233,23 @@ def uploads() -> Iterator[tuple[str, bytes]]:
     yield "no form", b"x" * (UPLOAD_BYTES - 1024)
 
 
-@pytest.mark.parametrize("server", ["engine"], indirect=True)
-def test_no_upload_costs_others_much(server: tuple[str, int], alone_s: float):
-    kind = "multipart/form-data; boundary=b"
-    assert hold(server, alone_s, f"{INGEST}/files", uploads(), kind=kind) > 15
+def no_uploads() -> Iterator[tuple[str, bytes]]:
+    """Forms of the largest size that are no upload."""
+    yield "fields", b"a=1&" * MIB
+    yield "methods", b"methods=full&" * (BODY_BYTES // 13)
+    yield "names", b"a" * BODY_BYTES
 
 
 @pytest.mark.parametrize("server", ["engine"], indirect=True)
-def test_no_form_that_is_no_upload_costs_others_much(server: tuple[str, int], alone_s: float):
-    forms = [
-        ("fields", b"a=1&" * MIB),
-        ("methods", b"methods=full&" * (BODY_BYTES // 13)),
-        ("names", b"a" * BODY_BYTES),
-    ]
-    kind = "application/x-www-form-urlencoded"
-    assert hold(server, alone_s, f"{INGEST}/files", forms, kind=kind) == 3
+@pytest.mark.parametrize(
+    ("kind", "forms", "least"),
+    [
+        pytest.param("multipart/form-data; boundary=b", uploads, 16, id="uploads"),
+        pytest.param("application/x-www-form-urlencoded", no_uploads, 3, id="no uploads"),
+    ],
+)
+def test_no_form_costs_others_much(server: tuple[str, int], alone_s: float, kind: str, forms: Any, least: int):
+    assert hold(server, alone_s, f"{INGEST}/files", forms(), kind=kind) >= least
 
 
 def valid() -> Iterator[tuple[str, str, Any]]:
@@ -280,3 +283,75 @@ def test_a_valid_body_of_the_largest_size_costs_others_no_more(
     server: tuple[str, int], alone_s: float, path: str, name: str, body: Any
 ):
     assert hold(server, alone_s, path, [(name, json.dumps({**also(path), **body}).encode())])
+
+
+def table(columns: int, name: int, rows: int) -> bytes:
+    """A table that is small until the names of its columns are written into each row."""
+    header = ",".join("n" * name + str(number) for number in range(columns))
+    return (header + "\n" + (",".join("1" * columns) + "\n") * rows).encode()
+
+
+HOSTILE = {
+    "table.csv": table(100, 5000, 2000),
+    "small.csv": table(100, 2000, 1000),
+    "commas.csv": (b"a,b\n" + b"," * 99 + b"x\n") * 80_000,
+    "punycode.html": b"<html><meta charset=punycode><p>" + b"a-\xff" * 200_000,
+    "cells.html": b"<html><table>" + b"<tr><td colspan=1000 rowspan=1000>w" * 6_000,
+}
+
+
+@pytest.mark.parametrize("server", ["engine"], indirect=True)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_upload_is_refused_soon_and_others_do_not_notice(server: tuple[str, int], name: str) -> None:
+    """It would take the server's time and memory."""
+    url, pid = server
+    upload(url, "warm.txt", b"The first upload loads what uploads need.")
+    with Neighbour(url).asking() as alone:
+        time.sleep(3)
+    before_bytes = resident_bytes(pid)
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak of what follows
+    with Neighbour(url).asking() as beside:
+        begun_s = time.perf_counter()
+        refused = upload(url, name, HOSTILE[name])
+        took_s = time.perf_counter() - begun_s
+    assert refused.status_code in (400, 415)
+    assert refused.json()["files"][0]["left_out"]
+    assert took_s < 2 * REFUSED_S
+    assert peak_rss_bytes(pid) - before_bytes < MEMORY_BYTES / 2
+    assert max(beside.times_s) < 3 * max(alone.times_s), (beside.times_s, alone.times_s)
+
+
+def upload(url: str, name: str, data: bytes) -> httpx.Response:
+    sent, headers = {"files": (name, data)}, bearer(KEYS["acme"])
+    where = f"{url}/v1/corpora/notes/documents/files?update=true"
+    return httpx.post(where, files=sent, headers=headers, timeout=600)
+
+
+def ordinary_table() -> bytes:
+    """A table of 8 MiB and 20 columns."""
+    lines = [",".join(f"column {number}" for number in range(20))]
+    row = ",".join(f"value {number:07d}" for number in range(20))
+    lines += [row] * ((8 << 20) // (len(row) + 1) - 4)
+    return "\n".join(lines).encode()
+
+
+def ordinary_page() -> bytes:
+    """A web page of 1 MiB."""
+    text = "The ferry leaves the <b>northern</b> quay at nine, and returns at noon. "
+    return b"<html><body>" + (f"<p>{text * 8}</p>\n".encode() * ((1 << 20) // (8 * len(text) + 8)))
+
+
+ORDINARY = {
+    "table.csv": ordinary_table,
+    "page.html": ordinary_page,
+    "report.pdf": lambda: pdf([f"Page {number} is about tides." for number in range(50)]),
+    "letter.docx": lambda: docx(paragraph("The great storm came in March 1907.") * 500),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["engine"], indirect=True)
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_files_are_taken(server: tuple[str, int], name: str) -> None:
+    taken = upload(server[0], name, ORDINARY[name]())
+    assert taken.status_code == 200, taken.text

@@ -4,15 +4,10 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import KEYS, Serve, key_ring
+from tests.server.conftest import KEYS, Serve, key_ring, report_of, serving
 
 DOCUMENTS = ["The ferry leaves at seven, at noon and at six.", "Pilots board ships two miles west of the lighthouse."]
 MORE = "The harbour of Skerrow was founded in 1871."
-
-
-def report(response) -> dict:
-    assert response.status_code == 200, response.text
-    return response.json()["chunkweave"]
 
 
 def said(*texts: str) -> list[dict[str, str]]:
@@ -25,12 +20,12 @@ SECOND = ("And who boards ships?", "Pilots.")
 
 
 def test_earlier_messages_stand_in_the_prompt_without_a_conversation(client):
-    alone = report(client.ask(messages=said("And?"), documents=DOCUMENTS))
-    later = report(client.ask(messages=said(*FIRST, "And?"), documents=DOCUMENTS))
+    alone = report_of(client.ask(messages=said("And?"), documents=DOCUMENTS))
+    later = report_of(client.ask(messages=said(*FIRST, "And?"), documents=DOCUMENTS))
     assert later["prompt_tokens"] - alone["prompt_tokens"] == later["history_tokens"] > 0
     assert alone["history_tokens"] == 0
     plain = {"messages": said(*FIRST, "And?"), "chunkweave": {"method": "full"}}
-    assert report(client.ask(**plain))["history_tokens"] == later["history_tokens"]
+    assert report_of(client.ask(**plain))["history_tokens"] == later["history_tokens"]
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
@@ -40,7 +35,7 @@ def test_a_chunk_that_earlier_messages_brought_is_not_sent_again(serve, deduplic
     exact = {"chunkweave": {"method": "prefix"}, "key": KEYS["acme"]}
 
     def later(*messages: str, **more: Any) -> dict:
-        return report(client.ask(messages=said(*messages), documents=[DOCUMENTS[1], MORE], **{**exact, **more}))
+        return report_of(client.ask(messages=said(*messages), documents=[DOCUMENTS[1], MORE], **{**exact, **more}))
 
     first = client.ask(messages=said(FIRST[0]), documents=DOCUMENTS, **exact)
     answer = first.json()["choices"][0]["message"]["content"]
@@ -51,7 +46,7 @@ def test_a_chunk_that_earlier_messages_brought_is_not_sent_again(serve, deduplic
     if not deduplicate:
         assert second["history_tokens"] == stranger["history_tokens"]
         return
-    chunk_tokens = [chunk["tokens"] for chunk in report(first)["chunks"] if chunk["rank"] is not None]
+    chunk_tokens = [chunk["tokens"] for chunk in report_of(first)["chunks"] if chunk["rank"] is not None]
     assert second["tokens_not_sent"] == chunk_tokens[1]
     assert second["history_tokens"] == stranger["history_tokens"] + sum(chunk_tokens)
     assert second["prompt_tokens"] == stranger["prompt_tokens"] + chunk_tokens[0]
@@ -69,7 +64,7 @@ def test_what_earlier_messages_brought_is_an_exact_prefix(serve):
     answer = first.json()["choices"][0]["message"]["content"]
     ask = {"messages": said(FIRST[0], answer, "And?"), "documents": [DOCUMENTS[1], MORE]}
     second = client.ask(**ask, **exact)
-    sources = [(chunk["source"], chunk["kv_source"]) for chunk in report(second)["chunks"]]
+    sources = [(chunk["source"], chunk["kv_source"]) for chunk in report_of(second)["chunks"]]
     assert [source for _, source in sources[1:]] == ["prefix-exact", "prefix-exact", "computed", "computed"]
     assert sources[3][0] == "turn"
     full = client.ask(**ask, chunkweave={"method": "full"}).json()
@@ -80,14 +75,14 @@ def test_what_earlier_messages_brought_is_an_exact_prefix(serve):
 def test_messages_bring_no_more_again_than_fits(serve):
     client = serve(deduplicate=True)
     long = [f"{MORE} " * 3, f"{DOCUMENTS[0]} " * 2]
-    limit = report(client.ask(messages=said(FIRST[0]), documents=long))["prompt_tokens"]
+    limit = report_of(client.ask(messages=said(FIRST[0]), documents=long))["prompt_tokens"]
     context = client.engine.loaded.model.geometry.max_positions
     fits = context // limit
     messages: list[str] = []
     for number in range(fits + 2):
         asked = [f"{document} Of {number}." for document in long]
         told = client.ask(messages=said(*messages, f"Question {number}?"), documents=asked)
-        found = report(told)
+        found = report_of(told)
         assert found["prompt_tokens"] < context
         messages += [f"Question {number}?", told.json()["choices"][0]["message"]["content"]]
     assert found["history_tokens"] < (fits + 1) * limit
@@ -101,12 +96,12 @@ def test_messages_that_were_sent_before_are_found_by_what_they_say(serve: Serve)
     def turns(told: dict) -> list[str]:
         return [chunk["kv_source"] for chunk in told["chunks"] if chunk["source"] == "turn"]
 
-    assert turns(report(client.ask(messages=said(*FIRST, "And?"), **exact))) == ["computed"]
-    assert turns(report(client.ask(messages=said(*FIRST, *SECOND, "And?"), **exact))) == ["prefix-exact", "computed"]
+    assert turns(report_of(client.ask(messages=said(*FIRST, "And?"), **exact))) == ["computed"]
+    assert turns(report_of(client.ask(messages=said(*FIRST, *SECOND, "And?"), **exact))) == ["prefix-exact", "computed"]
     other = ("When does the ferry leave?", "At eight.")
-    assert turns(report(client.ask(messages=said(*other, *SECOND, "And?"), **exact))) == ["computed", "computed"]
+    assert turns(report_of(client.ask(messages=said(*other, *SECOND, "And?"), **exact))) == ["computed", "computed"]
     stranger = {**exact, "key": KEYS["bolt"]}
-    assert turns(report(client.ask(messages=said(*FIRST, *SECOND, "And?"), **stranger))) == ["computed", "computed"]
+    assert turns(report_of(client.ask(messages=said(*FIRST, *SECOND, "And?"), **stranger))) == ["computed", "computed"]
 
 
 @pytest.mark.backend("engine")
@@ -119,25 +114,60 @@ def test_an_answer_behind_earlier_messages_is_that_of_full_prefill(client):
     assert len(texts) == 1
 
 
-@pytest.mark.backend("vllm")
-def test_earlier_messages_are_parts_of_their_own_before_vllm(client):
-    report(client.ask(messages=said(*FIRST, "And?"), documents=DOCUMENTS, chunkweave={"method": "cacheblend"}))
-    builder = client.service.backend.context.preparer.builder
-    prompt = builder.build("And?", DOCUMENTS, history=[FIRST])
-    kinds = [str(part.kind) for part in prompt.parts if part.kind != "start"]
-    assert kinds == ["system", "turn", "chunk", "chunk", "question"]
+FERRY = "The ferry leaves at seven, at noon and at six."
+CHOIR = "The choir sings on Sundays behind the old wall."
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [{"role": "assistant", "content": "One"}, {"role": "user", "content": "Two"}],
-        [{"role": "tool", "content": "One"}, {"role": "user", "content": "Two"}],
-    ],
-)
-def test_earlier_messages_are_questions_with_their_answers(client, messages):
-    refused = client.ask(messages=messages, documents=DOCUMENTS)
-    assert refused.status_code == 400
-    error = refused.json()["error"]
-    assert (error["code"], error["param"]) == ("unsupported_conversation", "messages")
-    assert "begin with the user's" in error["message"]
+def arranged(client, **reuse):
+    """Where chunks of a request came from whose second one is asked for most, and what put them there."""
+    for _ in range(3):
+        client.ask(documents=[CHOIR], chunkweave={"order": "free"})
+    report = report_of(client.ask(documents=[FERRY, CHOIR], chunkweave=reuse))
+    return ranks_in(report), report["order"]
+
+
+@pytest.mark.parametrize("reuse", [{}, {"quality": "exact"}, {"method": "prefix"}, {"method": "cacheblend"}])
+def test_chunks_stand_as_they_were_sent(serve, reuse):
+    ranks, order = arranged(serve(), **reuse)
+    assert ranks == [0, 1]
+    assert order == "original"
+
+
+def test_the_client_may_say_that_order_is_free(serve):
+    assert arranged(serve(), order="free") == ([1, 0], "frequency")
+
+
+def test_the_operator_may_say_that_order_is_free_and_the_client_that_it_is_not(serve):
+    client = serve(order="free")
+    assert arranged(client) == ([1, 0], "frequency")
+    assert arranged(client, order="fixed") == ([0, 1], "original")
+
+
+def ranks_of(client, *documents, **body):
+    return ranks_in(report_of(client.ask(documents=documents, **body)))
+
+
+def ranks_in(report):
+    return [chunk["rank"] for chunk in report["chunks"] if chunk["rank"] is not None]
+
+
+@pytest.mark.parametrize(("popular", "other"), [(FERRY, CHOIR), (CHOIR, FERRY)])
+def test_what_one_tenant_asks_pushes_out_nothing_of_another_ones(serve, popular, other):
+    """CRAFT §4.1 counts over a window of requests: each tenant has its own."""
+    client = serve(keys=key_ring(), order="free", ordering_window=3)
+    for _ in range(2):
+        client.ask(documents=[popular], key=KEYS["acme"])
+    for _ in range(3):
+        client.ask(documents=["The tower has 230 steps."], key=KEYS["bolt"])
+    assert ranks_of(client, other, popular, key=KEYS["acme"]) == [1, 0]
+
+
+@pytest.mark.parametrize(("popular", "other"), [(FERRY, CHOIR), (CHOIR, FERRY)])
+def test_what_was_asked_for_is_known_after_a_restart(server_backend, tmp_path, popular, other):
+    settings = {"order": "free", "cache_dir": tmp_path / "kv"}
+    with serving(server_backend, tmp_path, **settings) as client:
+        for _ in range(3):
+            client.ask(documents=[popular])
+    with serving(server_backend, tmp_path, **settings) as client:
+        assert ranks_of(client, other, popular) == [1, 0]
+    assert len(list((tmp_path / "kv").rglob("*access-counts.json"))) == 1

@@ -1,9 +1,9 @@
-"""Loading from slow tiers in the queue and beside others, by the costs that a server finds in its cache folder."""
+"""Requests beside others: they load from slow tiers in the queue, and compute the documents that they share once."""
 
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from chunkweave.planning.cost import CostModel, cost_model_path
 from chunkweave.tiers.segment_file import DiskSegment
-from tests.server.conftest import Client, engine_of, wait_until
+from tests.server.conftest import Client, engine_of, later, report_of, wait_until
 
 pytestmark = pytest.mark.backend("engine")
 
@@ -45,20 +45,12 @@ def server_with(serve, folder, share: float, **settings: Any) -> Client:
 def occupied(client: Client, waiting: list[dict[str, Any]]) -> Iterator[list[Future[Any]]]:
     """While another request is answered, these wait, or run beside it; their answers come after the block."""
     stats = lambda: engine_of(client.service).batching.stats  # noqa: E731
-    with ThreadPoolExecutor(len(waiting) + 1) as pool:
-        first = pool.submit(client.ask, max_tokens=400)
-        wait_until(lambda: stats().running == 1)
-        answers = [pool.submit(client.ask, max_tokens=1, **body) for body in waiting]
-        wait_until(lambda: stats().running + stats().waiting == 1 + len(waiting) or first.done())
-        yield answers
+    first = later(client.ask, max_tokens=400)
+    wait_until(lambda: stats().running == 1)
+    answers = [later(client.ask, max_tokens=1, **body) for body in waiting]
+    wait_until(lambda: stats().running + stats().waiting == 1 + len(waiting) or first.done())
+    yield answers
     assert first.result().status_code == 200
-
-
-def report_of(answer: Any) -> dict[str, Any]:
-    reply = answer.result() if isinstance(answer, Future) else answer
-    assert reply.status_code == 200, reply.text
-    report: dict[str, Any] = reply.json()["chunkweave"]
-    return report
 
 
 def sources(report: dict[str, Any]) -> list[str]:
@@ -71,7 +63,7 @@ def test_no_ratio_is_raised_while_others_wait_or_run(serve, tmp_path):
     body = {"documents": DOCUMENTS, "chunkweave": {"method": "cacheblend"}}
     with occupied(client, [{**body, "cache_salt": ""} for _ in range(4)]) as answers:
         pass
-    reports = [report_of(answer) for answer in answers]
+    reports = [report_of(answer.result()) for answer in answers]
     assert all("reused" in sources(report) for report in reports)
     assert [report["parameters"]["recompute_ratio"] for report in reports] == [0.3] * 4
     client.engine.store.levels[0].store.clear()
@@ -89,7 +81,7 @@ def test_what_queues_reads_ahead_from_a_tier_that_is_slower_than_computing(serve
     with occupied(client, [body]) as answers:
         wait_until(lambda: engine_of(client.service).batching.stats.prefetched_bytes > 0)
         time.sleep(0.2)
-    waited = report_of(answers[0])
+    waited = report_of(answers[0].result())
     assert sources(waited) == ["prefix-exact", "reused", "reused"]
     assert waited["parameters"]["recompute_ratio"] == 0.3, "nothing of it was left to load"
 
@@ -108,7 +100,40 @@ def test_what_has_not_come_in_by_its_turn_is_computed(serve, tmp_path, monkeypat
     body = {"documents": DOCUMENTS, "chunkweave": {"method": "full-reuse"}}
     with occupied(client, [body]) as answers:
         wait_until(lambda: len(layers) == 6)
-    found = sources(report_of(answers[0]))
+    found = sources(report_of(answers[0].result()))
     gate.set()
     assert found == ["prefix-exact", "computed", "computed"]
     assert layers[:6] == [0, 1, 2, 3, 0, 1], "segment by segment: what has come in, has come in whole"
+
+
+LONGER = [
+    "The Selmond Choir is led by Otto Gunmark. It sings on Sundays. " * 6,
+    "The Gerfern Tower has 230 steps and a copper roof. " * 6,
+]
+
+
+def reports(client, documents, **fields) -> list:
+    """The reports of requests that come at once, each over its own of these lists of documents."""
+    asked = []
+    for number, texts in enumerate(documents):
+        asked.append(later(client.ask, f"Who is number {number}?", documents=texts, max_tokens=2, chunkweave=fields))
+    return [report_of(answer.result()) for answer in asked]
+
+
+@pytest.mark.parametrize("method", ["prefix", "cacheblend"])
+def test_six_requests_at_once_compute_their_documents_once(serve, method):
+    """One after the other compute the documents and six questions."""
+    apart, together = serve(), serve(max_num_batched_tokens=64)
+    one_by_one = [reports(apart, [LONGER], method=method)[0] for _ in range(6)]
+    at_once = reports(together, [LONGER] * 6, method=method)
+    expected = sum(report["computed_tokens"] for report in one_by_one)
+    assert sum(report["computed_tokens"] for report in at_once) <= 1.1 * expected
+    assert "chunkweave:shared_prefills_total" in together.get("/metrics").text
+
+
+def test_requests_over_other_documents_run_beside_each_other(serve):
+    client = serve(max_num_seqs=4)
+    client.ask(documents=["A short one."], max_tokens=1)  # the system part is stored
+    reports(client, [[f"Document {number}. " + LONGER[number % 2]] for number in range(4)], method="prefix")
+    wait_until(lambda: "chunkweave:num_requests_running" in client.get("/metrics").text)
+    assert client.metric("shared_prefills_total") == 0

@@ -1,9 +1,10 @@
-"""Real processes: a gentle end, a violent one, and what is left after it."""
+"""Real processes: a gentle end, a violent one, and what is left after it; and a soak in short."""
 
 import asyncio
 import json
 import signal
 import socket
+import sys
 from importlib.resources import files
 from pathlib import Path
 from shutil import copytree
@@ -38,6 +39,19 @@ def body(number: int, **more) -> dict:
     return {"messages": messages, "documents": [PASSAGES[number % 6]], "temperature": 0, "max_tokens": 4, **more}
 
 
+def last_events(server: ServerProcess, **asked) -> list[dict]:
+    """The events of a stream that came after the server was told to end; it has then ended without an error."""
+    url = f"{server.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body(stream=True, **asked), timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        *events, end = [line.removeprefix("data: ") for line in lines if line]
+    assert end == "[DONE]"
+    assert server.process.wait(60) == 0
+    return list(map(json.loads, events))
+
+
 def test_sigterm_lets_answers_end_and_writes_what_was_computed(tmp_path, checkpoint):
     cache = ["--model", checkpoint, "--cache-dir", str(tmp_path)]
     with ServerProcess(*cache) as server:
@@ -45,29 +59,15 @@ def test_sigterm_lets_answers_end_and_writes_what_was_computed(tmp_path, checkpo
         stages = [line for line in server.log if " s  " in line]
         assert [words in "".join(stages) for words in ("loading the model", "opening corpora", "ready")] == [True] * 3
         assert f"ready: {server.url}/v1 for clients, {server.url}/ for a browser" in stages[-1]
-        url = f"{server.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body(0, max_tokens=150, stream=True), timeout=60) as response:
-            lines = response.iter_lines()
-            next(lines)
-            server.process.send_signal(signal.SIGTERM)
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] in ("length", "stop")
-        assert server.process.wait(60) == 0
+        *_, last = last_events(server, number=0, max_tokens=150)
+        assert last["choices"][0]["finish_reason"] in ("length", "stop")
     assert list(tmp_path.rglob("*.safetensors"))
     with ServerProcess(*cache, "--graceful", "0.2") as server:
-        url = f"{server.url}/v1/chat/completions"
-        told = httpx.post(url, json=body(0), timeout=60).json()
+        told = httpx.post(f"{server.url}/v1/chat/completions", json=body(0), timeout=60).json()
         assert told["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         assert {chunk["tier"] for chunk in told["chunkweave"]["chunks"]} == {"disk"}
-        with httpx.stream("POST", url, json=body(1, max_tokens=1024, stream=True), timeout=60) as response:
-            lines = response.iter_lines()
-            next(lines)
-            server.process.send_signal(signal.SIGTERM)
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "stopping"
-        assert server.process.wait(60) == 0
+        *_, last = last_events(server, number=1, max_tokens=1024)
+        assert last["error"]["code"] == "stopping"
 
 
 def test_what_was_written_before_a_kill_still_serves(tmp_path, checkpoint):
@@ -134,3 +134,16 @@ def test_a_taken_port_is_refused_before_anything_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         refused = invoke("serve", "--shape", "demo", "--port", taken.getsockname()[1])
     assert (refused.exit_code, "cannot listen" in refused.output) == (2, True)
+
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def test_a_short_soak_leaves_nothing_behind(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import soak
+
+    result = soak.run(200, seed=1)
+    del sys.modules["soak"]
+    assert result["ok"], result
+    assert set(result["answers"]) == {"200", "400", "left"}
