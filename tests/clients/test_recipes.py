@@ -4,13 +4,9 @@ import json
 import re
 
 import httpx
-import pytest
 from langchain_core.messages import ToolMessage
 
 from tests.clients.chains import passages, reused_shares
-from tests.clients.conftest import EXAMPLES
-
-RECIPES = sorted(path.name for path in EXAMPLES.iterdir() if "chunkweave serve --model smollm2 --" in path.read_text())
 
 
 def reused(line: str) -> float:
@@ -18,11 +14,6 @@ def reused(line: str) -> float:
     found = re.fullmatch(r"  (\d+) of (\d+) tokens reused", line)
     assert found is not None, line
     return int(found[1]) / int(found[2])
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_fits_one_screen(name):
-    assert len((EXAMPLES / name).read_text().splitlines()) <= 60
 
 
 def test_the_stuff_chain_reuses_documents_in_another_order(server, run):

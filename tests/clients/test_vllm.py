@@ -12,7 +12,6 @@ import pytest
 from langchain_core.messages import ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from openai import OpenAI
 from pydantic import BaseModel
 
 from tests.chat_tools import TEMPLATE
@@ -104,20 +103,3 @@ def test_tools_are_bound_and_their_results_go_back(llm):
     assert call["name"] == "read_notes"
     result = ToolMessage(read_notes.invoke(call["args"]), tool_call_id=call["id"])
     assert llm.bind_tools([read_notes]).invoke([*asked, called, result]).content
-
-
-def test_several_answers_with_log_probabilities(front):
-    with OpenAI(base_url=front, api_key="none", max_retries=0) as client:
-        found = client.chat.completions.create(
-            model="reader",
-            messages=[{"role": "user", "content": "Who leads the Selmond Choir?"}],
-            n=2,
-            temperature=0.8,
-            seed=1,
-            max_tokens=6,
-            logprobs=True,
-            top_logprobs=2,
-        )
-    assert [choice.index for choice in found.choices] == [0, 1]
-    for choice in found.choices:
-        assert all(len(one.top_logprobs) in (2, 3) and one.logprob <= 0 for one in choice.logprobs.content)
