@@ -100,7 +100,7 @@ def test_what_the_search_confirms_was_prefilled_under_the_same_salt(front, corpu
     assert 'event="matched"' in front.get("/metrics").text
 
 
-@pytest.mark.parametrize("threshold", [1, 2])
+@pytest.mark.parametrize("threshold", [1, 2, 3])
 def test_what_is_computed_ahead_promotes_as_the_request_that_it_becomes(vllm, threshold):
     reuse = {"chunkweave": {**ASK["chunkweave"], "method": "prefix"}}
     with running_front(vllm, order="free", promotion_threshold=threshold) as front:
