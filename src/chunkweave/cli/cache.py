@@ -424,9 +424,10 @@ def _clear_model(config: StoreConfig, fingerprint: str, chosen: SegmentOptions, 
         with cleared.remote_calls():
             if chosen.whole_models:
                 cleared.remote_removed += remote.clear()
-            for segment in doomed:
-                remote.delete(segment)
-                cleared.remote_removed += segment in in_remote
+            else:
+                for segment in doomed:
+                    remote.delete(segment)
+                    cleared.remote_removed += segment in in_remote
         remote.close()
     removal = levels["disk"].withdraw(is_doomed)
     disk = levels["disk"].tier

@@ -158,7 +158,7 @@ class RemoteTier:
         breaker: CircuitBreaker | None = None,
         ttl_s: float | None = None,
         max_bytes: int = 512 << 20,
-        max_listed: int = 100_000,
+        max_listed: int = 1_000_000,
         now: Callable[[], float] = time.time,
     ) -> None:
         """Create the tier without calling the remote, which may be down.
