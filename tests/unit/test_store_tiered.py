@@ -130,6 +130,14 @@ def test_a_full_queue_skips_and_never_waits() -> None:
     assert (stack.store.stats.writes_queued, stack.store.stats.writes_skipped) == (1, 3)
 
 
+def test_a_write_that_is_cancelled_in_the_queue_counts_as_rejected() -> None:
+    stack = Stack(host_bytes=100)
+    stack.put("A", exact=False)
+    stack.put_down("A")
+    stats = stack.store.stats
+    assert (stats.writes_queued, stats.writes_done, stats.writes_rejected) == (4, 2, 2)
+
+
 def test_what_the_queue_skipped_is_demoted_when_host_evicts_it() -> None:
     stack = Stack(host_bytes=20, max_items=2)
     stack.put_down("A", "B")

@@ -185,9 +185,10 @@ class BackgroundWriter(Generic[PayloadT]):
 
     @property
     def counts(self) -> Counter[str]:
-        """Writes that were `queued`, `done`, `rejected` by the level, `failed`, and `skipped` so far.
+        """Writes that were `queued`, `done`, `rejected`, `failed`, and `skipped` so far.
 
-        A write is skipped if the queue is full or the level is paused.
+        A write is rejected if the level has no room for it or it was cancelled, and skipped if the queue is full or the
+        level is paused.
         """
         with self._changed:
             return self._counts.copy()
@@ -220,7 +221,9 @@ class BackgroundWriter(Generic[PayloadT]):
             cancelled = [write for write in self._all() if doomed(write.record)]
             for write in cancelled:
                 write.cancelled = True
-            self._queue = deque(write for write in self._queue if not write.cancelled)
+            kept = deque(write for write in self._queue if not write.cancelled)
+            self._counts["rejected"] += len(self._queue) - len(kept)
+            self._queue = kept
             self._changed.notify_all()
             return len(cancelled)
 
