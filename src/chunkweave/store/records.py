@@ -348,9 +348,9 @@ class TieredStats(StoreStats):
     `segments` and `chunks` count each segment or chunk once; `bytes`, `inserts`, `evictions`, `rejected`, `lost`,
     `mismatched` and `undeletable` sum over the levels. `promotions` are copies to a faster level, `demotions` evictions
     from memory that were copied to a slower one. Background writes: `writes_queued` were accepted, `writes_skipped` met
-    a full queue or a paused level, `writes_rejected` found no room or were cancelled, `writes_failed` raised. `expired` segments exceeded their time to live. `variants`
-    maps 1, 2, ... to the number of chunks with that many variants (Cache-Craft Figure 25); `variants_dropped` exceeded
-    a limit.
+    a full queue or a paused level, `writes_rejected` found no room or were cancelled, `writes_failed` raised. `expired`
+    segments exceeded their time to live. `variants` maps 1, 2, ... to the number of chunks with that many variants
+    (Cache-Craft Figure 25); `variants_dropped` exceeded a limit.
     """
 
     promotions: int = 0
