@@ -70,14 +70,14 @@ class Request:
     question: str
     chunks: tuple[str, ...]
 
-    def body(self, alpha: float) -> dict[str, Any]:
+    def body(self, alpha: float, *, focus: bool) -> dict[str, Any]:
         """The request's body; it asks only for the first token."""
         return {
             "messages": [{"role": "user", "content": self.question}],
             "documents": list(self.chunks),
             "max_tokens": 1,
             "temperature": 0,
-            "chunkweave": {"method": "cachecraft", "alpha": alpha},
+            "chunkweave": {"method": f"cachecraft:alpha={alpha}:{'focus' if focus else 'no-focus'}"},
         }
 
 
@@ -148,7 +148,7 @@ class Reference:
 
 def measure(args: argparse.Namespace, setting: Setting, requests: Sequence[Request], reference: Reference) -> Row:
     """One setting's row: starts a server, warms it up, and measures."""
-    given = {"model": args.model, "dtype": args.dtype, "host_budget": args.host_budget, "focus": args.focus}
+    given = {"model": args.model, "dtype": args.dtype, "host_budget": args.host_budget}
     resolved = resolve(given, setting.environment()).settings
     backend = EngineBackend(resolved)
     service = Service(resolved, backend)
@@ -160,7 +160,8 @@ def measure(args: argparse.Namespace, setting: Setting, requests: Sequence[Reque
             counted = number >= args.warm_up
             if counted:
                 divergences.append(reference.compare(backend.engine, request, setting.alpha, focus=args.focus))
-            reply = client.post("/v1/chat/completions", json=request.body(setting.alpha)).raise_for_status()
+            body = request.body(setting.alpha, focus=args.focus)
+            reply = client.post("/v1/chat/completions", json=body).raise_for_status()
             if counted:
                 reports.append(reply.json()["chunkweave"])
         stats = backend.engine.store.stats

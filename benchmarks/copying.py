@@ -188,7 +188,6 @@ def measure(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[di
     """The rows that are not `done`."""
     known = {(row["kind"], row["case"]) for row in done}
     method = {"quality": args.quality} if args.method is None else {"method": args.method}
-    method |= {} if args.ratio is None else {"recompute_ratio": args.ratio}
     url = f"http://127.0.0.1:{args.port}"
     kinds_of = [kind for kind in KINDS if kind in args.kinds], [kind for kind in EXCLUDED if kind in args.kinds]
     for kinds, count, flags in zip(kinds_of, (args.cases, args.excluded), ("", "--exact-pieces system"), strict=True):
@@ -245,7 +244,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=8124)
     parser.add_argument("--quality", default="balanced")
     parser.add_argument("--method", help="instead of a quality")
-    parser.add_argument("--ratio", type=float)
     parser.add_argument("--kinds", nargs="+", choices=(*KINDS, *EXCLUDED), default=[*KINDS, *EXCLUDED])
     parser.add_argument("--cases", type=int, default=300, help="over what is woven by default")
     parser.add_argument("--excluded", type=int, default=150, help="over results of tools, tables and JSON")

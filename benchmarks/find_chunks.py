@@ -34,7 +34,7 @@ from chunkweave.calibration.summaries import ratio_interval
 from chunkweave.config import FindConfig, StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.models.gguf import checkpoint_folder
-from chunkweave.planning.method import make_method, method_named
+from chunkweave.planning.method import make_method
 from chunkweave.planning.method_choice import FIELD, MethodChooser, MethodRequest
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.find_chunks import ChunkFinder, TokenTable
@@ -179,9 +179,7 @@ def served_rows(args: argparse.Namespace, done: dict[str, dict[str, Any]]) -> It
     tokenizer = HuggingFaceTokenizer(AutoTokenizer.from_pretrained(checkpoint_folder(args.model)))
     asked = requests(documents(tokenizer, args.pool, rng), args.requests, args.documents, rng)
     url = f"http://127.0.0.1:{args.port}"
-    flags = (
-        f"--port {args.port} --method {args.method} --recompute-ratio {args.ratio} --host-budget {args.budget_mib}MiB"
-    )
+    flags = f"--port {args.port} --method {args.method}:ratio={args.ratio} --host-budget {args.budget_mib}MiB"
     for name in [name for name in ("marks", "found") if name not in done]:
         command = f"{args.serve} {flags} {'--find-chunks' if name == 'found' else ''}"
         with (
@@ -214,8 +212,8 @@ def novel_rows(engine: Engine, prompts: Prompts, pool: Sequence[str], count: int
 
 def rows(args: argparse.Namespace, done: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows that are not `done`; those of one store are measured together."""
-    choice = MethodChooser().choose(MethodRequest.of(args.method, recompute_ratio=args.ratio))
-    method = make_method(method_named(args.method), choice.reuse)
+    choice = MethodChooser().choose(MethodRequest(f"{args.method}:ratio={args.ratio}"))
+    method = choice.made
     store = StoreConfig(host_budget_bytes=args.budget_mib << 20)
     for name in ("marks", "found"):
         if name in done and (name == "marks" or "again" in done):

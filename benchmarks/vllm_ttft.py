@@ -101,10 +101,9 @@ class Server:
             prompt["cache_salt"] = f"only-{self.sent}"
         elif contender != PREFIX_CACHING:
             method, _, ratio = contender.partition(":")
-            params: dict[str, Any] = {"chunks": spans, "method": method}
             if RATIO in parameters_of(method):
-                params[RATIO] = float(ratio or self.ratio)
-            extra = {"kv_transfer_params": {"chunkweave": params}}
+                method += f":ratio={ratio or self.ratio}"
+            extra = {"kv_transfer_params": {"chunkweave": {"chunks": spans, "method": method}}}
         options = {"temperature": 0, "ignore_eos": True, "detokenize": False, "extra_args": extra, **sampled}
         sampling = SamplingParams(max_tokens=tokens, **options)
         times, answer = [], None

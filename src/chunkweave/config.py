@@ -4,7 +4,7 @@ import re
 from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -430,39 +430,34 @@ class QueryConfig:
 class ReuseConfig:
     """Parameters of reuse methods.
 
-    Each method reads those it has. A request may set `recompute_ratio` (share of the reused chunks' tokens to
-    recompute), `check_layers` (where CacheBlend compares fresh with cached KV), `alpha` (Cache-Craft's scale of the
-    recomputed share, its eq. 12) and `focus` (whether Cache-Craft stops recomputing chunks that the question does not
-    attend to), if its method takes them. `seed` seeds random choices.
+    Each method reads those it has: `recompute_ratio` is the share of the reused chunks' tokens to recompute (0 to 1),
+    `check_layers` are where CacheBlend compares fresh with cached KV, `alpha` is Cache-Craft's scale of the recomputed
+    share (its eq. 12: 0 nothing, 3 nearly all), with `focus` it stops recomputing chunks that the question does not
+    attend to, `query` is for the method of that name, `seed` for random choices. A request changes them by settings
+    after the method's name: `cacheblend:ratio=0.3`, `query:whole:late:stored`.
 
-    `query` holds that method's settings; a request writes them after colons (`query:whole:late:stored`). `capture`
-    belongs to no method: it says what a prefill stores for later requests.
+    `capture` belongs to no method: it says what a prefill stores for later requests.
 
-    >>> from chunkweave import Engine, ReuseConfig
-    >>> with Engine.load("reader", method="cacheblend", reuse=ReuseConfig(recompute_ratio=0.3)) as engine:
+    >>> from chunkweave import Engine
+    >>> with Engine.load("reader", method="cacheblend:ratio=0.3") as engine:
     ...     answer = engine.generate("Who leads the choir?", ["It is led by Otto Gunmark."])
     >>> answer.report.parameters
     {'recompute_ratio': 0.3, 'check_layers': [1]}
     """
 
-    recompute_ratio: float = setting(
-        DEFAULT_RECOMPUTE_RATIO,
-        "Share of reused tokens that a named method recomputes, 0 to 1.",
-        least=0,
-        most=1,
-    )
-    check_layers: tuple[int, ...] = setting((1,), "Layers at which cacheblend compares fresh with cached KV.")
+    recompute_ratio: float = DEFAULT_RECOMPUTE_RATIO
+    check_layers: tuple[int, ...] = (1,)
     seed: int = 0
-    """Seed of a method's random choices."""
-    alpha: float = setting(1.0, "Scale of cachecraft's recomputed share: 0 nothing, 3 nearly all.", least=0)
-    focus: bool = setting(
-        True,
-        "cachecraft stops recomputing chunks that the question does not attend to.",
-    )
+    alpha: float = 1.0
+    focus: bool = True
     query: QueryConfig = QueryConfig()
     capture: CaptureConfig = CaptureConfig()
 
     def __post_init__(self) -> None:
+        if not 0 <= self.recompute_ratio <= 1:
+            raise UsageError(f"recompute_ratio must be between 0 and 1, not {self.recompute_ratio}")
+        if not 0 <= self.alpha < inf:
+            raise UsageError(f"alpha must be a number from 0 on, not {self.alpha}")
         layers = self.check_layers
         if not layers or min(layers) < 1 or list(layers) != sorted(set(layers)):
             raise UsageError(

@@ -48,7 +48,7 @@ ConfigFile = Annotated[
 FLAGS = frozenset(
     (
         *("model", "adapter", "shape", "device", "dtype", "weights", "threads", "backend", "served_model_name"),
-        *("method_file", "method", "quality", "recompute_ratio", "order", "contexts", "draft_tokens"),
+        *("method_file", "method", "quality", "order", "contexts", "draft_tokens"),
         *("find_chunks", "host_budget", "policy", "device_budget", "cache_dir", "disk_budget", "remote_url"),
         *("codec", "ttl", "ordering", "deduplicate", "max_num_seqs", "max_num_batched_tokens", "kv_tokens"),
         *("tenant_weight", "deadline", "shadow_every", "improve_share", "replicas", "upstream"),

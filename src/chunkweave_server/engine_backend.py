@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from chunkweave.config import ReuseConfig
 from chunkweave.conversation.answer import PendingAnswer
 from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.engine.async_engine import AnswerStream, AsyncEngine
@@ -379,7 +380,7 @@ def engine_options(settings: Settings) -> EngineOptions:
         "store": settings.store,
         "method": settings.requests.method,
         "quality": settings.requests.quality,
-        "reuse": replace(settings.reuse, capture=settings.capture),
+        "reuse": ReuseConfig(capture=settings.capture),
         "order": settings.requests.order or "",
         "ordering": settings.ordering,
         "shadow": settings.shadow,

@@ -11,11 +11,7 @@ from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.calibration import Quality
 from chunkweave.planning.method_choice import (
     MethodRequest,
-    checked_alpha,
-    checked_flag,
-    checked_layers,
     checked_method,
-    checked_ratio,
     refuse_unknown_keys,
 )
 from chunkweave.plugins import METHODS
@@ -221,22 +217,14 @@ def _quality(value: Any) -> str:
 
 def _with_methods(schema: dict[str, Any]) -> None:
     """Add the pattern of methods to the schema: a name, optionally with settings after colons."""
-    schema["pattern"] = f"^({'|'.join(METHODS.names)})(:[a-z0-9=-]+)*$"
+    schema["pattern"] = f"^({'|'.join(METHODS.names)})(:[a-z0-9=.+-]+)*$"
     schema["examples"] = list(METHODS.names)
-
-
-def _focus(value: Any) -> bool:
-    return checked_flag(value, "focus")
 
 
 class ReuseField(Body):
     """`chunkweave` in a request: reuse and corpus."""
 
     method: Annotated[str, BeforeValidator(checked_method), Field(json_schema_extra=_with_methods)] | None = None
-    recompute_ratio: Annotated[float, BeforeValidator(checked_ratio), Field(ge=0, le=1)] | None = None
-    check_layers: Annotated[tuple[int, ...], Field(max_length=1024), BeforeValidator(checked_layers)] | None = None
-    alpha: Annotated[float, BeforeValidator(checked_alpha), Field(ge=0)] | None = None
-    focus: Annotated[bool, BeforeValidator(_focus)] | None = None
     quality: Annotated[str, BeforeValidator(_quality), Field(json_schema_extra={"enum": list(Quality)})] | None = None
     order: Literal["free", "fixed"] | None = None
     corpus: Name | None = None
@@ -259,18 +247,14 @@ class ReuseField(Body):
 
     @model_validator(mode="after")
     def _one_use_of_the_cache(self) -> "ReuseField":
-        parameters = (self.recompute_ratio, self.check_layers, self.alpha, self.focus)
-        if self.cache == "off" and (
-            self.method not in (None, "full") or any(parameter is not None for parameter in parameters)
-        ):
-            raise ValueError("cache off reuses nothing: leave out the method (or give full) and its parameters")
+        if self.cache == "off" and self.method not in (None, "full"):
+            raise ValueError("cache off reuses nothing: leave out the method, or give full")
         return self
 
     @property
     def method_request(self) -> MethodRequest:
         """The fields about the method."""
-        parameters = (self.recompute_ratio, self.check_layers, self.alpha, self.focus)
-        return MethodRequest.of(self.method, self.quality, *parameters)
+        return MethodRequest.of(self.method, self.quality)
 
 
 assert set(ChunkOrder) == {"free", "fixed"}, "the schema must list all orders"

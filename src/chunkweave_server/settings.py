@@ -21,7 +21,6 @@ from chunkweave.config import (
     ModelConfig,
     PluginConfig,
     RequestDefaults,
-    ReuseConfig,
     StoreConfig,
     WeaveConfig,
 )
@@ -45,7 +44,6 @@ from chunkweave.settings import (
     configuration,
     refuse_unknown,
     setting,
-    settings_at,
     settings_of,
 )
 from chunkweave.store.eviction import make_policy
@@ -61,8 +59,6 @@ FILE_VARIABLE = "CHUNKWEAVE_CONFIG"
 _OTHER_VARIABLES = (KEYS_VARIABLE, FILE_VARIABLE, "CHUNKWEAVE_REPORT_SOCKET")
 _MIB = 1 << 20
 _VLLM = frozenset({Place.VLLM})
-_OF_METHODS = ("method", *settings_at(ReuseConfig, Place.VLLM))
-"""Settings of the server that set fields of requests; `connector` must not set them."""
 
 
 class LogForm(StrEnum):
@@ -235,10 +231,8 @@ class FleetSettings:
             key, equals, value = entry.partition("=")
             if not equals or not key.isidentifier():
                 raise UsageError(f"connector must be KEY=VALUE, not {entry!r}")
-            if key in _OF_METHODS:
-                raise UsageError(f"give --{key.replace('_', '-')}, not --connector {entry}")
-            if key == "query":
-                raise UsageError(f"give --method query:SETTINGS, such as query:whole:late, not --connector {entry}")
+            if key == "method":
+                raise UsageError(f"give --method, not --connector {entry}")
             config[key] = _json_or_text(value)
         return config
 
@@ -267,7 +261,6 @@ class Settings:
     model: ModelConfig
     plugins: PluginConfig
     requests: RequestDefaults
-    reuse: ReuseConfig
     capture: CaptureConfig
     compute: ComputeConfig
     store: StoreConfig
@@ -301,7 +294,7 @@ class Settings:
     def connector_config(self) -> dict[str, Any]:
         """The connector's extra config: values that differ from its defaults. Secrets are passed in its environment."""
         config = {}
-        for group in (self.plugins, self.requests, self.reuse, self.capture, self.store, self.weave, self.finding):
+        for group in (self.plugins, self.requests, self.capture, self.store, self.weave, self.finding):
             for declared in settings_of(type(group)).values():
                 value = getattr(group, declared.attribute)
                 passed = {Place.VLLM, Place.CONNECTOR} <= declared.places and not declared.secret

@@ -209,15 +209,13 @@ class Arena:
     # --- asking ---------------------------------------------------------------------------------------------------
 
     def body(self, tenant: str, numbers: list[int], question: int, method: str, *, swapped: bool = False) -> Ask:
-        reuse: dict[str, Any] = {"method": method, "order": "fixed"}
-        if method not in ("full", "prefix", "full-reuse"):
-            reuse["recompute_ratio"] = 0.2
+        spec = method if method in ("full", "prefix", "full-reuse") else f"{method}:ratio=0.2"
         return {
             "messages": [{"role": "user", "content": QUESTIONS[question]}],
             "documents": [text(number, swapped=swapped) for number in numbers],
             "temperature": 0,
             "max_tokens": 1 if tenant == VICTIM else 4,
-            "chunkweave": reuse,
+            "chunkweave": {"method": spec, "order": "fixed"},
         }
 
     def asked(self, *question: Any, **more: Any) -> Callable[[bool], Ask]:

@@ -28,8 +28,7 @@ CONNECTOR = {
     "kv_connector_extra_config": {
         "find_chunks": True,
         "exact_pieces": ["short", "numbers", "code"],
-        "method": "cacheblend",
-        "recompute_ratio": RECOMPUTED,
+        "method": f"cacheblend:ratio={RECOMPUTED}",
         "host_budget": "1GiB",
     },
 }

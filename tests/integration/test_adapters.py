@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chunkweave import Engine
-from chunkweave.config import ReuseConfig, StoreConfig
+from chunkweave.config import StoreConfig
 from chunkweave.errors import ModelNotFoundError, UnsupportedModelError, UsageError
 from chunkweave.models.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from chunkweave.models.loading import load_folder
@@ -298,7 +298,7 @@ def test_a_calibration_record_is_that_of_base_or_adapter_and_lies_beside_it(base
         assert (
             engine.generate("Who?", ["One.", "Two."], max_new_tokens=1, quality="balanced").report.why == "calibrated"
         )
-    before_vllm = {"method": None, "quality": None, "reuse": ReuseConfig(), "dtype": "float32"}
+    before_vllm = {"method": None, "quality": None, "dtype": "float32"}
     assert chooser_for(str(base), adapter=read_adapter(adapters[0]), **before_vllm).record == record
     shutil.copy(adapters[0] / CALIBRATION_FILE, base)
     shutil.copy(adapters[0] / CALIBRATION_FILE, adapters[1])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from chunkweave import Chunk, Engine, ReuseConfig, StoreConfig
+from chunkweave import Chunk, Engine, StoreConfig
 from chunkweave.calibration import measurement
 from chunkweave.calibration.fidelity import make_tasks
 from chunkweave.calibration.measurement import CalibrationConfig, Origin, make_record, measure
@@ -126,12 +126,11 @@ def test_earlier_queries_warm_the_store_and_are_not_measured(model):
 
 
 def test_a_method_may_be_calibrated_with_settings(model):
-    config = CalibrationConfig(methods=("cacheblend:layer-2", "query@0.2"), ratios=(0.3,), chunks=3, new_tokens=3)
-    assert config.grid() == (("cacheblend:layer-2", 0.3), ("query", 0.2))
+    config = CalibrationConfig(methods=("cacheblend:layers=2", "query@0.2"), ratios=(0.3,), chunks=3, new_tokens=3)
+    assert config.grid() == (("cacheblend:layers=2", 0.3), ("query", 0.2))
     engine = Engine(model)
     record = make_record(engine, EXAMPLES, config, measured(engine, config), Origin("toy"))
-    assert record.reuse["cacheblend:layer-2"].check_layers == (2,)
-    assert record.reuse["query"] == ReuseConfig()
+    assert {(point.method, point.value) for point in record.points} == set(config.grid())
 
 
 def sample(right: int, kl: float, ttft_s: float, fraction: float) -> FidelitySample:
@@ -159,7 +158,7 @@ def test_targets_follow_from_the_curves_and_from_how_sure_they_are(model):
     engine = Engine(model)
     found = [{"corpus": question(number)} for number in range(40)]
     record = make_record(engine, EXAMPLES, config, found, Origin("stub"))
-    assert record.config(Quality.BALANCED) == ("cacheblend", ReuseConfig(0.2))
+    assert record.spec(Quality.BALANCED) == "cacheblend:ratio=0.2"
     assert record.targets[Quality.BALANCED].least == {"cacheblend": 0.2, "epic": None}
     (chosen,) = record.chosen(Quality.BALANCED)
     assert (chosen.kl, chosen.agreement, chosen.speedup) == (pytest.approx(0.04), 1.0, 4.0)
@@ -227,7 +226,7 @@ def test_calibrate_writes_the_record_beside_the_model_and_answers_follow_it(chec
         ((), "calibrated", "epic"),
         (("--quality", "fast"), "calibrated", "epic"),
         (("--quality", "exact"), "exact", "prefix"),
-        (("--method", "cacheblend", "--recompute-ratio", 0.5), "asked for", "cacheblend"),
+        (("--method", "cacheblend:ratio=0.5"), "asked for", "cacheblend"),
     ):
         report = json_of(*ask, *more, "Why?")["answers"][0]["report"]
         assert (report["why"], report["method"]) == (why, method)
@@ -344,7 +343,6 @@ def test_an_explicit_record_must_be_this_models(model, record, tmp_path):
         (("--shape", "demo", "--target-kl", 0), 2, "KL must be above 0"),
         (("--shape", "demo", "--fast-agreement", 0, "--fast-kl", "inf"), 2, "needs an agreement, a KL, or both"),
         (("--shape", "demo", "--alpha", "x"), 2, "--alpha takes numbers"),
-        (("--shape", "demo", "--check-layers", "0.5"), 2, "whole numbers"),
         (("--shape", "demo", "--cache-dir", "cache", "--dataset", "nowhere.jsonl"), 1, "nowhere.jsonl"),
         (("--shape", "demo", "--warm", "hot"), 2, "queries:N"),
         (("--shape", "demo", "--alpha-warm", "hot"), 2, "queries:N"),

@@ -59,7 +59,7 @@ def test_ask_json_is_all_of_stdout_and_what_the_file_holds(documents, tmp_path):
 
 
 def test_ask_explains_its_plan(documents):
-    options = ("--docs", documents, "--precompute", "--method", "cacheblend", "--recompute-ratio", 0.5, "--explain")
+    options = ("--docs", documents, "--precompute", "--method", "cacheblend:ratio=0.5", "--explain")
     shown = succeed(*ASK, *options, "Why?")
     assert "cacheblend (asked for): " in shown.stdout
     assert "recompute_ratio 0.5, check_layers 1\n" in shown.stdout
@@ -86,9 +86,7 @@ def test_ask_takes_files_of_a_shell_pattern_as_documents(documents):
         (("ask", "--shape", "demo"), 2, "QUESTION"),
         (("ask", "--shape", "no-such-shape", "Why?"), 2, "no-such-shape"),
         (("ask", "--shape", "demo", "--method", "magic", "Why?"), 2, "magic"),
-        (("ask", "--shape", "demo", "--recompute-ratio", "1.5", "Why?"), 2, "between 0 and 1"),
-        (("ask", "--shape", "demo", "--recompute-ratio", "0.5", "Why?"), 2, "name it with --method"),
-        (("ask", "--shape", "demo", "--alpha", "1", "Why?"), 2, "name it with --method"),
+        (("ask", "--shape", "demo", "--method", "epic:ratio=1.5", "Why?"), 2, "between 0 and 1"),
         (("ask", "--shape", "demo", "--quality", "good", "Why?"), 2, "exact, balanced, fast"),
         (("ask", "--shape", "demo", "--quality", "fast", "Why?"), 2, "chunkweave calibrate --shape demo"),
         (("ask", "--shape", "demo", "--quality", "exact", "--method", "epic", "Why?"), 2, "both given"),

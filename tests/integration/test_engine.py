@@ -128,12 +128,12 @@ def test_the_store_keeps_its_budget(model):
         ({"quality": "exact", "method": "cacheblend"}, UsageError, "both given"),
         ({"quality": "fast", "method": "cacheblend"}, UsageError, "both given"),
         (
-            {"method": "cachecraft", "recompute_ratio": 0.5},
+            {"method": "cachecraft:ratio=0.5"},
             UsageError,
-            "no recompute_ratio: it takes alpha, focus",
+            "unknown setting 'ratio=0.5' of cachecraft",
         ),
-        ({"recompute_ratio": 1.5}, UsageError, "between 0 and 1, not 1.5"),
-        ({"recompute_ratio": float("nan")}, UsageError, "between 0 and 1"),
+        ({"method": "epic:ratio=1.5"}, UsageError, "between 0 and 1, not 1.5"),
+        ({"method": "epic:ratio=nan"}, UsageError, "between 0 and 1"),
         ({"max_new_tokens": 0}, UsageError, "at least 1"),
         ({"temperature": -1.0}, UsageError, "temperature"),
         ({"top_p": 0.0}, UsageError, "top_p"),
@@ -187,7 +187,6 @@ def calibration(model, method: str, value: float) -> CalibrationRecord:
         prompt_tokens=1.0,
         new_tokens=1,
         seed=0,
-        reuse={method: ReuseConfig()},
         references=(),
         points=tuple(points),
         targets={quality: choose_target(points, bounds) for quality, bounds in BOUNDS.items()},
@@ -258,7 +257,7 @@ def test_a_calibrated_answer_is_that_of_the_method_named(model):
         engine.precompute(CHUNKS)
     ask = {"question": QUESTION, "chunks": CHUNKS[::-1], "max_new_tokens": 8}
     answer = calibrated.generate(**ask)
-    same = named.generate(**ask, method="cacheblend", recompute_ratio=0.4)
+    same = named.generate(**ask, method="cacheblend:ratio=0.4")
     assert answer.token_ids == same.token_ids
     assert answer.report.recompute_fraction == same.report.recompute_fraction
 
@@ -277,7 +276,7 @@ def test_without_a_record_it_says_how_to_calibrate(model, caplog):
 def test_an_explanation_agrees_with_the_report(engine):
     engine.generate(QUESTION, CHUNKS[:2], max_new_tokens=1)
     engine.precompute(CHUNKS[2:])
-    answer = engine.generate(QUESTION, CHUNKS[::-1], method="cacheblend", recompute_ratio=0.4, max_new_tokens=1)
+    answer = engine.generate(QUESTION, CHUNKS[::-1], method="cacheblend:ratio=0.4", max_new_tokens=1)
     plan, report = answer.explanation, answer.report
     assert [str(part.kind) for part in plan.parts] == ["start", "system", "chunk", "chunk", "chunk", "question"]
     assert sum(part.tokens for part in plan.parts) == report.prompt_tokens
@@ -323,13 +322,12 @@ def test_an_explanation_has_the_scores_and_where_unfocused_chunks_were_stopped()
 
 def test_a_call_may_say_which_layers_are_checked_and_how_much_context_matters(engine):
     engine.precompute(CHUNKS)
-    answer = engine.generate(QUESTION, CHUNKS, method="cachecraft", alpha=0.25, max_new_tokens=1)
+    answer = engine.generate(QUESTION, CHUNKS, method="cachecraft:alpha=0.25", max_new_tokens=1)
     assert answer.report.parameters["alpha"] == 0.25
     request = Request(QUESTION, CHUNKS[::-1], sampling=SamplingParams(max_new_tokens=1))
     (first,), (last,) = (
-        engine.generate_batch([request], method="cacheblend", recompute_ratio=0.2, check_layers=[layer])
-        for layer in (1, 3)
+        engine.generate_batch([request], method=f"cacheblend:ratio=0.2:layers={layer}") for layer in (1, 3)
     )
     assert first.report.prefill_flops < last.report.prefill_flops
     with pytest.raises(UsageError, match="layer 99"):
-        engine.generate(QUESTION, CHUNKS, method="cacheblend", check_layers=[99])
+        engine.generate(QUESTION, CHUNKS, method="cacheblend:layers=99")

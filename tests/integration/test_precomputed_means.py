@@ -453,7 +453,7 @@ def test_no_attention_is_kept_for_methods_that_score_nothing_by_it(warmed):
 def test_cachecraft_scores_a_mean_by_it():
     engine = engine_of(method="cachecraft")
     engine.precompute(CHUNKS)
-    answer = engine.generate(QUESTION, CHUNKS, max_new_tokens=1, method="cachecraft", alpha=1.0)
+    answer = engine.generate(QUESTION, CHUNKS, max_new_tokens=1, method="cachecraft:alpha=1.0")
     means = means_of(engine)
     last = answer.report.chunks[-1]
     assert last.variant == means[parts_of(engine)[-1].id].id
@@ -526,7 +526,7 @@ def test_what_is_woven_anew_from_a_mean_has_read_what_the_mean_has():
     engine = engine_of(method="cachecraft", variant_fraction=0.0)
     engine.precompute(CHUNKS[:5])
     means = means_of(engine)
-    engine.generate(QUESTION, [CHUNKS[0], CHUNKS[5], CHUNKS[1]], max_new_tokens=1, method="cachecraft", alpha=0.6)
+    engine.generate(QUESTION, [CHUNKS[0], CHUNKS[5], CHUNKS[1]], max_new_tokens=1, method="cachecraft:alpha=0.6")
     last = parts_of(engine)[1]
     variants = [one for one in engine.store.records() if one.chunk_id == last.id and not one.contexts]
     assert any(one.generation > 0 for one in variants), "a part of its tokens was recomputed"

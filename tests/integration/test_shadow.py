@@ -107,7 +107,7 @@ def test_corrupted_segments_show_and_are_switched_off():
 
     def ask_all():
         for question in QUESTIONS[:3]:
-            engine.generate(question, STORED, method="cacheblend", recompute_ratio=0.6, max_new_tokens=1)
+            engine.generate(question, STORED, method="cacheblend:ratio=0.6", max_new_tokens=1)
             engine.check_shadows()
 
     ask_all()

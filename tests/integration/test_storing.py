@@ -172,7 +172,7 @@ def test_a_request_pays_for_its_own_method_and_for_no_other(model, work):
     engine = Engine(model)
     engine.generate(QUESTIONS[0], CHUNKS[:1], max_new_tokens=1)
     assert work.attention == 0
-    engine.generate(QUESTIONS[0], CHUNKS[1:], max_new_tokens=1, method="cachecraft", alpha=0)
+    engine.generate(QUESTIONS[0], CHUNKS[1:], max_new_tokens=1, method="cachecraft:alpha=0")
     assert work.attention
     assert profiles(engine)
     before = work.attention
@@ -183,7 +183,7 @@ def test_a_request_pays_for_its_own_method_and_for_no_other(model, work):
 def test_a_method_that_scores_takes_chunks_without_a_profile(model):
     engine = Engine(model)
     engine.generate(QUESTIONS[0], CHUNKS, max_new_tokens=1)
-    answer = engine.generate(QUESTIONS[0], CHUNKS[::-1], max_new_tokens=4, method="cachecraft", alpha=0.5)
+    answer = engine.generate(QUESTIONS[0], CHUNKS[::-1], max_new_tokens=4, method="cachecraft:alpha=0.5")
     assert answer.report.reused_tokens
     engine.store.check()
 

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from chunkweave.planning.method_choice import MethodChooser, MethodRequest
 from chunkweave.vllm.report_socket import ReportSender
 
 CONTEXT = 2048
@@ -242,15 +243,16 @@ class FakeVllm:
             self.stored |= set(chunks)
             self.first_passes |= {chunks[-1]} if params.get("neutral") else set()
         self._evict(chunks)
-        found = [] if params["method"] == "full" else found
-        local = 0 if found or params["method"] == "full" else self.cached
+        choice = MethodChooser().choose(MethodRequest(params["method"]))
+        found = [] if choice.method == "full" else found
+        local = 0 if found or choice.method == "full" else self.cached
         reused = sum(len(ids) for _, ids in found)
         places = [span for chunk, span in zip(chunks, spans, strict=True) if chunk in found]
         missing = [span for chunk, span in zip(chunks, spans, strict=True) if chunk not in found]
-        again = math.ceil(params.get("recompute_ratio", params.get("alpha", 0.0) / 4) * reused)
+        again = math.ceil(choice.parameters.get("recompute_ratio", choice.parameters.get("alpha", 0.0) / 4) * reused)
         report: dict[str, Any] = {
-            "method": params["method"],
-            "effective_method": params["method"] if found else "prefix" if local else "full",
+            "method": choice.method,
+            "effective_method": choice.method if found else "prefix" if local else "full",
             "prompt_tokens": total,
             "prefix_exact_tokens": local,
             "reused_tokens": reused - again,
@@ -265,9 +267,11 @@ class FakeVllm:
         if found:
             report |= {
                 "recompute_fraction": 0.2,
-                "check_layers": params.get("check_layers", []),
-                "stopped_at_layer": 3 if params.get("focus") else None,
-                "reasons": [[start, {"cfo": 0.25, "generation": 1}] for start, _ in places if "alpha" in params],
+                "check_layers": choice.parameters.get("check_layers", []),
+                "stopped_at_layer": 3 if choice.parameters.get("focus") else None,
+                "reasons": [[start, {"cfo": 0.25, "generation": 1}] for start, _ in places]
+                if "alpha" in choice.parameters
+                else [],
                 "contexts": [
                     [span[0], contexts[one]] for one, span in zip(chunks, spans, strict=True) if one in contexts
                 ],

@@ -91,7 +91,7 @@ def test_the_system_message_is_the_instruction(client: Client):
 
 def test_a_report_names_the_method_that_was_requested_and_what_it_came_to(client: Client):
     documents = [FERRY * 3, CHOIR * 3]
-    weave = {"method": "cacheblend", "recompute_ratio": 0.4, "order": "fixed"}
+    weave = {"method": "cacheblend:ratio=0.4", "order": "fixed"}
     asked = [(documents, weave), (documents[::-1], weave), (documents, {"method": "full", "order": "fixed"})]
     answers = [client.ask(documents=given, chunkweave=reuse) for given, reuse in asked]
     reports = list(map(report_of, answers))
@@ -176,11 +176,11 @@ def test_sampling_follows_seed_stop_and_limits(client: Client):
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more"),
         ({"chunkweave": {"method": "magic"}}, "magic"),
-        ({"chunkweave": {"recompute_ratio": 1.5}}, "recompute_ratio must be a number between 0 and 1, not 1.5"),
-        ({"chunkweave": {"method": "cacheblend", "check_layers": [0]}}, "check_layers"),
-        ({"chunkweave": {"method": "cacheblend", "check_layers": "1"}}, "check_layers"),
-        ({"chunkweave": {"method": "cachecraft", "alpha": -1}}, "alpha"),
-        ({"chunkweave": {"method": "cachecraft", "alpha": "much"}}, "alpha"),
+        ({"chunkweave": {"method": "epic:ratio=1.5"}}, "recompute_ratio must be between 0 and 1, not 1.5"),
+        ({"chunkweave": {"recompute_ratio": 0.5}}, "unknown fields of chunkweave: recompute_ratio"),
+        ({"chunkweave": {"method": "cacheblend:layers=0"}}, "check_layers"),
+        ({"chunkweave": {"method": "cachecraft:alpha=-1"}}, "alpha"),
+        ({"chunkweave": {"method": "cachecraft:alpha=much"}}, "alpha"),
         ({"chunkweave": {"quality": "nice"}}, "nice"),
         ({"chunkweave": {"quality": "fast"}}, "not calibrated"),
         ({"chunkweave": {"quality": "exact", "method": "cacheblend"}}, "both given"),

@@ -14,7 +14,7 @@ from tests.server.conftest import KEYS, Client, Serve, key_ring, report_of
 from tests.server.test_structured import CALLED, GET_TIME, QUESTION, RESULT, last_text, with_template
 
 PASSAGES = neutral_passages()
-METHOD = {"chunkweave": {"method": "cacheblend", "recompute_ratio": 0.1}}
+METHOD = {"chunkweave": {"method": "cacheblend:ratio=0.1"}}
 NO_TOOLS = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -266,7 +266,7 @@ def test_the_front_leaves_finding_to_vllms_half(serve: Serve):
         assert len(salts) == (1 if stores else 2)
         assert field is not None or NOTHING_NAMED[0] not in response.headers
         assert field != not_found or NOTHING_NAMED[0] in response.headers
-    for wrong in ({"corpus": "c"}, {"alpha": -1}, {"top_k": 3}):
+    for wrong in ({"corpus": "c"}, {"method": "cachecraft:alpha=-1"}, {"top_k": 3}):
         refused = off.ask(chunkweave={**found, **wrong}, key=KEYS["acme"])
         assert refused.status_code == 400
         assert next(iter(wrong)) in refused.json()["error"]["message"]

@@ -14,7 +14,7 @@ from tests.server.conftest import KEYS, bearer, error_of, key_ring, later, repor
 from tests.server.fake_vllm import FakeVllm
 from tests.server.fronts import DOCUMENTS, MORE, running_front
 
-WEAVE = {"method": "cacheblend", "recompute_ratio": 0.25, "order": "fixed"}
+WEAVE = {"method": "cacheblend:ratio=0.25", "order": "fixed"}
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_parts_are_tokenized_apart_and_their_places_are_told(front, vllm):
     assert [sent["prompt"][start:stop] for start, stop in params["chunks"]] == [
         list(part.token_ids) for part in prompt.parts if part.kind == "chunk"
     ]
-    assert (params["method"], params["recompute_ratio"]) == ("cacheblend", 0.25)
+    assert params["method"] == "cacheblend:ratio=0.25"
     assert params["start_tokens"] == len(prompt.parts[0])
     assert sent["max_tokens"] == 4
 
@@ -123,16 +123,11 @@ def test_fields_of_vllm_go_on_to_it(front, vllm):
 
 
 @pytest.mark.parametrize(
-    ("reuse", "raisable"),
-    [
-        ({"method": "cacheblend"}, True),
-        ({"method": "cacheblend", "recompute_ratio": 0.3}, None),
-        ({"method": "cachecraft", "alpha": 0.5}, None),
-    ],
+    ("method", "raisable"), [("cacheblend", True), ("cacheblend:ratio=0.3", False), ("cachecraft:alpha=0.5", False)]
 )
-def test_the_plug_in_may_raise_what_no_client_has_asked_for(front, vllm, reuse, raisable):
-    front.ask(documents=DOCUMENTS, chunkweave=reuse)
-    assert params_of(vllm.seen[0]).get("at_least") is raisable
+def test_the_plug_in_may_raise_what_no_client_has_asked_for(front, vllm, method, raisable):
+    front.ask(documents=DOCUMENTS, chunkweave={"method": method})
+    assert params_of(vllm.seen[0])["at_least"] is raisable
 
 
 @pytest.mark.parametrize(

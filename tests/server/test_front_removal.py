@@ -14,7 +14,7 @@ from tests.server.conftest import ADMIN_KEY, KEYS, bearer, error_of, key_ring, l
 from tests.server.fake_vllm import FakeVllm
 from tests.server.fronts import DOCUMENTS, MORE, Front, running_front
 
-WOVEN = {"chunkweave": {"method": "cacheblend", "recompute_ratio": 0.2, "order": "fixed"}}
+WOVEN = {"chunkweave": {"method": "cacheblend:ratio=0.2", "order": "fixed"}}
 Start = Callable[..., Front]
 
 

@@ -134,7 +134,7 @@ FIVE = (
 
 def recomputed(client, *documents, **reuse) -> float:
     """The share of the reused chunks' tokens that one request computes again, over all layers."""
-    report = ask(client, *documents, **{"method": "cachecraft", "alpha": 1, **reuse})
+    report = ask(client, *documents, **{"method": client.service.settings.requests.method, **reuse})
     return report["recompute_fraction"] or 0.0
 
 
@@ -146,20 +146,20 @@ def at_random(client, requests: int = 200) -> tuple[float, float]:
 
 
 def test_a_prompt_that_comes_again_is_hardly_recomputed(serve):
-    client = serve(method="cachecraft", focus=False)
-    ask(client, *FIVE[:4], method="cachecraft")
+    client = serve(method="cachecraft:no-focus")
+    ask(client, *FIVE[:4], method="cachecraft:no-focus")
     shares = [recomputed(client, *FIVE[:0:-1]) for _ in range(5)]
     assert shares[0] > 0.4
     assert shares[4] <= 0.1
-    none = serve(method="cachecraft", focus=False, variant_fraction=None)
-    ask(none, *FIVE[:4], method="cachecraft")
+    none = serve(method="cachecraft:no-focus", variant_fraction=None)
+    ask(none, *FIVE[:4], method="cachecraft:no-focus")
     shares = [recomputed(none, *FIVE[:0:-1]) for _ in range(5)]
     assert shares[4] == shares[1] > 0.4
 
 
 @pytest.mark.parametrize("contexts", ["bundled", "corpus"])
 def test_what_was_computed_beforehand_becomes_variants_too(serve, contexts):
-    client = serve(method="cachecraft", focus=False, contexts=contexts)
+    client = serve(method="cachecraft:no-focus", contexts=contexts)
     assert client.warm(*FIVE).status_code == 200
     shares = [recomputed(client, *FIVE[:4]) for _ in range(5)]
     assert shares[0] > 0.4
@@ -182,8 +182,8 @@ def test_generations_are_limited(serve):
         at_random(client, 60)
         return max(record.generation for record in client.engine.store.records())
 
-    assert oldest(serve(method="cachecraft", focus=False, max_variants=2, variant_generations=None)) > 1
-    assert oldest(serve(method="cachecraft", focus=False, max_variants=2, variant_generations=1)) == 1
+    assert oldest(serve(method="cachecraft:no-focus", max_variants=2, variant_generations=None)) > 1
+    assert oldest(serve(method="cachecraft:no-focus", max_variants=2, variant_generations=1)) == 1
 
 
 LARGE = [FERRY, CHOIR, TOWER]

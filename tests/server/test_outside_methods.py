@@ -32,7 +32,7 @@ def method_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_request_names_the_method_of_a_file(serve, method_file):
     client = serve(method_file=(method_file,))
-    report = woven(client, method="chunk-ends", recompute_ratio=0.5)
+    report = woven(client, method="chunk-ends:ratio=0.5")
     assert (report["method"], report["why"]) == ("chunk-ends", "asked for")
     assert report["parameters"] == {"recompute_ratio": 0.5}
 
@@ -51,21 +51,17 @@ def test_a_method_of_a_file_declares_what_it_takes_and_short_names_of_values(ser
     file = tmp_path / "ends_of_chunks.py"
     file.write_text(FILE.replace("budget = RATIO_BUDGET", more).replace("chunk-ends", "ends-of-chunks"))
     client = serve(method_file=(method_file, str(file)))
-    report = woven(client, method="ends-of-chunks:most", check_layers=[2])
+    report = woven(client, method="ends-of-chunks:most:layers=2")
     assert (report["method"], report["parameters"]) == (
         "ends-of-chunks",
         {"recompute_ratio": 0.9, "check_layers": [2]},
     )
     refused = {
-        "method 'chunk-ends' takes no check_layers: it takes recompute_ratio": {"check_layers": [2]},
-        "unknown setting 'most' of chunk-ends; there are: none": {"method": "chunk-ends:most"},
-        "method 'ends-of-chunks:most' sets recompute_ratio already": {
-            "method": "ends-of-chunks:most",
-            "recompute_ratio": 0.5,
-        },
+        "unknown setting 'most' of chunk-ends; there are: ratio=VALUE": "chunk-ends:most",
+        "'ends-of-chunks:most:ratio=0.5' sets twice what 'ratio=0.5' sets": "ends-of-chunks:most:ratio=0.5",
     }
-    for message, reuse in refused.items():
-        error = error_of(ask(client, documents=[FERRY], chunkweave={"method": "chunk-ends", **reuse}))
+    for message, method in refused.items():
+        error = error_of(ask(client, documents=[FERRY], chunkweave={"method": method}))
         assert message in error["message"]
 
 
@@ -73,8 +69,8 @@ def test_a_method_of_a_file_declares_what_it_takes_and_short_names_of_values(ser
 def test_what_the_method_of_a_file_says_is_recomputed(serve, method_file):
     client = serve(method_file=(method_file,))
     assert "chunk-ends" in client.get("/openapi.json").text
-    assert woven(client, method="chunk-ends", recompute_ratio=0.5)["recomputed_tokens"] > 0
-    assert woven(client, method="chunk-ends", recompute_ratio=0.0)["recomputed_tokens"] == 0
+    assert woven(client, method="chunk-ends:ratio=0.5")["recomputed_tokens"] > 0
+    assert woven(client, method="chunk-ends:ratio=0.0")["recomputed_tokens"] == 0
 
 
 def test_a_method_that_lacks_a_budget_is_refused_and_the_server_goes_on_answering(serve, tmp_path, method_file):
@@ -107,7 +103,7 @@ def test_a_package_outside_answers_over_http_by_name(tmp_path: Path):
     folder = install_our_weaving(tmp_path)
     flags = ("--model", "reader", "--policy", "largest-first", "--ordering", "shortest-first", "--order", "free")
     with ServerProcess(*flags, packages=(folder,)) as server:
-        reuse = {"method": "chunk-ends", "recompute_ratio": 0.5}
+        reuse = {"method": "chunk-ends:ratio=0.5"}
         orders = ([CHOIR, FERRY], [FERRY, CHOIR])
         with Front(base_url=server.url, timeout=60) as client:
             reports = [report_of(client.ask(documents=documents, chunkweave=reuse)) for documents in orders]

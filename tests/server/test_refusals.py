@@ -79,7 +79,7 @@ def test_half_a_surrogate_pair_is_refused_wherever_it_is(serve: Serve, body: dic
             "messages[0].content[0].type must be 'text'",
             "messages[0].content[0].type",
         ),
-        ({"chunkweave": {"check_layers": ["x" * 5000]}}, None, "chunkweave.check_layers"),
+        ({"chunkweave": {"method": "x" * 5000}}, None, "chunkweave.method"),
     ],
 )
 def test_a_wrong_field_is_named_as_the_client_wrote_it(client: Client, body: dict, said: str | None, param: str):
@@ -89,8 +89,8 @@ def test_a_wrong_field_is_named_as_the_client_wrote_it(client: Client, body: dic
 
 
 def test_a_misspelt_field_of_ours_is_refused_with_the_one_that_is_close(client: Client):
-    error = error_of(ask(client, chunkweave={"recompute_ratoi": 0.5}))
-    assert "of chunkweave: recompute_ratoi (did you mean recompute_ratio?); there are" in error["message"]
+    error = error_of(ask(client, chunkweave={"metod": "epic"}))
+    assert "of chunkweave: metod (did you mean method?); there are" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_body_may_come_in_pieces(notes: Client, says_its_length: bool):
 @pytest.mark.parametrize("levels", [400, 950, 990, 100_000])
 def test_deep_nesting_is_refused(notes: Client, levels: int):
     headers = {"content-type": "application/json"}
-    for field in (b'"documents": %s', b'"documents": ["a"], "chunkweave": {"check_layers": %s}'):
+    for field in (b'"documents": %s', b'"documents": ["a"], "chunkweave": {"method": %s}'):
         body = b'{"messages": [{"role": "user", "content": "a"}], ' + field % deep(levels) + b"}"
         error_of(notes.post("/v1/chat/completions", content=body, headers=headers))
     body = b'{"documents": [{"text": "a", "metadata": {"a": %s}}]}' % deep(levels)

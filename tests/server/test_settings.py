@@ -43,7 +43,7 @@ def test_flags_win_over_environment_over_file_over_defaults(file: Path):
     assert (settings.limits.max_concurrent, origins["max_concurrent"]) == (64, "default")
 
 
-_ANYTHING = {"requests_per_minute": 2.0, "recompute_ratio": 0.5, "min_agreement": 0.5}
+_ANYTHING = {"requests_per_minute": 2.0, "min_agreement": 0.5}
 
 
 @pytest.mark.parametrize("backend", list(Backend))
@@ -56,7 +56,7 @@ def test_every_setting_can_be_said_in_every_way(tmp_path: Path, backend: Backend
         default = default if default is not None else _ANYTHING.get(name)
         if default is None or isinstance(default, bool | StrEnum) or default == () or name == "backend":
             continue
-        raised = isinstance(default, int | float) and name not in ("recompute_ratio", "device_budget")
+        raised = isinstance(default, int | float) and name != "device_budget"
         value = default + 1 if raised else default
         text = one.text(value)
         path = tmp_path / "one.yaml"

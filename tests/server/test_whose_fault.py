@@ -48,7 +48,7 @@ def post(client: Any, body: dict[str, Any], key: str | None = None, path: str = 
         (lambda value: {"temperature": value}, "temperature"),
         (lambda value: {"presence_penalty": value}, "presence_penalty"),
         (lambda value: {"tools": [TOOL, {"more": {"most": value}}]}, "tools"),
-        (lambda value: {"chunkweave": {"method": "cachecraft", "alpha": value}}, "chunkweave.alpha"),
+        (lambda value: {"chunkweave": {"method": f"cachecraft:alpha={value}"}}, "chunkweave.method"),
     ],
     ids=["logit_bias", "min_p", "temperature", "presence_penalty", "tools", "alpha"],
 )

@@ -25,7 +25,7 @@ chunks = ["The tower is old, and the stairs are steep.", "Otto leads."]
 with Engine.load("reader", method="chunk-ends", order="free", store=store, ordering=ordering) as engine:
     engine.precompute(chunks)
     usual = engine.generate("Who leads?", chunks, max_new_tokens=2).report
-    named = engine.generate("Who leads?", chunks, method="chunk-ends", recompute_ratio=1.0, max_new_tokens=2).report
+    named = engine.generate("Who leads?", chunks, method="chunk-ends:ratio=1.0", max_new_tokens=2).report
     full = engine.generate("Who leads?", chunks, method="full", max_new_tokens=2)
 print(json.dumps({
     "method": [usual.method, named.method],

@@ -61,7 +61,6 @@ REACHED = [point("cachecraft", 2.0, 0.99)]
 
 
 def make_record(points=(*CRAFT, *BLEND), fingerprint=FINGERPRINT, **changes) -> CalibrationRecord:
-    settings = ReuseConfig(check_layers=(1, 2), focus=False)
     record = CalibrationRecord(
         fingerprint=fingerprint,
         model="reader",
@@ -73,7 +72,6 @@ def make_record(points=(*CRAFT, *BLEND), fingerprint=FINGERPRINT, **changes) -> 
         prompt_tokens=400.0,
         new_tokens=16,
         seed=1,
-        reuse={one.method: settings for one in points},
         references=(point("full-in-slices", 0.0, 0.99, 0.001, 0.0), point("full-reuse", 0.0, 0.7, 0.3, 0.0)),
         points=tuple(points),
         targets={quality: choose_target(points, bounds) for quality, bounds in BOUNDS.items()},
@@ -180,17 +178,16 @@ def test_parameters_by_method():
 
 def test_a_record_gives_the_settings_that_were_calibrated():
     record = make_record()
-    assert record.config(Quality.BALANCED) == ("cacheblend", ReuseConfig(0.3, (1, 2), focus=False))
-    assert record.config(Quality.FAST) == ("cachecraft", ReuseConfig(check_layers=(1, 2), focus=False, alpha=1.0))
-    assert record.config(Quality.EXACT) is None
+    assert record.spec(Quality.BALANCED) == "cacheblend:ratio=0.3"
+    assert record.spec(Quality.FAST) == "cachecraft:alpha=1.0"
+    assert record.spec(Quality.EXACT) is None
     assert record.chosen(Quality.FAST) == (CRAFT[1],)
 
 
 def test_a_method_may_have_settings_of_its_own():
-    points = [replace(one, method="cacheblend:layer-2") for one in BLEND]
-    record = make_record(points, reuse={"cacheblend:layer-2": ReuseConfig(check_layers=(2,))})
-    assert record.config(Quality.BALANCED) == ("cacheblend", ReuseConfig(0.3, (2,)))
-    assert MethodChooser(record=record).choose(MethodRequest()).method == "cacheblend"
+    record = make_record([replace(one, method="cacheblend:layers=2") for one in BLEND])
+    choice = MethodChooser(record=record).choose(MethodRequest())
+    assert (choice.spec, choice.reuse) == ("cacheblend:layers=2:ratio=0.3", ReuseConfig(0.3, (2,)))
 
 
 def test_a_file_keeps_everything_and_holds_one_record_for_each_dtype(tmp_path):
@@ -204,13 +201,12 @@ def test_a_file_keeps_everything_and_holds_one_record_for_each_dtype(tmp_path):
     assert read_records(path) == (other, newer)
     assert [child.name for child in tmp_path.iterdir()] == [CALIBRATION_FILE]
     data = json.loads(path.read_text(encoding="utf-8"))
-    assert data["format"] == 2
+    assert data["format"] == 3
     assert data["records"][1]["targets"]["balanced"] == {
         "bounds": {"agreement": 0.95, "kl": 0.05},
         "least": {"cachecraft": None, "cacheblend": 0.3},
         "method": "cacheblend",
     }
-    assert "capture" not in data["records"][1]["reuse"]["cacheblend"]
 
 
 @pytest.mark.parametrize(
@@ -219,10 +215,10 @@ def test_a_file_keeps_everything_and_holds_one_record_for_each_dtype(tmp_path):
         ("{", "no calibration record"),
         ("[]", "no calibration record"),
         ("{}", "no calibration record"),
-        ('{"format": 2, "records": [{"fingerprint": "f"}]}', "no calibration record"),
-        ('{"format": 2, "records": 7}', "no calibration record"),
-        ('{"format": 3, "records": []}', "format 3; this version reads 2"),
-        ('{"format": 1, "records": []}', "format 1; this version reads 2"),
+        ('{"format": 3, "records": [{"fingerprint": "f"}]}', "no calibration record"),
+        ('{"format": 3, "records": 7}', "no calibration record"),
+        ('{"format": 4, "records": []}', "format 4; this version reads 3"),
+        ('{"format": 2, "records": []}', "format 2; this version reads 3"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_reason(tmp_path, text, said):
@@ -233,12 +229,12 @@ def test_what_cannot_be_read_is_named_with_its_reason(tmp_path, text, said):
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("damage", [{"alpha": "much"}, {"recompute_ratio": 2.0}, {"check_layers": []}, {"novel": 1}])
-def test_settings_that_no_method_can_take_are_refused_when_they_are_read(tmp_path, damage):
+@pytest.mark.parametrize("value", ["much", 2.0, -1])
+def test_settings_that_no_method_can_take_are_refused_when_they_are_read(tmp_path, value):
     path = tmp_path / CALIBRATION_FILE
     save_record(path, make_record())
     data = json.loads(path.read_text(encoding="utf-8"))
-    data["records"][0]["reuse"]["cacheblend"] |= damage
+    data["records"][0]["targets"]["balanced"]["least"]["cacheblend"] = value
     path.write_text(json.dumps(data), encoding="utf-8")
     with pytest.raises(DocumentError, match="no calibration record"):
         read_records(path)
@@ -257,7 +253,7 @@ def test_saving_replaces_a_damaged_file_but_never_one_of_another_format(tmp_path
     save_record(path, make_record())
     assert read_records(path) == (make_record(),)
     assert "it is replaced" in caplog.text
-    for text in ('{"format": 1, "records": []}', '{"format": 3}'):
+    for text in ('{"format": 1, "records": []}', '{"format": 4}'):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(OtherFormatError):
             save_record(path, make_record())
@@ -343,9 +339,9 @@ def test_what_comes_with_the_package_is_of_this_format_and_keeps_what_it_promise
 
 RECORD = make_record()
 OWN = ReuseConfig(0.4, alpha=2.5)
-BLEND_AT_3 = {"recompute_ratio": 0.3, "check_layers": [1, 2]}
+BLEND_AT_3 = {"recompute_ratio": 0.3, "check_layers": [1]}
 BLEND_AT_4 = {"recompute_ratio": 0.4, "check_layers": [2, 3]}
-CRAFT_AT_1 = {"alpha": 1.0, "focus": False}
+CRAFT_AT_1 = {"alpha": 1.0, "focus": True}
 CRAFT_AT_HALF, CRAFT_OWN = ({"alpha": alpha, "focus": True} for alpha in (0.5, 2.5))
 NO_FOCUS = {"alpha": 0.5, "focus": False}
 QUERY_WHOLE = {"recompute_ratio": 0.4, "query": {"tail": None, "layers": "late", "factor": "stored", "rounds": 1}}
@@ -361,28 +357,18 @@ QUERY_WHOLE = {"recompute_ratio": 0.4, "query": {"tail": None, "layers": "late",
         ({}, {"quality": "exact"}, None, "prefix", Why.EXACT, {}),
         ({}, {"method": "epic"}, RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
         ({}, {"method": "cachecraft"}, RECORD, "cachecraft", Why.ASKED_FOR, CRAFT_OWN),
-        ({}, {"method": "epic", "recompute_ratio": 0.1}, RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.1}),
+        ({}, {"method": "epic:ratio=0.1"}, RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.1}),
         ({"method": "epic"}, {}, RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
         ({"method": "epic"}, {"quality": "exact"}, RECORD, "prefix", Why.EXACT, {}),
         ({"method": "epic"}, {"quality": "fast"}, RECORD, "cachecraft", Why.CALIBRATED, CRAFT_AT_1),
         ({"quality": "fast"}, {}, RECORD, "cachecraft", Why.CALIBRATED, CRAFT_AT_1),
         ({"quality": "fast"}, {"method": "epic"}, RECORD, "epic", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
-        ({}, {"recompute_ratio": 0.2}, RECORD, "cacheblend", Why.ASKED_FOR, {**BLEND_AT_3, "recompute_ratio": 0.2}),
-        ({}, {"method": "cachecraft", "alpha": 0.5}, RECORD, "cachecraft", Why.ASKED_FOR, CRAFT_AT_HALF),
-        ({}, {"method": "cachecraft:no-focus", "alpha": 0.5}, None, "cachecraft", Why.ASKED_FOR, NO_FOCUS),
-        (
-            {"method": "cachecraft:no-focus"},
-            {"focus": True, "alpha": 0.5},
-            None,
-            "cachecraft",
-            Why.ASKED_FOR,
-            CRAFT_AT_HALF,
-        ),
+        ({}, {"method": "cachecraft:alpha=0.5"}, RECORD, "cachecraft", Why.ASKED_FOR, CRAFT_AT_HALF),
+        ({}, {"method": "cachecraft:no-focus:alpha=0.5"}, None, "cachecraft", Why.ASKED_FOR, NO_FOCUS),
+        ({"method": "cachecraft:no-focus:alpha=0.5"}, {}, None, "cachecraft", Why.ASKED_FOR, NO_FOCUS),
         ({}, {"method": "query:whole:late:stored"}, RECORD, "query", Why.ASKED_FOR, QUERY_WHOLE),
         ({}, {"method": "query-whole"}, None, "query-whole", Why.ASKED_FOR, {"recompute_ratio": 0.4}),
-        ({"method": "cachecraft"}, {"alpha": 0.5}, None, "cachecraft", Why.ASKED_FOR, CRAFT_AT_HALF),
-        ({}, {"method": "cacheblend", "check_layers": (2, 3)}, None, "cacheblend", Why.ASKED_FOR, BLEND_AT_4),
-        ({"method": "cacheblend"}, {"check_layers": (2, 3)}, None, "cacheblend", Why.ASKED_FOR, BLEND_AT_4),
+        ({}, {"method": "cacheblend:layers=2+3"}, None, "cacheblend", Why.ASKED_FOR, BLEND_AT_4),
     ],
 )
 def test_a_method_or_a_target_then_the_record_then_exactness(usual, request_, record, method, why, parameters):
@@ -406,36 +392,11 @@ def test_a_target_that_no_method_reaches_is_answered_exactly_and_says_so(caplog)
     assert not caplog.text
 
 
-def test_the_parameter_of_a_calibrated_method_can_be_given_without_naming_it():
-    record = make_record(targets={Quality.BALANCED: Target(FAST, {"cachecraft": 1.0}, "cachecraft")})
-    choice = MethodChooser(record=record).choose(MethodRequest(alpha=0.5))
-    assert (choice.method, choice.why, dict(choice.parameters)) == (
-        "cachecraft",
-        Why.ASKED_FOR,
-        {"alpha": 0.5, "focus": False},
-    )
-    with pytest.raises(UsageError, match="what was calibrated is cachecraft, and takes alpha"):
-        MethodChooser(record=record).choose(MethodRequest(recompute_ratio=0.2))
-
-
-def test_a_request_is_read_by_its_fields():
-    fields = {"recompute_ratio": 1, "check_layers": [1, 4], "alpha": 2, "focus": False, "order": "free"}
-    read = MethodRequest.of_fields({"method": "cachecraft:no-focus", **fields})
-    assert read == MethodRequest("cachecraft:no-focus", None, 1.0, (1, 4), 2.0, focus=False)
-    assert MethodRequest.of_fields({"quality": "fast"}) == MethodRequest(quality=Quality.FAST)
-
-
-def test_layers_that_a_model_lacks_are_refused():
-    MethodRequest(check_layers=(1, 7)).refuse_layers_beyond(8)
-    MethodRequest("cacheblend").refuse_layers_beyond(1)
-    with pytest.raises(UsageError, match="check_layers has layer 8, but the model has 8 layers"):
-        MethodRequest(check_layers=(1, 8)).refuse_layers_beyond(8)
-
-
 def test_what_sets_how_much_is_recomputed_is_known_to_be_given():
-    assert MethodRequest("cacheblend", recompute_ratio=0.0).sets_budget
-    assert MethodRequest("cachecraft", alpha=0.0).sets_budget
-    assert not MethodRequest("cacheblend", check_layers=(1,)).sets_budget
+    assert MethodRequest("cacheblend:ratio=0").sets_budget
+    assert MethodRequest("cachecraft:no-focus:alpha=0").sets_budget
+    assert not MethodRequest("cacheblend:layers=1").sets_budget
+    assert not MethodRequest("prefix").sets_budget
 
 
 @pytest.mark.parametrize(
@@ -447,26 +408,9 @@ def test_what_sets_how_much_is_recomputed_is_known_to_be_given():
             RECORD,
             "'exact' and method 'cacheblend' are both given",
         ),
-        ({"quality": "fast", "recompute_ratio": 0.2, "check_layers": (1,)}, RECORD, "no recompute_ratio, check_layers"),
-        ({"quality": "fast", "alpha": 2.0}, RECORD, "'fast' sets what is recomputed: give no alpha with it"),
-        (
-            {"quality": "exact", "recompute_ratio": 0.2},
-            None,
-            "sets what is recomputed: give no recompute_ratio",
-        ),
-        ({"alpha": 2.0}, RECORD, "alpha can only be given with a method: what was calibrated is cacheblend"),
-        ({"check_layers": (1,)}, RECORD, "check_layers can only be given with a method"),
-        ({"alpha": 0.5, "check_layers": (2,)}, None, "'prefix', which answers where none is named"),
-        ({"recompute_ratio": 0.2}, None, "recompute_ratio can only be given with a method that takes it"),
-        ({"method": "cachecraft", "recompute_ratio": 0.2}, None, "takes no recompute_ratio: it takes alpha, focus"),
-        ({"method": "epic", "alpha": 0.5}, RECORD, "'epic' takes no alpha: it takes recompute_ratio"),
-        ({"method": "prefix", "focus": False}, None, "'prefix' takes no focus: it takes none"),
-        ({"method": "query-whole", "check_layers": (2,)}, None, "takes no check_layers: it takes recompute_ratio"),
-        ({"method": "cachecraft:no-focus", "focus": True}, None, "sets focus already"),
-        ({"method": "cachecraft", "alpha": -1.0}, RECORD, "alpha must be a number from 0 on"),
-        ({"method": "cacheblend", "check_layers": (0,)}, RECORD, "ascending layer numbers"),
-        ({"method": "epic", "recompute_ratio": 1.5}, RECORD, "between 0 and 1"),
-        ({"recompute_ratio": 1.5}, None, "between 0 and 1"),
+        ({"method": "query-whole:layers=2"}, None, "unknown setting 'layers=2' of query-whole; there are: ratio=VALUE"),
+        ({"method": "cachecraft:no-focus:focus"}, None, "sets twice what 'focus' sets"),
+        ({"method": "epic:ratio=1.5"}, RECORD, "between 0 and 1"),
     ],
 )
 def test_what_cannot_be_fulfilled_is_a_usage_error(request_, record, said):

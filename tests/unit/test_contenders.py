@@ -33,9 +33,9 @@ def test_the_name_of_a_row_stands_for_that_row_alone():
 
 def test_a_setting_wins_over_what_all_are_told():
     reuse = ReuseConfig(check_layers=(3,), seed=7)
-    made = make_contenders(("cacheblend", "cacheblend:layer-2", "cachecraft"), reuse=reuse)
+    made = make_contenders(("cacheblend", "cacheblend:layers=2", "cachecraft"), reuse=reuse)
     assert made["cacheblend@0.15"]._check_layers == (3,)
-    assert made["cacheblend:layer-2@0.15"]._check_layers == (2,)
+    assert made["cacheblend:layers=2@0.15"]._check_layers == (2,)
     assert made["cachecraft@1"]._config.seed == 7
 
 
@@ -49,7 +49,7 @@ def test_a_setting_wins_over_what_all_are_told():
         ("cacheblend@", UsageError, "not a number"),
         ("cacheblend@1.5", UsageError, "recompute_ratio"),
         ("cachecraft@nan", UsageError, "alpha"),
-        ("cacheblend:no-focus", UsageError, "unknown setting 'no-focus' of cacheblend; there are: layer-2"),
+        ("cacheblend:no-focus", UsageError, "of cacheblend; there are: ratio=VALUE, layers=VALUE"),
         ("full-reuse:late", UsageError, "unknown setting 'late' of full-reuse; there are: none"),
         ("query:whole:late:last", UsageError, "'query:whole:late:last' sets twice what 'last' sets"),
         ("query:tail=", UsageError, "unknown setting 'tail='"),

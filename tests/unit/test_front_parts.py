@@ -130,8 +130,6 @@ def test_settings_of_the_connector_and_of_replicas():
     ("wrong", "told"),
     [
         ({"connector": ("method=cacheblend",)}, "--method"),
-        ({"connector": ("check_layers=[1, 2]",)}, "--check-layers"),
-        ({"connector": ('query={"tail": 4}',)}, "--method query:SETTINGS"),
         ({"connector": ("nothing",)}, "KEY=VALUE"),
         ({"replica_env": ("1:A=b",)}, "below 1"),
         ({"upstream": ("host:80",)}, "must be a URL"),

@@ -133,7 +133,7 @@ def test_a_method_is_called_as_it_is_found(name):
     ],
 )
 def test_methods_declare_what_they_need(declared, config, names):
-    assert {name for name in METHODS.names if declared(name, config)} == names
+    assert {name for name in METHODS.names if declared(make_method(name, config))} == names
 
 
 def test_unknown_methods_are_named_with_those_there_are():

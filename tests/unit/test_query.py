@@ -1,6 +1,5 @@
 """The plans of `query`: passes, budgets, factors, and what is always chosen."""
 
-import json
 from dataclasses import replace
 from math import ceil
 
@@ -10,13 +9,11 @@ from hypothesis import strategies as st
 
 from chunkweave.config import Combine, DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
 from chunkweave.errors import UsageError
-from chunkweave.planning.calibration import CalibrationRecord
 from chunkweave.planning.method import make_method
 from chunkweave.planning.plan import KVSource, Pass, Plan, TopBy
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import Span
 from tests.unit.test_cachecraft import lookup_of, record_of
-from tests.unit.test_calibration_record import make_record
 from tests.unit.test_planning import GEOMETRY, make_lookup
 from tests.unit.test_planning import plan as plan_by
 
@@ -173,31 +170,3 @@ def test_a_budget_of_one_token_is_one_round():
 def test_what_makes_no_sense_is_refused(query):
     with pytest.raises(UsageError):
         QueryConfig(**query)
-
-
-@pytest.mark.parametrize(
-    "query",
-    [
-        QueryConfig(),
-        QueryConfig(tail=None, layers=WatchedLayers.LATE, factor=DeviationFactor.STORED, rounds=2),
-        QueryConfig(tail=3, layers=WatchedLayers.FIRST_THIRD),
-    ],
-)
-def test_a_calibration_record_keeps_how_query_was_set(query):
-    record = make_record(reuse=dict.fromkeys(("cachecraft", "cacheblend"), ReuseConfig(query=query)))
-    assert CalibrationRecord.of_dict(json.loads(json.dumps(record.as_dict()))).reuse["cacheblend"].query == query
-
-
-def test_a_calibration_record_that_leaves_settings_out_has_the_usual_ones():
-    data = make_record().as_dict()
-    del data["reuse"]["cacheblend"]["query"]
-    assert CalibrationRecord.of_dict(data).reuse["cacheblend"].query == QueryConfig()
-
-
-@pytest.mark.parametrize("group", ["reuse", "query"])
-def test_a_record_with_a_setting_that_this_version_lacks_is_refused(group):
-    data = make_record().as_dict()
-    reuse = data["reuse"]["cacheblend"]
-    (reuse if group == "reuse" else reuse["query"])["over_heads"] = "max"
-    with pytest.raises(ValueError, match="no setting over_heads"):
-        CalibrationRecord.of_dict(data)

@@ -33,7 +33,7 @@ NO_SETTINGS = {
 """Commands whose every option is a setting, or one of these."""
 
 OTHER_MEANING = {
-    *product(("study", "bench ttft", "bench fidelity", "calibrate"), ("recompute-ratio", "alpha", "check-layers")),
+    *product(("study", "bench ttft", "bench fidelity", "calibrate"), ("recompute-ratio", "alpha")),
     ("calibrate", "cache-dir"),
     *product(("simulate",), ("cost-model", "policy", "device-budget", "shape", "replicas")),
     *product(("ask", "chat", "ingest"), ("corpus",)),
@@ -158,7 +158,7 @@ def test_settings_of_the_other_backend_are_refused_unless_vllm_has_them_too():
 
 
 def test_the_connector_gets_what_is_not_as_it_is_there():
-    given = {"host_budget": "16GiB", "policy": "pgdsf", "method": "cacheblend", "ttl": "7d", "check_layers": [1, 2]}
+    given = {"host_budget": "16GiB", "policy": "pgdsf", "method": "cacheblend:layers=1+2", "ttl": "7d"}
     secret = {"remote_url": "redis://:password@cache:6379"}
     settings = resolve({**given, **secret}, {}, backend=Backend.VLLM).settings
     assert settings.connector_config() == given

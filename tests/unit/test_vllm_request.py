@@ -1,6 +1,7 @@
 """What a request to vLLM may say about its chunks, and the error when it is wrong."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,7 @@ from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig, Watched
 from chunkweave.errors import UsageError
 from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.calibration import BOUNDS, Quality, Target
-from chunkweave.planning.method import make_method
+from chunkweave.planning.method import settings_of_method
 from chunkweave.planning.method_choice import Kept, MethodChooser, MethodRequest, Why
 from chunkweave.plugins import METHODS
 from chunkweave.prompt.contexts import MOST_CONTEXTS, MeanShare
@@ -22,11 +23,10 @@ from chunkweave.vllm.request import (
     REQUEST_FIELDS,
     Defaults,
     WeaveRequest,
-    parse,
-    parse_found,
+    from_wire,
     promotion_params,
-    to_params,
-    weave_params,
+    to_wire,
+    with_found_chunks,
 )
 from tests.unit.test_calibration_record import make_record
 from tests.unit.test_planning import GEOMETRY, make_lookup
@@ -36,7 +36,7 @@ IDS = (BOS, 11, 12, 21, 22, 23, 31, 32, 41)
 
 
 def read(params, ids=IDS, *, salt="", start=(BOS,), defaults=None, fingerprint="model") -> WeaveRequest:
-    return parse(params, ids, fingerprint=fingerprint, salt=salt, start=start, defaults=defaults or Defaults())
+    return from_wire(params, ids, fingerprint=fingerprint, salt=salt, start=start, defaults=defaults or Defaults())
 
 
 def kinds(request: WeaveRequest) -> list[tuple[str, tuple[int, ...]]]:
@@ -58,7 +58,7 @@ def test_parts_cover_the_prompt_around_the_chunks():
     [
         ({"chunks": [[3, 6]]}, "\ud800", "cache_salt must be valid Unicode"),
         ({"chunks": [[3, 10**30]]}, "", "the last chunk ends at"),
-        ({"chunks": [[3, 6]], "query": {"\ud800": 1}}, "", "unknown fields of query"),
+        ({"chunks": [[3, 6]], "method": "query:\ud800"}, "", "unknown setting"),
     ],
 )
 def test_what_cannot_be_encoded_or_counted_is_the_clients_mistake(params, salt, why):
@@ -120,11 +120,10 @@ def test_whatever_the_chunks_the_parts_give_the_prompt_back(sizes, before, after
 
 
 def test_defaults_are_the_connectors():
-    defaults = Defaults.from_config({"method": "epic", "recompute_ratio": 0.3, "check_layers": [2, 4], "seed": 5})
+    defaults = Defaults.from_config({"method": "epic:ratio=0.3"})
     request = read({"chunks": [[3, 6]]}, defaults=defaults)
-    assert request.method == "epic"
-    assert request.reuse == ReuseConfig(recompute_ratio=0.3, check_layers=(2, 4), seed=5)
-    assert read({"chunks": [[3, 6]], "method": "epic"}, defaults=defaults).reuse == request.reuse
+    assert (request.method, request.reuse) == ("epic", ReuseConfig(recompute_ratio=0.3))
+    assert read({"chunks": [[3, 6]], "method": "epic"}, defaults=defaults).reuse == ReuseConfig()
 
 
 def test_without_a_word_about_it_reuse_is_exact():
@@ -132,7 +131,7 @@ def test_without_a_word_about_it_reuse_is_exact():
 
 
 def test_a_request_overrules_defaults():
-    request = read({"chunks": [[3, 6]], "method": "cacheblend", "recompute_ratio": 1, "check_layers": [1, 2]})
+    request = read({"chunks": [[3, 6]], "method": "cacheblend:ratio=1:layers=1+2"})
     assert request.reuse == ReuseConfig(recompute_ratio=1.0, check_layers=(1, 2))
 
 
@@ -144,7 +143,7 @@ def each(name, message, *values):
     return [({**FINE, name: value}, message) for value in values]
 
 
-NAN, INFINITY, HUGE = float("nan"), float("inf"), 10**400
+INFINITY = float("inf")
 NO_SPANS = [None, 3, "36", [3, 6], [[3]], [[3, 6, 7]], [["3", "6"]], [[3, 6.5]], [[3, INFINITY]], [[False, True]]]
 NO_MEANS = [3, "a", [["group", "a"], ["of", 4]], {}, {"group": "a"}, {"group": "a", "of": 4, "by": 1}]
 SHARE_OF_FOUR = {"group": "a", "of": 4}
@@ -167,45 +166,39 @@ NOT_FULL_REUSE = [
         *each("chunks", "chunks must name at least one chunk, and no empty one", [], [[3, 3]]),
         *each("chunks", "each chunk must begin where the one before it ends", [[3, 5], [6, 8]], [[3, 6], [5, 8]]),
         *each("chunks", "the last chunk ends at 10, but the prompt has 9 tokens", [[3, 10]]),
-        ({**FINE, "ratio": 1, 3: 4}, "unknown fields of chunkweave: 3, ratio; there are alpha, at_least"),
-        *each("recompute_ratoi", "chunkweave: recompute_ratoi (did you mean recompute_ratio?); there are", 1),
+        ({**FINE, "ratio": 1, 3: 4}, "unknown fields of chunkweave: 3, ratio; there are at_least, cache"),
+        *each("metod", "chunkweave: metod (did you mean method?); there are", 1),
         *each("start_tokens", "start_tokens must be between 0 and 3, where the first chunk begins", 4, -1),
         *each("start_tokens", "start_tokens must be a whole number, not", None, True),
         *each("method", f"unknown reuse method 'magic'; there are: {', '.join(METHODS.names)}", "magic"),
         *each("method", "unknown reuse method", None, ["prefix"], "random", "set-cache"),
-        *each("method", "unknown setting 'loud' of query; there are: last, whole", "query:loud"),
+        *each("method", "unknown setting 'loud' of query; there are: ratio=VALUE, last", "query:loud"),
         *each("method", "unknown setting '' of query", "query:"),
         *each("method", "at least one token of the question", "query:tail=0"),
-        *each("recompute_ratio", "recompute_ratio must be a number between 0 and 1, not", 1.1, -0.1, NAN, "0.1"),
-        *each("recompute_ratio", "recompute_ratio must be a number between 0 and 1", HUGE, True, None),
-        *each("check_layers", "check_layers must be a list of layer numbers", 1, "1"),
-        *each("check_layers", "check_layers must be a whole number, not", [1.0], [True]),
-        *each("check_layers", "check_layers must be ascending layer numbers from 1 on", [], [0], [2, 1]),
+        *each(
+            "method",
+            "recompute_ratio must be between 0 and 1, not",
+            "epic:ratio=1.1",
+            "epic:ratio=-1",
+            "epic:ratio=nan",
+        ),
+        *each("method", "'ratio=much' needs a number after =, such as 4", "epic:ratio=much"),
+        *each("method", "'layers=1+x' needs numbers after =, such as 1+4", "cacheblend:layers=1+x"),
+        *each("method", "ascending layer numbers from 1 on", "cacheblend:layers=0", "cacheblend:layers=2+1"),
+        *each("method", "alpha must be a number from 0 on", "cachecraft:alpha=-1", "cachecraft:alpha=inf"),
+        *each("method", "unknown setting 'ratio=1' of cachecraft; there are: alpha=VALUE, focus", "cachecraft:ratio=1"),
+        *each("method", "unknown setting 'focus' of prefix; there are: none", "prefix:focus"),
+        *each("method", "sets twice what 'ratio=1' sets", "epic:ratio=0:ratio=1"),
+        *each("method", "has at most 200 characters, not 1000010", "cacheblend" + ":ratio=0.1" * 100_000),
         *each("promoted", "promoted must be a list of chunk numbers, not 0", 0),
         *each("promoted", "promoted must be chunk numbers from 0 to 0", [1]),
         *each("continued", "continued must be chunk numbers from 0 to 0", [-1]),
         *each("continued", "continued must be a whole number, not 0.0", [0.0]),
-        *each("seed", "seed must be a whole number, not", 1.5, INFINITY, "x"),
-        *each("alpha", "alpha must be a number, not", "1", True, HUGE),
-        *each("alpha", "alpha must be a number from 0 on", -1, NAN),
-        *each("focus", "focus must be true or false, not 1", 1),
         *each("capture", "capture must be true or false, not None", None),
         *each("quality", "unknown quality 'best'; there are: exact, balanced, fast", "best"),
         *each("quality", "unknown quality ['fast']", ["fast"]),
         *each("quality", "quality 'fast' needs a calibration record", "fast"),
         ({**FINE, "quality": "exact", "method": "query"}, "quality 'exact' and method 'query' are both given"),
-        *each("query", "query must be an object such as {'tail': 4, 'layers': 'late'}", 3),
-        *each("query", "unknown fields of query: tails; there are factor, layers, rounds, tail", {"tails": 3}),
-        *each("query", "query.tail must be a whole number, not 'all'", {"tail": "all"}),
-        *each("query", "at least one token of the question must be watched, not 0", {"tail": 0}),
-        *each("query", "query.layers must be one of all, late, first-third, not 'early'", {"layers": "early"}),
-        *each("query", "query.layers must be one of all, late, first-third, not [1, 2]", {"layers": [1, 2]}),
-        *each("query", "query.factor must be one of none, stored, not", {"factor": None}, {"factor": "measured"}),
-        *each("query", "query can only be given with a method that takes it", {"tail": 2}),
-        *each("query", "rounds must be 1 or 2, not 3", {"rounds": 3}),
-        ({**FINE, "method": "epic", "seed": 1}, "method 'epic' takes no seed: it takes recompute_ratio"),
-        ({**FINE, "method": "cachecraft", "query": {"tail": 2}}, "'cachecraft' takes no query: it takes alpha, focus"),
-        ({**FINE, "method": "query:late", "query": {"tail": 2}}, "method 'query:late' sets query already"),
         *each("mean", "mean must be an object such as {'group': 'a name', 'of': 4}", *NO_MEANS),
         *(
             ({**FINE, "mean": {"group": group, "of": 4}}, "mean.group must be a text of at most 200 characters")
@@ -238,12 +231,11 @@ JSON = st.recursive(
 )
 
 
-FIELDS = ["chunks", "start_tokens", "method", "quality", "recompute_ratio", "seed", "alpha", "focus", "query", "x"]
-FIELDS += ["promoted", "continued", "mean"]
-QUERY = ["tail", "layers", "over_heads", "factor", "rounds", "until", "group", "of"]
+FIELDS = ["chunks", "start_tokens", "method", "quality", "x", "promoted", "continued", "mean"]
+SHARES = ["group", "of", "anew"]
 
 
-@given(st.dictionaries(st.sampled_from(FIELDS), JSON | st.dictionaries(st.sampled_from(QUERY), JSON | st.just("late"))))
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON | st.dictionaries(st.sampled_from(SHARES), JSON)))
 def test_no_json_raises_anything_else(params):
     """In vLLM's scheduler any other exception would end the engine."""
     given_fields = json.loads(json.dumps({"chunks": [[3, 6]]} | params))
@@ -254,15 +246,16 @@ def test_no_json_raises_anything_else(params):
 
 
 def test_a_layer_that_the_model_has_not_is_refused_where_that_is_known():
-    params = {"chunks": [[3, 6]], "method": "cacheblend", "check_layers": [2, 4]}
-    assert parse(params, IDS, fingerprint="model", salt="", start=(BOS,), defaults=Defaults(), num_layers=5)
-    with pytest.raises(UsageError, match="check_layers has layer 4, but the model has 4 layers"):
-        parse(params, IDS, fingerprint="model", salt="", start=(BOS,), defaults=Defaults(), num_layers=4)
+    params = {"chunks": [[3, 6]], "method": "cacheblend:layers=2+4"}
+    assert read(params, defaults=Defaults.from_config({}, num_layers=5)).reuse.check_layers == (2, 4)
+    with pytest.raises(UsageError, match="cacheblend:layers=2\\+4 checks layer 4, but the model has 4 layers"):
+        read(params, defaults=Defaults.from_config({}, num_layers=4))
+    assert read({**params, "method": "cacheblend"}, defaults=Defaults.from_config({}, num_layers=2))
 
 
 def test_wrong_defaults_are_refused_at_start():
-    with pytest.raises(UsageError, match="recompute_ratio must be a number between 0 and 1"):
-        Defaults.from_config({"recompute_ratio": 2})
+    with pytest.raises(UsageError, match="recompute_ratio must be between 0 and 1"):
+        Defaults.from_config({"method": "epic:ratio=2"})
 
 
 FOUND_IDS = list(range(3, 1003))
@@ -270,11 +263,11 @@ FOUND_IDS = list(range(3, 1003))
 
 def found(params, ids=FOUND_IDS):
     finder = ChunkFinder(None, frozenset())
-    return parse_found(params, ids, finder, fingerprint="model", salt="", start=(1,), defaults=Defaults())
+    return with_found_chunks(params, ids, finder, fingerprint="model", salt="", start=(1,), defaults=Defaults())
 
 
 def test_chunks_are_found_in_a_prompt_that_names_none():
-    request = found({"method": "cacheblend", "recompute_ratio": 0.3})
+    request = found({"method": "cacheblend:ratio=0.3"})
     assert request.prompt.token_ids == tuple(FOUND_IDS)
     assert (request.method, request.reuse.recompute_ratio, request.raisable) == ("cacheblend", 0.3, False)
     assert all(part.exact_only for part in request.stored_parts())
@@ -283,7 +276,7 @@ def test_chunks_are_found_in_a_prompt_that_names_none():
     only_read = found({"cache": "read"})
     assert only_read.reads_only
     assert not only_read.kept.kv
-    for wrong in ({"neutral": 1}, {"start_tokens": 1}, {"mean": {}}, {"alpha": 1}, {"unknown": 1}):
+    for wrong in ({"neutral": 1}, {"start_tokens": 1}, {"mean": {}}, {"unknown": 1}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             found(wrong)
 
@@ -319,8 +312,8 @@ def test_the_salt_keeps_apart_what_differs_in_chunks_method_or_own_salt():
     others = [
         read({"chunks": [[3, 6], [6, 8]], "method": "cacheblend"}, salt="tenant").salt,
         read({"chunks": [[3, 6], [6, 8]], "method": "epic"}).salt,
-        read({"chunks": [[3, 6], [6, 8]], "method": "cacheblend", "recompute_ratio": 0.2}).salt,
-        read({"chunks": [[3, 6], [6, 8]], "method": "cacheblend", "check_layers": [2]}).salt,
+        read({"chunks": [[3, 6], [6, 8]], "method": "cacheblend:ratio=0.2"}).salt,
+        read({"chunks": [[3, 6], [6, 8]], "method": "cacheblend:layers=2"}).salt,
         read({"chunks": [[3, 6]], "method": "cacheblend"}).salt,
         read({"chunks": [[3, 6], [6, 8]], "method": "cacheblend"}, (*IDS[:6], 77, *IDS[7:])).salt,
     ]
@@ -347,7 +340,7 @@ def test_what_the_front_sends_for_a_mean_is_what_the_plug_in_reads(count, anew):
         tuple(PromptPart(kind, ids, None if kind is PartKind.START else chunk_id("m", "", ids)) for kind, ids in parts)
     )
     share = MeanShare("x" * 200, count, anew=anew)
-    sent = weave_params(prompt, MethodChooser().choose(MethodRequest.of("full-reuse")), None, mean=share)
+    sent = to_wire(WeaveRequest(prompt, MethodChooser().choose(MethodRequest("full-reuse")), Kept(), mean=share))
     got = read(json.loads(json.dumps(sent)), prompt.token_ids)
     assert (got.mean, got.method) == (share, "full-reuse")
     assert kinds(got) == [(kind, ids) for kind, ids in parts]
@@ -371,24 +364,14 @@ WHOLE = QueryConfig(tail=None, layers=WatchedLayers.LATE, factor=DeviationFactor
 
 
 @pytest.mark.parametrize(
-    ("method", "reuse"),
-    [
-        ("cacheblend", ReuseConfig()),
-        ("cacheblend", ReuseConfig(0.3, (1, 4))),
-        ("cachecraft", ReuseConfig(alpha=0.5, focus=False)),
-        ("query", ReuseConfig(0.3, query=QueryConfig(tail=None, rounds=2))),
-        ("query", ReuseConfig(query=QueryConfig(layers=WatchedLayers.FIRST_THIRD, factor=DeviationFactor.STORED))),
-        ("query:whole:late:stored", ReuseConfig(0.05)),
-        ("query-whole", ReuseConfig(0.05)),
-        ("prefix", ReuseConfig()),
-    ],
+    "spec", ["cacheblend", "cacheblend:ratio=0.3:layers=1+4", "query:whole:two-rounds", "query-whole", "prefix"]
 )
-def test_what_is_sent_arrives_whatever_the_connector_was_given(method, reuse):
-    choice = MethodChooser(reuse=reuse).choose(MethodRequest(method))
-    params = json.loads(json.dumps({"chunks": [[3, 6]], "method": choice.method, **to_params(choice)}))
-    other = {"recompute_ratio": 0.7, "check_layers": [2], "alpha": 3, "focus": False, "query": {"rounds": 2}}
-    for config in ({}, other):
-        assert read(params, defaults=Defaults.from_config(config)).choice.parameters == choice.parameters
+@pytest.mark.parametrize("raisable", [False, True])
+def test_what_is_sent_arrives_whatever_the_connector_was_given(spec, raisable):
+    sent = replace(read({**FINE, "method": spec}), raisable=raisable)
+    for config in ({}, {"method": "cachecraft:alpha=3"}):
+        arrived = read(json.loads(json.dumps(to_wire(sent))), defaults=Defaults.from_config(config))
+        assert replace(arrived, kept=sent.kept) == sent, "what is stored is for the connector to say"
 
 
 def test_a_client_of_vllm_itself_may_send_a_specification():
@@ -400,12 +383,6 @@ def test_a_client_of_vllm_itself_may_send_a_specification():
 EFFECTS = {
     "method": lambda method: {"method": "full" if method == "prefix" else "prefix"},
     "quality": lambda _: {"quality": "exact"},
-    "recompute_ratio": lambda _: {"recompute_ratio": 0.9},
-    "check_layers": lambda _: {"check_layers": [2]},
-    "alpha": lambda _: {"alpha": 0.3},
-    "focus": lambda _: {"focus": False},
-    "seed": lambda _: {"seed": 3},
-    "query": lambda _: {"query": {"tail": 2}},
     "capture": lambda method: {"capture": method not in ("cachecraft", "query-whole", "query:whole:late:stored")},
     "chunks": lambda _: {"chunks": [[3, 6]]},
     "start_tokens": lambda _: {"start_tokens": 2},
@@ -430,19 +407,25 @@ def test_every_field_that_a_request_may_have_is_crossed_with_every_method():
 @pytest.mark.parametrize("method", [*METHODS.names, "query:whole:late:stored"])
 @pytest.mark.parametrize("field", sorted(REQUEST_FIELDS))
 def test_each_field_has_an_effect_with_each_method_or_is_refused(field, method):
-    """Of a parameter it is the plan that differs, of the others what is read."""
     plain = {"chunks": [[3, 6], [6, 9 if field == "mean" else 8]], "method": method}
     without, given = read(plain), {**plain, **EFFECTS[field](method)}
-    parameter = field in {"recompute_ratio", "check_layers", "alpha", "focus", "seed", "query"}
-    taken = field in without.choice.parameters and not (field == "query" and ":" in method)
-    if field in ("quality", "find_chunks") or (parameter and not taken) or (field == "mean" and method != "full-reuse"):
+    if field in ("quality", "find_chunks") or (field == "mean" and method != "full-reuse"):
         with pytest.raises(UsageError, match=field):
             read(given)
-    elif parameter:
-        one, other = (make_method(one.method, one.reuse) for one in (without, read(given)))
-        assert one.plan(PLANNED, GEOMETRY).passes != other.plan(PLANNED, GEOMETRY).passes
     else:
         assert read(given) != without
+
+
+VALUES = {"ratio=": "ratio=0.9", "alpha=": "alpha=0.3", "layers=": "layers=2", "tail=": "tail=2"}
+
+
+@pytest.mark.parametrize(
+    "spec", [f"{method}:{VALUES.get(name, name)}" for method in METHODS.names for name in settings_of_method(method)]
+)
+def test_each_setting_of_a_method_changes_its_plan_or_is_its_default(spec):
+    plain, other = (read({**FINE, "method": text}).choice for text in (spec.partition(":")[0], spec))
+    plans = [choice.made.plan(PLANNED, GEOMETRY).passes for choice in (plain, other)]
+    assert (plans[0] != plans[1]) == (plain.parameters != other.parameters)
 
 
 def test_a_request_that_only_reads_keeps_nothing():
@@ -476,7 +459,7 @@ def test_what_depends_on_the_question_shares_no_blocks_with_another_question():
     assert salt(method="query") == salt(method="query")
     assert salt(method="query") != salt(other, method="query")
     assert salt(method="cachecraft") != salt(other, method="cachecraft")
-    assert salt(method="cachecraft", focus=False) == salt(other, method="cachecraft", focus=False)
+    assert salt(method="cachecraft:no-focus") == salt(other, method="cachecraft:no-focus")
     assert salt(method="epic") == salt(other, method="epic")
 
 
@@ -487,7 +470,7 @@ def test_what_depends_on_the_question_shares_no_blocks_with_another_question():
         ({"method": "cachecraft"}, {}, Kept(profiles=True)),
         ({"method": "cachecraft", "capture": False}, {}, Kept()),
         ({"method": "query"}, {}, Kept()),
-        ({"method": "query", "query": {"factor": "stored"}}, {}, Kept(profiles=True)),
+        ({"method": "query:stored"}, {}, Kept(profiles=True)),
         ({"method": "prefix"}, {"method": "cachecraft"}, Kept(profiles=True)),
         ({"method": "prefix"}, {"capture": True}, Kept(profiles=True)),
         ({"method": "cachecraft"}, {"capture": False}, Kept()),
@@ -503,7 +486,6 @@ def test_what_may_be_reused_is_kept_with_attention_where_a_method_needs_it(param
 
 CALIBRATED = make_record(
     fingerprint="model",
-    reuse=dict.fromkeys(("query", "cachecraft"), ReuseConfig(seed=3)),
     targets={
         Quality.BALANCED: Target(BOUNDS[Quality.BALANCED], {"query": 0.1}, "query"),
         Quality.FAST: Target(BOUNDS[Quality.FAST], {"cachecraft": 0.5}, "cachecraft"),
@@ -524,7 +506,6 @@ def test_a_calibration_record_says_what_a_quality_means(server, params, method, 
     request = read({"chunks": [[3, 6]], **params}, defaults=Defaults.from_config(server, CALIBRATED))
     assert (request.method, request.choice.why) == (method, why)
     if why is Why.CALIBRATED:
-        assert request.reuse.seed == 3
         query = {"tail": 1, "layers": "all", "factor": "none", "rounds": 1}
         found = {"query": {"recompute_ratio": 0.1, "query": query}, "cachecraft": {"alpha": 0.5, "focus": True}}
         assert request.choice.parameters == found[method]
@@ -535,9 +516,8 @@ def test_a_calibration_record_says_what_a_quality_means(server, params, method, 
     [
         ({"chunks": [[1, 1]] * 1_000_000}, "1000000 chunks are named in a prompt of"),
         ({"promoted": [0] * 1_000_000}, "promoted names 1000000 chunks, and there are"),
-        ({"method": "cacheblend", "check_layers": [1] * 1_000_000}, "1000 layer numbers, not 1000000"),
     ],
-    ids=["chunks", "promoted", "check_layers"],
+    ids=["chunks", "promoted"],
 )
 def test_lists_that_are_too_long_are_refused_by_their_length(wrong, said):
     with pytest.raises(UsageError, match=said):

@@ -9,7 +9,6 @@ from chunkweave.config import (
     DEFAULT_MAX_VARIANTS,
     CaptureConfig,
     RequestDefaults,
-    ReuseConfig,
     StoreConfig,
 )
 from chunkweave.errors import UnknownMethodError, UsageError
@@ -31,10 +30,7 @@ EVERYTHING = {
     "max_variants": 3,
     "weave_step_tokens": 64,
     "load_timeout": "2s",
-    "method": "cacheblend",
-    "recompute_ratio": 0.2,
-    "check_layers": [1],
-    "seed": 7,
+    "method": "cacheblend:ratio=0.2:layers=1",
 }
 
 
@@ -69,7 +65,7 @@ def test_every_key_arrives():
         max_variants=3,
     )
     assert (settings.step_tokens, settings.weave.load_timeout_s) == (64, 2.0)
-    assert settings.requests == {"method": "cacheblend", "recompute_ratio": 0.2, "check_layers": [1], "seed": 7}
+    assert settings.requests == {"method": "cacheblend:ratio=0.2:layers=1"}
 
 
 def test_null_is_no_limit_or_not_given():
@@ -90,7 +86,7 @@ def test_the_environment_says_where_to_share_unless_the_config_does():
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"budgets": 1}, r"budgets.*cache_dir.*host_budget.*recompute_ratio"),
+        ({"budgets": 1}, r"budgets.*cache_dir.*host_budget.*quality"),
         ({"host_budget": "much"}, "not a size"),
         ({"ttl": "soon"}, "not a duration"),
         ({"load_timeout": "0s"}, "load_timeout"),
@@ -100,7 +96,7 @@ def test_the_environment_says_where_to_share_unless_the_config_does():
         ({"remote_url": "localhost"}, "URL"),
         ({"policy": "best"}, "eviction policy"),
         ({"codec": "zip"}, "codec"),
-        ({"recompute_ratio": 2}, "recompute_ratio"),
+        ({"method": "epic:ratio=2"}, "recompute_ratio"),
     ],
 )
 def test_wrong_values_are_named(extra, message):
@@ -113,7 +109,7 @@ def test_the_connector_takes_each_setting_that_is_declared_for_it_and_no_other()
     known = {name: one for group in declared for name, one in group.items()}
     for name, one in known.items():
         default = one.default_at(Place.CONNECTOR)
-        value = {"recompute_ratio": 0.5, "method": "full", "ttl": 60.0}.get(name, default)
+        value = {"method": "full", "ttl": 60.0}.get(name, default)
         settings = read({name: list(value) if isinstance(value, tuple) else value})
         for group in (settings.store, settings.weave):
             if name in settings_of(type(group)):
@@ -125,14 +121,11 @@ def test_the_connector_takes_each_setting_that_is_declared_for_it_and_no_other()
 def test_a_misspelt_key_is_refused_with_the_one_that_is_close():
     with pytest.raises(UsageError, match=r"extra_config: colour, host_bugdet \(did you mean host_budget\?\); there"):
         read({"host_bugdet": "2GiB", "colour": "red"})
-    with pytest.raises(UsageError, match=r"recompute_ratios \(did you mean recompute_ratio\?\)"):
-        read({"recompute_ratios": 0.5})
 
 
 def test_a_request_may_say_no_more_than_the_connector_does():
-    declared = {name for kind in (RequestDefaults, ReuseConfig, CaptureConfig) for name in settings_of(kind)}
-    others = {"query", "seed", "capture"}  # for measurements, and for what keeps profiles from the beginning
-    assert SETTINGS - others <= declared
+    declared = {name for kind in (RequestDefaults, CaptureConfig) for name in settings_of(kind)}
+    assert SETTINGS - {"capture"} <= declared  # which keeps profiles from the beginning
 
 
 def test_a_file_brings_a_method_and_a_policy(tmp_path, monkeypatch):

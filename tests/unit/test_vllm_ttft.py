@@ -19,7 +19,7 @@ class Engine:
     async def generate(self, prompt, sampling, name):
         params = (sampling.extra_args or {}).get("kv_transfer_params", {}).get("chunkweave")
         self.sent.append((prompt, params))
-        epic = params is not None and params["method"] == "epic"
+        epic = params is not None and params["method"].startswith("epic")
         tokens = [5, *(n + epic for n in range(6, 5 + sampling.max_tokens))]
         logprobs = [{5: SimpleNamespace(logprob=-0.5 - 0.25 * epic), 9: SimpleNamespace(logprob=-2.0)}]
         report = {} if params is None else {"chunkweave": {"recompute_fraction": 0.1}}
@@ -51,4 +51,4 @@ def test_answers_are_compared_with_full_by_context(engine, tmp_path, monkeypatch
     apart = {(row["same_tokens"], row["first_logprob_apart"]) for row in result["rows"] if row["method"] == "epic:0.05"}
     assert apart == {(0.25, 0.25)}
     assert all(row["same_tokens"] == 1 for row in result["rows"] if row["method"] != "epic:0.05")
-    assert all(params["recompute_ratio"] == 0.05 for _, params in engine.sent if params and "recompute_ratio" in params)
+    assert {params["method"] for _, params in engine.sent if params} == {"epic:ratio=0.05", "prefix"}

@@ -34,7 +34,7 @@ PASSAGES = [
     "The Ostby Mill stands by the river Lune. It was built in 1812 by Karin Halvorsen.",
 ]
 QUESTION = "Who leads the Selmond Choir?"
-WEAVE = {"method": "cacheblend", "recompute_ratio": 0.2, "order": "fixed"}
+WEAVE = {"method": "cacheblend:ratio=0.2", "order": "fixed"}
 CLEAN = {"answered", "502 server_error", "503 server_error", "replica_lost"}
 """What may become of a request while a server is gone."""
 

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 from chunkweave.models.fingerprint import fingerprint_folder
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.loading import LoadedModel, bundled_tokenizer
-from chunkweave.planning.method import parameter_of
+from chunkweave.planning.method_choice import MethodChooser, MethodRequest
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt
-from chunkweave.vllm.request import Defaults, chosen, parse
+from chunkweave.vllm.request import Defaults, from_wire
 from tests.integration.weaving import Bench, make_bench
 from tests.vllm.checkpoints import BOS
-from tests.vllm.prompts import Given, Scenario
+from tests.vllm.prompts import Given, Scenario, at_ratio
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class OwnEngine:
     def prompt(self, given: Given) -> Prompt:
         params = {"chunks": given.spans}
         fingerprint = self.bench.loaded.fingerprint
-        return parse(params, given.ids, fingerprint=fingerprint, salt="", start=(BOS,), defaults=Defaults()).prompt
+        return from_wire(params, given.ids, fingerprint=fingerprint, salt="", start=(BOS,), defaults=Defaults()).prompt
 
     def precompute(self, scenario: Scenario) -> None:
         """What the scenario's chunks were computed in, one prompt after the other."""
@@ -54,15 +54,11 @@ class OwnEngine:
 
     def prefill(self, given: Given, method: str, options: Mapping[str, Any], *, keep: bool = False) -> OwnAnswer:
         """Answer with a method and what a request to vLLM would say besides; the ratio as by `Given.ask`."""
-        params = dict(options)
-        ratio = params.pop("ratio", None)
-        if ratio is not None and parameter_of(method) == "recompute_ratio":
-            params["recompute_ratio"] = ratio
-        choice, _ = chosen({"method": method, **params}, Defaults(), None)
+        choice = MethodChooser().choose(MethodRequest(at_ratio(method, options.get("ratio"))))
         reuse = choice.reuse
         prefilled = self.bench.prefill(
             self.prompt(given),
-            method,
+            choice.method,
             ratio=reuse.recompute_ratio,
             keep=keep,
             alpha=reuse.alpha,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from chunkweave.planning.method import parameter_of
+from chunkweave.planning.method import RATIO, method_named, parameter_of
 from tests.vllm.checkpoints import BOS, FIRST_TOKEN, VOCAB
 from tests.vllm.reference import Piece, Reference
 from tests.vllm.serving import Ask, Served
@@ -40,10 +40,7 @@ class Given:
 
     def ask(self, method: str = "prefix", ratio: float | None = None, new_tokens: int = 1, **more: Any) -> Ask:
         """The request that has this prompt woven; the ratio is left out where the method takes none."""
-        params: dict[str, Any] = {"chunks": self.spans, "method": method, **more}
-        if ratio is not None and parameter_of(method) == "recompute_ratio":
-            params["recompute_ratio"] = ratio
-        return Ask(self.ids, params, new_tokens)
+        return Ask(self.ids, {"chunks": self.spans, "method": at_ratio(method, ratio), **more}, new_tokens)
 
     def plain(self, new_tokens: int = 1) -> Ask:
         """The same tokens, without a word about chunks."""
@@ -53,6 +50,12 @@ class Given:
 def alone(chunk: tuple[int, ...]) -> Given:
     """A prompt that computes one chunk with nothing but BOS before it."""
     return Given([chunk], question=())
+
+
+def at_ratio(method: str, ratio: float | None) -> str:
+    """The method with a ratio; unchanged if it takes none."""
+    takes_ratio = ratio is not None and parameter_of(method_named(method)) == RATIO
+    return f"{method}:ratio={ratio}" if takes_ratio else method
 
 
 @dataclass

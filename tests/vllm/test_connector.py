@@ -31,7 +31,7 @@ def connect(monkeypatch, extra=None, **text_config) -> ChunkweaveConnector:
 
 def reported(made: ChunkweaveConnector, layer: int) -> dict:
     """What is reported of a request that checks this layer."""
-    request = by("cacheblend", check_layers=[layer])
+    request = by(f"cacheblend:layers={layer}")
     made.on_new_request(request)
     return made.request_finished(request, [])[1]["chunkweave"]
 

@@ -97,7 +97,7 @@ def test_answers_keep_to_a_form(client, constraint, check):
 def test_the_report_has_the_reasons_chunk_by_chunk(client, alpha, focus):
     """What the weave says of itself: Cache-Craft's scores, and where focus stopped."""
     fresh = [*told(f"in the 4th year of {alpha}"), *told(f"in the 5th year of {alpha}")]
-    reuse = {"method": "cachecraft", "alpha": alpha, "focus": focus, "order": "fixed"}
+    reuse = {"method": f"cachecraft:alpha={alpha}{'' if focus else ':no-focus'}", "order": "fixed"}
     ask(client, fresh, reuse=reuse)
     report = ask(client, fresh[::-1], reuse=reuse).model_extra["chunkweave"]
     assert (report["method"], report["parameters"]) == ("cachecraft", {"alpha": alpha, "focus": focus})
@@ -115,7 +115,7 @@ def test_the_report_has_the_reasons_chunk_by_chunk(client, alpha, focus):
 def test_the_report_has_the_layers_at_which_tokens_were_chosen(client):
     fresh = told("in May")
     for order in (fresh, fresh[::-1]):
-        answer = ask(client, order, reuse={**WEAVE, "check_layers": [1, 2]})
+        answer = ask(client, order, reuse={**WEAVE, "method": "cacheblend:ratio=0.2:layers=1+2"})
     assert woven(answer)["check_layers"] == [1, 2]
 
 
@@ -129,7 +129,7 @@ def test_more_is_recomputed_where_that_hides_loading(client):
     exact = report["prefix_exact_tokens"] - (report["engine_cached_tokens"] > 0)  # BOS is in vLLM's own blocks
     assert ratio == pytest.approx(0.2 * (reused + exact) / reused)
     assert report["recomputed_tokens"] == pytest.approx(ratio * reused, abs=len(fresh))
-    assert woven(ask(client, fresh[::-1]))["parameters"]["recompute_ratio"] == WEAVE["recompute_ratio"], "it is named"
+    assert woven(ask(client, fresh[::-1]))["parameters"]["recompute_ratio"] == 0.2, "it is named"
 
 
 def test_sampling_is_vllms(client):

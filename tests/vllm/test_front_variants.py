@@ -9,13 +9,13 @@ from chunkweave.config import CaptureConfig
 from tests.vllm.fronts import PASSAGES, QUESTION, ask, front_process, told
 
 FIVE = (*PASSAGES, "The mill by the river was built of oak in one summer.", "Nets are mended in the old loft in May.")
-CACHECRAFT = ("--method", "cachecraft", "--no-focus", "--no-enable-prefix-caching")
+CACHECRAFT = ("--method", "cachecraft:no-focus", "--no-enable-prefix-caching")
 """vLLM's own cache, which would answer a prompt that comes again, is off."""
 
 
 def reported(front, *documents: str) -> dict:
     """The report of one answer over documents, in their order."""
-    reuse = {"method": "cachecraft", "alpha": 1, "order": "fixed"}
+    reuse = {"order": "fixed"}
     return ask(front.client, documents, reuse=reuse, max_tokens=1).model_extra["chunkweave"]
 
 

@@ -58,12 +58,12 @@ ATTENTION_METHODS = {
     "query-.05": ("query", {"ratio": 0.05}),
     "query-.3": ("query", {"ratio": 0.3}),
     "query-1": ("query", {"ratio": 1.0}),
-    "query-all-tokens-late": ("query", {"ratio": 0.2, "query": {"tail": None, "layers": "late"}}),
-    "query-two-rounds": ("query", {"ratio": 0.3, "query": {"rounds": 2}}),
-    "query-stored": ("query", {"ratio": 0.2, "query": {"factor": "stored"}}),
-    "cachecraft-1": ("cachecraft", {"alpha": 1.0}),
-    "cachecraft-.5": ("cachecraft", {"alpha": 0.5}),
-    "cachecraft-unfocused": ("cachecraft", {"alpha": 0.8, "focus": False}),
+    "query-all-tokens-late": ("query:whole:late", {"ratio": 0.2}),
+    "query-two-rounds": ("query:two-rounds", {"ratio": 0.3}),
+    "query-stored": ("query:stored", {"ratio": 0.2}),
+    "cachecraft-1": ("cachecraft:alpha=1", {}),
+    "cachecraft-.5": ("cachecraft:alpha=0.5", {}),
+    "cachecraft-unfocused": ("cachecraft:alpha=0.8:no-focus", {}),
     "set-cache": ("set-cache", {}),
 }
 METHODS = {
@@ -147,7 +147,7 @@ def test_a_later_check_layer(way):
     served, folder = way
     reference, scenario = Reference(folder), computed_alone()
     scenario.precompute(served)
-    got = served.answer(scenario.prompt.ask("cacheblend", 0.2, check_layers=[2]))[0]
+    got = served.answer(scenario.prompt.ask("cacheblend:layers=2", 0.2))[0]
     compare(got, reference.weave(scenario.pieces(reference), "cacheblend", 0.2, check_layer=2))
 
 
@@ -285,8 +285,8 @@ def test_what_is_stored_is_what_our_own_engine_stores(way, own, name):
     before = set(own.records()), set(served.worker("chunkweave_records")[0])
     scenario.precompute(served, capture=True)
     own.precompute(scenario)
-    served.answer(scenario.prompt.ask("cachecraft", alpha=4.0, focus=False))
-    own.prefill(scenario.prompt, "cachecraft", {"alpha": 4.0, "focus": False}, keep=True)
+    served.answer(scenario.prompt.ask("cachecraft:alpha=4:no-focus"))
+    own.prefill(scenario.prompt, "cachecraft:alpha=4:no-focus", {}, keep=True)
     wanted = {key: record for key, record in own.records().items() if key not in before[0]}
     assert any(not record["exact"] for record in wanted.values())
     for records in served.worker("chunkweave_records"):
@@ -316,7 +316,7 @@ def test_without_capture_chunks_count_as_dependent_on_what_is_gone(way):
     assert (again["recomputed"], again["prefix_exact_tokens"]) == ([], 105 + begins)
     blind = [tokens(count) for count in (30, 40, 35)]
     served.answer(Given(blind).ask("prefix"))
-    moved = served.answer(Given([blind[2], blind[0], blind[1]]).ask("cachecraft", focus=False))[0].report
+    moved = served.answer(Given([blind[2], blind[0], blind[1]]).ask("cachecraft:no-focus"))[0].report
     assert len(moved["recomputed"]) > len(blind[1]) + len(blind[2])
 
 

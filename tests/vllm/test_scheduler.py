@@ -15,7 +15,7 @@ from vllm.v1.core.block_pool import BlockPool
 from chunkweave.store.records import segment_id
 from chunkweave.vllm.orders import Holdings, StepResults
 from chunkweave.vllm.removal import Removed
-from chunkweave.vllm.request import Defaults, WeaveRequest, parse
+from chunkweave.vllm.request import Defaults, WeaveRequest, from_wire
 from chunkweave.vllm.scheduler import ConnectorScheduler
 
 BOS = 0
@@ -656,7 +656,7 @@ def test_a_request_that_is_not_woven_counts_when_it_first_gets_blocks(side):
 
 
 def parse_of(params: dict[str, Any], salt: str = "") -> WeaveRequest:
-    return parse(params, IDS, fingerprint="model", salt=salt, start=(BOS,), defaults=Defaults())
+    return from_wire(params, IDS, fingerprint="model", salt=salt, start=(BOS,), defaults=Defaults())
 
 
 def part_id(params: dict[str, Any], salt: str = "", **more: Any) -> str:

@@ -27,7 +27,7 @@ CHOIRS = [
     "The Gerfern Tower has 230 steps. The tower is in Halvik. It is led by Paul Tirwright.",
     "The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.",
 ]
-EXTRA = {"find_chunks": True, "method": "cacheblend", "recompute_ratio": 0.1, "host_budget": "1GiB"}
+EXTRA = {"find_chunks": True, "method": "cacheblend:ratio=0.1", "host_budget": "1GiB"}
 CONNECTOR = {"kv_connector": "ChunkweaveConnector", "kv_role": "kv_both", "kv_connector_extra_config": EXTRA}
 TEMPLATE = (
     "{% for m in messages %}{{ '<s>' + m.role + '\n' + m.content + '</s>\n' }}{% endfor %}"

@@ -20,7 +20,7 @@ from chunkweave.vllm.orders import AskedOrder, LookupOrder, NotWoven, SaveOrder,
 from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.releases import copy_before_sleep
 from chunkweave.vllm.removal import RemovalOrder, Removed
-from chunkweave.vllm.request import Defaults, WeaveRequest, parse
+from chunkweave.vllm.request import Defaults, WeaveRequest, from_wire
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.weave_queue import Alone, WeaveQueue
 from chunkweave.vllm.worker import ConnectorWorker
@@ -151,7 +151,7 @@ class FakeCaptured:
 
 def request(method: str = "cacheblend", *, ids=IDS, start=(), **more) -> WeaveRequest:
     params = {"chunks": [[10, 20], [20, 35]], "method": method, **more}
-    return parse(params, ids, fingerprint="model", salt="", start=start, defaults=Defaults())
+    return from_wire(params, ids, fingerprint="model", salt="", start=start, defaults=Defaults())
 
 
 def whole(side: ConnectorWorker, **orders) -> None:
@@ -677,10 +677,10 @@ def test_a_weave_that_is_alone_recomputes_what_its_loading_hides(side):
     # The system part, which is exact by now, is loaded too.
     raised = {"recompute_ratio": pytest.approx(0.5 * 35 / 25), "check_layers": [1]}
     assert parameters(side, request()) == raised
-    assert parameters(side, request(recompute_ratio=0.15)) == usual, "that much was asked for"
-    assert parameters(side, request(recompute_ratio=0.15, at_least=True)) == raised
+    assert parameters(side, request("cacheblend:ratio=0.15")) == usual, "that much was asked for"
+    assert parameters(side, request("cacheblend:ratio=0.15", at_least=True)) == raised
     assert parameters(side, request(), idle=False) == usual
-    assert parameters(side, request(), request(check_layers=[2])) == usual
+    assert parameters(side, request(), request("cacheblend:layers=2")) == usual
     side._cost = loading_at(0.01)
     assert parameters(side, request()) == usual
 

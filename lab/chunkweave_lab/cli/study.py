@@ -83,7 +83,7 @@ def study(
         methods=options.names(methods),
         ratios=values.ratios,
         alphas=values.alphas,
-        reuse=ReuseConfig(check_layers=values.layers, seed=model.seed),
+        reuse=ReuseConfig(seed=model.seed),
         fractions=tuple(options.numbers(recompute_fraction, "--recompute-fraction")) if recompute_fraction else (),
         warm=first,
         also_warm=tuple(also_warm),

@@ -24,7 +24,7 @@ from chunkweave.calibration.prompts import WarmBy, Warmth
 from chunkweave.calibration.questions import Example, digest_of
 from chunkweave.calibration.results import commit, computed_on, machine, versions
 from chunkweave.calibration.summaries import FidelityRow, FidelitySample, summarize_fidelity
-from chunkweave.config import ReuseConfig, StoreConfig
+from chunkweave.config import StoreConfig
 from chunkweave.engine.engine import Engine, Progress
 from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import (
@@ -36,7 +36,7 @@ from chunkweave.planning.calibration import (
     Quality,
     choose_target,
 )
-from chunkweave.planning.method import ALPHA, changed, method_named, parameter_of, settings_changes
+from chunkweave.planning.method import ALPHA, method_named, parameter_of
 
 ALPHAS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
 """Measured values of alpha: Cache-Craft's Figure 20 has 0.5 to 3."""
@@ -58,7 +58,7 @@ class CalibrationConfig:
     Each method is measured at every value of its parameter, from cheap to expensive. The whole curve is needed: eq. 13
     of Cache-Craft takes its least acceptable point, and with noise the first point that passes is random. `methods` are
     specifications as in benchmarks (`query:two-rounds`); one with a value (`epic@0.3`) is measured only at that value.
-    `reuse` has the other settings. Every method is measured over chunks warmed in each way of `warm`; methods with
+    Every method is measured over chunks warmed in each way of `warm`; methods with
     alpha also over `alpha_warm`, since their scores compare a chunk's neighbours with its context.
 
     Raises:
@@ -70,7 +70,6 @@ class CalibrationConfig:
     methods: tuple[str, ...] = CANDIDATES
     alphas: tuple[float, ...] = ALPHAS
     ratios: tuple[float, ...] = RATIOS
-    reuse: ReuseConfig = field(default_factory=ReuseConfig)
     bounds: Mapping[Quality, Bounds] = field(default_factory=lambda: dict(BOUNDS))
     warm: tuple[Warmth, ...] = (Warmth(WarmBy.CORPUS),)
     alpha_warm: tuple[Warmth, ...] = (Warmth.parse("contexts:2"),)
@@ -104,7 +103,6 @@ class CalibrationConfig:
             methods=methods,
             ratios=tuple(sorted(set(self.ratios))),
             alphas=tuple(sorted(set(self.alphas))),
-            reuse=self.reuse,
             warm=warm,
             chunks=self.chunks,
             chunk_tokens=self.chunk_tokens,
@@ -219,7 +217,6 @@ def make_record(
         prompt_tokens=next(row.prompt_tokens or 0.0 for warm_rows in rows.values() for row in warm_rows),
         new_tokens=config.new_tokens,
         seed=config.seed,
-        reuse={method: changed(config.reuse, settings_changes(method)) for method, _ in grid},
         references=tuple(point for point in every if point.method in (SLICED, FULL_REUSE)),
         points=points,
         targets={quality: choose_target(points, bounds) for quality, bounds in config.bounds.items()},

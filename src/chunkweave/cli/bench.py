@@ -103,7 +103,7 @@ def comparison_of(
         methods=options.names(methods),
         ratios=values.ratios,
         alphas=values.alphas,
-        reuse=ReuseConfig(check_layers=values.layers, seed=seed),
+        reuse=ReuseConfig(seed=seed),
         warm=Warmth.parse(warm),
         chunks=asked.chunks,
         chunk_tokens=asked.cut_tokens,

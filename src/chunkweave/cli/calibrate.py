@@ -217,7 +217,6 @@ class _TargetOptions:
     recompute_ratio: Annotated[
         str | None, typer.Option(help="Ratios of the other methods, instead of the default grid.")
     ] = None
-    check_layers: options.CheckLayers = "1"
     alpha_warm: Annotated[
         str,
         typer.Option(help="Further ways to warm, as in --warm, for methods that have alpha; empty: none."),
@@ -237,7 +236,6 @@ class _TargetOptions:
             methods=options.names(self.methods),
             alphas=ALPHAS if self.alpha is None else tuple(options.numbers(self.alpha, "--alpha")),
             ratios=RATIOS if ratios is None else tuple(options.numbers(ratios, "--recompute-ratio")),
-            reuse=ReuseConfig(check_layers=options.whole_numbers(self.check_layers, "--check-layers")),
             bounds={
                 Quality.BALANCED: _bounds(self.target_agreement, self.target_kl),
                 Quality.FAST: _bounds(self.fast_agreement, self.fast_kl),

@@ -14,7 +14,7 @@ from chunkweave.calibration.summaries import FidelityRow, FidelitySample, summar
 from chunkweave.cli.ask import precompute_chunks
 from chunkweave.cli.console import Output, progress, seconds, table_of
 from chunkweave.cli.options import ModelOptions, Only, command_line, warn, with_blocks
-from chunkweave.config import ModelConfig, ReuseConfig
+from chunkweave.config import ModelConfig
 from chunkweave.models.gguf import BUNDLED_READER, SMOLLM2, SMOLLM2_PIP, usual_model
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ def _scene() -> _Scene:
 def demo(
     *,
     computed: Annotated[ModelConfig, Only("adapter", "threads")],
-    reuse: Annotated[ReuseConfig, Only("recompute_ratio", "check_layers")],
     output: Output,
 ) -> None:
     """Answer a few questions with full prefill and with reuse methods; then show time saved and deviation.
@@ -79,12 +78,9 @@ def demo(
         from chunkweave.calibration.fidelity import Comparison
         from chunkweave.calibration.prompts import WarmBy, Warmth
 
-        ratios = (reuse.recompute_ratio,)
         count = len(scene.examples)
         config = Comparison(
             METHODS,
-            ratios,
-            reuse=reuse,
             warm=Warmth(WarmBy.CORPUS),
             chunks=CHUNKS,
             new_tokens=ANSWER_TOKENS,

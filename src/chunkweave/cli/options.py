@@ -43,8 +43,7 @@ from chunkweave.models.gguf import (
 )
 from chunkweave.models.hub import cache_folder, cached_folder, hub_folder
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
-from chunkweave.planning.method import method_named
-from chunkweave.planning.method_choice import checked_method, refuse_untaken
+from chunkweave.planning.method_choice import checked_method
 from chunkweave.prompt.documents import Document, SplitConfig, split_text
 from chunkweave.retrieval.conversion import ConversionLimits
 from chunkweave.settings import Place, Setting, Unit, read, settings_at, settings_of
@@ -70,7 +69,6 @@ Samples = Annotated[
 Warm = Annotated[str, typer.Option(help=HOW_WARM)]
 NewTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens of full prefill's answer that are compared.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Fail if a file, or a line of one, cannot be read.")]
-CheckLayers = Annotated[str, typer.Option(help="CacheBlend's check layers, separated by commas.")]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*", re.DOTALL)
 
 
@@ -448,7 +446,6 @@ class ValueOptions:
 
     recompute_ratio: Annotated[str, typer.Option(help="Ratios, separated by commas.")] = "0.15"
     alpha: Annotated[str, typer.Option(help="Cache-Craft's alphas, separated by commas.")] = "1"
-    check_layers: CheckLayers = "1"
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -459,11 +456,6 @@ class ValueOptions:
     def alphas(self) -> tuple[float, ...]:
         """The alphas."""
         return tuple(numbers(self.alpha, "--alpha"))
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The check layers."""
-        return whole_numbers(self.check_layers, "--check-layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,9 +517,7 @@ class MethodOptions:
 
     plugins: PluginConfig
     requests: Annotated[RequestDefaults, Only("method", "quality")]
-    reuse: ReuseConfig
     capture: CaptureConfig
-    given: Given
 
     @property
     def default(self) -> bool:
@@ -538,12 +528,9 @@ class MethodOptions:
         """Options of an engine: these and `others`.
 
         Raises:
-            UsageError: a parameter is given without a method, or the method does not take it.
+            UsageError: the method does not have a setting, or a value is out of range.
         """
         method, quality = self.requests.method, self.requests.quality
-        set_here = settings_at(ReuseConfig, Place.COMMANDS)
-        if flags := [setting.flag for name, setting in set_here.items() if name in self.given and method is None]:
-            raise UsageError(f"{', '.join(flags)}: a parameter of a method needs the method: name it with --method")
         if method is not None:
-            refuse_untaken(method_named(checked_method(method)), self.given & set_here.keys())
-        return {**others, "method": method, "quality": quality, "reuse": replace(self.reuse, capture=self.capture)}
+            checked_method(method)
+        return {**others, "method": method, "quality": quality, "reuse": ReuseConfig(capture=self.capture)}

@@ -14,7 +14,7 @@ from chunkweave.ordering.arrangement import Arranged, Arranger
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.adaptive_methods import ContextMethod, FirstPassMethod, method_for
 from chunkweave.planning.cost import Loading
-from chunkweave.planning.method import ReuseMethod, make_method, prefer_least_read
+from chunkweave.planning.method import ReuseMethod, prefer_least_read
 from chunkweave.planning.method_choice import EXACT_METHODS, Kept, MethodChoice, MethodChooser, MethodRequest
 from chunkweave.prompt.builder import PromptBuilder, PromptLimit
 from chunkweave.prompt.contexts import ContextPool, ContextRule, MeanShare, fitted
@@ -75,9 +75,9 @@ class RequestPreparer:
     """Builds prompts, orders their chunks, and chooses methods, for one model.
 
     Its only state is the arranger's counts and the chunks sent in earlier turns. Thread-safe; threads tokenize
-    concurrently. Prompt and answer have at most `context_tokens`; layers named by a request are checked against
-    `num_layers`, if known. Ahead of requests, chunks are computed behind `neutral_tokens` of the neutral `passages` or,
-    with a `rule`, in contexts of their own corpus. `order` is the default for requests.
+    concurrently. Prompt and answer have at most `context_tokens`. Ahead of requests, chunks are computed behind
+    `neutral_tokens` of the neutral `passages` or, with a `rule`, in contexts of their own corpus. `order` is the
+    default for requests.
 
     A backend that computes KV itself has an `arranger` and a `store`. `shadow`, if given, may replace the chosen method
     by the exact one.
@@ -87,7 +87,6 @@ class RequestPreparer:
     chooser: MethodChooser
     turn_builder: TurnBuilder
     context_tokens: int
-    num_layers: int | None = None
     passages: tuple[str, ...] = ()
     neutral_tokens: int = 0
     rule: ContextRule | None = None
@@ -118,12 +117,9 @@ class RequestPreparer:
             PromptTooLongError: chunks and question do not fit the model's context.
         """
         order = self.order if request.order is None else ChunkOrder.parse(request.order)
-        if self.num_layers is not None:
-            method_request.refuse_layers_beyond(self.num_layers)
         if request.cache is CacheUse.OFF:
             method_request = MethodRequest.of("full")
         choice, raisable = self.chooser.choose(method_request), not method_request.sets_budget
-        make_method(choice.method, choice.reuse)  # refused before anything is tokenized, even if reuse is switched off
         if self.shadow is not None:
             choice = self.shadow.allowed(choice)
         most = min(self.context_tokens, most_tokens or self.context_tokens)

@@ -27,8 +27,7 @@ from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
 from chunkweave.planning.calibration import CalibrationRecord, Quality, stored_calibration
 from chunkweave.planning.cost import MEASURED_BY_ENGINE, CostModel, given_cost_model, stored_cost_model
-from chunkweave.planning.method import make_method
-from chunkweave.planning.method_choice import MethodChooser, MethodOptions, MethodRequest, Why
+from chunkweave.planning.method_choice import MethodChooser, MethodOptions, MethodRequest, Why, checked_method
 from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.prompt.contexts import ContextPool, rule_of
 from chunkweave.prompt.parts import neutral_passages
@@ -169,7 +168,6 @@ class Engine:
             self._chooser,
             TurnBuilder(self.builder, deduplicate=ordering.deduplicate),
             context_tokens,
-            loaded.model.geometry.num_layers,
             passages,
             self._reuse.capture.neutral_tokens,
             rule_of(self._reuse.capture),
@@ -439,9 +437,10 @@ def _open_chooser(
     where = f"--shape {loaded.name} --cache-dir DIR" if loaded.folder is None else str(loaded.folder)
     if loaded.adapter is not None:
         where += f" --adapter {loaded.adapter}"
-    chooser = MethodChooser(method_request, reuse, record, f"chunkweave calibrate {where}")
+    chooser = MethodChooser(
+        method_request, reuse, record, f"chunkweave calibrate {where}", loaded.model.geometry.num_layers
+    )
     usual = chooser.choose_usual()
-    make_method(usual.method, usual.reuse)
     if record is None and usual.why is Why.EXACT:
         logger.info(
             "only exact prefixes are reused unless a request names a method; `%s` measures which reuse is safe",
@@ -471,7 +470,7 @@ def _refuse_early(options: EngineOptions) -> None:
     """
     method, quality = options.get("method"), options.get("quality")
     if method is not None:
-        make_method(method)
+        checked_method(method)
     if quality is not None:
         Quality.parse(quality)
     _cache_dir(options.get("store"))

@@ -196,7 +196,7 @@ class RequestState:
     def wanted(self) -> Wanted:
         """What it could read from the store, as far as its method may reuse it."""
         prompt, choice = self.prepared.prompt, self.prepared.choice
-        parts = [] if reuses_nothing(choice.method, choice.reuse) else [part for part in prompt.parts if part.id]
+        parts = [] if reuses_nothing(choice.made) else [part for part in prompt.parts if part.id]
         share = choice.recomputed_share
         return Wanted(
             chunks=[part.id for part in parts if part.id is not None],

@@ -29,10 +29,8 @@ def method_for(choice: MethodChoice, promotion: Promotion | None, loading: Loadi
     or if other requests are pending or running: extra recomputation is free only for a request that is alone. With a
     `promotion`, exact prefixes grow.
     """
-    method: ReuseMethod
-    if loading is None:
-        method = make_method(choice.method, choice.reuse)
-    else:
+    method = choice.made
+    if loading is not None:
         method = LoadAwareMethod(choice.method, choice.reuse, loading)
     return method if promotion is None else PrefixGrowingMethod(method, promotion)
 

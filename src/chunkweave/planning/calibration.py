@@ -5,30 +5,25 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from chunkweave.config import QueryConfig, ReuseConfig
+from chunkweave.config import ReuseConfig
 from chunkweave.errors import DocumentError, UsageError
 from chunkweave.ordering.arrangement import COUNTS_FILE
 from chunkweave.planning.cost import COST_FILE, MEASURED_BY_ENGINE, MEASURED_BY_VLLM
-from chunkweave.planning.method import method_named, parameter_of
+from chunkweave.planning.method import changed, method_named, settings_changes, with_budget
 from chunkweave.plugins import METHODS
 
 logger = logging.getLogger(__name__)
 
-ConfigT = TypeVar("ConfigT", ReuseConfig, QueryConfig)
-
 CANDIDATES = ("cachecraft", "cacheblend", "query", "query:whole:late:stored")
 """Methods measured by default, as `make_contenders` reads them; each was the best in some setting."""
-
-_NO_METHODS = "capture"
-"""The field of `ReuseConfig` that concerns no method: what an engine keeps of a prefill."""
 
 
 class Quality(StrEnum):
@@ -139,10 +134,9 @@ class CalibrationRecord:
     """A finished calibration: measurements, how they were made, and the resulting targets.
 
     It applies to the model of `fingerprint` (weights and dtype), and to prompts like those of `dataset`. `dtype`
-    includes the rounding of weights, if any. `reuse` has each method's configuration besides its parameter.
-    `references` are full prefill in slices (the deviation of arithmetic alone) and full KV reuse, for each way of
-    warming chunks. Speed-ups were measured on `machine`; `commits` are the sources' when questions were measured,
-    `commit` when the record was made.
+    includes the rounding of weights, if any. `references` are full prefill in slices (the deviation of arithmetic
+    alone) and full KV reuse, for each way of warming chunks. Speed-ups were measured on `machine`; `commits` are the
+    sources' when questions were measured, `commit` when the record was made.
     """
 
     fingerprint: str
@@ -155,7 +149,6 @@ class CalibrationRecord:
     prompt_tokens: float
     new_tokens: int
     seed: int
-    reuse: dict[str, ReuseConfig]
     references: tuple[CurvePoint, ...]
     points: tuple[CurvePoint, ...]
     targets: dict[Quality, Target]
@@ -168,15 +161,13 @@ class CalibrationRecord:
     created: str = ""
     command: str = ""
 
-    def config(self, quality: Quality) -> tuple[str, ReuseConfig] | None:
-        """Method and settings of a target; None if no method reaches it (and for EXACT, which needs none)."""
+    def spec(self, quality: Quality) -> str | None:
+        """The method of a target, with its settings; None if no method reaches it (and for EXACT, which needs none)."""
         target = self.targets.get(quality)
         if target is None or target.method is None:
             return None
-        method = method_named(target.method)
-        parameter, value = parameter_of(method), target.least[target.method]
-        changes: dict[str, Any] = {} if parameter is None else {parameter: value}
-        return method, replace(self.reuse[target.method], **changes)
+        value = target.least[target.method]
+        return target.method if value is None else with_budget(target.method, value)
 
     def chosen(self, quality: Quality) -> tuple[CurvePoint, ...]:
         """The measured points that a target resolves to, one per way of warming chunks."""
@@ -193,10 +184,7 @@ class CalibrationRecord:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-compatible values."""
-        data = asdict(self)
-        for reuse in data["reuse"].values():
-            del reuse[_NO_METHODS]
-        return data
+        return asdict(self)
 
     @classmethod
     def of_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -209,7 +197,6 @@ class CalibrationRecord:
         record = cls(
             **{
                 **data,
-                "reuse": {method: _reuse_of(reuse) for method, reuse in data["reuse"].items()},
                 "references": tuple(CurvePoint(**point) for point in data["references"]),
                 "points": tuple(CurvePoint(**point) for point in data["points"]),
                 "targets": targets,
@@ -217,26 +204,14 @@ class CalibrationRecord:
             }
         )
         for quality in record.targets:
-            record.config(quality)
+            spec = record.spec(quality)
+            if spec is not None and method_named(spec) in METHODS.names:
+                changed(ReuseConfig(), settings_changes(spec))  # raises for a value out of range
         return record
 
 
 def _target_of(data: Mapping[str, Any]) -> Target:
     return Target(Bounds(**data["bounds"]), data["least"], data["method"])
-
-
-def _reuse_of(data: Mapping[str, Any]) -> ReuseConfig:
-    """Parse a stored configuration."""
-    reuse = _with_written(ReuseConfig(), {name: value for name, value in data.items() if name != "query"})
-    return replace(reuse, query=_with_written(QueryConfig(), data.get("query", {})))
-
-
-def _with_written(usual: ConfigT, data: Mapping[str, Any]) -> ConfigT:
-    """`usual` with the values of a record; JSON's lists and strings are converted to the fields' types."""
-    if unknown := data.keys() - asdict(usual).keys():
-        raise ValueError(f"this version has no setting {min(unknown)}")
-    read: dict[str, Any] = {n: v if v is None else type(getattr(usual, n))(v) for n, v in data.items()}
-    return replace(usual, **read)
 
 
 def choose_target(points: Sequence[CurvePoint], bounds: Bounds) -> Target:
@@ -294,7 +269,7 @@ CALIBRATION_FILE = "chunkweave-calibration.json"
 PARTIAL_FILE = "chunkweave-calibration.partial.jsonl"
 """Exists beside the record while a calibration is unfinished."""
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 class OtherFormatError(DocumentError):

@@ -63,9 +63,27 @@ ALPHA_BUDGET = Budget(ALPHA, _alpha_reaching)
 MethodSettings = Mapping[str, Mapping[str, Any]]
 """Maps names of settings to the fields of `ReuseConfig` that they set: `{"no-focus": {"focus": False}}`.
 
-For a field that is itself a configuration (`query`), the value maps its fields. A name ending in `=` takes a number;
-its value is then the type that parses the number.
+For a field that is itself a configuration (`query`), the value maps its fields. A name ending in `=` takes a value; its
+value here is then the function that parses the text.
 """
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Layer numbers in a text such as `1+4`.
+
+    Raises:
+        ValueError: there are none.
+    """
+    return tuple(int(layer) for layer in text.split("+"))
+
+
+_SETTINGS: Mapping[str, MethodSettings] = {
+    RATIO: {"ratio=": {RATIO: float}},
+    ALPHA: {"alpha=": {ALPHA: float}},
+    "check_layers": {"layers=": {"check_layers": parse_layers}},
+    "focus": {"focus": {"focus": True}, "no-focus": {"focus": False}},
+}
+"""The settings of a method that has a parameter, by the parameter."""
 
 
 class ReuseMethod(Protocol):
@@ -75,9 +93,10 @@ class ReuseMethod(Protocol):
     attribute or, if it depends on the configuration, as a property; the default is False. The functions of these names
     explain them.
 
-    `parameters` are the fields of `ReuseConfig` that it reads besides its budget's (default: none); a request may set
-    these and no others. `settings` are short names of values (`MethodSettings`), written after the method's name,
-    separated by colons. The first line of the class's docstring is shown to people who choose a method.
+    `parameters` are the fields of `ReuseConfig` that it reads besides its budget's (default: none). A request sets them
+    by settings after the method's name, separated by colons: `ratio=0.3`, `alpha=2`, `layers=1+4`, `no-focus`, each
+    only with a method that has the parameter. `settings` are the method's own ones (`MethodSettings`). The first line
+    of the class's docstring is shown to people who choose a method.
     """
 
     @property
@@ -135,9 +154,38 @@ def parameters_of(name: str, plugins: Plugins = METHODS) -> tuple[str, ...]:
     >>> parameters_of("cacheblend"), parameters_of("cachecraft"), parameters_of("prefix")
     (('recompute_ratio', 'check_layers'), ('alpha', 'focus'), ())
     """
-    method = make_method(name, plugins=plugins)
+    return parameters_read(make_method(name, plugins=plugins))
+
+
+def parameters_read(method: ReuseMethod) -> tuple[str, ...]:
+    """The fields of `ReuseConfig` that a method reads, its budget's first."""
     budget = () if method.budget is None else (method.budget.parameter,)
     return tuple(dict.fromkeys((*budget, *getattr(method, "parameters", ()))))
+
+
+def settings_of_method(name: str, plugins: Plugins = METHODS) -> MethodSettings:
+    """The settings that may stand after a method's name.
+
+    Raises:
+        UnknownMethodError: no such method.
+
+    >>> list(settings_of_method("cachecraft"))
+    ['alpha=', 'focus', 'no-focus']
+    """
+    settings: dict[str, Mapping[str, Any]] = {}
+    for parameter in parameters_of(name, plugins):
+        settings.update(_SETTINGS.get(parameter, {}))
+    return settings | dict(getattr(make_method(name, plugins=plugins), "settings", {}))
+
+
+def with_budget(spec: str, value: float) -> str:
+    """A method's text with a value of its budget; unchanged if it has none.
+
+    >>> with_budget("query:whole", 0.05), with_budget("cachecraft", 2.0), with_budget("prefix", 0.0)
+    ('query:whole:ratio=0.05', 'cachecraft:alpha=2.0', 'prefix')
+    """
+    parameter = parameter_of(method_named(spec))
+    return spec if parameter is None else f"{spec}:{next(iter(_SETTINGS[parameter]))}{value!r}"
 
 
 def about_method(name: str, plugins: Plugins = METHODS) -> str:
@@ -170,7 +218,7 @@ def settings_changes(spec: str, plugins: Plugins = METHODS, other_names: Sequenc
     {'query': {'tail': None, 'layers': <WatchedLayers.LATE: 'late'>}}
     """
     name, *names = spec.split(":")
-    settings: MethodSettings = getattr(make_method(name, plugins=plugins), "settings", {}) if names else {}
+    settings = settings_of_method(name, plugins) if names else {}
     changes: dict[str, Any] = {}
     for setting_text in names:
         for field, value in _setting_changes(name, setting_text, settings, other_names).items():
@@ -188,25 +236,26 @@ def _setting_changes(name: str, word: str, settings: MethodSettings, other_names
     key, equals, text = word.partition("=")
     declared = settings.get(key + equals)
     if declared is None or (equals and not text):
-        choices = [f"{key_text}NUMBER" if key_text.endswith("=") else key_text for key_text in settings]
+        choices = [f"{key_text}VALUE" if key_text.endswith("=") else key_text for key_text in settings]
         there_are = ", ".join((*choices, *other_names)) or "none"
         raise UsageError(f"unknown setting {word!r} of {name}; there are: {there_are}")
-    return _with_number(word, text, declared)
+    return _with_value(word, text, declared)
 
 
-def _with_number(word: str, text: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    numbered: dict[str, Any] = {}
+def _with_value(word: str, text: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    with_value: dict[str, Any] = {}
     for field, value in changes.items():
         if isinstance(value, Mapping):
-            numbered[field] = _with_number(word, text, value)
-        elif isinstance(value, type):
+            with_value[field] = _with_value(word, text, value)
+        elif callable(value):
             try:
-                numbered[field] = value(text)
+                with_value[field] = value(text)
             except ValueError as error:
-                raise UsageError(f"{word!r} needs a number after =, such as 4") from error
+                example = "numbers after =, such as 1+4" if value is parse_layers else "a number after =, such as 4"
+                raise UsageError(f"{word!r} needs {example}") from error
         else:
-            numbered[field] = value
-    return numbered
+            with_value[field] = value
+    return with_value
 
 
 def changed(reuse: ReuseConfig, changes: Mapping[str, Any]) -> ReuseConfig:
@@ -296,47 +345,43 @@ def reused_spans(parts: Sequence[PartPlan]) -> tuple[Span, ...]:
     return tuple(part.span for part in parts if part.kv_source is KVSource.REUSED)
 
 
-def reads_question(method: str, reuse: ReuseConfig) -> bool:
+def reads_question(method: ReuseMethod) -> bool:
     """Whether the choice of recomputed tokens depends on the question.
 
-    >>> reads_question("query", ReuseConfig()), reads_question("cacheblend", ReuseConfig())
+    >>> reads_question(make_method("query")), reads_question(make_method("cacheblend"))
     (True, False)
     """
-    return _declares(method, reuse, "reads_question")
+    return bool(getattr(method, "reads_question", False))
 
 
-def asks_again(method: str, reuse: ReuseConfig) -> bool:
+def asks_again(method: ReuseMethod) -> bool:
     """Whether the question is read again after a first round of recomputation, whose tokens are then final.
 
     Tokens of the first round saw KV before the second round, so computing them again over the finished KV would give
     another result.
 
-    >>> asks_again("query", ReuseConfig())
+    >>> asks_again(make_method("query"))
     False
     """
-    return _declares(method, reuse, "asks_again")
+    return bool(getattr(method, "asks_again", False))
 
 
-def needs_profiles(method: str, reuse: ReuseConfig) -> bool:
+def needs_profiles(method: ReuseMethod) -> bool:
     """Whether segments are scored by what their tokens attended to when computed (`AttentionProfile`).
 
-    >>> needs_profiles("cachecraft", ReuseConfig()), needs_profiles("query", ReuseConfig())
+    >>> needs_profiles(make_method("cachecraft")), needs_profiles(make_method("query"))
     (True, False)
     """
-    return _declares(method, reuse, "needs_profiles")
+    return bool(getattr(method, "needs_profiles", False))
 
 
-def reuses_nothing(method: str, reuse: ReuseConfig) -> bool:
+def reuses_nothing(method: ReuseMethod) -> bool:
     """Whether every part is computed, whatever is stored; if no other method is in use, nothing needs storing.
 
-    >>> reuses_nothing("full", ReuseConfig()), reuses_nothing("prefix", ReuseConfig())
+    >>> reuses_nothing(make_method("full")), reuses_nothing(make_method("prefix"))
     (True, False)
     """
-    return _declares(method, reuse, "reuses_nothing")
-
-
-def _declares(method: str, reuse: ReuseConfig, attribute: str) -> bool:
-    return bool(getattr(make_method(method, reuse), attribute, False))
+    return bool(getattr(method, "reuses_nothing", False))
 
 
 def without(lookup: PromptLookup, segments: Collection[SegmentId]) -> PromptLookup:

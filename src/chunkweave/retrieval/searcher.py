@@ -38,7 +38,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MadeIndex:
-    """An index that `Corpus.make_index` built, and the `Built` that it is for."""
+    """A finished index and the corpus version it was built from; dropped if documents were removed since."""
 
     index: IvfIndex
     built: Built

@@ -84,7 +84,6 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 fingerprint,
                 usual_start(vllm_config.model_config),
                 _defaults(self._settings, vllm_config, fingerprint),
-                getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None),
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
                 window=_window(kv_cache_config),
                 lasting=self._settings.store.cache_dir is not None or self._settings.store.remote_url is not None,
@@ -243,7 +242,8 @@ def _defaults(settings: PluginSettings, config: VllmConfig, fingerprint: str) ->
     folder = model_folder(config)
     record = stored_calibration(settings.store.cache_dir, folder, fingerprint)
     where = f"{config.model_config.model} --cache-dir DIR" if folder is None else str(folder)
-    defaults = Defaults.from_config(settings.requests, record, f"chunkweave calibrate {where}")
+    num_layers = getattr(config.model_config.hf_text_config, "num_hidden_layers", None)
+    defaults = Defaults.from_config(settings.requests, record, f"chunkweave calibrate {where}", num_layers)
     usual = defaults.chooser.choose(MethodRequest())
     logger.info("requests that name no method are answered by %s (%s)", usual.method, usual.why)
     return defaults

@@ -1,18 +1,18 @@
-"""Parses a request's chunks and method into a `Prompt` and a method choice. No torch here."""
+"""A request with its chunks and its method, and its form between the server and vLLM. No torch here."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set, Sized
-from dataclasses import dataclass, field, fields, replace
-from enum import StrEnum
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise, takewhile
 from typing import Any
 
-from chunkweave.config import CaptureConfig, QueryConfig, ReuseConfig
+from chunkweave.config import CaptureConfig, ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.adaptive_methods import ContextMethod, promoted_length
 from chunkweave.planning.calibration import CalibrationRecord
-from chunkweave.planning.method import RATIO, reads_question, settings_changes
+from chunkweave.planning.method import reads_question
 from chunkweave.planning.method_choice import (
     EXACT_METHODS,
     FIELD,
@@ -21,9 +21,9 @@ from chunkweave.planning.method_choice import (
     MethodChooser,
     MethodRequest,
     checked_flag,
+    checked_method,
     checked_whole,
     refuse_unknown_keys,
-    refuse_untaken,
 )
 from chunkweave.prompt.contexts import MOST_CONTEXTS, MeanShare
 from chunkweave.prompt.find_chunks import ChunkFinder
@@ -112,7 +112,7 @@ class WeaveRequest:
         """
         digest = hashlib.blake2b(digest_size=16)
         ids = [part.id or "" for part in self.prompt.parts]
-        if reads_question(self.method, self.reuse):
+        if reads_question(self.choice.made):
             ids.append(repr(self.prompt.parts[-1].token_ids))
         for text in (self.method, repr(self.reuse), *ids, *(["mean"] if self.mean is not None else [])):
             digest.update(text.encode() + b"\0")
@@ -132,21 +132,22 @@ class Defaults:
         extra: Mapping[str, Any],
         record: CalibrationRecord | None = None,
         how_to_calibrate: str = "chunkweave calibrate",
+        num_layers: int | None = None,
     ) -> "Defaults":
         """Read the keys that a request may also set. `record` is the model's calibration, if any.
+
+        Layers that a method names are checked against the model's `num_layers`, if known.
 
         Raises:
             UsageError: a value is out of range or of the wrong type, or a quality without a record.
         """
-        request = _method_request(extra)
         reuse = ReuseConfig(capture=read(CaptureConfig, extra, Place.CONNECTOR))
-        reuse = replace(_compared(extra, reuse), **request.parameters)
-        chooser = MethodChooser(request, reuse, record, how_to_calibrate)
+        chooser = MethodChooser(_method_request(extra), reuse, record, how_to_calibrate, num_layers)
         chooser.choose_usual()  # raise at start-up, not with every request
         return cls(chooser, _capture(extra, None))
 
 
-def parse(
+def from_wire(
     params: Mapping[str, Any],
     token_ids: Sequence[int],
     *,
@@ -154,18 +155,17 @@ def parse(
     salt: str,
     start: tuple[int, ...],
     defaults: Defaults,
-    num_layers: int | None = None,
 ) -> WeaveRequest:
-    """Parse a request's chunks and method.
+    """Read a request's chunks and method, as `to_wire` writes them.
 
     `params` is the value of `FIELD`. `chunks` are `[start, stop]` token positions, each beginning where the one before
     ends. Tokens before them are the system part, after `start_tokens` leading tokens that belong to no chunk (default:
     those of `start` if the prompt begins with them, else none). Tokens after them are the question. `counts_as_request`
     false: the request does not count for eviction. The first `neutral` chunks are neutral passages. `promoted` and
     `continued` are indices of chunks, see `Promotion`. `mean` names the mean that the last chunk, which ends the
-    prompt, is a share of (`MeanShare`). `at_least`: ratio or alpha may be raised to hide loading; default: if neither
-    is given. `start` is the beginning of our own engine's prompts; chunks after it get the same ids as there. With
-    `num_layers`, named layers are checked against the model.
+    prompt, is a share of (`MeanShare`). `at_least`: ratio or alpha may be raised to hide loading; default: if the
+    method's text sets neither. `start` is the beginning of our own engine's prompts; chunks after it get the same ids
+    as there.
 
     Raises:
         UsageError: the message says which field is wrong and why.
@@ -173,49 +173,30 @@ def parse(
     if not isinstance(params, Mapping):
         raise UsageError(f"{FIELD} must be an object such as {{'chunks': [[1, 120], [120, 260]]}}")
     refuse_unknown_keys(params, REQUEST_FIELDS)
-    _refuse_broken(salt)
     if checked_flag(params.get(FIND, False), FIND):
         raise UsageError(f"give either chunks or {FIND}, not both")
-    chunks = _chunks(params.get("chunks"), len(token_ids))
-    passages = checked_whole(params.get("neutral", 0), "neutral")
-    if not 0 <= passages <= len(chunks):
-        raise UsageError(f"neutral must be between 0 and {len(chunks)}, the number of chunks")
-    neutral = chunks[:passages]
+    spans = _chunks(params.get("chunks"), len(token_ids))
+    options = _options(params, salt, defaults)
     first = params.get("start_tokens", len(start) if tuple(token_ids[: len(start)]) == start else 0)
-    if not 0 <= checked_whole(first, "start_tokens") <= chunks[0].start:
-        raise UsageError(f"start_tokens must be between 0 and {chunks[0].start}, where the first chunk begins")
-    choice, kept = chosen(params, defaults, num_layers)
-    reads_only = reads_only_of(params)
-    if reads_only:
-        kept = Kept(kv=False)
+    if not 0 <= checked_whole(first, "start_tokens") <= spans[0].start:
+        raise UsageError(f"start_tokens must be between 0 and {spans[0].start}, where the first chunk begins")
+    passages = checked_whole(params.get("neutral", 0), "neutral")
+    if not 0 <= passages <= len(spans):
+        raise UsageError(f"neutral must be between 0 and {len(spans)}, the number of chunks")
     salt = chunk_salt(salt, token_ids[:first], start)
-
-    def part(kind: PartKind, first: int, stop: int) -> PromptPart:
-        ids = tuple(token_ids[first:stop])
-        if kind not in (PartKind.SYSTEM, PartKind.CHUNK):
-            return PromptPart(kind, ids)
-        own = chunk_id(fingerprint, salt, ids)
-        return PromptPart(kind, ids, neutral_id(own) if Span(first, stop) in neutral else own)
-
-    edges = [
-        (PartKind.START, 0, first),
-        (PartKind.SYSTEM, first, chunks[0].start),
-        *((PartKind.CHUNK, chunk.start, chunk.stop) for chunk in chunks),
-        (PartKind.QUESTION, chunks[-1].stop, len(token_ids)),
-    ]
-    prompt = Prompt(tuple(part(*edge) for edge in edges if edge[1] < edge[2]))
+    prompt = _prompt(token_ids, first, spans, partial(chunk_id, fingerprint, salt), passages)
     ids = [part.id for part in prompt.parts if part.kind is PartKind.CHUNK and part.id is not None]
-    kept_over, continued = (_numbered(params.get(name), name, ids) for name in _PROMOTION)
-    promotion = Promotion(kept_over, continued or frozenset())
-    raisable, counts_as_request, mean = _raisable(params), _counts_as_request(params), _mean(params.get("mean"))
-    if mean is not None and (choice.method != ContextMethod.name or prompt.parts[-1].id is None):
+    promoted, continued = (_numbered(params.get(name), name, ids) for name in _PROMOTION)
+    mean = _mean(params.get("mean"))
+    if mean is not None and (options["choice"].method != ContextMethod.name or prompt.parts[-1].id is None):
         raise UsageError(f"mean needs method {ContextMethod.name!r}, and a prompt that ends with its last chunk")
-    if mean is not None and reads_only:
+    if mean is not None and options["reads_only"]:
         raise UsageError(f"mean stores its last chunk: {CACHE} must be {CacheUse.USE}")
-    return WeaveRequest(prompt, choice, kept, counts_as_request, promotion, raisable, mean, reads_only)
+    promotion = Promotion(promoted, continued or frozenset())
+    return WeaveRequest(prompt, promotion=promotion, mean=mean, **options)
 
 
-def parse_found(
+def with_found_chunks(
     params: Mapping[str, Any],
     token_ids: Sequence[int],
     finder: ChunkFinder,
@@ -224,11 +205,10 @@ def parse_found(
     salt: str,
     start: tuple[int, ...],
     defaults: Defaults,
-    num_layers: int | None = None,
 ) -> WeaveRequest | None:
-    """Parse the method of a request whose chunks `finder` finds in its prompt; None if it finds none.
+    """Read the method of a request whose chunks `finder` finds in its prompt; None if it finds none.
 
-    The other arguments are those of `parse`.
+    The other arguments are those of `from_wire`.
 
     Raises:
         UsageError: the message says which field is wrong and why.
@@ -236,65 +216,64 @@ def parse_found(
     refuse_unknown_keys(params, REQUEST_FIELDS)
     if unknown := sorted(params.keys() - SETTINGS - {FIND, CACHE, "counts_as_request", _AT_LEAST}):
         raise UsageError(f"{', '.join(unknown)} cannot be given with {FIND}")
-    _refuse_broken(salt)
-    choice, kept = chosen(params, defaults, num_layers)
-    reads_only = reads_only_of(params)
-    if reads_only:
-        kept = Kept(kv=False)
+    options = _options(params, salt, defaults)
     prompt = finder.prompt(token_ids, start, fingerprint=fingerprint, salt=salt)
-    if all(part.id is None for part in prompt.parts):
-        return None
-    return WeaveRequest(
-        prompt, choice, kept, _counts_as_request(params), Promotion(), _raisable(params), reads_only=reads_only
-    )
+    return None if all(part.id is None for part in prompt.parts) else WeaveRequest(prompt, **options)
 
 
-def _raisable(params: Mapping[str, Any]) -> bool:
-    sets_budget = RATIO in params or _method_request(params).sets_budget
-    return checked_flag(params.get(_AT_LEAST, not sets_budget), _AT_LEAST)
-
-
-def _counts_as_request(params: Mapping[str, Any]) -> bool:
-    return checked_flag(params.get("counts_as_request", True), "counts_as_request")
-
-
-def _refuse_broken(salt: str) -> None:
+def _options(params: Mapping[str, Any], salt: str, defaults: Defaults) -> dict[str, Any]:
+    """The fields of a `WeaveRequest` that do not depend on its chunks."""
     try:
         salt.encode()
     except UnicodeEncodeError as error:
         raise UsageError("cache_salt must be valid Unicode: it has half of a surrogate pair") from error
-
-
-def chosen(params: Mapping[str, Any], defaults: Defaults, num_layers: int | None) -> tuple[MethodChoice, Kept]:
-    """The method of a request with these fields, and what it stores for later ones.
-
-    Raises:
-        UsageError: the message says which field is wrong and why.
-    """
-    chooser = replace(defaults.chooser, reuse=_compared(params, defaults.chooser.reuse))
     request = _method_request(params)
-    choice = chooser.choose(request)
-    fixed = sorted(_COMPARED & params.keys())
-    if fixed and request.method is None and (request.quality is not None or chooser.usual.method is None):
-        raise UsageError(f"{', '.join(fixed)} can only be given with a method that takes it")
-    refuse_untaken(choice.method, fixed)
-    if request.method is not None and (twice := sorted(settings_changes(request.method).keys() & {*fixed})):
-        raise UsageError(f"method {request.method!r} sets {', '.join(twice)} already: leave out one of the two")
-    layer = choice.reuse.check_layers[-1] if "check_layers" in choice.parameters else 0
-    if num_layers is not None and layer >= num_layers:
-        raise UsageError(f"check_layers has layer {layer}, but the model has {num_layers} layers")
-    return choice, defaults.chooser.kept(choice, _capture(params, defaults.capture))
+    choice = defaults.chooser.choose(request)
+    kept = defaults.chooser.kept(choice, _capture(params, defaults.capture))
+    reads_only = reads_only_of(params)
+    return {
+        "choice": choice,
+        "kept": Kept(kv=False) if reads_only else kept,
+        "raisable": checked_flag(params.get(_AT_LEAST, not request.sets_budget), _AT_LEAST),
+        "counts_as_request": checked_flag(params.get("counts_as_request", True), "counts_as_request"),
+        "reads_only": reads_only,
+    }
 
 
-def weave_params(
-    prompt: Prompt,
-    choice: MethodChoice,
-    promotion: Promotion | None,
-    *,
-    raisable: bool = False,
-    mean: MeanShare | None = None,
-) -> dict[str, Any] | None:
-    """The connector's request fields for a prompt; None if no part can be stored."""
+def _prompt(
+    token_ids: Sequence[int],
+    first: int,
+    chunks: Sequence[Span],
+    id_of: Callable[[tuple[int, ...]], ChunkId],
+    passages: int,
+) -> Prompt:
+    """The prompt's parts: `first` leading tokens, the system part, the chunks, the question.
+
+    The first `passages` chunks are neutral ones.
+    """
+
+    def part(kind: PartKind, start: int, stop: int) -> PromptPart:
+        ids = tuple(token_ids[start:stop])
+        if kind not in (PartKind.SYSTEM, PartKind.CHUNK):
+            return PromptPart(kind, ids)
+        neutral = kind is PartKind.CHUNK and start < chunks[passages - 1].stop and passages > 0
+        return PromptPart(kind, ids, neutral_id(id_of(ids)) if neutral else id_of(ids))
+
+    edges = [
+        (PartKind.START, 0, first),
+        (PartKind.SYSTEM, first, chunks[0].start),
+        *((PartKind.CHUNK, chunk.start, chunk.stop) for chunk in chunks),
+        (PartKind.QUESTION, chunks[-1].stop, len(token_ids)),
+    ]
+    return Prompt(tuple(part(*edge) for edge in edges if edge[1] < edge[2]))
+
+
+def to_wire(request: WeaveRequest) -> dict[str, Any] | None:
+    """The connector's fields of a request, defaults left out; None if no part can be stored.
+
+    What is stored of it is for the connector to say. If the client set no budget, ratio or alpha may be raised.
+    """
+    prompt, mean = request.prompt, request.mean
     spans = [
         [span.start, span.stop]
         for part, span in zip(prompt.parts, prompt.spans(), strict=True)
@@ -302,33 +281,21 @@ def weave_params(
     ]
     if not spans:
         return None
-    start = sum(len(part) for part in prompt.parts if part.kind is PartKind.START)
-    neutral = sum(part.id is not None and is_neutral(part.id) for part in prompt.parts)
-    more: dict[str, Any] = {"neutral": neutral} if neutral else {}
-    if promotion is not None:
-        more |= promotion_params(prompt, promotion)
-    if mean is not None:
-        more["mean"] = {"group": mean.group, "of": mean.of, **({"anew": True} if mean.anew else {})}
-    return {
+    wire: dict[str, Any] = {
         "chunks": spans,
-        "start_tokens": start,
-        "method": choice.method,
-        **more,
-        **to_params(choice, raisable=raisable),
+        "start_tokens": len(request.start),
+        "method": request.choice.spec,
+        _AT_LEAST: request.raisable,
     }
-
-
-def to_params(choice: MethodChoice, *, raisable: bool = False) -> dict[str, Any]:
-    """The fields with a method's parameters, in a request that names it.
-
-    All are sent, defaults included, because the connector may have other defaults. Only `seed` is left out at its
-    default, because the connector has its own setting. With `raisable` the values are minimums: the client set no
-    budget.
-    """
-    value = dict(choice.parameters)
-    if choice.reuse.seed == ReuseConfig().seed:
-        value.pop("seed", None)
-    return {**value, **({_AT_LEAST: True} if raisable else {})}
+    if neutral := sum(part.id is not None and is_neutral(part.id) for part in prompt.parts):
+        wire["neutral"] = neutral
+    if not request.counts_as_request:
+        wire["counts_as_request"] = False
+    if request.reads_only:
+        wire[CACHE] = str(CacheUse.READ)
+    if mean is not None:
+        wire["mean"] = {"group": mean.group, "of": mean.of, **({"anew": True} if mean.anew else {})}
+    return wire | promotion_params(prompt, request.promotion)
 
 
 def promotion_params(prompt: Prompt, promotion: Promotion) -> dict[str, list[int]]:
@@ -374,9 +341,8 @@ def _chunks(value: Any, tokens: int) -> list[Span]:
 
 
 def _method_request(params: Mapping[str, Any]) -> MethodRequest:
-    return MethodRequest.of_fields(
-        {name: value for name, value in params.items() if (name, value) != ("quality", None)}
-    )
+    method = checked_method(params["method"]) if "method" in params else None
+    return MethodRequest.of(method, params.get("quality"))
 
 
 def reads_only_of(params: Mapping[str, Any]) -> bool:
@@ -395,16 +361,6 @@ def _capture(params: Mapping[str, Any], usual: bool | None) -> bool | None:
     return checked_flag(params["capture"], "capture") if "capture" in params else usual
 
 
-def _compared(value: Mapping[str, Any], usual: ReuseConfig) -> ReuseConfig:
-    """`usual` with the given fields of `_COMPARED`."""
-    changed: dict[str, Any] = {}
-    if "seed" in value:
-        changed["seed"] = checked_whole(value["seed"], "seed")
-    if "query" in value:
-        changed["query"] = _query(value["query"], usual.query)
-    return replace(usual, **changed)
-
-
 def _mean(value: Any) -> MeanShare | None:
     if value is None:
         return None
@@ -421,32 +377,6 @@ def _mean(value: Any) -> MeanShare | None:
 _MOST_GROUP = 200
 
 
-def _query(value_of_field: Any, usual: QueryConfig) -> QueryConfig:
-    if not isinstance(value_of_field, Mapping):
-        raise UsageError("query must be an object such as {'tail': 4, 'layers': 'late'}")
-    query_fields = sorted(query_field.name for query_field in fields(QueryConfig))
-    if unknown := sorted(
-        str(key).encode("utf-8", "backslashreplace").decode() for key in value_of_field if key not in query_fields
-    ):
-        raise UsageError(f"unknown fields of query: {', '.join(unknown)}; there are {', '.join(query_fields)}")
-    return replace(usual, **{name: _query_value(name, value) for name, value in value_of_field.items()})
-
-
-def _query_value(name: str, value: Any) -> Any:
-    """Parse a field of `QueryConfig` by the type of its default."""
-    path, kind = f"query.{name}", type(getattr(QueryConfig(), name))
-    if name == "tail" and value is None:
-        return None
-    if not issubclass(kind, StrEnum):
-        return checked_whole(value, path)
-    if not isinstance(value, str) or value not in list(kind):
-        raise UsageError(f"{path} must be one of {', '.join(kind)}, not {value!r}")
-    return kind(value)
-
-
-_COMPARED = frozenset({"seed", "query"})
-"""Fields of `ReuseConfig` that a request may set besides those of `MethodRequest`, to compare variants of methods."""
-
 FIND = "find_chunks"
 """The field that says whether chunks are found in the prompt."""
 
@@ -462,7 +392,7 @@ _PROMOTION = ("promoted", "continued")
 _STORED_KINDS = (PartKind.CHUNK, PartKind.TURN)
 """Kinds of parts that are chunks to the connector."""
 
-SETTINGS = _COMPARED | {"method", "quality", "recompute_ratio", "check_layers", "alpha", "focus", "capture"}
+SETTINGS = frozenset({"method", "quality", "capture"})
 """Fields about the method, in requests and, as defaults, in the connector's extra config."""
 
 REQUEST_FIELDS = SETTINGS | {

@@ -48,7 +48,15 @@ from chunkweave.vllm.orders import (
 )
 from chunkweave.vllm.removal import FIRST_PASSES, FORGET, RemovalAnswers, RemovalOrder, Removed, removed_chunks
 from chunkweave.vllm.report_socket import STORE_TOKENS
-from chunkweave.vllm.request import FIND, Defaults, StoredPart, WeaveRequest, parse, parse_found, reads_only_of
+from chunkweave.vllm.request import (
+    FIND,
+    Defaults,
+    StoredPart,
+    WeaveRequest,
+    from_wire,
+    reads_only_of,
+    with_found_chunks,
+)
 from chunkweave.vllm.store_events import StoredMirror
 from chunkweave.vllm.waiting import Computation, PartToStore, PartWaits
 
@@ -169,7 +177,6 @@ class ConnectorScheduler:
         fingerprint: str,
         start: tuple[int, ...],
         defaults: Defaults,
-        num_layers: int | None = None,
         *,
         ranks: int = 1,
         window: int | None = None,
@@ -179,7 +186,7 @@ class ConnectorScheduler:
         finds: bool = False,
         make_finder: Callable[[], ChunkFinder] | None = None,
     ) -> None:
-        """`fingerprint` is the model's, part of every chunk id; `start` is the beginning of prompts, see `parse`.
+        """`fingerprint` is the model's, part of every chunk id; `start` is the beginning of prompts, see `from_wire`.
 
         `ranks` is the number of workers that share the heads, `window` the smallest one of layers whose blocks leave
         it. `lasting`: stores outlive their process. `waits` records what is being computed. `events`: make KV events.
@@ -192,7 +199,6 @@ class ConnectorScheduler:
         self._adapter_keys = AdapterKeys()
         self._start = start
         self._defaults = defaults
-        self._num_layers = num_layers
         self._ranks = ranks
         self._window = window
         self._lasting = lasting
@@ -296,11 +302,11 @@ class ConnectorScheduler:
         # cannot be read back, a weave must begin at 0, or its answer would depend on the contents of vLLM's own cache.
         long = self._weaves and self._window is not None and len(woven.prompt) > self._window
         # A method that reuses nothing ignores vLLM's own cache too: it is the reference for all others.
-        nothing = reuses_nothing(woven.method, woven.reuse)
+        nothing = reuses_nothing(woven.choice.made)
         exact = nothing or tracked.exact_method
         tracked.shared = len(woven.prompt) if exact else 0
         own_salt = f"{woven.salt}|{uuid4().hex}"
-        if nothing or woven.reads_only or asks_again(woven.method, woven.reuse) or (long and not exact):
+        if nothing or woven.reads_only or asks_again(woven.choice.made) or (long and not exact):
             keep_apart(request, own_salt)
         elif not exact:
             tracked.shared = self._exact_stop(tracked)
@@ -326,7 +332,7 @@ class ConnectorScheduler:
         """
         if request.mm_features:
             raise UsageError("its prompt has parts that are not text, such as images")
-        parse_this: Callable[..., WeaveRequest | None] = parse
+        read: Callable[..., WeaveRequest | None] = from_wire
         if isinstance(params, Mapping) and "chunks" not in params:
             finds = checked_flag(params.get(FIND, self._finds), FIND)
             if not finds and FIND in params:
@@ -335,15 +341,14 @@ class ConnectorScheduler:
                 raise UsageError(f"{FIND} needs a prompt of tokens that may be read from a cache")
             if finds:
                 self._finder = self._finder or self._make_finder()
-                parse_this = partial(parse_found, finder=self._finder)
-        woven = parse_this(
+                read = partial(with_found_chunks, finder=self._finder)
+        woven = read(
             params,
             request.prompt_token_ids or (),
             fingerprint=self._key(request),
             salt=request.cache_salt or "",
             start=self._start,
             defaults=self._defaults,
-            num_layers=self._num_layers,
         )
         if woven is None and reads_only_of(params):  # a short prompt: vLLM would keep its blocks
             keep_apart(request, uuid4().hex)
@@ -578,7 +583,7 @@ class ConnectorScheduler:
         is stored, because attention can only be read there. A method that reuses nothing is vLLM's own prefill.
         """
         request, parts = tracked.request, tracked.parts
-        if reuses_nothing(request.method, request.reuse) or not self._weaves:
+        if reuses_nothing(request.choice.made) or not self._weaves:
             return 0
         exact = sum(1 for _ in takewhile(self._stored.__contains__, tracked.segments))
         captured = request.kept.profiles or request.mean is not None
@@ -612,7 +617,7 @@ class ConnectorScheduler:
         sent them.
         """
         request, local = tracked.request, tracked.local
-        if not len(self._waits) or not self._weaves or reuses_nothing(request.method, request.reuse):
+        if not len(self._waits) or not self._weaves or reuses_nothing(request.choice.made):
             return False
         if request.mean is not None:
             return False

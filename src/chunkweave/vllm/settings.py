@@ -10,7 +10,6 @@ from chunkweave.config import (
     FindConfig,
     PluginConfig,
     RequestDefaults,
-    ReuseConfig,
     StoreConfig,
     WeaveConfig,
 )
@@ -24,7 +23,7 @@ from chunkweave.vllm.request import SETTINGS, Defaults
 REMOTE_URL_VARIABLE = "CHUNKWEAVE_REMOTE_URL"
 """Environment variable for `remote_url`: vLLM logs its config, and a URL may hold a password."""
 
-_GROUPS = (PluginConfig, StoreConfig, WeaveConfig, FindConfig, RequestDefaults, ReuseConfig, CaptureConfig)
+_GROUPS = (PluginConfig, StoreConfig, WeaveConfig, FindConfig, RequestDefaults, CaptureConfig)
 _KNOWN = {name: setting for kind in _GROUPS for name, setting in settings_at(kind, Place.CONNECTOR).items()}
 
 

@@ -218,7 +218,7 @@ class PartWaits:
         self._parts.release(request_id)
 
     def is_still_waiting(self, request_id: str) -> bool:
-        """Whether a waiting request continues to wait: all its owners run, and have not stored everything."""
+        """False when the wait timed out, an awaited request ended, or all awaited chunks are stored."""
         wait = self._waits.get(request_id)
         if wait is None or not self._is_in_time(wait) or not self._running.keys() >= set(wait.owners.values()):
             return False

@@ -585,7 +585,7 @@ class WeaveJob:
 
     @property
     def layer(self) -> int:
-        """The next layer to run: the number of layers run in the current pass."""
+        """Index of the next layer in the current pass; 0 between passes."""
         return 0 if self._running.done and not self._last_begun else self._running.layer
 
     @property

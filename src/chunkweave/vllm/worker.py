@@ -13,7 +13,7 @@ import torch
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.adaptive_methods import ContextMethod, method_for
 from chunkweave.planning.cost import MEASURED_BY_VLLM, CostModel, Loading, given_cost_model, stored_cost_model, too_slow
-from chunkweave.planning.method import make_method, without
+from chunkweave.planning.method import without
 from chunkweave.planning.method_choice import EXACT_METHODS
 from chunkweave.planning.outcome import check_layers_of, reasons_of, recompute_fraction
 from chunkweave.planning.plan import KVSource, Plan
@@ -356,7 +356,7 @@ class ConnectorWorker:
         return None
 
     def _usual_plan(self, request: WeaveRequest, lookup: PromptLookup) -> Plan:
-        return make_method(request.method, request.reuse).plan(lookup, self._layers.geometry)
+        return request.choice.made.plan(lookup, self._layers.geometry)
 
     def _counted(self) -> dict[str, object]:
         return {"store": store_counts(self._store), "eviction": eviction_order(self._store)}

@@ -12,10 +12,11 @@ from typing import Any, Self
 from chunkweave.conversation.answer import AnswerEnd, Choice, Durations, WholeChoices
 from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
+from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.method import reuses_nothing
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.types import CacheUse
-from chunkweave.vllm.request import CACHE, weave_params
+from chunkweave.vllm.request import WeaveRequest, to_wire
 from chunkweave_server.backend import Submission
 from chunkweave_server.errors import HttpError
 from chunkweave_server.vllm_backend.fleet import Fleet, Placed, Replica, ReplicaBusyError
@@ -95,7 +96,7 @@ class VllmAnswer:
         self._events = self._all()
         self._confirmed = not speculative
         self._prefilled_s: float | None = None
-        ahead = speculative and not reuses_nothing(prepared.choice.method, prepared.choice.reuse)
+        ahead = speculative and not reuses_nothing(prepared.choice.made)
         self._ahead = asyncio.create_task(self._prefill(), name="prefill ahead") if ahead else None
 
     @property
@@ -320,17 +321,22 @@ def _prompt(placed: Placed, max_tokens: int, *, counts_as_request: bool = True) 
     """The fields of a body that depend on the replica. `counts_as_request` is false for prefills ahead of a request."""
     prompt: dict[str, Any] = {"prompt": list(placed.prompt.token_ids), "max_tokens": max_tokens}
     prepared = placed.prepared
-    choice, cache = prepared.choice, prepared.request.cache
-    promotion = placed.arranged.promotion
-    params = weave_params(placed.prompt, choice, promotion, raisable=prepared.raisable, mean=prepared.mean)
-    if params is not None and cache is CacheUse.READ:
-        params[CACHE] = str(cache)
-    if params is None or cache is CacheUse.OFF:
+    cache = prepared.request.cache
+    params = to_wire(
+        WeaveRequest(
+            placed.prompt,
+            prepared.choice,
+            prepared.kept,
+            counts_as_request,
+            placed.arranged.promotion or Promotion(),
+            prepared.raisable,
+            prepared.mean,
+            reads_only=cache is CacheUse.READ,
+        )
+    )
+    if params is not None and cache is not CacheUse.OFF:
+        return {**prompt, "kv_transfer_params": {FIELD: params}}
+    if cache is not CacheUse.USE or reuses_nothing(prepared.choice.made):
         # A new salt, so that vLLM's own prefix cache is not used.
-        if cache is not CacheUse.USE or reuses_nothing(choice.method, choice.reuse):
-            prompt["cache_salt"] = f"{prepared.request.cache_salt}|{uuid.uuid4().hex}"
-        return prompt
-    return {
-        **prompt,
-        "kv_transfer_params": {FIELD: params if counts_as_request else {**params, "counts_as_request": False}},
-    }
+        prompt["cache_salt"] = f"{prepared.request.cache_salt}|{uuid.uuid4().hex}"
+    return prompt

@@ -309,7 +309,6 @@ class VllmBackend:
             self._flags.source,
             method=usual.method,
             quality=usual.quality,
-            reuse=settings.reuse,
             dtype=self._flags.value("--dtype"),
             adapter=self._flags.adapter,
         )

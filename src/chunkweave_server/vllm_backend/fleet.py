@@ -384,7 +384,7 @@ def _stored(prompt: Prompt) -> tuple[list[ChunkId], list[int]]:
 
 def _reusable(prompt: Prompt, choice: MethodChoice) -> tuple[list[ChunkId], list[int]]:
     """The stored parts that the method may reuse."""
-    return ([], []) if reuses_nothing(choice.method, choice.reuse) else _stored(prompt)
+    return ([], []) if reuses_nothing(choice.made) else _stored(prompt)
 
 
 def _failed(future: "asyncio.Future[None]") -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from chunkweave.config import ReuseConfig, is_hub_name
+from chunkweave.config import is_hub_name
 from chunkweave.errors import ModelNotFoundError, one_line
 from chunkweave.models.adapters import Adapter
 from chunkweave.models.gguf import models_folder
@@ -47,7 +47,6 @@ def chooser_for(
     *,
     method: str | None,
     quality: str | None,
-    reuse: ReuseConfig,
     dtype: str | None,
     adapter: Adapter | None = None,
 ) -> MethodChooser:
@@ -61,7 +60,7 @@ def chooser_for(
     """
     record = _calibration(Path(source), dtype, adapter)
     how = f"chunkweave calibrate {source}" + ("" if adapter is None else f" --adapter {adapter.folder}")
-    chooser = MethodChooser(MethodRequest.of(method, quality), reuse, record, how)
+    chooser = MethodChooser(MethodRequest.of(method, quality), record=record, how_to_calibrate=how)
     chooser.choose_usual()
     return chooser
 

@@ -303,7 +303,7 @@ def _object(text: str | bytes) -> dict[str, Any]:
 
 
 def refusal(status: int, body: bytes) -> UpstreamFailedError | HttpError:
-    """The error for an error response of vLLM: `HttpError` if the client can fix it."""
+    """Convert an error response of vLLM: 4xx becomes `HttpError`, 5xx `UpstreamFailedError`."""
     try:
         reply = json.loads(body)
     except ValueError:

@@ -1,12 +1,10 @@
 """`cacheblend`: recompute the tokens whose KV deviates most (CacheBlend §4.3, gradual filtering)."""
 
 from math import ceil
-from typing import ClassVar
 
 from chunkweave.config import ReuseConfig
 from chunkweave.planning.method import (
     RATIO_BUDGET,
-    MethodSettings,
     prefer_mean,
     required_spans,
     reuse_every_hit,
@@ -32,7 +30,6 @@ class CacheBlend:
     name = "cacheblend"
     budget = RATIO_BUDGET
     parameters = ("check_layers",)
-    settings: ClassVar[MethodSettings] = {"layer-2": {"check_layers": (2,)}}
 
     def __init__(self, config: ReuseConfig) -> None:
         self._ratio = config.recompute_ratio

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
-from typing import ClassVar
 
 from chunkweave.config import ReuseConfig
-from chunkweave.planning.method import ALPHA_BUDGET, MethodSettings, exact_part, required_spans
+from chunkweave.planning.method import ALPHA_BUDGET, exact_part, required_spans
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, RecomputeScore, StopUnfocused
 from chunkweave.planning.scores import LEAST_CHUNKS, coverage, order_penalty, prefix_overlap, recompute_share
 from chunkweave.prompt.parts import PartKind
@@ -51,7 +50,6 @@ class CacheCraft:
     name = "cachecraft"
     budget = ALPHA_BUDGET
     parameters = ("focus",)
-    settings: ClassVar[MethodSettings] = {"no-focus": {"focus": False}}
     needs_profiles = True
 
     def __init__(self, config: ReuseConfig) -> None:
