@@ -25,7 +25,7 @@ def nothing_is_held(served: Served) -> bool:
     [
         ([[1, 5]], "chunkweave must be an object"),
         ({"chunks": [[1, 500]]}, "the last chunk ends at 500"),
-        ({"chunks": [[1, 5]], "seed": math.inf}, "seed must be a whole number"),
+        ({"chunks": [[1, 5]], "neutral": math.inf}, "neutral must be a whole number"),
         ({"chunks": [[1, 5]], "method": "cacheblend:layers=4"}, "layer 4, but the model has 4 layers"),
     ],
     ids=["no object", "beyond the prompt", "not in JSON", "not in the model"],

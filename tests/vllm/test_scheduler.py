@@ -634,13 +634,13 @@ def test_full_waits_for_no_lookup_and_keeps_nothing_where_it_alone_answers(usual
 
 
 def test_what_is_recomputed_in_two_rounds_shares_no_blocks_at_all(side):
-    def salt(name, rounds):
-        request = by("query", query={"rounds": rounds}, name=name)
+    def salt(name, method):
+        request = by(method, name=name)
         side.add(request)
         return request.cache_salt
 
-    assert salt("a", 1) == salt("b", 1)
-    assert salt("c", 2) != salt("d", 2)
+    assert salt("a", "query") == salt("b", "query")
+    assert salt("c", "query:two-rounds") != salt("d", "query:two-rounds")
 
 
 def test_a_request_that_is_not_woven_counts_when_it_first_gets_blocks(side):
