@@ -1,4 +1,4 @@
-"""`chunkweave ask`: questions over documents or a corpus, and with `--explain` the plan of each answer."""
+"""`chunkweave ask`: questions over documents or a corpus, and with `--explain` the whole report of each answer."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,6 @@ import typer
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from chunkweave.cli.console import (
     Output,
@@ -33,12 +32,11 @@ from chunkweave.cli.options import (
 )
 from chunkweave.config import SamplingParams, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.metrics import ReuseReport, parameter_text
+from chunkweave.metrics import ChunkReport, ReuseReport, parameter_text
 from chunkweave.models.gguf import READER_CANNOT_READ, READER_TOKENS_A_WORD, is_bundled_reader
-from chunkweave.planning.outcome import PartExplanation, PlanExplanation
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.tokenizer import tokens_a_word
-from chunkweave.types import Chunk, Span
+from chunkweave.types import Chunk
 
 if TYPE_CHECKING:
     from chunkweave.conversation.answer import Answer, StreamEvent
@@ -96,7 +94,10 @@ def ask(
         typer.Option("--precompute", help="Compute all chunks of the questions ahead, so that any order reuses them."),
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show the plan: each part's KV source, and which tokens were computed.")
+        bool,
+        typer.Option(
+            "--explain", help="Show the whole report, with the KV source of each part."
+        ),
     ] = False,
     output: Output,
 ) -> None:
@@ -132,10 +133,7 @@ def ask(
             answer_aloud(engine, replace(base, question=question, chunks=source.chunks), output, explain=explain)
             for question, source in zip(questions_asked, over, strict=True)
         ]
-    answer_dicts = [
-        answer_dict(question, answer, explain=explain)
-        for question, answer in zip(questions_asked, answers, strict=True)
-    ]
+    answer_dicts = [answer_dict(question, answer) for question, answer in zip(questions_asked, answers, strict=True)]
     for fields, source in zip(answer_dicts, over, strict=True):
         if source.retrieved is not None:
             fields["retrieved"] = [chunk.as_dict() for chunk in source.retrieved]
@@ -174,11 +172,11 @@ def computing(engine: "Engine", chunks: Sequence[Chunk]) -> str:
 
 
 def answer_aloud(engine: "Engine", request: "Request", output: Output, *, explain: bool = False) -> "Answer":
-    """Stream one answer to stdout, then print its report, or with `explain` its whole plan."""
+    """Stream one answer to stdout, then print a summary of its report, or with `explain` all of it."""
     output.show_text(f"> {request.question}\n")
     answer = spoken(engine.stream(request), output)
     output.show_text("\n\n")
-    described = explanation(answer.explanation, answer.report) if explain else reuse_summary(answer.report)
+    described = explanation(answer.report) if explain else reuse_summary(answer.report)
     output.show(described, "")
     return answer
 
@@ -207,15 +205,14 @@ def spoken(events: "Iterable[StreamEvent]", output: Output) -> "Answer":
     return answer
 
 
-def answer_dict(question: str, answer: "Answer", *, explain: bool = False) -> dict[str, Any]:
+def answer_dict(question: str, answer: "Answer") -> dict[str, Any]:
     """One answer, JSON-able."""
-    summary = {
+    return {
         "question": question,
         "answer": answer.text,
         "finish_reason": answer.finish_reason,
         "report": answer.report.as_dict(),
     }
-    return {**summary, "plan": answer.explanation.as_dict()} if explain else summary
 
 
 def _documents_first(docs: Sequence[Path], arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -241,65 +238,42 @@ def _exists(text: str) -> bool:
         return False
 
 
-def explanation(plan: PlanExplanation, report: ReuseReport) -> RenderableType:
-    """The whole plan: totals, parts, passes, times."""
-    lines: list[RenderableType] = [token_line(report), part_table(plan.parts)]
+def explanation(report: ReuseReport) -> RenderableType:
+    """The whole report: totals, parts, times."""
+    lines: list[RenderableType] = [token_line(report), chunk_table(report.chunks)]
     if report.parameters:
         lines.insert(1, ", ".join(f"{name} {parameter_text(value)}" for name, value in report.parameters.items()))
-    for place, words in enumerate(plan.passes, start=1):
-        lines.append(f"pass {place} of {len(plan.passes)}: {words}")
-    if plan.stop is not None:
-        focused = [
-            part.source for part in plan.parts if Span(part.start, part.start + part.tokens) in plan.stop.focused
-        ]
-        names = ", ".join(focused) or "none"
-        lines.append(Text(f"stopped at layer {plan.stop.layer} of {plan.num_layers}; focused: {names}"))
+    if report.check_layers:
+        lines.append(f"tokens chosen at layer {', '.join(map(str, report.check_layers))}")
+    if report.stopped_at_layer is not None:
+        lines.append(f"from layer {report.stopped_at_layer} on only chunks that the question attends to")
     lines.append(f"recomputed share of the reused chunks' work: {report.recompute_fraction:.3f}")
     lines.append(times(report))
     return Group(*lines)
 
 
-def part_table(parts: Sequence[PartExplanation]) -> Table:
-    """One row per part."""
+def chunk_table(chunks: Sequence[ChunkReport]) -> Table:
+    """One row per part that can be stored."""
     return table_of(
-        parts,
-        ("part", lambda part: escape(part.source)),
-        ("tokens", lambda part: str(part.tokens)),
-        ("KV source", lambda part: str(part.kv_source)),
-        ("variant", lambda part: escape(variant_words(part))),
-        ("CCI", lambda part: _score(part.cci)),
-        ("overlap", lambda part: _score(part.overlap)),
-        ("CFO", lambda part: _score(part.cfo)),
-        ("recomputed", _recomputed),
+        chunks,
+        ("part", lambda chunk: escape(chunk.source)),
+        ("tokens", lambda chunk: str(chunk.tokens)),
+        ("KV source", lambda chunk: chunk.kv_source),
+        ("tier", lambda chunk: chunk.tier or "-"),
+        ("variant", variant_text),
+        ("CCI", lambda chunk: _score(chunk, "cci")),
+        ("overlap", lambda chunk: _score(chunk, "overlap")),
+        ("CFO", lambda chunk: _score(chunk, "cfo")),
+        ("recomputed", lambda chunk: str(chunk.recomputed_tokens) if chunk.kv_source == KVSource.REUSED else "-"),
     )
 
 
-def variant_words(part: PartExplanation) -> str:
-    """The segment that was reused, and the context that it was computed in.
-
-    >>> variant_words(PartExplanation("chunk", "a", 0, 9, KVSource.REUSED, "d3f0" * 8, ("b", "c")))
-    'd3f0d3f0 in context of 2 chunks (b, c)'
-    >>> variant_words(PartExplanation("chunk", "a", 0, 9, KVSource.REUSED, "d3f0" * 8, ("b", "c"), contexts=2))
-    'd3f0d3f0 mean over 2 contexts of 2 chunks (b, c)'
-    """
-    if part.variant is None:
+def variant_text(chunk: ChunkReport) -> str:
+    """The beginning of the reused segment's id, and how many contexts it is a mean over."""
+    if chunk.variant is None:
         return "-"
-    if part.context is None:
-        return part.variant[:8]
-    if not part.context:
-        return f"{part.variant[:8]} {'alone' if part.alone else 'as first chunk'}"
-    count = f"{len(part.context)} chunk{'s' if len(part.context) > 1 else ''}"
-    where = f"mean over {part.contexts} contexts of" if part.contexts else "in context of"
-    return f"{part.variant[:8]} {where} {count} ({', '.join(part.context)})"
+    return f"{chunk.variant[:8]}, a mean over {chunk.contexts} contexts" if chunk.contexts else chunk.variant[:8]
 
 
-def _score(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _recomputed(part: PartExplanation) -> str:
-    if part.kv_source is not KVSource.REUSED:
-        return "all" if part.kv_source is KVSource.COMPUTED else "-"
-    below = sum(len(span) for span in part.partly)
-    stopped = f" + {below} below layer {part.stopped_at_layer}" if below else ""
-    return f"{part.recomputed_tokens}{stopped}"
+def _score(chunk: ChunkReport, name: str) -> str:
+    return f"{chunk.reasons[name]:.2f}" if name in chunk.reasons else "-"

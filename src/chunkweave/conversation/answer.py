@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol, TypeVar
@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 from chunkweave.metrics import ChunkReport, ReuseReport
 from chunkweave.ordering.arrangement import Arranged
 from chunkweave.planning.method_choice import MethodChoice
-from chunkweave.planning.outcome import PlanExplanation
 from chunkweave.prompt.parts import Prompt, PromptPart
 from chunkweave.types import SegmentId, spans_of
 
@@ -18,8 +17,6 @@ from chunkweave.types import SegmentId, spans_of
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The text, its token ids, the finish reason (`stop` or `length`), and the reuse report.
-
-    `explain` makes the `explanation`.
 
     >>> from chunkweave import Chunk, Engine
     >>> choir = Chunk("The Selmond Choir is led by Otto Gunmark. There are 112 singers in all.", source="choir")
@@ -33,12 +30,6 @@ class Answer:
     token_ids: tuple[int, ...]
     finish_reason: str
     report: ReuseReport
-    explain: Callable[[], PlanExplanation] = field(repr=False, compare=False)
-
-    @property
-    def explanation(self) -> PlanExplanation:
-        """The plan part by part, with reasons; made at each call, because few callers read it."""
-        return self.explain()
 
 
 Choice = dict[str, Any]

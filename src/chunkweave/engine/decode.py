@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from chunkweave.ordering.arrangement import Arranged
 from chunkweave.planning.method_choice import MethodChoice
 from chunkweave.planning.outcome import (
     check_layers_of,
-    explain_plan,
     full_prefill_flops,
     prefill_flops,
     reasons_of,
@@ -176,11 +174,6 @@ class DecodeState:
         self._tokenizer = tokenizer
         self._logprobs: list[_TokenLogprobs] = []
         self._tiers = {segment: store.tier_of(segment) or "host" for segment in prefilled.plan.segments()}
-        self._records = {
-            segment: record
-            for segment in prefilled.plan.segments()
-            if (record := store.record(segment)) is not None  # it may be evicted by now
-        }
         self._computed = 0
         self._drafts: Drafts | None = None
         self._drafted = self._accepted = 0
@@ -312,7 +305,7 @@ class DecodeState:
         return self._detokenizer.finish()
 
     def answer(self, geometry: Geometry, durations: Durations) -> Answer:
-        """The whole answer, with its report and an explanation of its plan."""
+        """The whole answer, with its report."""
         prepared = self._prepared
         report = make_report(
             self.prefilled,
@@ -324,16 +317,8 @@ class DecodeState:
             prepared.arranged,
             not_sent=prepared.not_sent,
         )
-        explain = partial(
-            explain_plan,
-            self.prefilled.plan,
-            num_layers=geometry.num_layers,
-            recomputed=self.prefilled.recomputed,
-            records=self._records,
-            stop=self.prefilled.stop,
-        )
         report = replace(report, draft_tokens=self._drafted, accepted_tokens=self._accepted)
-        return Answer(self.text, tuple(self.token_ids), self.finish_reason or "length", report, explain)
+        return Answer(self.text, tuple(self.token_ids), self.finish_reason or "length", report)
 
 
 def make_report(

@@ -1,14 +1,9 @@
-"""The outcome of a plan: work and FLOPs of each layer, and an explanation of each part of the prompt."""
+"""The outcome of a plan: work and FLOPs of each layer, and why tokens were recomputed."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import chain
-from typing import Any
+from dataclasses import dataclass
 
-from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan
-from chunkweave.prompt.parts import PartKind
-from chunkweave.store.records import SegmentRecord
-from chunkweave.types import ChunkId, Geometry, SegmentId, Span
+from chunkweave.planning.plan import KVSource, PartPlan, Plan
+from chunkweave.types import Geometry, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +84,6 @@ def check_layers_of(plan: Plan) -> tuple[int, ...]:
     return tuple(sorted({rule.layer for pass_ in plan.passes for rule in pass_.keep_top}))
 
 
-_NEUTRAL = "neutral passages"
-_SHOWN_ID = 8
-"""Digits of an id shown for a chunk without a name in this prompt."""
-
-
 @dataclass(frozen=True, slots=True)
 class Stop:
     """The end of recomputing unfocused chunks: from `layer` on, the tokens `dropped` were not active.
@@ -109,139 +99,3 @@ class Stop:
     def layer_if_dropped(self) -> int | None:
         """`layer`, if any tokens were dropped; else None."""
         return self.layer if self.dropped else None
-
-
-@dataclass(frozen=True, slots=True)
-class PartExplanation:
-    """One part of the prompt: the source of its KV, why, and which of its tokens were recomputed.
-
-    Spans are relative to the part's start. `context` names the chunks before the variant when it was computed (None if
-    unknown); for a mean, those of all its `contexts`. `alone`: only BOS was before it. `recomputed` tokens were active
-    up to the last layer, `partly` only below `stopped_at_layer`. `cci`, `overlap` and `cfo` are the method's scores, if
-    any (Cache-Craft §3.1-3.2).
-    """
-
-    kind: PartKind
-    source: str
-    start: int
-    tokens: int
-    kv_source: KVSource
-    variant: SegmentId | None = None
-    context: tuple[str, ...] | None = None
-    alone: bool = False
-    cci: float | None = None
-    overlap: float | None = None
-    cfo: float | None = None
-    recomputed: tuple[Span, ...] = ()
-    partly: tuple[Span, ...] = ()
-    stopped_at_layer: int | None = None
-    contexts: int = 0
-
-    @property
-    def recomputed_tokens(self) -> int:
-        """Tokens that were recomputed up to the last layer."""
-        return sum(len(span) for span in self.recomputed)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanExplanation:
-    """All parts in order, and the passes in words."""
-
-    method: str
-    num_layers: int
-    parts: tuple[PartExplanation, ...]
-    passes: tuple[str, ...]
-    stop: Stop | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-compatible values."""
-        return asdict(self)
-
-
-def explain_plan(
-    plan: Plan,
-    *,
-    num_layers: int,
-    recomputed: Sequence[Span],
-    records: Mapping[SegmentId, SegmentRecord],
-    stop: Stop | None = None,
-) -> PlanExplanation:
-    """Explain a plan and what was done.
-
-    Args:
-        plan: as the method made it.
-        num_layers: of the model.
-        recomputed: positions of reused parts that were active at the last layer.
-        records: records of the plan's segments; a missing one has an unknown context.
-        stop: where unfocused chunks were dropped, if they were.
-    """
-    names = {part.part.id: part.part.source or str(part.part.kind) for part in plan.parts}
-    instructions = {part.part.id for part in plan.parts if part.part.kind is PartKind.SYSTEM}
-    parts = []
-    for part in plan.parts:
-        record = records.get(part.segment) if part.segment is not None else None
-        partly = _inside(part.span, stop.dropped) if stop is not None else ()
-        score = part.score
-        parts.append(
-            PartExplanation(
-                kind=part.part.kind,
-                source=part.part.source or str(part.part.kind),
-                start=part.span.start,
-                tokens=len(part.span),
-                kv_source=part.kv_source,
-                variant=part.segment,
-                context=None if record is None else _context(record, names, instructions),
-                alone=record is not None and record.alone,
-                cci=None if score is None else score.cci,
-                overlap=None if score is None else score.overlap,
-                cfo=None if score is None else score.cfo,
-                recomputed=_inside(part.span, recomputed),
-                partly=partly,
-                stopped_at_layer=stop.layer if stop is not None and partly else None,
-                contexts=0 if record is None else len(record.contexts),
-            )
-        )
-    return PlanExplanation(plan.method, num_layers, tuple(parts), tuple(map(describe_pass, plan.passes)), stop)
-
-
-def describe_pass(pass_: Pass) -> str:
-    """A pass in words.
-
-    >>> describe_pass(Pass((Span(0, 7),)))
-    '7 tokens at every layer'
-    """
-    phrases = [f"{pass_.required_tokens} tokens at every layer"]
-    if pass_.candidates:
-        phrases.append(f"{pass_.starting_tokens} more from layer 0 on")
-    if pass_.start is not None:
-        phrases.append(f"those of {pass_.candidate_tokens} with the most question attention in the pass before")
-    phrases += [
-        f"of these the {rule.count} with the most {str(rule.by).replace('_', ' ')} from layer {rule.layer} on"
-        for rule in pass_.keep_top
-    ]
-    if pass_.stop_unfocused is not None:
-        phrases.append(f"only focused chunks continue once {pass_.stop_unfocused.window} layers agree which they are")
-    if pass_.watch is not None:
-        phrases.append("the question's attention is summed up for the next pass")
-    return "; ".join(phrases)
-
-
-def _context(
-    record: SegmentRecord, names: Mapping[ChunkId | None, str], instructions: Collection[ChunkId | None]
-) -> tuple[str, ...]:
-    """Names of the chunks before a segment when it was computed; a chunk outside this prompt is named by its id's
-    start.
-    """
-    if record.neutral:
-        return (_NEUTRAL,)
-    context: Sequence[ChunkId] = record.attention.chunks if record.attention is not None else record.context
-    if record.contexts:
-        read = context if record.attention is not None else chain(*record.contexts)
-        context = tuple(dict.fromkeys(read))
-    return tuple(names.get(chunk, chunk[:_SHOWN_ID]) for chunk in context if chunk not in instructions)
-
-
-def _inside(part: Span, spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The intersection of `spans` with `part`, relative to its start."""
-    cut = (span.within(part.start, part.stop) for span in spans)
-    return tuple(Span(span.start - part.start, span.stop - part.start) for span in cut if span)
