@@ -95,9 +95,7 @@ def ask(
     ] = False,
     explain: Annotated[
         bool,
-        typer.Option(
-            "--explain", help="Show the whole report, with the KV source of each part."
-        ),
+        typer.Option("--explain", help="Show the whole report, with the KV source of each part."),
     ] = False,
     output: Output,
 ) -> None:
