@@ -12,9 +12,12 @@ VLLM = find_spec("vllm") is not None
 collect_ignore_glob = [] if VLLM else ["*.py"]
 
 if VLLM:
-    from tests.vllm.environment import ENVIRONMENT
+    from tests.vllm.environment import ENVIRONMENT, RUNNER_V2
+    from tests.vllm.forked import fork_instead_of_spawning
 
     os.environ.update(ENVIRONMENT)  # some of it is read when vLLM is imported
+    if not RUNNER_V2:  # Triton's interpreter is not tried behind a fork
+        fork_instead_of_spawning()
 
 
 def pytest_configure(config: pytest.Config) -> None:
