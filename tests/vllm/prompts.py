@@ -1,7 +1,7 @@
 """Prompts of random chunks: no two tests share one, so that tests may share a server."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -76,7 +76,7 @@ class Scenario:
     def precompute(self, served: Served, **more: Any) -> None:
         """One after the other: what a request stores, the next one may find. `more` is what requests say besides."""
         for prompt in self.first_prompts:
-            served.answer(prompt.ask("prefix", **more))
+            served.answer(replace(prompt.ask("prefix", **more), top=None))
 
     def pieces(self, reference: Reference) -> list[Piece]:
         pieces = [Piece((BOS,))]

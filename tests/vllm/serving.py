@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import LLM, SamplingParams, envs
-from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 
@@ -66,6 +66,7 @@ class Served:
                 "kv_connector_extra_config": {"method_file": METHOD_FILES, **(extra or {})},
             }
             options["worker_extension_cls"] = "tests.vllm.worker_probe.WorkerProbe"
+        gc.freeze()  # vLLM collects four times while it starts: without all that was there before
         self.llm = LLM(
             str(folder),
             **{
@@ -149,7 +150,8 @@ class Served:
         del self.llm
         gc.collect()
         if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
-            cleanup_dist_env_and_memory()
+            destroy_model_parallel()
+            destroy_distributed_environment()
 
 
 IN_PROCESS: dict[str, Any] = {
@@ -203,7 +205,6 @@ def got(output: Any) -> Got:
     (answer,) = output.outputs
     rows = torch.full((len(answer.token_ids), VOCAB), float("nan"))
     for row, entries in zip(rows, answer.logprobs or [{}] * len(rows), strict=True):
-        for token, entry in entries.items():
-            row[token] = entry.logprob
+        row[list(entries)] = torch.tensor([entry.logprob for entry in entries.values()])
     report = (output.kv_transfer_params or {}).get("chunkweave")
     return Got(list(answer.token_ids), rows, report)
