@@ -89,12 +89,11 @@ def test_one_that_has_no_place_is_computed_by_vllm(checkpoint, unplugged, adapte
         assert (got[name].log_probs - wanted.log_probs).abs().max().item() <= TOLERANCE
 
 
-def test_changed_files_are_never_reused(checkpoint, make_adapter, tmp_path):
-    with serving(checkpoint("llama"), **OPTIONS) as served:
-        lora = LoRARequest("changing", 1, str(make_adapter(tmp_path / "one", 5)))
-        scenario = computed_alone()
-        stored(served, scenario, lora)
-        make_adapter(tmp_path / "other", 6)
-        (tmp_path / "other" / "adapter_model.safetensors").rename(tmp_path / "one" / "adapter_model.safetensors")
-        report = served.answer(replace(scenario.prompt.ask("full-reuse"), lora=lora))[0].report
-        assert "have changed since its first request" in report["error"]
+def test_changed_files_are_never_reused(adapted, make_adapter, tmp_path):
+    lora = LoRARequest("changing", 3, str(make_adapter(tmp_path / "one", 5)))
+    scenario = computed_alone()
+    stored(adapted, scenario, lora)
+    make_adapter(tmp_path / "other", 6)
+    (tmp_path / "other" / "adapter_model.safetensors").rename(tmp_path / "one" / "adapter_model.safetensors")
+    report = adapted.answer(replace(scenario.prompt.ask("full-reuse"), lora=lora))[0].report
+    assert "have changed since its first request" in report["error"]

@@ -1,6 +1,7 @@
 """Means over several contexts inside vLLM, against the KV that follows by hand from a checkpoint's weights."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -16,7 +17,7 @@ from tests.vllm.serving import TWO_RANKS, Ask, Got, Served, serving
 
 TOLERANCE = 5e-4
 WAYS = {
-    "llama-sliced": ("llama", SLICED),
+    "llama-sliced": ("llama", {}),
     "qwen3-uncached": ("qwen3", {"enable_prefix_caching": False}),
     "two-ranks": ("llama", {**SLICED, **TWO_RANKS}),
     "windows": ("gemma3_text", SLICED),
@@ -77,19 +78,19 @@ class Corpus:
 
 @pytest.fixture(scope="module", params=WAYS)
 def way(request, checkpoint):
-    """A server, and what its model computes by hand."""
+    """A server, the shared one if it has no options, and what its model computes by hand."""
     family, options = WAYS[request.param]
     folder = checkpoint(family)
-    with serving(folder, **options) as served:
+    server = serving(folder, **options) if options else nullcontext(request.getfixturevalue("sliced"))
+    with server as served:
         assert all(state["weaves"] for state in served.worker("chunkweave_state"))
         yield served, reference_of(folder)
         assert all(served.worker("chunkweave_check"))
 
 
 @pytest.fixture(scope="module")
-def served(checkpoint):
-    with serving(checkpoint("llama"), **SLICED) as running:
-        yield running
+def served(sliced):
+    return sliced
 
 
 def stored(served: Served, chunk: Chunk) -> list[dict]:
