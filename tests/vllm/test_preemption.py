@@ -8,7 +8,7 @@ from tests.vllm.conftest import SLICED
 from tests.vllm.prompts import Scenario, computed_alone, computed_in_context, one_missing
 from tests.vllm.serving import alike, serving
 
-NEW_TOKENS = 90
+NEW_TOKENS = 48
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["prefix-caching", "no-prefix-caching"])
