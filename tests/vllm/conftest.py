@@ -54,6 +54,28 @@ def sliced(checkpoint):
         yield served
 
 
+@pytest.fixture(scope="session")
+def front_folder(tmp_path_factory):
+    """Where the front that most tests share keeps KV (`kv`), documents (`data`) and what it says (`front.log`)."""
+    return tmp_path_factory.mktemp("front")
+
+
+@pytest.fixture(scope="session")
+def front(front_folder):
+    """The front that most tests share; they tell theirs apart by salt, or by texts that no other test sends (`told`).
+
+    Its usual method reads attention profiles, so that chunks are captured while they are computed.
+    """
+    from tests.vllm.fronts import front_process
+
+    options = ("--cache-dir", str(front_folder / "kv"), "--data-dir", str(front_folder / "data"))
+    options += ("--host-budget", "256MiB", "--policy", "pgdsf", "--method", "cachecraft")
+    options += ("--context-count=2", "--context-tokens=40")
+    options += ("--replica-env", "0:VLLM_SERVER_DEV_MODE=1")  # has /reset_prefix_cache
+    with front_process(front_folder, *options) as running:
+        yield running
+
+
 @pytest.fixture(scope="module")
 def client(front):
     """OpenAI's client of a module's front."""

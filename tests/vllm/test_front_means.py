@@ -16,12 +16,13 @@ from chunkweave.store.records import SegmentRecord
 from chunkweave.tiers.segment_header import parse_header
 from chunkweave.types import Chunk, ChunkId
 from tests.server.conftest import wait_until
-from tests.vllm.fronts import PASSAGES, QUESTION, FrontProcess, ask, front_process, told
+from tests.vllm.fronts import PASSAGES, QUESTION, FrontProcess, ask, told
 
 TOLERANCE = 2e-3
 """Of log-probabilities: two engines' sums are rounded otherwise."""
 
 CONTEXTS = {"context_count": 2, "context_tokens": 40}
+"""Of the front that most tests share."""
 MORE = [
     "The Halvik Ferry leaves at seven and at noon. It is steered by Ada Lindqvist.",
     "The Lune Bridge was opened in 1874. Its toll keeper is Per Sandahl.",
@@ -29,19 +30,6 @@ MORE = [
 ]
 SIX = (*PASSAGES, *MORE)
 REUSE = {"method": "full-reuse", "order": "fixed"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("means")
-
-
-@pytest.fixture(scope="module")
-def front(folder):
-    options = ["--cache-dir", str(folder / "kv"), "--data-dir", str(folder / "data"), "--host-budget", "256MiB"]
-    options += [f"--{name.replace('_', '-')}={value}" for name, value in CONTEXTS.items()]
-    with front_process(folder, *options, "--block-size", "16") as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +79,7 @@ def own_log_probs(engine: Engine, texts: Sequence[str]) -> torch.Tensor:
     return torch.log_softmax(prefilled.logits.float(), -1)
 
 
-def test_what_is_warmed_and_asked_for_in_another_order_is_as_by_the_library(front, engine, folder):
+def test_what_is_warmed_and_asked_for_in_another_order_is_as_by_the_library(front, engine, front_folder):
     texts = told("in May", SIX)
     assert warm(front, texts) == {"chunks": len(texts), "computed": len(texts)}
     assert engine.precompute(texts) == len(texts)
@@ -113,13 +101,13 @@ def test_what_is_warmed_and_asked_for_in_another_order_is_as_by_the_library(fron
     assert apart > 10 * TOLERANCE, "behind neutral passages it is another one"
 
 
-def test_one_mean_is_left_of_each_chunk_as_in_the_librarys_store(front, engine, folder):
+def test_one_mean_is_left_of_each_chunk_as_in_the_librarys_store(front, engine, front_folder):
     texts = told("in June", SIX)
     chunks = ids_of(engine, texts)
     warm(front, texts)
     engine.precompute(texts)
     own = {record.chunk_id: record for record in engine.store.records() if record.chunk_id in chunks}
-    found = written(folder, chunks)
+    found = written(front_folder, chunks)
     assert Counter(record.chunk_id for record in found) == Counter(chunks), "first passes are removed at the end"
     for record in found:
         assert (record.exact, len(record.contexts)) == (False, CONTEXTS["context_count"])
@@ -128,7 +116,7 @@ def test_one_mean_is_left_of_each_chunk_as_in_the_librarys_store(front, engine, 
     assert warm(front, texts) == {"chunks": len(texts), "computed": 0}
     assert warm(front, texts[:3]) == {"chunks": 3, "computed": 0}
     assert prompts(front.get("/metrics")) - prompts(before) == 2, "a question about each call's chunks is all"
-    assert written(folder, chunks) == found
+    assert written(front_folder, chunks) == found
 
 
 def prompts(metrics: str) -> float:
@@ -136,35 +124,11 @@ def prompts(metrics: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def test_a_new_document_is_computed_behind_those_that_are_there(front, engine, folder):
+def test_a_new_document_is_computed_behind_those_that_are_there(front, engine, front_folder):
     texts = told("in July", SIX)
     warm(front, texts[:-1])
     assert warm(front, texts) == {"chunks": len(texts), "computed": 1}
-    (new,) = written(folder, ids_of(engine, texts[-1:]))
+    (new,) = written(front_folder, ids_of(engine, texts[-1:]))
     assert new.contexts
     answer = ask(front.client, texts[::-1], reuse=REUSE)
     assert {chunk["kv_source"] for chunk in answer.model_extra["chunkweave"]["chunks"]} == {"reused"}
-
-
-def sources(front: FrontProcess, texts: Sequence[str]) -> list[str]:
-    report = ask(front.client, list(texts), reuse=REUSE).model_extra["chunkweave"]
-    return [chunk["kv_source"] for chunk in report["chunks"]]
-
-
-def test_nothing_that_has_read_a_deleted_document_is_reused_also_after_a_restart(front, engine, folder):
-    texts = told("in August", SIX)
-    chunks = ids_of(engine, texts)
-    warm(front, texts)
-    readers = {record.chunk_id for record in written(folder, chunks) if chunks[0] in record.sources}
-    assert readers
-    done = front.clear(documents=texts[:1])
-    assert (done.status_code, done.json()["segments_removed"] > len(readers)) == (200, True), done.text
-    left = written(folder, chunks)
-    assert {record.chunk_id for record in left} == set(chunks[1:]) - readers, "nothing else is touched"
-    assert not any(chunks[0] in record.sources for record in on_disk(folder))
-    front.restart_server()
-    for text, chunk in zip(texts, chunks, strict=True):
-        assert sources(front, [text]) == ["computed" if chunk in {chunks[0], *readers} else "reused"], text
-    assert warm(front, texts[1:])["computed"] == len(readers)
-    assert sources(front, texts[:0:-1]) == ["reused"] * 5
-    assert not any(chunks[0] in record.sources for record in on_disk(folder))

@@ -9,7 +9,7 @@ from chunkweave.models.gguf import checkpoint_folder
 from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.prompt.template import template_for
 from chunkweave_server.vllm_backend.prepare import load_tokenizer
-from tests.vllm.fronts import PASSAGES, QUESTION, FrontProcess, ask, front_process, told
+from tests.vllm.fronts import PASSAGES, QUESTION, FrontProcess, ask, told
 
 BLOCK_SIZE = 32
 COUNTS = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
@@ -26,15 +26,6 @@ def fresh() -> list[str]:
 def builder() -> PromptBuilder:
     tokenizer = load_tokenizer(str(checkpoint_folder("reader")), {})
     return PromptBuilder(tokenizer, template_for(tokenizer), "test")
-
-
-@pytest.fixture(scope="module")
-def front(tmp_path_factory):
-    """Its usual method reads attention profiles, so that chunks are captured while they are computed."""
-    folder = tmp_path_factory.mktemp("front")
-    options = ("--method", "cachecraft", "--replica-env", "0:VLLM_SERVER_DEV_MODE=1")  # has /reset_prefix_cache
-    with front_process(folder, *options, "--connector", "host_budget=1GiB") as running:
-        yield running
 
 
 def report_of(answer) -> dict:

@@ -1,36 +1,20 @@
 """What is deleted over HTTP is reused by no later answer of real vLLM servers, in any tier, restarts included."""
 
 import re
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from chunkweave import Engine
 from chunkweave.vllm.releases import vllm_version
 from chunkweave_server.vllm_backend.removal import JOURNAL_FILE
-from tests.server.conftest import wait_until
 from tests.vllm.fronts import QUESTION, FrontProcess, ask, front_process, told
+from tests.vllm.test_front_means import SIX, ids_of, on_disk, warm, written
 
 EXACT = {"method": "prefix", "order": "fixed"}
 WOVEN = {"method": "full-reuse", "order": "fixed"}
 TENANTS = "salt of another"
-
-
-def options(folder: Path) -> tuple[str, ...]:
-    """With small blocks: `prefix` and vLLM's own cache give whole ones."""
-    folders = ("--cache-dir", str(folder / "kv"), "--data-dir", str(folder / "data"))
-    return (*folders, "--host-budget", "256MiB", "--block-size", "16")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("removal")
-
-
-@pytest.fixture(scope="module")
-def front(folder):
-    with front_process(folder, *options(folder)) as running:
-        yield running
 
 
 def local_hits(front: FrontProcess) -> float:
@@ -53,15 +37,14 @@ def store(front: FrontProcess, folder: Path, passages: list[str], **more) -> Non
         ask(front.client, [passage], reuse=EXACT, **more)
     ask(front.client, passages, reuse=EXACT, **more)
     ask(front.client, passages[::-1], reuse=WOVEN, **more)
-    wait_until(lambda: bool(list((folder / "kv").rglob("*.safetensors"))), 30)
-    time.sleep(1)
+    written(folder, ())
     assert found(front, passages, **more) > 0
 
 
-def test_nothing_of_a_cleared_document_is_reused_and_others_are(front, folder):
-    passages = told("in May")
-    store(front, folder, passages)
-    store(front, folder, passages, cache_salt=TENANTS)
+def test_nothing_of_a_cleared_document_is_reused_and_others_are(front, front_folder):
+    passages = told("in spring")
+    store(front, front_folder, passages)
+    store(front, front_folder, passages, cache_salt=TENANTS)
     before = local_hits(front)
     ask(front.client, passages, reuse=EXACT)
     assert local_hits(front) > before, "vLLM's own cache has it"
@@ -76,41 +59,49 @@ def test_nothing_of_a_cleared_document_is_reused_and_others_are(front, folder):
     assert found(front, passages, cache_salt=TENANTS) > 0, "the same text under another salt"
 
 
-def test_a_server_that_was_down_removes_it_before_it_answers(front, folder):
-    passages = told("in August")
-    store(front, folder, passages)
+def sources(front: FrontProcess, texts: Sequence[str]) -> list[str]:
+    report = ask(front.client, list(texts), reuse=WOVEN).model_extra["chunkweave"]
+    return [chunk["kv_source"] for chunk in report["chunks"]]
+
+
+def test_what_was_removed_before_and_while_a_server_was_down_does_not_come_back(front, front_folder):
+    """Neither a document that was deleted nor, of other documents, what has read it."""
+    passages = told("in summer")
+    store(front, front_folder, passages)
+    texts = told("at harvest", SIX)
+    with Engine.load("reader", dtype="float32") as engine:
+        chunks = ids_of(engine, texts)
+    warm(front, texts)
+    readers = {record.chunk_id for record in written(front_folder, chunks) if chunks[0] in record.sources}
+    assert readers
+    done = front.clear(documents=texts[:1])
+    assert (done.status_code, done.json()["segments_removed"] > len(readers)) == (200, True), done.text
+    left = written(front_folder, chunks)
+    assert {record.chunk_id for record in left} == set(chunks[1:]) - readers, "nothing else is touched"
+
     front.kill_server()
     refused = front.clear(documents=passages[:2])
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_removed"), refused.text
     assert "replica-0" in refused.json()["error"]["message"]
     front.wait_until_ready()
+
     assert found(front, passages[:2]) == 0
     assert found(front, passages[2:], reuse=WOVEN) > 0
-    assert not (folder / "data" / JOURNAL_FILE).exists()
+    assert not (front_folder / "data" / JOURNAL_FILE).exists()
+    for text, chunk in zip(texts, chunks, strict=True):
+        assert sources(front, [text]) == ["computed" if chunk in {chunks[0], *readers} else "reused"], text
+    assert warm(front, texts[1:])["computed"] == len(readers)
+    assert set(sources(front, texts[:0:-1])) <= {"reused", "prefix-exact"}
+    assert not any(chunks[0] in record.sources for record in on_disk(front_folder))
 
 
-def test_a_removal_that_was_pending_is_done_by_the_next_front(tmp_path):
-    passages = told("in September")
-    with front_process(tmp_path, *options(tmp_path)) as front:
-        store(front, tmp_path, passages)
-        front.kill_server()
-        assert front.clear(documents=passages[:2]).status_code == 503
-        front.process.kill()
-        front.process.wait(60)
-    assert (tmp_path / "data" / JOURNAL_FILE).exists()
-    with front_process(tmp_path, *options(tmp_path)) as front:
-        assert found(front, passages[:2]) == 0
-        assert found(front, passages[2:], reuse=WOVEN) > 0
-        assert not (tmp_path / "data" / JOURNAL_FILE).exists()
-
-
-def test_everything_is_cleared(front, folder):
-    passages = told("in October")
-    store(front, folder, passages, cache_salt=TENANTS)
+def test_everything_is_cleared(front, front_folder):
+    passages = told("in the first frost")
+    store(front, front_folder, passages, cache_salt=TENANTS)
     assert front.clear(everything=True).json()["segments_removed"] > 0
-    assert not list((folder / "kv").rglob("*.safetensors"))
+    assert not list((front_folder / "kv").rglob("*.safetensors"))
     assert found(front, passages, cache_salt=TENANTS) == 0
-    assert QUESTION not in (folder / "front.log").read_text()
+    assert QUESTION not in (front_folder / "front.log").read_text()
 
 
 @pytest.mark.skipif(
