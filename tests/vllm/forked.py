@@ -8,7 +8,7 @@ import os
 from multiprocessing import context
 from typing import Any
 
-PRELOADED = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "tests.vllm.serving"]
+PRELOADED = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 
 
 class _Process(context.ForkServerProcess):

@@ -19,6 +19,10 @@ from tests.vllm.checkpoints import VOCAB
 from tests.vllm.environment import ENVIRONMENT
 from tests.vllm.method_files import METHOD_FILES
 
+_freeze = gc.freeze
+gc.freeze = gc.unfreeze = lambda: None
+"""An engine in this process collects garbage six times while it starts and ends: of what came with it alone."""
+
 WIDE: bool = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 """Whether this CPU has AVX-512. Without it, vLLM has no KV caches of 8 bits and no weights of 4 bits."""
 
@@ -66,7 +70,7 @@ class Served:
                 "kv_connector_extra_config": {"method_file": METHOD_FILES, **(extra or {})},
             }
             options["worker_extension_cls"] = "tests.vllm.worker_probe.WorkerProbe"
-        gc.freeze()  # vLLM collects four times while it starts: without all that was there before
+        _freeze()
         self.llm = LLM(
             str(folder),
             **{

@@ -1,7 +1,5 @@
 """Cache-Craft's variants and its eviction through `chunkweave vllm-serve` over real vLLM (§3.3)."""
 
-from random import Random
-
 import httpx
 
 from chunkweave import Chunk, Engine, ReuseConfig
@@ -26,17 +24,15 @@ def recomputed(front, documents) -> float:
 
 
 def test_prompts_that_come_again_are_hardly_recomputed(front):
-    """That fewer variants are worth less is held against our engine (`tests/server/test_mechanisms.py`)."""
+    """What random prompts recompute, by how many variants are kept: `tests/server/test_mechanisms.py`."""
     passages = told("in the rain", FIVE)
     reported(front, *passages[:4])
-    shares = [recomputed(front, passages[:0:-1]) for _ in range(5)]
-    assert shares[0] > 0.4
-    assert shares[4] <= 0.1
-    others = told("in the snow", FIVE)
-    assert front.post("/v1/cache/warm", {"documents": others})["computed"] == 5
-    draw = Random(1)
-    shares = [recomputed(front, draw.sample(others, 4)) for _ in range(100)]
-    assert sum(shares[-25:]) <= sum(shares[:25]) / 2
+    warmed = told("in the snow", FIVE)
+    assert front.post("/v1/cache/warm", {"documents": warmed})["computed"] == 5
+    for documents in (passages[:0:-1], warmed[:4]):
+        shares = [recomputed(front, documents) for _ in range(5)]
+        assert shares[0] > 0.4
+        assert shares[4] <= 0.1
 
 
 def test_reuse_frequency_keeps_what_saved_most(tmp_path):
