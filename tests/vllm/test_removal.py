@@ -17,10 +17,7 @@ HITS = "vllm:prefix_cache_hits"
 
 @pytest.fixture(scope="module", params=["memory", "disk", "two ranks"])
 def served(request, checkpoint, tmp_path_factory):
-    if request.param == "memory":
-        yield request.getfixturevalue("sliced")
-        return
-    extra = {"cache_dir": str(tmp_path_factory.mktemp("kv"))}
+    extra = {} if request.param == "memory" else {"cache_dir": str(tmp_path_factory.mktemp("kv"))}
     more = TWO_RANKS if request.param == "two ranks" else {}
     with serving(checkpoint("llama"), extra=extra, **SLICED, **more) as running:
         yield running
