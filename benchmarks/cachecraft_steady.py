@@ -23,7 +23,7 @@ import json
 import time
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -48,7 +48,7 @@ from chunkweave_lab.datasets import load_dataset
 from chunkweave_server.backend import Stage
 from chunkweave_server.engine_backend import EngineBackend
 from chunkweave_server.service import Service
-from chunkweave_server.settings import resolve
+from chunkweave_server.settings import Settings, resolve
 
 SETTINGS = ("1:none:5", "1:0:5", "0.5:none:5", "0.3:none:5", "1:0:5:1", "1:0:1", "1:0.5:5", "0.7:none:5")
 Row = dict[str, Any]
@@ -96,10 +96,15 @@ class Setting:
         """Whether variants are stored."""
         return self.label.split(":")[1] != "none"
 
-    def environment(self) -> dict[str, str]:
-        """The server's settings as environment variables."""
-        names = (f"CHUNKWEAVE_{name}" for name in ("VARIANT_FRACTION", "MAX_VARIANTS", "VARIANT_GENERATIONS"))
-        return dict(zip(names, self.label.split(":")[1:], strict=False))
+    def applied(self, settings: Settings) -> Settings:
+        """A server's settings with this one."""
+        fraction, *numbers = (None if text == "none" else float(text) for text in self.label.split(":")[1:])
+        counts = [None if number is None else int(number) for number in numbers]
+        capture = replace(settings.capture, variant_fraction=fraction)
+        if len(counts) > 1:
+            capture = replace(capture, variant_generations=counts[1])
+        store = replace(settings.store, max_variants=counts[0]) if counts else settings.store
+        return replace(settings, capture=capture, store=store)
 
 
 def requests_of(args: argparse.Namespace) -> list[Request]:
@@ -149,7 +154,7 @@ class Reference:
 def measure(args: argparse.Namespace, setting: Setting, requests: Sequence[Request], reference: Reference) -> Row:
     """One setting's row: starts a server, warms it up, and measures."""
     given = {"model": args.model, "dtype": args.dtype, "host_budget": args.host_budget}
-    resolved = resolve(given, setting.environment()).settings
+    resolved = setting.applied(resolve(given, {}).settings)
     backend = EngineBackend(resolved)
     service = Service(resolved, backend)
     reports, divergences = [], []

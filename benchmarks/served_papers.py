@@ -102,10 +102,10 @@ MECHANISMS = (
     Mechanism("PGDSF", f"{_PREFIX} pgdsf", PREFIX, "1.05 to 1.29x sooner (RAGCache, Table 2)"),
     Mechanism("CRAFT", f"{_PREFIX} lru {_ORDER}", FULL, "1.2 to 1.6x sooner (its Figure 11)"),
     Mechanism("composed", f"{_BLEND} {_FREE}", "CacheBlend", "1.29x sooner (CRAFT, Figure 16)"),
-    Mechanism(RETRIEVAL, f"{_PREFIX} pgdsf --no-speculate", RETRIEVAL, "", RETRIEVAL, corpus=True),
+    Mechanism(RETRIEVAL, f"{_PREFIX} pgdsf --set speculate=false", RETRIEVAL, "", RETRIEVAL, corpus=True),
     Mechanism(
         "speculation",
-        f"{_PREFIX} pgdsf --speculate",
+        f"{_PREFIX} pgdsf --set speculate=true",
         RETRIEVAL,
         "up to 1.6x sooner (RAGCache, Table 3)",
         RETRIEVAL,
@@ -137,7 +137,7 @@ class Run:
         memory = int(args.memory_gib * GIB)
         call = ["-c", INDEXED_MAIN if self.mechanism.corpus else MAIN]
         usual = ["--served-model-name", MODEL, "--dtype", args.dtype, "--host", "127.0.0.1", "--port", str(args.port)]
-        usual += ["--max-num-seqs", str(args.running), "--max-concurrent", "256"]
+        usual += ["--max-num-seqs", str(args.running), "--set", "max_concurrent=256"]
         if self.backend == SERVE:
             kept = ["--host-budget", str(memory // 2), "--kv-tokens", str(memory // 2 // model.token_bytes)]
             command = [sys.executable, *call, "serve", "--model", str(model.folder), *usual, *kept]

@@ -38,12 +38,7 @@ def settings_table() -> str:
 
 
 def _row(one: Setting) -> str:
-    default = _shown(one, one.default)
-    others: dict[str, set[Place]] = {}
-    for place, value in one.defaults.items():
-        if value != one.default:
-            others.setdefault(_shown(one, value), set()).add(place)
-    default += "".join(f"; {', '.join(_named(places))}: {value}" for value, places in others.items())
+    default = "" if one.default in ((), "") else f"`{one.text(one.default)}`"
     attribute = "" if one.attribute == one.name else f"<br>`{one.attribute}`"
     return f"|`{one.name}`{attribute}|{default}|{', '.join(_named(one.places))}|{one.meaning}|"
 
@@ -55,10 +50,6 @@ def _named(places: Collection[Place]) -> list[str]:
             left -= group
             names.append(name)
     return names
-
-
-def _shown(one: Setting, value: object) -> str:
-    return "" if value in ((), "") else f"`{one.text(value)}`"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from chunkweave.errors import UsageError
 from chunkweave.plugins import METHODS, POLICIES, load_plugin_files
-from chunkweave.settings import GIB, PROGRAMS, REQUESTS, SERVERS, Place, configuration, setting
+from chunkweave.settings import GIB, PROGRAMS, REQUESTS, SERVERS, Place, SettingsGroup, setting
 
 DEFAULT_RECOMPUTE_RATIO = 0.15
 """CacheBlend §5.1: the lowest ratio with negligible loss of quality in its Figure 16."""
@@ -52,11 +52,6 @@ class Backend(StrEnum):
     VLLM = "vllm"
     """vLLM servers, with the connector of this package."""
 
-    @property
-    def place(self) -> Place:
-        """The place of this backend's settings."""
-        return Place(self.value)
-
 
 class Weights(StrEnum):
     """The memory format of the weights of linear layers."""
@@ -70,9 +65,8 @@ class Weights(StrEnum):
     copy on disk. Decoding is faster, prefill slower; results differ slightly."""
 
 
-@configuration(_OWN_ENGINE)
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelConfig(SettingsGroup, places=_OWN_ENGINE):
     """Model and backend."""
 
     model: str | None = setting(
@@ -92,7 +86,9 @@ class ModelConfig:
         Weights.AUTO,
         "Weights in memory: auto, in the fastest order; plain, as loaded; native, as in a GGUF file (on CPUs).",
     )
-    threads: int | None = setting(None, "CPU threads of PyTorch; none: one per core, within the CPU quota.", least=1)
+    threads: int | None = setting(
+        None, "CPU threads of PyTorch; none: one per core, within the CPU quota.", positive=True
+    )
     backend: Backend = setting(Backend.ENGINE, "What computes answers: engine (this package) or vllm.", places=SERVERS)
     served_model_name: str | None = setting(
         None,
@@ -101,10 +97,11 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
+        SettingsGroup.__post_init__(self)
         if self.model is not None and self.shape is not None:
-            raise UsageError("give either model (--model FOLDER) or shape (--shape NAME), not both")
+            raise UsageError("give either model (--model FOLDER) or shape, not both")
         if self.adapter is not None and self.shape is not None:
-            raise UsageError("an adapter (--adapter FOLDER) is for a model (--model FOLDER): random weights have none")
+            raise UsageError("an adapter is for a model (--model FOLDER): random weights have none")
 
     @property
     def name(self) -> str:
@@ -115,9 +112,8 @@ class ModelConfig:
         return adapted_name(model if is_hub_name(model) else Path(model).resolve().name, self.adapter)
 
 
-@configuration()
 @dataclass(frozen=True, slots=True)
-class PluginConfig:
+class PluginConfig(SettingsGroup):
     """Plug-in files.
 
     The constructor runs these files. They are code, so no request may name one.
@@ -129,12 +125,12 @@ class PluginConfig:
     )
 
     def __post_init__(self) -> None:
+        SettingsGroup.__post_init__(self)
         load_plugin_files(self.method_file)
 
 
-@configuration(REQUESTS)
 @dataclass(frozen=True, slots=True)
-class RequestDefaults:
+class RequestDefaults(SettingsGroup, places=REQUESTS):
     """Defaults of requests."""
 
     method: str | None = setting(
@@ -155,9 +151,8 @@ class RequestDefaults:
     )
 
 
-@configuration()
 @dataclass(frozen=True, slots=True)
-class StoreConfig:
+class StoreConfig(SettingsGroup):
     """Segment store: tiers, budgets, eviction.
 
     >>> from chunkweave import Engine, StoreConfig
@@ -167,29 +162,25 @@ class StoreConfig:
     1073741824
     """
 
-    host_budget_bytes: int = setting(4 * GIB, "Maximum host memory for segments.", least=0)
+    host_budget_bytes: int = setting(4 * GIB, "Maximum host memory for segments.")
     policy: str = setting("lru", "Eviction policy.", plugins=POLICIES)
     cost_model: Path | None = setting(
         None,
         "File of prefill times and tiers' speeds, by which segments are loaded or computed; measured and "
         "written at the first start. none: all are loaded.",
     )
-    device_budget_bytes: int = setting(
-        0, "Maximum accelerator memory for segments, besides vLLM's own; 0: host only.", least=0
-    )
+    device_budget_bytes: int = setting(0, "Maximum accelerator memory for segments, besides vLLM's own; 0: host only.")
     cache_dir: Path | None = setting(None, "Folder for segments on disk, for later runs and other processes.")
-    disk_budget_bytes: int = setting(64 * GIB, "Maximum disk space for segments in cache_dir.", least=0)
+    disk_budget_bytes: int = setting(64 * GIB, "Maximum disk space for segments in cache_dir.")
     remote_url: str | None = setting(None, "Remote store: redis://..., s3://..., file://...", secret=True)
-    remote_budget_bytes: int | None = setting(
-        None, "Maximum bytes of this process at remote_url; none: the remote's own limit.", least=0
-    )
     codec: str = setting("raw", "Encoding on disk and remote: raw, int8 or fp8.")
     admission: int = 1
     """Times a segment is stored or used before it is written to disk or remote."""
-    ttl_s: float | None = setting(None, "Maximum age of segments: 30s, 90m, 12h or 7d.", above=0)
+    ttl_s: float | None = setting(None, "Maximum age of segments: 30s, 90m, 12h or 7d.", positive=True)
     max_variants: int | None = setting(
         DEFAULT_MAX_VARIANTS,
         "Maximum segments per chunk in different contexts, without exact prefixes; none: no limit.",
+        positive=True,
     )
     max_instances: int | None = None
     """Maximum segments in total; none: as many as fit."""
@@ -206,9 +197,9 @@ class StoreConfig:
         return self.host_budget_bytes if self.pinned_bytes is None else self.pinned_bytes
 
     def __post_init__(self) -> None:
-        for limit in (self.max_variants, self.max_instances):
-            if limit is not None and limit < 1:
-                raise UsageError(f"at least one variant must be allowed, not {limit}; None sets no limit")
+        SettingsGroup.__post_init__(self)
+        if self.max_instances == 0:
+            raise UsageError("max_instances must be positive, not 0; None sets no limit")
         if self.remote_url is not None and "://" not in self.remote_url:
             raise UsageError("remote_url must be a URL such as redis://host:6379 or s3://bucket/path")
 
@@ -234,9 +225,8 @@ class PieceKind(StrEnum):
     """Tokens of the chat template."""
 
 
-@configuration(SERVERS | {Place.CONNECTOR})
 @dataclass(frozen=True, slots=True)
-class FindConfig:
+class FindConfig(SettingsGroup, places=SERVERS | {Place.CONNECTOR}):
     """Chunks found in prompts that name none. Pieces of a kind in `exact_pieces` are never woven.
 
     Raises:
@@ -251,8 +241,13 @@ class FindConfig:
     exact_pieces: tuple[str, ...] = setting(
         ("system", "short", "numbers", "code", "results"),
         "Found text that is never woven: system, short, numbers, code, results (of tools), or none.",
-        choices=("system", "short", "numbers", "code", "results", "none"),
     )
+
+    def __post_init__(self) -> None:
+        SettingsGroup.__post_init__(self)
+        kinds = ("system", "short", "numbers", "code", "results", "none")
+        if wrong := [piece for piece in self.exact_pieces if piece not in kinds]:
+            raise UsageError(f"exact_pieces takes {', '.join(kinds)}, not {wrong[0]!r}")
 
     @property
     def exact_kinds(self) -> Set[PieceKind]:
@@ -271,9 +266,8 @@ class AttentionKernel(StrEnum):
     SDPA = "sdpa"
 
 
-@configuration(_OWN_ENGINE)
 @dataclass(frozen=True, slots=True)
-class ComputeConfig:
+class ComputeConfig(SettingsGroup, places=_OWN_ENGINE):
     """How a model runs on its device. None of it changes results by more than rounding.
 
     With `decode_graphs`, on CUDA with the Triton kernel, a step of decoding requests only is recorded once as a CUDA
@@ -288,7 +282,6 @@ class ComputeConfig:
         0,
         "Maximum tokens per request and step that are guessed from the prompt and checked together (prompt lookup "
         "decoding); 0: off.",
-        least=0,
     )
     pinned_bytes: int = 4 * GIB
     """On CUDA, maximum page-locked host memory for segments from slower tiers."""
@@ -303,9 +296,8 @@ class ContextSource(StrEnum):
     """The nearest chunks of the same corpus or request: the mean over several such contexts."""
 
 
-@configuration()
 @dataclass(frozen=True, slots=True)
-class CaptureConfig:
+class CaptureConfig(SettingsGroup):
     """What a prefill stores besides KV, and contexts of chunks computed ahead.
 
     `profile`: record what the tokens of those parts attend to (Cache-Craft §3.1), averaged over `layers` layers and
@@ -326,12 +318,8 @@ class CaptureConfig:
 
     profile: bool | None = None
     """Store what tokens of new chunks attend to; none: if the request's or the default method reads it."""
-    neutral_tokens: int = setting(
-        400,
-        "Tokens of neutral passages before a chunk computed beforehand; 0: alone, without the instruction.",
-        places=PROGRAMS,
-        least=0,
-    )
+    neutral_tokens: int = 400
+    """Tokens of neutral passages before a chunk computed beforehand; 0: alone, without the instruction."""
     neutral_file: Path | None = None
     """Neutral passages, separated by empty lines; none: neutral.txt beside the model, or bundled ones."""
     contexts: ContextSource = setting(
@@ -340,34 +328,29 @@ class CaptureConfig:
         "request; `bundled`, neutral passages (for documents that not all readers may see).",
         places=PROGRAMS,
     )
-    context_count: int = setting(
-        4,
-        "Contexts per chunk computed beforehand; compute time is proportional.",
-        places=PROGRAMS,
-        least=1,
-        most=32,
-    )
-    context_tokens: int = setting(
-        400,
-        "Minimum tokens of other chunks per context, if there are enough.",
-        places=PROGRAMS,
-        least=1,
-    )
+    context_count: int = 4
+    """Contexts per chunk computed beforehand, up to 32; compute time is proportional."""
+    context_tokens: int = 400
+    """Minimum tokens of other chunks per context, if there are enough."""
     layers: int | None = 8
     heads: int | None = 4
-    variant_fraction: float | None = setting(
-        0.0,
-        "cachecraft stores a reused chunk as a variant if all tokens it chose, and at least this share, were "
-        "recomputed; none: never.",
-        least=0,
-        most=1,
-    )
+    variant_fraction: float | None = 0.0
+    """cachecraft stores a reused chunk as a variant if all tokens it chose, and at least this share, were recomputed;
+    none: never.
+    """
     variant_generations: int | None = 2
     """Generations of variants after which a chunk is recomputed whole; none: no limit."""
 
     def __post_init__(self) -> None:
+        SettingsGroup.__post_init__(self)
         if min(1 if count is None else count for count in (self.layers, self.heads)) < 1:
             raise UsageError(f"attention is averaged over at least one layer and head, not {self.layers}, {self.heads}")
+        if not 1 <= self.context_count <= 32:
+            raise UsageError(f"context_count must be between 1 and 32, not {self.context_count}")
+        if self.context_tokens < 1:
+            raise UsageError(f"context_tokens must be at least 1, not {self.context_tokens}")
+        if self.variant_fraction is not None and not 0 <= self.variant_fraction <= 1:
+            raise UsageError(f"variant_fraction must be between 0 and 1, not {self.variant_fraction}")
 
 
 class Combine(StrEnum):
@@ -425,7 +408,6 @@ class QueryConfig:
             raise UsageError(f"rounds must be 1 or 2, not {self.rounds}")
 
 
-@configuration(REQUESTS)
 @dataclass(frozen=True, slots=True)
 class ReuseConfig:
     """Parameters of reuse methods.
@@ -468,26 +450,15 @@ class ReuseConfig:
 _WEAVES = frozenset({Place.VLLM, Place.CONNECTOR})
 
 
-@configuration(_WEAVES)
 @dataclass(frozen=True, slots=True)
-class WeaveConfig:
-    """How woven requests share vLLM's steps.
-
-    vLLM prefills a request normally if its segments are not read within `load_timeout_s`, or if it waited that long for
-    chunks that another request computes.
-    """
+class WeaveConfig(SettingsGroup, places=_WEAVES):
+    """How woven requests share vLLM's steps."""
 
     weave_step_tokens: int | None = setting(
         None,
         "Tokens that weaves compute, through all layers, in a step shared with other requests; none: 1/8 of vLLM's "
         "max_num_batched_tokens.",
-        least=1,
-    )
-    load_timeout_s: float = setting(
-        10.0,
-        "Maximum wait for segments, and for chunks that another request computes; then normal prefill. For a remote "
-        "lookup, a twentieth.",
-        above=0,
+        positive=True,
     )
 
 

@@ -1,23 +1,22 @@
-"""Declaration of settings, and how each place that takes settings reads text and numbers.
+"""Declaration of settings, and how each source's text and numbers are read.
 
-A field of a frozen dataclass made by `setting(...)` is the declaration: default, help, unit, and the places where it
-can be changed. Constructors, command line, server (flags, environment, file), vLLM's connector and the tables in docs
-derive from it. A setting's name is its field's name without the unit: `ttl_s` is `ttl`, and takes 3600 as well as "1h".
+A setting is a field, made by `setting(...)`, of a `SettingsGroup`, which is a frozen dataclass. Commands, servers
+(command line, environment, file), vLLM's connector and the tables in docs derive from it. A setting's name is its
+field's name without the unit: `ttl_s` is `ttl`, and takes 3600 as well as "1h". A constructor takes fields, not text.
 No torch here; every module with settings imports this one.
 
-Why not pydantic: it brings strict types and bounds, but places, units, `none`, errors and positional constructors would
-still be our code, and importing a configuration would take 0.2 s longer.
+Why not pydantic: it brings strict types and bounds, but places, units, `none` and errors would still be our code, and
+importing a configuration would take 0.2 s longer.
 """
 
 import re
-import types
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from functools import cache, wraps
-from math import isfinite
-from pathlib import Path
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from functools import cache
+from math import inf, isfinite
+from types import NoneType
+from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from chunkweave.errors import UsageError, unknown_names
 from chunkweave.plugins import Plugins
@@ -28,8 +27,6 @@ _DURATIONS_S = {"ms": 1e-3, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 NO_LIMIT = "none"
 """The text for None, for settings whose default is not None too."""
-
-ConfigT = TypeVar("ConfigT")
 
 
 def parse_bytes(text: str) -> int:
@@ -63,15 +60,10 @@ def parse_duration(text: str) -> float:
 
 
 class Unit(StrEnum):
-    """The unit of a number that text may write with a unit."""
+    """The unit of a number, by the suffix of its field's name. Text may write it with a unit."""
 
-    BYTES = "bytes"
-    SECONDS = "seconds"
-
-    @property
-    def suffix(self) -> str:
-        """The suffix of field names in this unit."""
-        return "_bytes" if self is Unit.BYTES else "_s"
+    BYTES = "_bytes"
+    SECONDS = "_s"
 
     def parse(self, text: str) -> float:
         """Parse a number with an optional unit.
@@ -96,14 +88,14 @@ class Unit(StrEnum):
 
 
 class Place(StrEnum):
-    """Places where a setting can be changed, besides the constructor of its class."""
+    """Places where a setting can be changed, besides the constructor of its group."""
 
     COMMANDS = "commands"
-    """Flags of `ask`, `chat` and the other commands that load a model."""
+    """Command line of `ask`, `chat` and the other commands that load a model."""
     ENGINE = "engine"
-    """`chunkweave serve` on this engine: flags, environment, file."""
+    """`chunkweave serve` on this engine: command line, environment, file."""
     VLLM = "vllm"
-    """`chunkweave vllm-serve`: flags, environment, file."""
+    """`chunkweave vllm-serve`: command line, environment, file."""
     CONNECTOR = "connector"
     """vLLM's `kv_connector_extra_config`."""
     REQUEST = "request"
@@ -122,51 +114,31 @@ PROGRAMS = SERVERS | {Place.COMMANDS}
 class Setting:
     """One declared setting.
 
-    `name` is its name outside Python, `attribute` its field, `kind` its type. `defaults` maps places to a default that
-    differs from `default`. A `secret` is shown without user, password and options. A number is finite, at least `least`
-    or above `above`, and at most `most`. With `plugins`, the value is the name of one of them. The texts of a list with
-    `choices` are some of them.
+    `name` is its name outside Python, `attribute` its field. `kind` is its type without None; of a tuple, `element` is
+    the type of its elements. A number is at least 0, `positive` if so declared, and at most `most`. A `secret` is shown
+    without user, password and options.
     """
 
+    name: str
+    attribute: str
+    kind: Any
+    element: Any
+    optional: bool
+    unit: Unit | None
     default: Any
     meaning: str
-    name: str = ""
-    attribute: str = ""
-    kind: Any = None
-    unit: Unit | None = None
-    places: frozenset[Place] = frozenset()
-    defaults: Mapping[Place, Any] = field(default_factory=dict)
+    places: frozenset[Place]
+    positive: bool = False
+    most: float = inf
     secret: bool = False
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    plugins: Plugins | None = None
-    choices: tuple[str, ...] = ()
-
-    @property
-    def plain(self) -> Any:
-        """The type without None, and without the element type of a tuple."""
-        kind = self.kind
-        if get_origin(kind) in (Union, types.UnionType):
-            kind = next(argument for argument in get_args(kind) if argument is not type(None))
-        return get_origin(kind) or kind
 
     @property
     def flag(self) -> str:
-        """The command-line option."""
+        """The command-line option, where it has one."""
         return f"--{self.name.replace('_', '-')}"
 
-    @property
-    def optional(self) -> bool:
-        """Whether it may be None."""
-        return type(None) in get_args(self.kind) or None in self.defaults.values()
-
-    def default_at(self, place: Place | None) -> Any:
-        """The default in one place."""
-        return self.default if place is None else self.defaults.get(place, self.default)
-
     def text(self, value: Any) -> str:
-        """A value as text, which `parse` reads back."""
+        """A value as text, which `read` reads back."""
         if value is None:
             return NO_LIMIT
         if isinstance(value, tuple):
@@ -175,140 +147,149 @@ class Setting:
             return str(value).lower()
         return self.unit.shown(value) if self.unit is not None else str(value)
 
-    def parse(self, text: str, origin: str | None = None) -> Any:
-        """The value in a text; an error message begins with `origin`.
-
-        Raises:
-            UsageError: the text is no value of this setting.
-        """
-        kind = self.plain
-        if self.optional and text.strip().lower() == NO_LIMIT:
-            return None
-        try:
-            if self.unit is not None:
-                return kind(self.unit.parse(text))
-            if kind is bool:
-                return _FLAGS[text.strip().lower()]
-            if kind is tuple:
-                inner = get_args(self.kind)[0]
-                return tuple(inner(part.strip()) for part in text.split(",") if part.strip())
-            return kind(text)
-        except (ValueError, KeyError) as error:
-            raise self._no_value(text, origin, str(error) if isinstance(error, UsageError) else "") from error
-
-    def check(self, value: Any, origin: str | None = None) -> Any:
-        """Check a value from JSON, TOML, YAML or Python; sizes and durations may be text.
+    def read(self, value: Any, origin: str = "") -> Any:
+        """The value in a text, or a checked value from JSON, TOML, YAML or Python. Errors begin with `origin`.
 
         Raises:
             UsageError: wrong type, or text that is no value of this setting.
         """
-        kind = self.plain
-        if value is None and self.optional:
-            return None
-        if self.is_parsed(value):
-            return self.parse(value, origin)
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            try:
+        try:
+            if isinstance(value, str):
+                return self._parse(value)
+            if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
                 return float(value)
-            except OverflowError as error:
-                raise self._no_value(value, origin) from error
-        if kind is tuple and isinstance(value, list | tuple):
-            inner = get_args(self.kind)[0]
-            if all(isinstance(part, inner) and not isinstance(part, bool) for part in value):
-                return tuple(value)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        except (ValueError, KeyError, OverflowError) as error:
+            reason = f" ({error})" if isinstance(error, UsageError) else ""
+            raise self._no_value(value, origin, reason) from error
+        if self.kind is tuple and isinstance(value, list):
+            value = tuple(value)
+        if not self._has_type(value):
             raise self._no_value(value, origin)
         return value
 
-    def is_parsed(self, value: Any) -> bool:
-        """Whether a value from Python or JSON is text that must be parsed."""
-        kind = self.plain
-        texts = self.unit is not None or (self.optional and value == NO_LIMIT and kind is not str)
-        return isinstance(value, str) and (texts or issubclass(kind, Path | StrEnum))
-
-    def refuse_out_of_range(self, value: Any) -> None:
-        """Refuse numbers that are not finite or out of bounds, and values that are none of an enum or of the choices.
+    def check(self, value: Any) -> None:
+        """Check the value of a field.
 
         Raises:
-            UsageError: the value is refused; the message says what is allowed.
+            UsageError: wrong type or out of bounds; the message says what is allowed.
         """
-        if issubclass(self.plain, StrEnum):
-            self.parse(value)
-        if self.choices and (wrong := [text for text in value if text not in self.choices]):
-            raise UsageError(f"{self.attribute} takes {', '.join(self.choices)}, not {wrong[0]!r}")
-        if not isinstance(value, int | float) or (self.least is None and self.above is None):
+        if not self._has_type(value):
+            raise self._no_value(value, self.attribute)
+        if not isinstance(value, int | float):
             return
-        above_least = value > self.above if self.above is not None else value >= (self.least or 0)
-        if above_least and isfinite(value) and (self.most is None or value <= self.most):
-            return
-        if self.above is not None:
-            allowed = "positive" if self.most is None else f"above {self.above} and at most {self.most}"
-        elif self.most is not None:
-            allowed = f"between {self.least} and {self.most}"
-        elif self.least:
-            allowed = f"at least {self.least}"
-        else:
-            allowed = "a number from 0 on" if self.plain is float else "a number that is not negative"
-        raise UsageError(f"{self.attribute} must be {allowed}, not {value}")
+        enough = value > 0 if self.positive else value >= 0
+        if not (enough and isfinite(value) and value <= self.most):
+            positive, least = ("at least 1", "not negative") if self.kind is int else ("positive", "a number from 0 on")
+            allowed = positive if self.positive else least
+            if self.most != inf:
+                allowed = f"{allowed} and at most {self.most}" if self.positive else f"between 0 and {self.most}"
+            raise UsageError(f"{self.attribute} must be {allowed}, not {value}")
 
-    def _no_value(self, value: Any, origin: str | None, why: str = "") -> UsageError:
-        if issubclass(self.plain, StrEnum):
-            message = f"no such {self.name}: {value!r}; there are: {', '.join(self.plain)}"
+    def _parse(self, text: str) -> Any:
+        if self.optional and text.strip().lower() == NO_LIMIT:
+            return None
+        if self.unit is not None:
+            return self.kind(self.unit.parse(text))
+        if self.kind is bool:
+            return _FLAGS[text.strip().lower()]
+        if self.kind is tuple:
+            return tuple(self.element(part.strip()) for part in text.split(",") if part.strip())
+        return self.kind(text)
+
+    def _has_type(self, value: Any) -> bool:
+        if value is None:
+            return self.optional
+        if self.kind is tuple:
+            return isinstance(value, tuple) and all(isinstance(part, self.element) for part in value)
+        if issubclass(self.kind, StrEnum):
+            return value in list(self.kind)
+        number = self.kind in (int, float)
+        return isinstance(value, int | float if self.kind is float else self.kind) and not (
+            number and isinstance(value, bool)
+        )
+
+    def _no_value(self, value: Any, origin: str, reason: str = "") -> UsageError:
+        if issubclass(self.kind, StrEnum):
+            message = f"no such {self.name}: {value!r}; there are: {', '.join(self.kind)}"
         else:
-            message = f"{value!r} is not a valid {self.name}: {self.meaning}" + (f" ({why})" if why else "")
+            message = f"{value!r} is not a valid {self.name}: {self.meaning}{reason}"
         return UsageError(f"{origin or self.name}: {message}")
 
 
-def setting(default: Any, meaning: str, **more: Any) -> Any:
-    """A field of a configuration class that is a setting; `more` are fields of `Setting`.
+def setting(default: Any, meaning: str, *, plugins: Plugins | None = None, **more: Any) -> Any:
+    """A field that is a setting. `more` are fields of `Setting`; `places` are the group's if it declares none.
 
-    Defaults: `name` is the field's name without its unit, `places` are those of the class. `attribute`, `kind` and
-    `unit` always come from the field.
+    With `plugins`, the value is the name of one of them, and the meaning lists them.
     """
-    return field(default=default, metadata={"setting": Setting(default, meaning, **more)})
+    return field(default=default, metadata={"setting": (meaning, plugins, more)})
 
 
-def settings_of(config: type[Any]) -> Mapping[str, Setting]:
-    """The settings that a configuration class declares, by name."""
-    return _declared(cast(Any, config))
+class SettingsGroup:
+    """Base of groups of settings, which are frozen dataclasses. Values are checked when a group is made."""
+
+    __slots__ = ()
+    places: ClassVar[frozenset[Place]] = EVERYWHERE
+
+    def __init_subclass__(cls, places: frozenset[Place] | None = None) -> None:
+        """Places of the settings that declare none."""
+        if places is not None:
+            cls.places = places
+
+    def __post_init__(self) -> None:
+        """Check every setting; other numbers must not be negative.
+
+        Raises:
+            UsageError: a value is refused; the message says what is allowed.
+        """
+        checks = {declared.attribute: declared.check for declared in settings_of(type(self)).values()}
+        for name in (group_field.name for group_field in fields(cast(Any, self))):
+            value = getattr(self, name)
+            if name in checks:
+                checks[name](value)
+            elif isinstance(value, int | float) and not value >= 0:
+                raise UsageError(f"{name} must not be negative, not {value}")
+
+
+GroupT = TypeVar("GroupT", bound=SettingsGroup)
+
+
+def settings_of(group: type[SettingsGroup]) -> Mapping[str, Setting]:
+    """The settings that a group declares, by name."""
+    return _declared(cast(Any, group))
 
 
 @cache
-def _declared(config: Any) -> Mapping[str, Setting]:
-    hints = get_type_hints(config)
+def _declared(group: Any) -> Mapping[str, Setting]:
+    hints = get_type_hints(group)
     declared_settings = {}
-    for config_field in fields(config):
-        declared: Setting | None = config_field.metadata.get("setting")
-        if declared is None:
+    for group_field in fields(group):
+        if "setting" not in group_field.metadata:
             continue
-        unit = next((unit for unit in Unit if config_field.name.endswith(unit.suffix)), None)
-        name = declared.name or (config_field.name.removesuffix(unit.suffix) if unit is not None else config_field.name)
-        meaning = declared.meaning
-        if declared.plugins is not None:
-            meaning += f" There are: {declared.plugins.listed}."
-        declared_settings[name] = replace(
-            declared,
-            name=name,
-            attribute=config_field.name,
-            kind=hints[config_field.name],
-            unit=unit,
-            meaning=meaning,
-            places=declared.places or config.places,
-        )
+        meaning, plugins, more = group_field.metadata["setting"]
+        attribute, hint = group_field.name, hints[group_field.name]
+        optional = NoneType in get_args(hint)
+        if optional:
+            hint = next(choice for choice in get_args(hint) if choice is not NoneType)
+        unit = next((unit for unit in Unit if attribute.endswith(unit)), None)
+        values = {
+            "name": attribute.removesuffix(unit or ""),
+            "attribute": attribute,
+            "kind": get_origin(hint) or hint,
+            "element": next(iter(get_args(hint)), None),
+            "optional": optional,
+            "unit": unit,
+            "default": group_field.default,
+            "meaning": meaning if plugins is None else f"{meaning} There are: {plugins.listed}.",
+            "places": group.places,
+            **more,
+        }
+        declared_settings[values["name"]] = Setting(**values)
     return declared_settings
 
 
-def settings_at(config: type[Any], place: Place) -> dict[str, Setting]:
-    """The settings of a class that can be changed in one place, by name."""
-    return {name: declared for name, declared in settings_of(config).items() if place in declared.places}
-
-
-def by_name(values: Mapping[str, Any], settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """`values`, keyed by the names of `settings`; a key may also be the field's name with its unit."""
-    with_unit = {
-        declared.name + declared.unit.suffix: name for name, declared in settings.items() if declared.unit is not None
-    }
-    return {with_unit.get(name, name): value for name, value in values.items()}
+def settings_at(group: type[SettingsGroup], place: Place) -> dict[str, Setting]:
+    """The settings of a group that can be changed in one place, by name."""
+    return {name: declared for name, declared in settings_of(group).items() if place in declared.places}
 
 
 def refuse_unknown(values: Iterable[Any], settings: Collection[str], where: str = "") -> None:
@@ -321,50 +302,12 @@ def refuse_unknown(values: Iterable[Any], settings: Collection[str], where: str 
         raise UsageError(f"{where}no such setting: {unknown}; `chunkweave config show` lists all")
 
 
-def configuration(places: frozenset[Place] = EVERYWHERE) -> Callable[[type[ConfigT]], type[ConfigT]]:
-    """Class decorator: the keyword arguments of a frozen dataclass are read as settings are elsewhere.
-
-    The constructor then also takes names without unit, and sizes and durations as text. `places` applies to settings
-    that declare none.
-    """
-
-    def configured(config: Any) -> Any:
-        config.places = places
-        plain = config.__init__
-
-        @wraps(plain)
-        def init(self: Any, *args: Any, **arguments: Any) -> None:
-            declared_settings = settings_of(config)
-            by_attribute = {declared.attribute: declared for declared in declared_settings.values()}
-            values = {}
-            for name, value in arguments.items():
-                declared = by_attribute.get(name) or declared_settings.get(name)
-                values[name if declared is None else declared.attribute] = (
-                    declared.parse(value) if declared is not None and declared.is_parsed(value) else value
-                )
-            plain(self, *args, **values)
-            for declared in declared_settings.values():
-                declared.refuse_out_of_range(getattr(self, declared.attribute))
-            for plain_field in fields(self):
-                name, value = plain_field.name, getattr(self, plain_field.name)
-                if name not in by_attribute and isinstance(value, int | float) and not value >= 0:
-                    raise UsageError(f"{name} is at least 0, not {value}")
-
-        config.__init__ = init
-        return config
-
-    return configured
-
-
-def read(config: type[ConfigT], arguments: Mapping[str, Any], place: Place) -> ConfigT:
-    """A configuration for one place, from the `arguments` that are its settings there, and defaults.
+def from_mapping(group: type[GroupT], values: Mapping[str, Any]) -> GroupT:
+    """A group from those of `values` that are its settings, by name; other settings have their default.
 
     Raises:
-        UsageError: a value has the wrong type, or the configuration refuses it.
+        UsageError: a value has the wrong type, or the group refuses it.
     """
-    declared_settings = settings_at(config, place)
-    values = {
-        name: declared.check(arguments[name]) if name in arguments else declared.default_at(place)
-        for name, declared in declared_settings.items()
-    }
-    return config(**{declared_settings[name].attribute: value for name, value in values.items()})
+    declared_settings = settings_of(group)
+    names = declared_settings.keys() & values.keys()
+    return group(**{declared_settings[name].attribute: declared_settings[name].read(values[name]) for name in names})

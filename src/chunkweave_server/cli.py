@@ -14,9 +14,11 @@ from rich.markup import escape
 
 from chunkweave.cli.console import Json, Out, Output, ProgressLines, counted, stderr, table_of
 from chunkweave.cli.options import (
+    SET,
     as_command,
-    given_options,
+    given_settings,
     heading,
+    how_to_set,
     option_parameters,
     warn,
     with_blocks,
@@ -48,46 +50,46 @@ ConfigFile = Annotated[
 FLAGS = frozenset(
     (
         *("model", "adapter", "shape", "device", "dtype", "weights", "threads", "backend", "served_model_name"),
-        *("method_file", "method", "quality", "order", "contexts", "draft_tokens"),
-        *("find_chunks", "host_budget", "policy", "device_budget", "cache_dir", "disk_budget", "remote_url"),
-        *("codec", "ttl", "ordering", "deduplicate", "max_num_seqs", "max_num_batched_tokens", "kv_tokens"),
-        *("tenant_weight", "deadline", "shadow_every", "improve_share", "replicas", "upstream"),
-        *("report_socket", "connector", "replica_env", "routing", "host", "port", "keys_file"),
-        *("allow_anonymous", "allowed_hosts", "cors_origins", "max_answer_tokens", "requests_per_minute"),
-        *("corpus", "data_dir", "log_form", "log_level", "otlp_endpoint", "promotion_threshold"),
+        *("method_file", "method", "quality", "order", "find_chunks", "improve_share"),
+        *("host_budget", "device_budget", "cache_dir", "disk_budget", "remote_url", "codec", "policy"),
+        *("max_num_seqs", "max_num_batched_tokens", "kv_tokens", "replicas", "upstream", "replica_env"),
+        *("host", "port", "keys_file", "allow_anonymous", "allowed_hosts", "corpus", "data_dir"),
+        *("max_documents", "ordering"),
     )
 )
-"""Settings whose options the help lists."""
+"""Settings with a flag; the others are given by `--set`, in the environment or in the file."""
 
 
 def with_settings(
-    command: Callable[..., None], backend: Backend | None = None, *, without: Collection[str] = ()
+    command: Callable[..., None],
+    backend: Backend | None = None,
+    *,
+    without: Collection[str] = (),
+    example: str = "",
 ) -> Callable[..., None]:
-    """`command` for Typer, with `--config` and an option for each setting; it is called with `resolved` settings.
+    """`command` for Typer, with `--config`, a flag for each of `FLAGS`, and `--set`; called with `resolved` settings.
 
     The command's own parameters follow and must be keyword-only. `backend` is the only backend of the command, if it
-    has just one. Settings in `without` get no option: the command has its own parameters for them.
+    has just one. Settings in `without` cannot be set: the command has its own parameters for them. The help begins with
+    the `example`.
     """
     own_parameters = [
         parameter for name, parameter in inspect.signature(command).parameters.items() if name != "resolved"
     ]
-    file_option = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
-    options = {"config": file_option}
+    options = [inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)]
     settings = {name: setting for name, setting in server_settings(backend).items() if name not in without}
-    place = (backend or Backend.ENGINE).place
-    for kind in GROUPS.values():
-        group = [setting for name, setting in settings.items() if name in settings_of(kind)]
-        for parameter in option_parameters(group, place, heading(kind), listed=FLAGS):
-            options.setdefault(parameter.name, parameter)
+    for group in GROUPS.values():
+        named = [settings[name] for name in settings_of(group) if name in FLAGS & settings.keys()]
+        options += option_parameters(named, heading(group))
 
     def call(**values: Any) -> None:
-        file, flags = values.pop("config"), given_options(settings, values)
-        resolved = resolve(flags, os.environ, file, backend=backend)
+        file = values.pop("config")
+        resolved = resolve(given_settings(settings, values), os.environ, file, backend=backend)
         for variable in unused_variables(os.environ, resolved.settings.model.backend):
             warn(f"{variable} is not a setting here and is ignored.")
         command(**values, resolved=resolved)
 
-    return as_command(call, command, [*options.values(), *own_parameters])
+    return as_command(call, command, [*options, SET, *own_parameters], settings, example)
 
 
 _NEEDED = {
@@ -99,13 +101,14 @@ _NEEDED = {
 def _serve(*, resolved: Resolved, ctx: typer.Context) -> None:
     """Serve answers over documents and corpora with an OpenAI-compatible API.
 
-    Settings come from flags, then the environment (CHUNKWEAVE_<NAME>), then the file, then defaults; `chunkweave config
-    show` prints the sources. With --backend vllm, flags not listed here are passed to vLLM. Stop it with Ctrl-C or
-    SIGTERM; running answers may finish.
+    Settings come from the command line, then the environment (CHUNKWEAVE_<NAME>), then the file, then defaults;
+    `chunkweave config show` prints the sources. With --backend vllm, flags not listed here are passed to vLLM. Stop it
+    with Ctrl-C or SIGTERM; running answers may finish.
     """
     model = resolved.settings.model
     if model.backend is Backend.ENGINE and ctx.args:
-        options = [setting.flag for setting in server_settings(Backend.ENGINE).values()]
+        options = [f"--{name.replace('_', '-')}" for name in FLAGS]
+        _refuse_settings(ctx.args, Backend.ENGINE)
         raise UsageError(f"no such option: {unknown_names([ctx.args[0].partition('=')[0]], options)}")
     if model.model is None and (model.shape is None or model.backend is Backend.VLLM):
         raise UsageError("no model: give --model smollm2, FOLDER, FILE.gguf or a hub name")
@@ -128,8 +131,20 @@ def _vllm_serve(
     _run(resolved.settings, model, ctx.args)
 
 
+def _refuse_settings(arguments: Sequence[str], backend: Backend) -> None:
+    """Refuse flags that would be settings; others may be vLLM's.
+
+    Raises:
+        UsageError: there is one; the message says how to set it.
+    """
+    for argument in arguments:
+        if argument.startswith("--") and (how := how_to_set(argument, server_settings(backend))):
+            raise UsageError(how)
+
+
 def _run(settings: Settings, model: str, vllm_flags: Sequence[str]) -> None:
     vllm = settings.model.backend is Backend.VLLM
+    _refuse_settings(vllm_flags, settings.model.backend)
     if (folder := settings.store.cache_dir) is not None and not settings.fleet.upstream:
         require_writable(folder.expanduser() if vllm else folder)
     if missing := [name for name in _NEEDED[settings.model.backend] if find_spec(name) is None]:
@@ -181,13 +196,18 @@ def _stage_lines(serves: str, where: str, starting_vllm: str) -> "OnStage":
     return show
 
 
-serve = with_settings(_serve)
-vllm_serve = with_settings(_vllm_serve, Backend.VLLM, without=("model", "backend"))
+serve = with_settings(_serve, example="chunkweave serve --model smollm2")
+vllm_serve = with_settings(
+    _vllm_serve,
+    Backend.VLLM,
+    without=("model", "backend"),
+    example="chunkweave vllm-serve MODEL --host-budget 16GiB --method cacheblend",
+)
 
 serve_app, vllm_serve_app = typer.Typer(), typer.Typer()
 _FOR_VLLM = {"allow_extra_args": True, "ignore_unknown_options": True}
-serve_app.command("serve", context_settings=_FOR_VLLM)(serve)
-vllm_serve_app.command("vllm-serve", context_settings=_FOR_VLLM)(vllm_serve)
+serve_app.command("serve", context_settings=_FOR_VLLM, short_help=serve.summary)(serve)  # type: ignore[attr-defined]
+vllm_serve_app.command("vllm-serve", context_settings=_FOR_VLLM, short_help=vllm_serve.summary)(vllm_serve)  # type: ignore[attr-defined]
 
 
 config_app = typer.Typer(no_args_is_help=True, help="Show the settings of `chunkweave serve` and their sources.")

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from chunkweave.errors import CorpusError, RequestAbortedError, UsageError
 from chunkweave.prompt.documents import SplitConfig
 from chunkweave.prompt.tokenizer import TextTokenizer
-from chunkweave.retrieval.conversion import Conversion, ConversionLimits, FileRead
+from chunkweave.retrieval.conversion import Conversion, FileRead
 from chunkweave.retrieval.corpus import Corpus, CorpusChange, GrowthLimits
 from chunkweave.retrieval.documents import CorpusDocument, checked_documents
 from chunkweave.retrieval.faiss_indexes import search_in_one_thread
@@ -118,15 +118,13 @@ class Corpora:
         settings: CorpusSettings,
         limits: LimitSettings,
         *,
-        conversion: ConversionLimits | None = None,
         weights: TenantWeights | None = None,
     ) -> None:
-        """Without corpora at first. `weights` share the threads between tenants; `conversion` limits uploads."""
+        """Without corpora at first. `weights` share the threads between tenants."""
         self._tokenizer = tokenizer
         self._settings = settings
         self._data_dir = settings.data_dir
         self._limits = limits
-        self._limits_of_conversion = conversion
         self._conversions: list[Conversion] = []  # idle ones
         self._closed = False
         self._reading = TenantThreads(_READING_THREADS, weights=weights, behind=True)
@@ -232,7 +230,7 @@ class Corpora:
         try:
             conversion = self._conversions.pop()
         except IndexError:
-            conversion = Conversion(self._limits_of_conversion)
+            conversion = Conversion()
         try:
             return conversion.read(name, file, bounded=True, stopped=stopped)
         finally:

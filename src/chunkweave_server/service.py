@@ -186,9 +186,7 @@ class Service:
     def _corpora(self, started: BackendParts) -> Corpora:
         limits, corpus_settings = self.settings.limits, self.settings.corpora
         weights = TenantWeights.parse(self.settings.batching.tenant_weight)
-        corpora = Corpora(
-            started.tokenizer, corpus_settings, limits, conversion=self.settings.conversion, weights=weights
-        )
+        corpora = Corpora(started.tokenizer, corpus_settings, limits, weights=weights)
         for entry in corpus_settings.corpus:
             corpora.share(entry)
         corpora.load(self.keys.tenants if len(self.keys) else [ANONYMOUS])

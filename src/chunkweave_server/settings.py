@@ -6,11 +6,10 @@ Settings of the engine are declared with the engine; settings that only servers 
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from json import JSONDecodeError, loads
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from chunkweave.config import (
     Backend,
@@ -29,7 +28,6 @@ from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.planning.calibration import Quality
 from chunkweave.planning.cost import given_cost_model
 from chunkweave.planning.method_choice import EXACT_METHOD, checked_method
-from chunkweave.retrieval.conversion import ConversionLimits
 from chunkweave.retrieval.faiss_indexes import available, check_available
 from chunkweave.retrieval.indexes import IndexConfig, IndexKind
 from chunkweave.scheduling.budget import BatchingConfig
@@ -40,8 +38,8 @@ from chunkweave.settings import (
     SERVERS,
     Place,
     Setting,
-    by_name,
-    configuration,
+    SettingsGroup,
+    from_mapping,
     refuse_unknown,
     setting,
     settings_of,
@@ -56,6 +54,7 @@ _HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
 PREFIX = "CHUNKWEAVE_"
 KEYS_VARIABLE = "CHUNKWEAVE_API_KEYS"
 FILE_VARIABLE = "CHUNKWEAVE_CONFIG"
+COMMAND_LINE = "command line"
 _OTHER_VARIABLES = (KEYS_VARIABLE, FILE_VARIABLE, "CHUNKWEAVE_REPORT_SOCKET")
 _MIB = 1 << 20
 _VLLM = frozenset({Place.VLLM})
@@ -68,13 +67,12 @@ class LogForm(StrEnum):
     PLAIN = "plain"
 
 
-@configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
-class ListenSettings:
+class ListenSettings(SettingsGroup, places=SERVERS):
     """Address, access and shutdown of the server."""
 
     host: str = setting("127.0.0.1", "Address to listen on; other than loopback needs keys or allow_anonymous.")
-    port: int = setting(8000, "Port; 0: a free one.", least=0, most=65535)
+    port: int = setting(8000, "Port; 0: a free one.", most=65535)
     keys_file: Path | None = setting(None, "API keys, as `chunkweave keys new` writes them.")
     allow_anonymous: bool = setting(False, "Accept requests without keys on any address.")
     allowed_hosts: tuple[str, ...] = setting(
@@ -87,11 +85,12 @@ class ListenSettings:
         "Origin whose pages may use the server from browsers (CORS), such as https://ui.example, or, with keys, * "
         "(any); repeatable.",
     )
-    graceful_s: float = setting(30.0, "Time for running answers to finish at shutdown.", above=0)
+    graceful_s: float = setting(30.0, "Time for running answers to finish at shutdown.", positive=True)
     stalled_s: float = 60.0
     """Close a connection after this long without the rest of a request, or without reading the answer."""
 
     def __post_init__(self) -> None:
+        SettingsGroup.__post_init__(self)
         if wrong := [host for host in self.allowed_hosts if _HOST.fullmatch(host) is None]:
             raise UsageError(
                 f"allowed_hosts takes names and addresses without scheme and port, such as rag.example or *, "
@@ -108,20 +107,21 @@ class ListenSettings:
         return self.host in LOOPBACK
 
 
-@configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
-class LimitSettings:
+class LimitSettings(SettingsGroup, places=SERVERS):
     """Limits of one request and one tenant."""
 
     max_body_bytes: int = setting(4 * _MIB, "Most bytes of a request body, except uploads.")
     max_upload_bytes: int = setting(64 * _MIB, "Most bytes of a request that ingests documents.")
-    max_documents: int = setting(64, "Most documents of a request, also to warm or clear.", least=1)
-    max_answer_tokens: int = setting(1024, "Most tokens of an answer; a request for more gets this many.", least=1)
+    max_documents: int = setting(64, "Most documents of a request, also to warm or clear.", positive=True)
+    max_answer_tokens: int = setting(
+        1024, "Most tokens of an answer; a request for more gets this many.", positive=True
+    )
     default_answer_tokens: int = 256
     """Tokens of an answer if the request sets no limit."""
-    max_concurrent: int = setting(64, "Most concurrent requests of a tenant; more get 429.", least=1)
+    max_concurrent: int = setting(64, "Most concurrent requests of a tenant; more get 429.", positive=True)
     requests_per_minute: float | None = setting(
-        None, "Mean request rate of a tenant; more get 429; none: no limit.", above=0
+        None, "Mean request rate of a tenant; more get 429; none: no limit.", positive=True
     )
     burst: int = 20
     """Requests that a tenant may send at once under requests_per_minute."""
@@ -133,9 +133,8 @@ class LimitSettings:
     """Most memory of a corpus created over HTTP: texts, metadata, vectors."""
 
 
-@configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
-class CorpusSettings:
+class CorpusSettings(SettingsGroup, places=SERVERS):
     """Corpora: shared ones, and those created over HTTP."""
 
     corpus: tuple[str, ...] = setting((), "Corpus that all tenants may read: FOLDER or NAME=FOLDER; repeatable.")
@@ -155,22 +154,19 @@ class CorpusSettings:
         return IndexConfig(kind, flat_up_to=self.corpus_flat_chunks)
 
 
-@configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
-class ImprovingSettings:
+class ImprovingSettings(SettingsGroup, places=SERVERS):
     """Work in idle time."""
 
     improve_share: float = setting(
         0.0,
         "Share of idle time, 0 to 1, to compute means of chunks that have none or an outdated one; 0: off.",
-        least=0,
         most=1,
     )
 
 
-@configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
-class WatchSettings:
+class WatchSettings(SettingsGroup, places=SERVERS):
     """Logs, traces and metrics of the server."""
 
     log_form: LogForm = setting(LogForm.PLAIN, "Format of log lines: plain or json.")
@@ -179,24 +175,21 @@ class WatchSettings:
     tenant_metrics: bool = setting(False, "Label metrics with tenants.")
 
     def __post_init__(self) -> None:
+        SettingsGroup.__post_init__(self)
         if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise UsageError(f"log_level must be DEBUG, INFO, WARNING or ERROR, not {self.log_level!r}")
 
 
-@configuration(_VLLM)
 @dataclass(frozen=True, slots=True)
-class FleetSettings:
+class FleetSettings(SettingsGroup, places=_VLLM):
     """The vLLM servers, and routing between them."""
 
-    replicas: int = setting(1, "vLLM servers to start, one process each.", least=1)
+    replicas: int = setting(1, "vLLM servers to start, one process each.", positive=True)
     upstream: tuple[str, ...] = setting(
         (), "URL of a running vLLM server with the connector, instead of `replicas`; repeatable."
     )
     report_socket: Path | None = setting(
         None, "With upstream, socket for the reports of vLLM servers on this machine: their CHUNKWEAVE_REPORT_SOCKET."
-    )
-    connector: tuple[str, ...] = setting(
-        (), "KEY=VALUE of the connector's extra config, for keys without a setting here; repeatable."
     )
     replica_env: tuple[str, ...] = setting(
         (), "NUMBER:NAME=VALUE, environment variable of one replica (0:CUDA_VISIBLE_DEVICES=0,1); repeatable."
@@ -208,7 +201,7 @@ class FleetSettings:
     first_token_timeout_s: float | None = setting(
         None,
         "Longest wait for a first token from vLLM, then the request is retried once; none: no limit.",
-        above=0,
+        positive=True,
     )
     max_prefill_batch: int | None = None
     """Speculate only while fewer requests wait for or run prefill (RAGCache's max_prefill_bs); none: 1 for each engine
@@ -218,23 +211,11 @@ class FleetSettings:
     """Longest start of a vLLM server."""
 
     def __post_init__(self) -> None:
+        SettingsGroup.__post_init__(self)
         Router(self.routing)
         if wrong := [url for url in self.upstream if not url.startswith(("http://", "https://"))]:
             raise UsageError(f"upstream must be a URL such as http://host:8000, not {wrong[0]!r}")
-        self.connector_config()
         self.environments()
-
-    def connector_config(self) -> dict[str, Any]:
-        """`connector` as the object that vLLM passes to it; a value is parsed as JSON if it is valid JSON."""
-        config: dict[str, Any] = {}
-        for entry in self.connector:
-            key, equals, value = entry.partition("=")
-            if not equals or not key.isidentifier():
-                raise UsageError(f"connector must be KEY=VALUE, not {entry!r}")
-            if key == "method":
-                raise UsageError(f"give --method, not --connector {entry}")
-            config[key] = _json_or_text(value)
-        return config
 
     def environments(self) -> Mapping[int, dict[str, str]]:
         """`replica_env` by replica number."""
@@ -254,7 +235,7 @@ class FleetSettings:
 class Settings:
     """All settings, in groups; each name occurs in one group only. `resolve` makes them.
 
-    `shadow` is None if no answers are checked. `vllm_flags` are settings that were given for the vLLM backend and that
+    `vllm_flags` are settings that were given for the vLLM backend and that
     vLLM has under the same name: they are passed to vLLM unchanged.
     """
 
@@ -267,13 +248,12 @@ class Settings:
     ordering: OrderingConfig
     finding: FindConfig
     batching: BatchingConfig
-    shadow: ShadowConfig | None
+    shadow: ShadowConfig
     weave: WeaveConfig
     fleet: FleetSettings
     listen: ListenSettings
     limits: LimitSettings
     corpora: CorpusSettings
-    conversion: ConversionLimits
     improving: ImprovingSettings
     watch: WatchSettings
     vllm_flags: tuple[str, ...] = ()
@@ -286,24 +266,23 @@ class Settings:
         checked_method(self.requests.method or EXACT_METHOD)
         if self.requests.quality is not None:
             Quality.parse(self.requests.quality)
-        if self.improving.improve_share and self.capture.contexts is ContextSource.BUNDLED:
+        if self.improving.improve_share and self.capture.contexts == ContextSource.BUNDLED:
             raise UsageError("improve_share computes chunks behind other chunks: it needs contexts corpus, not bundled")
+        if self.shadow.min_agreement is not None and self.shadow.every is None:
+            raise UsageError("shadow_min_agreement is for shadow checks: set shadow_every too")
         if self.model.adapter is not None and self.fleet.upstream:
             raise UsageError("adapter is for vLLM servers that are started here: give those of upstream --lora-modules")
 
     def connector_config(self) -> dict[str, Any]:
         """The connector's extra config: values that differ from its defaults. Secrets are passed in its environment."""
         config = {}
-        for group in (self.plugins, self.requests, self.capture, self.store, self.weave, self.finding):
+        for group in (self.plugins, self.requests, self.store, self.weave, self.finding):
             for declared in settings_of(type(group)).values():
                 value = getattr(group, declared.attribute)
                 passed = {Place.VLLM, Place.CONNECTOR} <= declared.places and not declared.secret
-                if passed and value != declared.default_at(Place.CONNECTOR):
+                if passed and value != declared.default:
                     config[declared.name] = plain(declared, value)
-        more = self.fleet.connector_config()
-        if twice := sorted(config.keys() & more.keys()):
-            raise UsageError(f"{twice[0]} is given twice: leave out --connector {twice[0]}=...")
-        return config | more
+        return config
 
     def connector_environment(self) -> dict[str, str]:
         """Additional environment variables of a vLLM server: secrets of the connector, so that no log shows them."""
@@ -311,11 +290,7 @@ class Settings:
         return {} if url is None else {f"{PREFIX}REMOTE_URL": url}
 
 
-GROUPS: Mapping[str, Any] = {
-    name: next(kind for kind in (hint, *get_args(hint)) if is_dataclass(kind))  # a group may be optional
-    for name, hint in get_type_hints(Settings).items()
-    if name != "vllm_flags"
-}
+GROUPS: Mapping[str, Any] = {name: group for name, group in get_type_hints(Settings).items() if name != "vllm_flags"}
 """The class of each group of `Settings`, by its field."""
 _VLLM_FLAGS = ("dtype", "served_model_name", "max_num_seqs", "max_num_batched_tokens")
 """Settings of our engine that vLLM has under the same name."""
@@ -327,20 +302,18 @@ _IN_VLLM = {
 
 def server_settings(backend: Backend | None = None) -> dict[str, Setting]:
     """Settings of the server by name, in the order of their groups; only those of `backend`, if it is given."""
-    settings = {
-        name: declared
-        for kind in GROUPS.values()
-        for name, declared in settings_of(kind).items()
-        if declared.places & SERVERS
-    }
+    places = SERVERS if backend is None else {Place(backend)}
     return {
-        name: declared for name, declared in settings.items() if backend is None or backend.place in declared.places
+        name: declared
+        for group in GROUPS.values()
+        for name, declared in settings_of(group).items()
+        if declared.places & places
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Settings, and the origin of each value by name: `default`, the file, a variable or a flag."""
+    """Settings, and the origin of each value by name: `default`, the file, a variable or the command line."""
 
     settings: Settings
     origins: Mapping[str, str]
@@ -351,19 +324,13 @@ class Resolved:
         for group, kind in GROUPS.items():
             for name, declared in settings_of(kind).items():
                 if name in self.origins:
-                    held = getattr(self.settings, group)
-                    value = None if held is None else shown(declared, getattr(held, declared.attribute))
+                    value = plain(declared, getattr(getattr(self.settings, group), declared.attribute))
+                    if declared.secret and value is not None:
+                        value = without_secrets(value)
                     rows.append(
                         {"name": name, "value": value, "origin": self.origins[name], "meaning": declared.meaning}
                     )
         return rows
-
-
-def shown(declared: Setting, value: Any) -> Any:
-    """A value for printing: of a secret URL without user, password and options."""
-    if value is None:
-        return None
-    return without_secrets(value) if declared.secret else plain(declared, value)
 
 
 def plain(declared: Setting, value: Any) -> Any:
@@ -382,10 +349,10 @@ def resolve(
     *,
     backend: Backend | None = None,
 ) -> Resolved:
-    """The server's settings from all sources. Precedence: flags, environment, file, defaults.
+    """The server's settings from all sources. Precedence: command line, environment, file, defaults.
 
     Args:
-        flags: values by name, only of given flags; None is a value, too.
+        flags: values by name, as given on the command line; None is a value, too.
         environment: `CHUNKWEAVE_<NAME>` for each setting.
         file: TOML, or YAML by its suffix; None: the file that `CHUNKWEAVE_CONFIG` names, if it is set.
         backend: the backend, if it is fixed; None: the one that the sources name.
@@ -397,15 +364,15 @@ def resolve(
     if file is None and environment.get(FILE_VARIABLE):
         file = Path(environment[FILE_VARIABLE])
     settings = server_settings()
-    written = {} if file is None else by_name(read_settings_file(file), settings)
+    written = {} if file is None else read_settings_file(file)
     refuse_unknown(written, settings, f"{file}: ")
-    values = {name: (settings[name].check(value, str(file)), str(file)) for name, value in written.items()}
-    for name, text in by_name(_variables(environment), settings).items():
-        if name in settings:
-            variable = PREFIX + name.upper()
-            values[name] = (settings[name].parse(text, variable), variable)
-    for name, value in by_name(flags, settings).items():
-        values[name] = (settings[name].check(value, settings[name].flag), settings[name].flag)
+    refuse_unknown(flags, settings)
+    sources = [(name, value, str(file)) for name, value in written.items()]
+    sources += [
+        (name, text, PREFIX + name.upper()) for name, text in _variables(environment).items() if name in settings
+    ]
+    sources += [(name, value, COMMAND_LINE) for name, value in flags.items()]
+    values = {name: (settings[name].read(value, origin), origin) for name, value, origin in sources}
     chosen = backend or values.get("backend", (Backend.ENGINE, ""))[0]
     return _resolved(values | {"backend": (chosen, values.get("backend", (None, "default"))[1])}, chosen)
 
@@ -421,16 +388,8 @@ def _resolved(named_values: Mapping[str, tuple[Any, str]], backend: Backend) -> 
             hint = "" if instead is None else f"; {instead}"
             raise UsageError(f"{origin}: {name} is a setting of the other backend; this backend is {backend}{hint}")
         vllm_flags += [all_settings[name].flag, all_settings[name].text(value)]
-    values = {
-        name: named_values[name][0] if name in named_values else declared.default_at(backend.place)
-        for name, declared in settings_here.items()
-    }
-    groups: dict[str, Any] = {}
-    for group, kind in GROUPS.items():
-        attributes = {
-            declared.attribute: values[name] for name, declared in settings_of(kind).items() if name in settings_here
-        }
-        groups[group] = None if kind is ShadowConfig and attributes["every"] is None else kind(**attributes)
+    values = {name: value for name, (value, _) in named_values.items() if name in settings_here}
+    groups: dict[str, Any] = {group: from_mapping(kind, values) for group, kind in GROUPS.items()}
     origins = {name: named_values[name][1] if name in named_values else "default" for name in settings_here}
     return Resolved(Settings(**groups, vllm_flags=tuple(vllm_flags)), origins)
 
@@ -445,7 +404,7 @@ def unused_variables(environment: Mapping[str, str], backend: Backend | None = N
     """Variables that look like settings but are not settings of this backend, each with the closest setting's name."""
     settings = server_settings(backend)
     variables = [name.upper() for name in settings]
-    names = sorted(name.upper() for name in by_name(_variables(environment), settings))
+    names = sorted(name.upper() for name in _variables(environment))
     return [unknown_names([name], variables, PREFIX + "{}") for name in names if name not in variables]
 
 
@@ -475,10 +434,3 @@ def _yaml(text: str) -> Any:
         return yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return loads(value)
-    except JSONDecodeError:
-        return value

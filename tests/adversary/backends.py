@@ -21,8 +21,8 @@ class EngineArena(Arena):
 
     def open(self, stack: ExitStack) -> list[Server]:
         # In bfloat16 two tokens may be equally likely, and what else is in a batch decides.
-        common = ["serve", "--model", "reader", "--dtype", "float32", "--log-level", "ERROR"]
-        flags = [*common, "--no-speculate", "--host-budget", "6MiB"]
+        common = ["serve", "--model", "reader", "--dtype", "float32", "--set", "log_level=ERROR"]
+        flags = [*common, "--set", "speculate=false", "--host-budget", "6MiB"]
         for name in ("attacked", "swapped"):
             disk = self.folder / name / "disk"
             kept = ["--cache-dir", str(disk / "cache"), "--disk-budget", "24MiB"]
@@ -99,10 +99,11 @@ class FrontArena(Arena):
             (self.folder / name).mkdir()
             reports = str(self.folder / name / "reports")
             fake = stack.enter_context(FakeVllm(reports))
-            flags = ["vllm-serve", "reader", "--upstream", fake.url, "--report-socket", reports, "--no-speculate"]
+            flags = ["vllm-serve", "reader", "--upstream", fake.url]
+            flags += ["--set", f"report_socket={reports}", "--set", "speculate=false"]
             data = self.folder / name / "disk" / "data"
             self.twins.append(
-                Server(self.forks, self.folder / name, [*flags, "--log-level", "ERROR", "--data-dir", str(data)])
+                Server(self.forks, self.folder / name, [*flags, "--set", "log_level=ERROR", "--data-dir", str(data)])
             )
             self._fakes.append(fake)
         tokenizer = reader_tokenizer()

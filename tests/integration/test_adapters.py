@@ -244,15 +244,15 @@ def test_files_that_are_missing_or_damaged(base, weights, tmp_path, damage, mess
 def test_commands_take_it_and_say_so(base, weights, tmp_path):
     adapter = write_adapter(tmp_path / "tiny", weights)
     (tmp_path / "d.txt").write_text("The mill is behind the church.", encoding="utf-8")
-    ask = ["ask", "--model", base, "--docs", tmp_path / "d.txt", "--max-new-tokens", 6, "--dtype", "float32"]
-    found = json.loads(invoke(*ask, "--adapter", adapter, "--json", "Where?").stdout)
+    ask = ["ask", "--model", base, "--docs", tmp_path / "d.txt", "--max-new-tokens", 6, "--set", "dtype=float32"]
+    found = json.loads(invoke(*ask, "--set", f"adapter={adapter}", "--json", "Where?").stdout)
     plain = json.loads(invoke(*ask, "--json", "Where?").stdout)
     assert (found["model"], plain["model"]) == (f"{base}+tiny", str(base))
     assert found["answers"][0]["answer"] != plain["answers"][0]["answer"]
-    told = invoke(*ask, "--adapter", adapter, "Where?").stderr
+    told = invoke(*ask, "--set", f"adapter={adapter}", "Where?").stderr
     assert f"`chunkweave calibrate {base} --adapter {adapter}`" in told
-    assert "no adapter folder at" in refusal(*ask, "--adapter", tmp_path / "nowhere", "Where?", code=1)
-    assert "random weights have none" in refusal("ask", "--shape", "demo", "--adapter", adapter, "Where?")
+    assert "no adapter folder at" in refusal(*ask, "--set", f"adapter={tmp_path / 'nowhere'}", "Where?", code=1)
+    assert "random weights have none" in refusal("ask", "--set", "shape=demo", "--set", f"adapter={adapter}", "Where?")
 
 
 def test_the_demo_answers_with_it(tmp_path, monkeypatch):

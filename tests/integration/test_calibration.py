@@ -221,7 +221,7 @@ def test_calibrate_writes_the_record_beside_the_model_and_answers_follow_it(chec
 
     document = tmp_path / "d.md"
     document.write_text(" ".join(TEXTS), encoding="utf-8")
-    ask = ("ask", "--model", folder, "--dtype", "float32", "--docs", document, "--max-new-tokens", 2)
+    ask = ("ask", "--model", folder, "--set", "dtype=float32", "--docs", document, "--max-new-tokens", 2)
     for more, why, method in (
         ((), "calibrated", "epic"),
         (("--quality", "fast"), "calibrated", "epic"),

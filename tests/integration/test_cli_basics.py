@@ -51,21 +51,23 @@ def test_threads_are_an_option_of_what_computes(command):
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "by_set"),
     [
-        ("ask", "--max-new-tokens", 2, "Why?"),
-        ("chat", "--max-new-tokens", 2),
-        ("cache", "warm", "CACHE", "--docs", "DOC"),
-        ("bench", "fidelity", "--questions", 1, "--chunks", 3, "--chunk-tokens", 16, "--new-tokens", 1),
+        (("ask", "--max-new-tokens", 2, "Why?"), True),
+        (("chat", "--max-new-tokens", 2), True),
+        (("cache", "warm", "CACHE", "--docs", "DOC"), False),
+        (("bench", "fidelity", "--questions", 1, "--chunks", 3, "--chunk-tokens", 16, "--new-tokens", 1), False),
     ],
 )
-def test_threads_are_what_torch_computes_with(command, tmp_path):
+def test_threads_are_what_torch_computes_with(command, by_set, tmp_path):
     (tmp_path / "notes.md").write_text("The ferry leaves at nine. " * 20, encoding="utf-8")
     places = {"CACHE": tmp_path / "cache", "DOC": tmp_path / "notes.md"}
     arguments = [places.get(one, one) for one in command]
-    succeed(*arguments, "--shape", "demo", "--threads", 2, stdin="When?\n")
+    arguments += ("--set", "shape=demo") if by_set else ("--shape", "demo")
+    threads = {count: ("--set", f"threads={count}") if by_set else ("--threads", count) for count in (0, 2)}
+    succeed(*arguments, *threads[2], stdin="When?\n")
     assert torch.get_num_threads() == 2
-    assert "at least 1" in invoke(*arguments, "--shape", "demo", "--threads", 0).stderr
+    assert "at least 1" in invoke(*arguments, *threads[0]).stderr
 
 
 def test_status_asks_the_usual_address_if_it_is_given_none(monkeypatch):

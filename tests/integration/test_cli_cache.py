@@ -1,11 +1,14 @@
 """`--cache-dir` and `chunkweave cache` on the small shape: restarts, sums, damage, removal."""
 
 import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from chunkweave.config import ReuseConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.planning.cost import CostModel, cost_model_path, stored_cost_model
 from chunkweave.store.records import SegmentRecord
@@ -15,6 +18,22 @@ from tests.integration.command_line import invoke, json_of, refusal, succeed, te
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def short_contexts() -> Iterator[None]:
+    """What `ALONE` and `FEW` say."""
+    init = Engine.__init__
+
+    def with_few(self: Engine, *arguments: Any, reuse: ReuseConfig | None = None, **options: Any) -> None:
+        reuse = reuse or ReuseConfig()
+        passages = 0 if reuse.capture.contexts == "bundled" else reuse.capture.neutral_tokens
+        few = replace(reuse.capture, neutral_tokens=passages, context_count=2, context_tokens=1)
+        init(self, *arguments, reuse=replace(reuse, capture=few), **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Engine, "__init__", with_few)
+        yield
+
+
 @pytest.fixture
 def documents(tmp_path: Path) -> Path:
     texts = {f"d{i}.md": f"Document {i} tells of the lighthouse. " * 12 for i in range(2)}
@@ -22,7 +41,7 @@ def documents(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
+def made(tmp_path_factory, short_contexts) -> Path:
     """A cache directory with two documents, one of them in two chunks."""
     root = tmp_path_factory.mktemp("made")
     texts = {"short.md": "The harbour is deep.", "long.md": "The lighthouse is tall and old. " * 8}
@@ -39,9 +58,9 @@ def cache(made: Path, tmp_path: Path) -> Path:
 
 
 WARM = ("cache", "warm", "--shape", "demo", "--chunk-tokens", 64)
-ALONE = ("--contexts", "bundled", "--neutral-tokens", 0)
+ALONE = ("--contexts", "bundled")
 """Chunks alone: tests that look at segments one by one count on it."""
-FEW = ("--context-count", 2, "--context-tokens", 1)
+FEW = ("--contexts", "corpus")
 """Two contexts of one chunk each: a mean reads two of the other documents, and not all of them."""
 
 
@@ -50,7 +69,9 @@ def warm(cache: Path, docs: Path, *more: object, contexts: tuple = ALONE, code: 
 
 
 def ask(cache: Path, docs: Path, *more: object):
-    return json_of("ask", "--shape", "demo", "--max-new-tokens", 3, "--docs", docs, "--cache-dir", cache, *more, "Why?")
+    return json_of(
+        "ask", "--set", "shape=demo", "--max-new-tokens", 3, "--docs", docs, "--cache-dir", cache, *more, "Why?"
+    )
 
 
 def segment_files(cache: Path) -> list[Path]:
@@ -84,8 +105,8 @@ def test_an_error_after_computing_still_leaves_it_on_disk(documents, tmp_path, m
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "stream", interrupted)
-    where = ("--docs", documents, "--cache-dir", tmp_path / "cache", *ALONE)
-    assert invoke("ask", "--shape", "demo", *where, "--precompute", "Why?").exit_code == 130
+    where = ("--docs", documents, "--cache-dir", tmp_path / "cache", "--set", "contexts=bundled")
+    assert invoke("ask", "--set", "shape=demo", *where, "--precompute", "Why?").exit_code == 130
     assert len(segment_files(tmp_path / "cache")) == 2
 
 
@@ -100,22 +121,22 @@ def test_bench_takes_a_cache_dir_and_says_so(tmp_path):
 
 def test_the_remote_has_what_the_disk_has(documents, tmp_path):
     remote = tmp_path / "remote"
-    ask(tmp_path / "cache", documents, "--remote-url", f"file://{remote}")
+    ask(tmp_path / "cache", documents, "--set", f"remote_url=file://{remote}")
     names = {path.name for path in segment_files(tmp_path / "cache")}
     assert names == {path.name for path in segment_files(remote)}
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("setting", "said"),
     [
-        (("--ttl", "soon"), "soon"),
-        (("--disk-budget", "lots"), "lots"),
-        (("--codec", "zip"), "zip"),
-        (("--remote-url", "somewhere"), "remote_url"),
+        ("ttl=soon", "soon"),
+        ("disk_budget=lots", "lots"),
+        ("codec=zip", "zip"),
+        ("remote_url=somewhere", "remote_url"),
     ],
 )
-def test_store_options_that_mean_nothing_are_usage_errors(tmp_path, more, said):
-    assert said in refusal("ask", "--shape", "demo", "--cache-dir", tmp_path / "cache", *more, "Why?")
+def test_store_options_that_mean_nothing_are_usage_errors(tmp_path, setting, said):
+    assert said in refusal("ask", "--set", "shape=demo", "--cache-dir", tmp_path / "cache", "--set", setting, "Why?")
 
 
 def test_stats_add_up(cache):

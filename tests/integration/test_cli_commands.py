@@ -32,7 +32,7 @@ def documents(tmp_path: Path) -> Path:
 
 
 BENCH = ("bench", "ttft", "--shape", "demo", "--chunks", 3, "--chunk-tokens", 16, "--questions", 2, "--threads", 1)
-ASK = ("ask", "--shape", "demo", "--max-new-tokens", 3)
+ASK = ("ask", "--set", "shape=demo", "--max-new-tokens", 3)
 
 
 def test_ask_shows_reuse_from_the_second_question_on(documents):
@@ -82,18 +82,18 @@ def test_ask_takes_files_of_a_shell_pattern_as_documents(documents):
     ("arguments", "code", "said"),
     [
         (("ask", "Why?"), 2, "--model"),
-        (("ask", "--shape", "demo", "--model", "x", "Why?"), 2, "--model"),
-        (("ask", "--shape", "demo"), 2, "QUESTION"),
-        (("ask", "--shape", "no-such-shape", "Why?"), 2, "no-such-shape"),
-        (("ask", "--shape", "demo", "--method", "magic", "Why?"), 2, "magic"),
-        (("ask", "--shape", "demo", "--method", "epic:ratio=1.5", "Why?"), 2, "between 0 and 1"),
-        (("ask", "--shape", "demo", "--quality", "good", "Why?"), 2, "exact, balanced, fast"),
-        (("ask", "--shape", "demo", "--quality", "fast", "Why?"), 2, "chunkweave calibrate --shape demo"),
-        (("ask", "--shape", "demo", "--quality", "exact", "--method", "epic", "Why?"), 2, "both given"),
-        (("ask", "--shape", "demo", " "), 2, "a question is empty"),
-        (("ask", "--shape", "demo", "--host-budget", "lots", "Why?"), 2, "lots"),
-        (("ask", "--shape", "demo", "--docs", "/no/such/folder", "Why?"), 1, "/no/such/folder"),
-        (("ask", "--shape", "demo", "--out", "/no/such/folder/a.json", "Why?"), 2, "/no/such/folder"),
+        (("ask", "--set", "shape=demo", "--model", "x", "Why?"), 2, "--model"),
+        (("ask", "--set", "shape=demo"), 2, "QUESTION"),
+        (("ask", "--set", "shape=no-such-shape", "Why?"), 2, "no-such-shape"),
+        (("ask", "--set", "shape=demo", "--method", "magic", "Why?"), 2, "magic"),
+        (("ask", "--set", "shape=demo", "--method", "epic:ratio=1.5", "Why?"), 2, "between 0 and 1"),
+        (("ask", "--set", "shape=demo", "--quality", "good", "Why?"), 2, "exact, balanced, fast"),
+        (("ask", "--set", "shape=demo", "--quality", "fast", "Why?"), 2, "chunkweave calibrate --shape demo"),
+        (("ask", "--set", "shape=demo", "--quality", "exact", "--method", "epic", "Why?"), 2, "both given"),
+        (("ask", "--set", "shape=demo", " "), 2, "a question is empty"),
+        (("ask", "--set", "shape=demo", "--set", "host_budget=lots", "Why?"), 2, "lots"),
+        (("ask", "--set", "shape=demo", "--docs", "/no/such/folder", "Why?"), 1, "/no/such/folder"),
+        (("ask", "--set", "shape=demo", "--out", "/no/such/folder/a.json", "Why?"), 2, "/no/such/folder"),
         (("ask", "--model", "/no/such/model", "Why?"), 1, "/no/such/model"),
         (("nonsense",), 2, "nonsense"),
     ],

@@ -79,7 +79,10 @@ def test_what_is_wrong_with_a_call(tmp_path, notes, corpus):
     assert invoke("corpus", "list", tmp_path / "nowhere").exit_code == 1
     assert invoke("corpus", "remove", corpus, "storm").exit_code == 2
     Corpus.create(tmp_path / "empty")
-    for call in (("corpus", "search", tmp_path / "empty"), ("ask", "--shape", "demo", "--corpus", tmp_path / "empty")):
+    for call in (
+        ("corpus", "search", tmp_path / "empty"),
+        ("ask", "--set", "shape=demo", "--corpus", tmp_path / "empty"),
+    ):
         assert "nothing to search" in refusal(*call, "storm")
 
 
@@ -108,8 +111,8 @@ def test_list_search_and_remove(corpus):
 
 
 def test_ask_takes_its_documents_from_the_corpus(corpus):
-    ask = ("ask", "--shape", "demo", "--max-new-tokens", 3, "--corpus", corpus)
-    two = ("--top-k", 2, "--order", "fixed")
+    ask = ("ask", "--set", "shape=demo", "--max-new-tokens", 3, "--corpus", corpus)
+    two = ("--top-k", 2, "--set", "order=fixed")
     answers = json_of(*ask, *two, "Where is the ferry?", "Where is the storm?")["answers"]
     assert [answer["retrieved"][0]["document"] for answer in answers] == ["ferry.md", "storm.md"]
     assert [chunk["source"] for chunk in answers[0]["report"]["chunks"][1:]] == [
@@ -123,35 +126,35 @@ def test_ask_takes_its_documents_from_the_corpus(corpus):
 def test_more_chunks_than_there_are_are_all_of_them(corpus):
     found = succeed("corpus", "search", corpus, "storm", "--top-k", 100)
     assert "the corpus has 7 chunks: all are taken" in found.stderr
-    ask = ("ask", "--shape", "demo", "--max-new-tokens", 1, "--corpus", corpus, "--top-k", 99, "--json")
+    ask = ("ask", "--set", "shape=demo", "--max-new-tokens", 1, "--corpus", corpus, "--top-k", 99, "--json")
     result = succeed(*ask, "Why?", "Where?")
     assert len(json.loads(result.stdout)["answers"][0]["retrieved"]) == 7
     assert result.stderr.count("all are taken") == 1
 
 
 def test_ask_orders_chunks_if_it_is_asked_to(corpus, notes):
-    ask = ("ask", "--shape", "demo", "--max-new-tokens", 2)
-    found = json_of(*ask, "--corpus", corpus, "--top-k", 3, "--order", "free", "Where is it?", "And the ferry?")[
+    ask = ("ask", "--set", "shape=demo", "--max-new-tokens", 2)
+    found = json_of(*ask, "--corpus", corpus, "--top-k", 3, "--set", "order=free", "Where is it?", "And the ferry?")[
         "answers"
     ]
     assert [answer["report"]["order"] for answer in found] == ["frequency"] * 2
     for answer in found:
         stood = [answer["retrieved"][chunk["rank"]]["document"] for chunk in answer["report"]["chunks"][1:]]
         assert stood == [chunk["source"] for chunk in answer["report"]["chunks"][1:]]
-    shown = invoke(*ask, "--corpus", corpus, "--top-k", 3, "--order", "free", "Where is the ferry?")
+    shown = invoke(*ask, "--corpus", corpus, "--top-k", 3, "--set", "order=free", "Where is the ferry?")
     assert "rank" in shown.stdout
     fixed = json_of(*ask, "--corpus", corpus, "--top-k", 3, "Where is the ferry?")["answers"][0]
     assert fixed["report"]["order"] == "original"
     assert [chunk["rank"] for chunk in fixed["report"]["chunks"]] == [None, 0, 1, 2]
     documents = json_of(*ask, "--docs", notes / "ferry.md", "Where is the ferry?")["answers"][0]
     assert documents["report"]["order"] == "original"
-    for wrong in (("--order", "loose"), ("--ordering", "alphabetical"), ("--promotion-threshold", 0)):
-        assert invoke(*ask, "--corpus", corpus, *wrong, "Why?").exit_code == 2
+    for wrong in ("order=loose", "ordering=alphabetical", "promotion_threshold=0"):
+        assert invoke(*ask, "--corpus", corpus, "--set", wrong, "Why?").exit_code == 2
 
 
 def test_ask_wants_documents_or_a_corpus(corpus, notes):
     for wrong in (("--corpus", corpus, "--docs", notes), ("--top-k", 3)):
-        assert "either --docs or --corpus" in refusal("ask", "--shape", "demo", *wrong, "Why?")
+        assert "either --docs or --corpus" in refusal("ask", "--set", "shape=demo", *wrong, "Why?")
 
 
 def test_no_model_and_no_faiss_is_loaded_to_look_into_a_corpus(corpus, monkeypatch):

@@ -69,7 +69,7 @@ def test_corpus(monkeypatch, capsys, tmp_path):
 
 
 def test_ask_without_documents_says_that_nothing_is_woven():
-    shown = invoke("ask", "--shape", "demo", "--max-new-tokens", 2, "Why?")
+    shown = invoke("ask", "--set", "shape=demo", "--max-new-tokens", 2, "Why?")
     assert "no documents: there is nothing to weave; give --docs or --corpus" in shown.stderr
 
 

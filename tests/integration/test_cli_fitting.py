@@ -31,7 +31,7 @@ def precomputed(monkeypatch) -> list[int]:
     return calls
 
 
-ASK = ("ask", "--shape", "demo", "--max-new-tokens", 2)
+ASK = ("ask", "--set", "shape=demo", "--max-new-tokens", 2)
 
 
 def test_documents_that_do_not_fit_become_a_temporary_corpus(documents, precomputed):
@@ -87,7 +87,7 @@ def test_of_a_corpus_as_many_chunks_are_sent_as_fit(documents, tmp_path, precomp
 
 def test_a_chat_over_documents_that_do_not_fit_searches_them(documents):
     result = succeed(
-        *("chat", "--shape", "demo", "--max-new-tokens", 2, "--docs", documents, "--json"), stdin=f"{QUESTION}\n"
+        *("chat", "--set", "shape=demo", "--max-new-tokens", 2, "--docs", documents, "--json"), stdin=f"{QUESTION}\n"
     )
     assert "temporary corpus" in result.stderr
     sources = [chunk["source"] for chunk in json.loads(result.stdout)["report"]["chunks"]]

@@ -113,12 +113,12 @@ def test_ask_reads_the_same_kinds_and_says_what_it_leaves_out(tmp_path):
     (tmp_path / "memo.pdf").write_bytes(pdf(["The anchor weighs two tonnes."]))
     (tmp_path / "letter.docx").write_bytes(docx(paragraph("The great storm came in March 1907.")))
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    ask = ("ask", "--shape", "demo", "--max-new-tokens", 1, "--docs", tmp_path, "--json")
+    ask = ("ask", "--set", "shape=demo", "--max-new-tokens", 1, "--docs", tmp_path, "--json")
     result = succeed(*ask, "Why?")
     chunks = json.loads(result.stdout)["answers"][0]["report"]["chunks"]
     assert [chunk["source"] for chunk in chunks[1:]] == ["letter.docx", "memo.pdf"]
     assert f"picture.png: {NOT_READ}" in result.stderr
-    strict = invoke(*ask, "--strict", "Why?")
+    strict = invoke(*ask, "--set", "strict=true", "Why?")
     assert (strict.exit_code, "picture.png" in strict.stderr) == (1, True)
 
 

@@ -206,7 +206,7 @@ def test_short_names_and_shapes_are_bfloat16_too(tmp_path, monkeypatch):
 
 def test_a_hub_model_is_refused_before_it_is_downloaded(monkeypatch):
     monkeypatch.setattr(options, "download_once", lambda model: pytest.fail("downloaded"))
-    refused = invoke("ask", "--model", "MAKER/NAME", "--weights", "native", "Who?")
+    refused = invoke("ask", "--model", "MAKER/NAME", "--set", "weights=native", "Who?")
     assert refused.exit_code == 2
     assert "GGUF files" in refused.output
     how = options.ModelOptions(model=ModelConfig(model="m.gguf", weights=Weights.NATIVE)).how_to_calibrate
@@ -269,5 +269,16 @@ def test_a_server_and_a_command_answer_from_native_weights(file):
         assert isinstance(client.engine.loaded.model.model.model.embed_tokens, Int4Embedding)
         answer = client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
-    succeed("ask", "--model", str(file), "--weights", "native", "--dtype", "bfloat16", "--max-new-tokens", "3", "Who?")
+    succeed(
+        "ask",
+        "--model",
+        str(file),
+        "--set",
+        "weights=native",
+        "--set",
+        "dtype=bfloat16",
+        "--max-new-tokens",
+        "3",
+        "Who?",
+    )
     assert not list(models_folder().rglob("*.safetensors"))

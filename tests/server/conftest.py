@@ -46,10 +46,18 @@ def toy_engine(store: StoreConfig | None = None, settings: Settings | None = Non
 
 CONSTANTS = {
     "shadow": {"shadow_window": "window", "shadow_max_divergence": "max_divergence"},
-    "capture": {"variant_generations": "variant_generations", "capture": "profile"},
+    "capture": {
+        "capture": "profile",
+        **{name: name for name in ("variant_generations", "variant_fraction")},
+        **{name: name for name in ("neutral_tokens", "context_count", "context_tokens")},
+    },
     "listen": ("stalled_s",),
     "store": ("admission", "max_instances"),
-    "ordering": {"ordering_window": "window", "path_chunks": "path_chunks"},
+    "ordering": {
+        "ordering_window": "window",
+        "path_chunks": "path_chunks",
+        "continuation_threshold": "continuation_threshold",
+    },
     "batching": ("max_waiting",),
     "fleet": ("replica_requests", "max_prefill_batch"),
     "limits": ("default_answer_tokens", "burst", "max_corpora", "max_corpus_chunks", "max_corpus_bytes"),

@@ -26,7 +26,7 @@ class Front(Asking):
 @contextmanager
 def running_front(*fakes: FakeVllm, keys: KeyRing | None = None, **values: Any) -> Iterator[Front]:
     """A front before servers that run already."""
-    service = vllm_service(*fakes, keys=keys, name="m", **{"graceful_s": 0.2, **values})
+    service = vllm_service(*fakes, keys=keys, name="m", **{"graceful": 0.2, **values})
     with listening(service) as server, Front(base_url=server.url, timeout=120) as client:
         client.service = service
         yield client

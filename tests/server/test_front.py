@@ -415,7 +415,7 @@ def test_of_a_large_top_k_only_the_first_chunks_are_promoted(front, vllm):
 def test_a_server_that_does_not_begin_in_time_is_replaced_by_another(fakes):
     """RAGCache §6: a request that times out before its first token is made again; one that has begun is not."""
     one, _ = fakes
-    with running_front(*fakes, first_token_timeout_s=0.5, replica_requests=1) as front:
+    with running_front(*fakes, first_token_timeout=0.5, replica_requests=1) as front:
         one.gate.clear()
         answers = [later(front.ask, documents=DOCUMENTS) for _ in range(3)]
         assert {report_of(answer.result())["replica"] for answer in answers} == {"upstream-1"}
@@ -425,7 +425,7 @@ def test_a_server_that_does_not_begin_in_time_is_replaced_by_another(fakes):
 
 
 def test_the_only_server_is_asked_a_second_time_and_then_for_as_long_as_it_takes(vllm):
-    with running_front(vllm, first_token_timeout_s=0.2) as front:
+    with running_front(vllm, first_token_timeout=0.2) as front:
         vllm.gate.clear()
         threading.Timer(1.0, vllm.gate.set).start()
         told = front.ask(documents=DOCUMENTS)
@@ -435,7 +435,7 @@ def test_the_only_server_is_asked_a_second_time_and_then_for_as_long_as_it_takes
 
 
 def test_a_server_that_is_gone_is_waited_for_as_long_as_an_answer_may_take_to_begin(vllm):
-    with running_front(vllm, first_token_timeout_s=20) as front:
+    with running_front(vllm, first_token_timeout=20) as front:
 
         def comes_back() -> None:
             vllm.behave, vllm.break_after, vllm.healthy = None, None, True
@@ -508,7 +508,7 @@ def test_a_client_that_leaves_ends_its_request(front, vllm):
 
 
 def test_a_deadline_ends_a_request(vllm):
-    with running_front(vllm, deadline_s=0.3) as front:
+    with running_front(vllm, deadline=0.3) as front:
         vllm.gate.clear()
         assert error_of(front.ask(documents=DOCUMENTS)) == (504, "timeout")
 

@@ -62,7 +62,7 @@ def test_sigterm_lets_answers_end_and_writes_what_was_computed(tmp_path, checkpo
         *_, last = last_events(server, number=0, max_tokens=150)
         assert last["choices"][0]["finish_reason"] in ("length", "stop")
     assert list(tmp_path.rglob("*.safetensors"))
-    with ServerProcess(*cache, "--graceful", "0.2") as server:
+    with ServerProcess(*cache, "--set", "graceful=0.2") as server:
         told = httpx.post(f"{server.url}/v1/chat/completions", json=body(0), timeout=60).json()
         assert told["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         assert {chunk["tier"] for chunk in told["chunkweave"]["chunks"]} == {"disk"}
@@ -118,7 +118,7 @@ def test_a_missing_model_ends_with_a_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", [("serve", "--shape", "demo"), ("vllm-serve", "reader"), ("ask", "--shape", "demo", "Why?")]
+    "command", [("serve", "--shape", "demo"), ("vllm-serve", "reader"), ("ask", "--set", "shape=demo", "Why?")]
 )
 def test_a_cache_directory_that_cannot_be_written_is_refused_at_the_start(command, tmp_path):
     (tmp_path / "file").touch()

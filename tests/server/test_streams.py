@@ -205,7 +205,7 @@ def test_a_deadline_before_the_first_token_is_504(gate: threading.Event):
         assert waiting.status == 504
         assert '"code":"timeout"' in waiting.text
 
-    serving(test, max_num_seqs=1, deadline_s=0.2)
+    serving(test, max_num_seqs=1, deadline=0.2)
 
 
 def test_a_stopping_server_takes_nothing_new_and_ends_what_runs():

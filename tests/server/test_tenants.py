@@ -291,7 +291,7 @@ def test_a_step_is_stopped_for_a_tenant_that_asks_seldom(serve: Serve, monkeypat
 @pytest.mark.parametrize("shared_out", [True, False])
 def test_a_tenant_that_stores_much_evicts_its_own_first(serve: Serve, tmp_path, shared_out: bool):
     store = StoreConfig(cache_dir=tmp_path, host_budget_bytes=1 << 21, disk_budget_bytes=1 << 21)
-    client = serve(keys=key_ring(), store=store, store_by_tenant=shared_out, neutral_tokens=0)
+    client = serve(keys=key_ring(), store=store, tenant_weight=("acme=1",) if shared_out else (), neutral_tokens=0)
 
     def warm(tenant: str, number: int) -> None:
         assert client.warm(f"{tenant} {number}. {LONG}", key=KEYS[tenant]).json()["computed"] == 1

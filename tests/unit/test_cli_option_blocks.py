@@ -1,17 +1,19 @@
 """Options that come in blocks: what Typer sees of a command, and what the command gets."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from chunkweave.cli.options import given_options, with_blocks
-from chunkweave.config import FindConfig
+from chunkweave.cli.options import given_settings, how_to_set, with_blocks
+from chunkweave.config import FindConfig, StoreConfig
+from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import Quality
 from chunkweave.plugins import METHODS, ORDERINGS, POLICIES
 from chunkweave.settings import Place, settings_at
+from tests.integration.command_line import invoke
 from tests.unit.test_settings import COMMANDS
 
 
@@ -90,9 +92,47 @@ def test_commands_with_many_options_have_them_in_panels():
         assert len(command.params) < 16 or len(panels) > 2, name
 
 
-@pytest.mark.parametrize("given", [["short,numbers"], ["short", "numbers"], ["short, numbers"]])
-def test_a_list_of_choices_may_be_repeated_or_separated_by_commas(given):
-    known = settings_at(FindConfig, Place.ENGINE)
-    values = {"find_chunks": None, "exact_pieces": given}
-    assert given_options(known, values) == {"exact_pieces": ("short", "numbers")}
-    assert given_options(known, {"find_chunks": None, "exact_pieces": []}) == {}
+SETTINGS = settings_at(FindConfig, Place.ENGINE) | settings_at(StoreConfig, Place.ENGINE)
+
+
+def given(*assignments: str, **flags: Any) -> dict[str, Any]:
+    return given_settings(SETTINGS, {"assignments": list(assignments), **flags})
+
+
+@pytest.mark.parametrize(
+    "assignments", [["exact_pieces=short,numbers"], ["exact-pieces=short", "exact_pieces=numbers"]]
+)
+def test_a_list_may_be_repeated_or_separated_by_commas(assignments):
+    assert given(*assignments) == {"exact_pieces": ("short", "numbers")}
+
+
+def test_settings_are_read_from_flags_and_from_set():
+    assert given("ttl=1h", "ttl=2h", "find_chunks=yes", host_budget="2GiB") == {
+        "ttl": 7200.0,
+        "find_chunks": True,
+        "host_budget": 2 << 30,
+    }
+    assert given("max_variants=none") == {"max_variants": None}
+
+
+@pytest.mark.parametrize(
+    ("assignments", "message"),
+    [
+        (["ttl"], "--set takes NAME=VALUE, not 'ttl'"),
+        (["tttl=1h"], r"no such setting: tttl \(did you mean ttl\?\)"),
+        (["ttl=soon"], "--set ttl: 'soon' is not a valid ttl: .*not a duration"),
+        (["codec=fp8"], "give either --codec or --set codec=..., not both"),
+    ],
+)
+def test_what_cannot_be_set_is_refused(assignments, message):
+    with pytest.raises(UsageError, match=message):
+        given(*assignments, codec="int8")
+
+
+def test_a_flag_that_a_command_does_not_have_is_refused_with_how_to_set_it():
+    assert how_to_set("--ttl=1h", SETTINGS) == "--ttl is not a flag of this command: write --set ttl=VALUE"
+    assert how_to_set("--no-find-chunks", SETTINGS).endswith("write --set find_chunks=false")
+    assert how_to_set("--tttl", SETTINGS) == ""
+    for command in (("ask", "--ttl", "1h", "Why?"), ("serve", "--ttl", "1h"), ("vllm-serve", "m", "--ttl=1h")):
+        refused = invoke(*command)
+        assert (refused.exit_code, "write --set ttl=VALUE" in " ".join(refused.output.split())) == (2, True), command

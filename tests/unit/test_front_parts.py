@@ -116,21 +116,14 @@ def test_flags_that_the_front_sets_are_refused(flag):
         VllmFlags("m", (flag, "x"))
 
 
-def test_settings_of_the_connector_and_of_replicas():
-    fleet = FleetSettings(
-        replicas=2,
-        connector=("host_budget=1GiB", "max_variants=3", "ttl=5"),
-        replica_env=("0:CUDA_VISIBLE_DEVICES=0,1", "1:A=b=c"),
-    )
-    assert fleet.connector_config() == {"host_budget": "1GiB", "max_variants": 3, "ttl": 5}
+def test_the_environment_of_replicas():
+    fleet = FleetSettings(replicas=2, replica_env=("0:CUDA_VISIBLE_DEVICES=0,1", "1:A=b=c"))
     assert fleet.environments() == {0: {"CUDA_VISIBLE_DEVICES": "0,1"}, 1: {"A": "b=c"}}
 
 
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"connector": ("method=cacheblend",)}, "--method"),
-        ({"connector": ("nothing",)}, "KEY=VALUE"),
         ({"replica_env": ("1:A=b",)}, "below 1"),
         ({"upstream": ("host:80",)}, "must be a URL"),
         ({"routing": "sticky"}, "unknown routing"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import product
+from math import nan
 from typing import Any
 
 import click
@@ -10,30 +11,24 @@ import typer
 from settings_page import PAGE, settings_table
 
 from chunkweave.cli.app import app
-from chunkweave.config import Backend
+from chunkweave.cli.ask import AnswerSettings
+from chunkweave.cli.options import SplitSettings
+from chunkweave.config import Backend, StoreConfig
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.settings import SERVERS, Place, Setting, Unit, settings_of
+from chunkweave.settings import SERVERS, Place, Unit, settings_of
 from chunkweave_server.requests import ReuseField
 from chunkweave_server.settings import GROUPS, resolve, server_settings
 
 ALL = {name: (kind, one) for kind in GROUPS.values() for name, one in settings_of(kind).items()}
 
-_OUTPUT = {"json", "out"}
-_DOCUMENTS = {"docs", "chunk-tokens", "overlap-tokens", "strict"}
-_ANSWERS = {"corpus", "top-k", "max-new-tokens", "temperature", "system"}
-NO_SETTINGS = {
-    "ask": {*_OUTPUT, *_DOCUMENTS, *_ANSWERS, "precompute", "explain"},
-    "chat": {*_OUTPUT, *_DOCUMENTS, *_ANSWERS},
-    "demo": _OUTPUT,
-    "cache warm": {*_OUTPUT, *_DOCUMENTS},
-    "serve": {"config"},
-    "vllm-serve": {"config"},
-    "config show": {*_OUTPUT, "config"},
-}
-"""Commands whose every option is a setting, or one of these."""
+BLOCKS = (AnswerSettings, SplitSettings)
+"""Groups that only commands have."""
 
 OTHER_MEANING = {
     *product(("study", "bench ttft", "bench fidelity", "calibrate"), ("recompute-ratio", "alpha")),
+    *product(("ingest", "bench ttft", "bench fidelity", "calibrate", "study"), ("chunk-tokens", "overlap-tokens")),
+    *product(("server warm", "server clear"), ("corpus",)),
+    *product(("study", "ingest"), ("strict",)),
     ("calibrate", "cache-dir"),
     *product(("simulate",), ("cost-model", "policy", "device-budget", "shape", "replicas")),
     *product(("ask", "chat", "ingest"), ("corpus",)),
@@ -61,15 +56,6 @@ def options(command: click.Command) -> Iterator[tuple[str, Any]]:
             yield parameter.opts[0].removeprefix("--"), parameter
 
 
-def flag(one: Setting) -> str:
-    return one.name.replace("_", "-")
-
-
-def value_of(one: Setting) -> Any:
-    """A value that it may have."""
-    return next(value for value in (one.default, 1) if value is not None)
-
-
 def test_every_name_is_declared_once_and_says_its_unit():
     assert len(ALL) == sum(len(settings_of(kind)) for kind in GROUPS.values())
     for name, (_, one) in ALL.items():
@@ -79,14 +65,13 @@ def test_every_name_is_declared_once_and_says_its_unit():
             assert one.attribute.endswith(suffix) == (one.unit is unit), name
 
 
-@pytest.mark.parametrize("name", [name for name, (_, one) in ALL.items() if one.unit is not None])
-def test_constructors_take_text_and_the_name_without_unit(name: str):
-    kind, one = ALL[name]
-    value = value_of(one)
-    text = one.unit.shown(value) if one.unit is not None else ""
-    assert kind(**{one.attribute: text}) == kind(**{name: value}) == kind(**{one.attribute: value})
-    with pytest.raises(UsageError, match="not a valid"):
-        kind(**{name: "much"})
+@pytest.mark.parametrize(
+    "values",
+    [{"host_budget_bytes": "2GiB"}, {"cache_dir": "folder"}, {"max_variants": True}, {"ttl_s": 0}, {"ttl_s": nan}],
+)
+def test_constructors_take_fields_of_their_type_and_range(values: dict[str, Any]):
+    with pytest.raises(UsageError, match=next(iter(values))):
+        StoreConfig(**values)
 
 
 def test_an_unknown_name_is_no_argument():
@@ -95,32 +80,40 @@ def test_an_unknown_name_is_no_argument():
         kind(colour="red")
 
 
-@pytest.mark.parametrize(("command", "most"), [("ask", 20), ("serve", 60), ("vllm-serve", 60)])
-def test_the_help_lists_the_options_that_most_need(command: str, most: int):
-    listed = [one for one in COMMANDS[command].params if isinstance(one, typer.core.TyperOption) and not one.hidden]
-    assert len(listed) + 1 <= most, "with --help"
-    assert "Every setting of docs/settings.md is an option" in COMMANDS[command].help
+def test_there_are_few_settings():
+    assert len(ALL) <= 65
 
 
-def test_every_setting_of_the_commands_is_an_option_of_some():
-    shown = {name for command in COMMANDS.values() for name, _ in options(command)}
-    assert {flag(one) for _, one in ALL.values() if Place.COMMANDS in one.places} <= shown
+@pytest.mark.parametrize(("command", "most"), [("ask", 15), ("chat", 15), ("serve", 40), ("vllm-serve", 40)])
+def test_the_help_begins_with_an_example_and_lists_what_most_need(command: str, most: int):
+    flags = [name for name, _ in options(COMMANDS[command])]
+    assert "set" in flags
+    assert len(flags) + 1 <= most, "with --help"
+    assert not any(option.hidden for _, option in options(COMMANDS[command]))
+    assert COMMANDS[command].help.startswith(f"Example: chunkweave {command}")
+
+
+@pytest.mark.parametrize("command", ["ask", "serve", "vllm-serve", "config show"])
+def test_every_setting_of_a_command_has_a_flag_or_can_be_set(command: str):
+    settings = COMMANDS[command].callback.settings
+    place = {"ask": Place.COMMANDS, "vllm-serve": Place.VLLM}.get(command)
+    taken = {name for name, (_, one) in ALL.items() if (place in one.places if place else SERVERS & one.places)}
+    without = {"ask": {"deduplicate"}, "vllm-serve": {"model", "backend"}}.get(command, set())
+    assert taken - without <= settings.keys()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_options_say_what_their_setting_says(command: str):
-    place = {"vllm-serve": Place.VLLM, "serve": Place.ENGINE, "config show": Place.ENGINE}.get(command, Place.COMMANDS)
-    places = SERVERS if place is Place.ENGINE else {place}
-    for name, option in options(COMMANDS[command]):
-        _, one = ALL.get(name.replace("-", "_"), (None, None))
-        if one is None or not places & one.places or (command, name) in OTHER_MEANING:
-            assert command not in NO_SETTINGS or name in NO_SETTINGS[command], f"{command} --{name} is declared nowhere"
+    settings = getattr(COMMANDS[command].callback, "settings", {})
+    declared = {name for kind in (*GROUPS.values(), *BLOCKS) for name in settings_of(kind)}
+    for flag, option in options(COMMANDS[command]):
+        one = settings.get(flag.replace("-", "_"))
+        if one is None or (command, flag) in OTHER_MEANING:
+            assert flag.replace("-", "_") not in declared or (command, flag) in OTHER_MEANING, f"{command} --{flag}"
             continue
         assert option.help == one.meaning
-        default = one.default_at(place)
         assert option.default is None, "what is not given is for the other sources to say"
-        assert option.show_default == (one.text(default) if default not in (None, "", False, ()) else False)
-        assert name not in NO_SETTINGS.get(command, {})
+        assert option.show_default == (one.text(one.default) if one.default not in (None, "", False, ()) else False)
 
 
 @pytest.mark.parametrize("name", ["method", "policy", "ordering"])
@@ -130,28 +123,21 @@ def test_a_plugin_that_there_is_not_is_refused_before_a_server_starts(name: str)
             resolve({name: "biggest"}, {}, backend=backend)
 
 
-@pytest.mark.parametrize(("command", "backend"), [("serve", None), ("vllm-serve", Backend.VLLM)])
-def test_servers_have_a_flag_for_each_of_their_settings(command: str, backend: Backend | None):
-    without = {"model", "backend"} if command == "vllm-serve" else set()
-    declared = {flag(one) for name, one in server_settings(backend).items() if name not in without}
-    assert {name for name, _ in options(COMMANDS[command])} == declared | {"config"}
-
-
 @pytest.mark.parametrize("backend", list(Backend))
 def test_without_any_source_a_server_has_the_declared_defaults(backend: Backend):
     settings = resolve({}, {}, backend=backend).settings
     for group, kind in GROUPS.items():
         for name, one in settings_of(kind).items():
             if name not in server_settings(backend):
-                assert not {backend.place} & one.places
-            elif name != "backend" and getattr(settings, group) is not None:
-                assert getattr(getattr(settings, group), one.attribute) == one.default_at(backend.place), name
+                assert not {Place(backend)} & one.places
+            elif name != "backend":
+                assert getattr(getattr(settings, group), one.attribute) == one.default, name
 
 
 def test_settings_of_the_other_backend_are_refused_unless_vllm_has_them_too():
-    with pytest.raises(UsageError, match="--kv-tokens"):
+    with pytest.raises(UsageError, match="kv_tokens"):
         resolve({"kv_tokens": 64}, {}, backend=Backend.VLLM)
-    with pytest.raises(UsageError, match="--replicas"):
+    with pytest.raises(UsageError, match="replicas"):
         resolve({"replicas": 2}, {})
     settings = resolve({"max_num_seqs": 4, "backend": "vllm", "dtype": "bfloat16"}, {}).settings
     assert settings.vllm_flags == ("--max-num-seqs", "4", "--dtype", "bfloat16")

@@ -24,12 +24,10 @@ EVERYTHING = {
     "cache_dir": "/var/cache/kv",
     "disk_budget": "8GiB",
     "remote_url": "redis://localhost:6379",
-    "remote_budget": "1GiB",
     "codec": "int8",
     "ttl": "7d",
     "max_variants": 3,
     "weave_step_tokens": 64,
-    "load_timeout": "2s",
     "method": "cacheblend:ratio=0.2:layers=1",
 }
 
@@ -41,7 +39,7 @@ def read(extra, **environment) -> PluginSettings:
 def test_nothing_said_is_memory_alone():
     settings = read({})
     assert settings.store == StoreConfig(4 * GIB, max_variants=DEFAULT_MAX_VARIANTS)
-    assert (settings.step_tokens, settings.weave.load_timeout_s) == (256, 10.0)
+    assert settings.step_tokens == 256
     assert settings.requests == {}
 
 
@@ -59,17 +57,16 @@ def test_every_key_arrives():
         cache_dir=Path("/var/cache/kv"),
         disk_budget_bytes=8 * GIB,
         remote_url="redis://localhost:6379",
-        remote_budget_bytes=GIB,
         codec="int8",
         ttl_s=7 * 86400.0,
         max_variants=3,
     )
-    assert (settings.step_tokens, settings.weave.load_timeout_s) == (64, 2.0)
+    assert settings.step_tokens == 64
     assert settings.requests == {"method": "cacheblend:ratio=0.2:layers=1"}
 
 
 def test_null_is_no_limit_or_not_given():
-    given = read({"max_variants": None, "cache_dir": None, "ttl": None, "remote_budget": None})
+    given = read({"max_variants": None, "cache_dir": None, "ttl": None})
     assert given.store == StoreConfig(max_variants=None)
 
 
@@ -89,7 +86,6 @@ def test_the_environment_says_where_to_share_unless_the_config_does():
         ({"budgets": 1}, r"budgets.*cache_dir.*host_budget.*quality"),
         ({"host_budget": "much"}, "not a size"),
         ({"ttl": "soon"}, "not a duration"),
-        ({"load_timeout": "0s"}, "load_timeout"),
         ({"max_variants": 1.5}, "max_variants"),
         ({"weave_step_tokens": True}, "weave_step_tokens"),
         ({"cache_dir": 5.5j}, "cache_dir"),
@@ -108,7 +104,7 @@ def test_the_connector_takes_each_setting_that_is_declared_for_it_and_no_other()
     declared = [settings_at(kind, Place.CONNECTOR) for kind in GROUPS.values()]
     known = {name: one for group in declared for name, one in group.items()}
     for name, one in known.items():
-        default = one.default_at(Place.CONNECTOR)
+        default = one.default
         value = {"method": "full", "ttl": 60.0}.get(name, default)
         settings = read({name: list(value) if isinstance(value, tuple) else value})
         for group in (settings.store, settings.weave):

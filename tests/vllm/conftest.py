@@ -66,13 +66,12 @@ def front(front_folder):
 
     Its usual method reads attention profiles, so that chunks are captured while they are computed.
     """
-    from tests.vllm.fronts import front_process
+    from tests.vllm.fronts import TWO_SMALL_CONTEXTS, front_process
 
     options = ("--cache-dir", str(front_folder / "kv"), "--data-dir", str(front_folder / "data"))
     options += ("--host-budget", "256MiB", "--policy", "pgdsf", "--method", "cachecraft")
-    options += ("--context-count=2", "--context-tokens=40")
     options += ("--replica-env", "0:VLLM_SERVER_DEV_MODE=1")  # has /reset_prefix_cache
-    with front_process(front_folder, *options) as running:
+    with front_process(front_folder, *options, first=TWO_SMALL_CONTEXTS) as running:
         yield running
 
 

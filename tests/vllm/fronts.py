@@ -25,7 +25,7 @@ from tests.server.conftest import wait_until
 from tests.vllm.environment import ENVIRONMENT, ROOT
 
 START_S = 400
-START = "import sys; sys.argv[0] = 'chunkweave'; from chunkweave.cli.app import main; main()"
+START = "import sys; sys.argv[0] = 'chunkweave'; from chunkweave.cli.app import main; {}; main()"
 FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--block-size", "32")
 
 PASSAGES = [
@@ -90,11 +90,22 @@ class FrontProcess:
         return children(self.process.pid)
 
 
+TWO_SMALL_CONTEXTS = (
+    "from chunkweave.prompt.contexts import ContextRule; from chunkweave_server.vllm_backend import backend; "
+    "backend.rule_of = lambda capture: ContextRule(2, 40)"
+)
+"""What a front runs first whose means are over two contexts of 40 tokens."""
+
+
 @contextmanager
-def front_process(folder: Path, *options: str, spawns: bool = False) -> Iterator[FrontProcess]:
-    """A front with its servers; ended, gently, with the block. If it `spawns`, vLLM's processes start as users' do."""
+def front_process(folder: Path, *options: str, spawns: bool = False, first: str = "pass") -> Iterator[FrontProcess]:
+    """A front with its servers; ended, gently, with the block. If it `spawns`, vLLM's processes start as users' do.
+
+    The front runs the statement `first` before its command.
+    """
     port = free_port()
-    command = [sys.executable, "-c", START, "vllm-serve", "reader", "--port", str(port), "--graceful", "5"]
+    command = [sys.executable, "-c", START.format(first), "vllm-serve", "reader", "--port", str(port)]
+    command += ["--set", "graceful=5"]
     command += [*options, *FLAGS]
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     log = folder / "front.log"

@@ -111,7 +111,16 @@ class VllmArena(Arena):
     def open(self, stack: ExitStack) -> list[Server]:
         self._draw = random.Random(SEED)
         self._asked: dict[str, list[Asked]] = {}
-        flags = ["vllm-serve", "reader", "--no-speculate", "--log-level", "ERROR", "--host-budget", "128MiB"]
+        flags = [
+            "vllm-serve",
+            "reader",
+            "--set",
+            "speculate=false",
+            "--set",
+            "log_level=ERROR",
+            "--host-budget",
+            "128MiB",
+        ]
         flags += [*FLAGS, "--num-gpu-blocks-override", "512", *shlex.split(os.environ.get(_MORE_FLAGS, ""))]
         for name in ("attacked", "swapped"):
             disk = self.folder / name / "disk"

@@ -55,7 +55,7 @@ def test_what_costs_least_a_token_leaves_first_and_the_front_assumes_what_is_the
     costs = tmp_path / "costs.json"
     CostModel((0,), (1, 100_000), ((1.0, 1.0),), kv_bytes_per_token=1).save(costs)
     tokens = 1200
-    options = ("--policy", "pgdsf", "--cost-model", str(costs), "--host-budget", str(tokens * BYTES_PER_TOKEN))
+    options = ("--policy", "pgdsf", "--set", f"cost_model={costs}", "--host-budget", str(tokens * BYTES_PER_TOKEN))
     with front_process(tmp_path, *options) as front:
         client = front.client
         documents = PASSAGES[1], " ".join(f"{PASSAGES[0]} {number}." for number in range(10))

@@ -22,7 +22,7 @@ def adapter(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def front(adapter, tmp_path_factory):
-    options = ("--adapter", str(adapter), "--connector", "host_budget=1GiB")
+    options = ("--adapter", str(adapter), "--host-budget", "1GiB")
     with front_process(tmp_path_factory.mktemp("front"), *options) as running:
         yield running
 

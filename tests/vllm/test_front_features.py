@@ -50,7 +50,7 @@ def front(tmp_path_factory):
         made = write_adapter(folder / name, reader, seed=seed, size=0.3, targets=["q_proj", "v_proj"])
         adapters.append(f"{name}={made}")
     save_costs(folder / "kv", host=5e5)  # a token comes in from memory in a fifth of the time that computing it takes
-    options = ("--connector", "host_budget=1GiB", "--method", "cacheblend", "--chat-template", str(template))
+    options = ("--host-budget", "1GiB", "--method", "cacheblend", "--chat-template", str(template))
     options += ("--cache-dir", str(folder / "kv"))
     dense = (
         "--structured-outputs-config",

@@ -110,7 +110,7 @@ def test_everything_is_cleared(front, front_folder):
 )
 def test_every_data_parallel_rank_removes_it(tmp_path):
     passages = told("in December")
-    ranks = ("--data-parallel-size", "2", "--routing", "round-robin", "--data-dir", str(tmp_path / "data"))
+    ranks = ("--data-parallel-size", "2", "--set", "routing=round-robin", "--data-dir", str(tmp_path / "data"))
     with front_process(tmp_path, *ranks) as front:
         asked = [ask(front.client, passages, reuse=EXACT).model_extra["chunkweave"] for _ in range(4)]
         assert {report["replica"] for report in asked} == {"replica-0.0", "replica-0.1"}

@@ -14,7 +14,7 @@ FOUND = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "local_tok
 def front(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two-ranks")
     options = ("--tensor-parallel-size", "2", "--replica-env", "0:VLLM_CPU_OMP_THREADS_BIND=0|1")
-    with front_process(folder, *options, "--connector", f"cache_dir={folder / 'kv'}") as running:
+    with front_process(folder, *options, "--cache-dir", str(folder / "kv")) as running:
         yield running
 
 

@@ -3,7 +3,6 @@
 import httpx
 
 from chunkweave import Chunk, Engine, ReuseConfig
-from chunkweave.config import CaptureConfig
 from tests.vllm.fronts import PASSAGES, QUESTION, ask, front_process, told
 
 FIVE = (*PASSAGES, "The mill by the river was built of oak in one summer.", "Nets are mended in the old loft in May.")
@@ -42,12 +41,12 @@ def test_reuse_frequency_keeps_what_saved_most(tmp_path):
     """
     once, often, before, last = FIVE[:4]
     asked = [(once,), (once,), (often,), *[(before, often)] * 4, (last,)]
-    reuse = ReuseConfig(focus=False, capture=CaptureConfig(variant_fraction=None))
+    reuse = ReuseConfig(focus=False)
     with Engine.load("reader", dtype="float32", method="cachecraft", reuse=reuse) as probe:
         for documents in asked:
             probe.generate(QUESTION, [Chunk(text) for text in documents], max_new_tokens=1)
         budget = probe.store.used_bytes - 1
-    options = ("--method", "cachecraft:no-focus", "--no-enable-prefix-caching", "--variant-fraction", "none")
+    options = ("--method", "cachecraft:no-focus", "--no-enable-prefix-caching")
     options += ("--policy", "reuse-frequency", "--host-budget", str(budget))
     with front_process(tmp_path, *options) as front:
         reports = [reported(front, *documents) for documents in asked]

@@ -98,7 +98,7 @@ def keys(server: Server) -> int:
 
 
 def test_two_servers_share_over_redis_until_it_is_killed_and_then_serve_on(start, redis, reference):
-    extra = {"remote_url": redis.url, "load_timeout": "60s"}
+    extra = {"remote_url": redis.url}
     one, other = start("one", extra, wait=False), start("other", extra, wait=False)
     one.wait()
     other.wait()

@@ -221,7 +221,7 @@ def test_memory_that_is_not_there_is_a_reason_with_its_number():
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192), model_config=SimpleNamespace(max_model_len=32768)
     )
-    store = StoreConfig(device_budget="256MiB")
+    store = StoreConfig(device_budget_bytes=256 << 20)
     reason = r"needs 2.41 GiB .* 8192 tokens and 4.38 GiB for 32768, with 1.75 GiB .*; 2.40 GiB are there: lower --gpu"
     with pytest.raises(ModelError, match=reason):
         room_for_weaves(layers, config, store, kept=GIB // 2, spare=int(2.4 * GIB))

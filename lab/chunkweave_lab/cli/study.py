@@ -11,7 +11,7 @@ from chunkweave.calibration.fidelity import Task, make_tasks, warm_by_earlier
 from chunkweave.calibration.results import QuestionLog
 from chunkweave.calibration.summaries import summarize_fidelity
 from chunkweave.cli import options
-from chunkweave.cli.bench import Benchmark, Contexts, Free, Kept, fidelity_table, settings_of
+from chunkweave.cli.bench import Benchmark, Free, Kept, fidelity_table, settings_of
 from chunkweave.cli.calibrate import PromptOptions, computed_behind, measured_with
 from chunkweave.cli.console import Output, check_writable, counted, progress
 from chunkweave.cli.options import SeededModelOptions, ValueOptions, with_blocks
@@ -69,7 +69,6 @@ def study(
     free: Free = 40,
     samples: options.Samples = None,
     store: Kept,
-    capture: Contexts,
     output: Output,
 ) -> None:
     """Compare reuse methods with full prefill, at equal work and over chunks computed in several ways."""
@@ -93,12 +92,12 @@ def study(
         new_tokens=new_tokens,
         free=free,
     )
-    settings: dict[str, Any] = settings_of(config, model, asked, store, capture)
-    settings |= computed_behind((first, *also_warm), capture)
+    settings: dict[str, Any] = settings_of(config, model, asked, store)
+    settings |= computed_behind((first, *also_warm))
     settings["also_warm"] = [str(way) for way in also_warm]
     with ExitStack() as opened:
         models = [model, model.base()] if reference is Reference.BASE else [model]
-        engines = [opened.enter_context(one.open(store=store, reuse=ReuseConfig(capture=capture))) for one in models]
+        engines = [opened.enter_context(one.open(store=store)) for one in models]
         engine = engines[0]
         every, drawn = asked.examples(engine, model.seed, first.queries)
         tasks = [make_tasks(one, every, drawn, config, asked.instruction) for one in engines]

@@ -19,6 +19,7 @@ from chunkweave.cli.console import stderr
 from chunkweave.cli.corpus import ingest
 from chunkweave.cli.demo import demo
 from chunkweave.cli.models import models
+from chunkweave.cli.options import how_to_set
 from chunkweave.cli.vllm_check import vllm_check
 from chunkweave.errors import ChunkweaveError, UsageError, install_extra
 
@@ -66,10 +67,28 @@ class _Commands(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except ChunkweaveError as error:
-            stderr().print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
+            _print_error(str(error))
             raise typer.Exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(EXIT_INTERRUPTED) from error
+        except Exception as error:
+            how = _how_to_set(error)
+            if not how:
+                raise
+            _print_error(how)
+            raise typer.Exit(EXIT_USAGE) from error
+
+
+def _print_error(message: str) -> None:
+    stderr().print(f"[bold red]error:[/bold red] {escape(message)}", soft_wrap=True)
+
+
+def _how_to_set(error: Exception) -> str:
+    """What to write instead of an unknown flag of a command that takes settings; "" for all other errors."""
+    if type(error).__name__ != "NoSuchOption":  # of click, or of the copy of click that Typer has
+        return ""
+    command: Any = error.ctx.command  # type: ignore[attr-defined]
+    return how_to_set(error.option_name, getattr(command.callback, "settings", {}))  # type: ignore[attr-defined]
 
 
 app = typer.Typer(
@@ -82,7 +101,7 @@ app = typer.Typer(
 _FLAGS_OF_OTHERS = {"allow_extra_args": True, "ignore_unknown_options": True}
 _ASK, _SERVE, _KEEP, _MEASURE, _MODELS = "Ask", "Serve", "Keep documents and KV", "Measure", "Models"
 for asking in (ask, chat, demo):
-    app.command(rich_help_panel=_ASK)(asking)
+    app.command(rich_help_panel=_ASK, short_help=asking.summary)(asking)  # type: ignore[attr-defined]
 app.command(rich_help_panel=_SERVE)(running_server.status)
 app.command("vllm-check", rich_help_panel=_SERVE, context_settings=_FLAGS_OF_OTHERS)(vllm_check)
 app.command(rich_help_panel=_KEEP)(ingest)

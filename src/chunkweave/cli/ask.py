@@ -1,7 +1,7 @@
 """`chunkweave ask`: questions over documents or a corpus, and with `--explain` the whole report of each answer."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,22 +26,33 @@ from chunkweave.cli.options import (
     DocumentOptions,
     MethodOptions,
     ModelOptions,
-    OrderOptions,
+    Only,
     warn,
-    with_blocks,
+    with_set,
 )
-from chunkweave.config import SamplingParams, StoreConfig
+from chunkweave.config import RequestDefaults, SamplingParams, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ChunkReport, ReuseReport, parameter_text
 from chunkweave.models.gguf import READER_CANNOT_READ, READER_TOKENS_A_WORD, is_bundled_reader
+from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.tokenizer import tokens_a_word
+from chunkweave.settings import Place, SettingsGroup, setting
 from chunkweave.types import Chunk
 
 if TYPE_CHECKING:
     from chunkweave.conversation.answer import Answer, StreamEvent
     from chunkweave.engine.engine import Engine
     from chunkweave.prompt.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSettings(SettingsGroup, places=frozenset({Place.COMMANDS})):
+    """How answers are made."""
+
+    max_new_tokens: int = setting(128, "Maximum tokens of an answer.")
+    temperature: float = setting(0.0, "0 is greedy and deterministic.")
+    system: str | None = setting(None, "Instruction instead of the template's own.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +64,12 @@ class AskedOptions:
         Path | None, typer.Option(help="Folder made by `chunkweave ingest`: its nearest chunks are the documents.")
     ] = None
     top_k: TopK = None
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 128
-    temperature: Annotated[float, typer.Option(help="0 is greedy and deterministic.")] = 0.0
-    system: Annotated[str | None, typer.Option(help="Instruction instead of the template's own.")] = None
+    answers: AnswerSettings = field(default_factory=AnswerSettings)
 
     @property
     def sampling(self) -> SamplingParams:
         """Sampling parameters of all answers."""
-        return SamplingParams(self.max_new_tokens, self.temperature)
+        return SamplingParams(self.answers.max_new_tokens, self.answers.temperature)
 
     def check(self, paths: Sequence[Path]) -> None:
         """Refuse documents beside a corpus, and a number of chunks without either.
@@ -72,7 +81,7 @@ class AskedOptions:
             raise UsageError("give either --docs or --corpus, with or without --top-k")
 
 
-@with_blocks
+@with_set('chunkweave ask --docs NOTES/ "Who leads the choir?"')
 def ask(
     questions: Annotated[
         list[str],
@@ -87,7 +96,8 @@ def ask(
     about: AskedOptions,
     model: ModelOptions,
     how: MethodOptions,
-    stand: OrderOptions,
+    defaults: Annotated[RequestDefaults, Only("order")],
+    ordering: Annotated[OrderingConfig, Only("ordering", "promotion_threshold")],
     store: StoreConfig,
     precompute: Annotated[
         bool,
@@ -106,8 +116,9 @@ def ask(
     """
     model.named()
     documents, corpus, top_k, sampling = about.documents, about.corpus, about.top_k, about.sampling
-    engine_options = how.options(store=store, ordering=stand.ordering)
-    order = stand.said()
+    ordering = replace(ordering, continuation_threshold=None)  # a command counts only its own few questions
+    engine_options = how.options(store=store, ordering=ordering)
+    order = ChunkOrder.parse(defaults.order or ChunkOrder.FIXED)
     paths, questions_asked = _documents_first(documents.docs or [], questions)
     about.check(paths)
     retrieved_chunks = [] if corpus is None else retrieve(corpus, questions_asked, top_k)
@@ -117,7 +128,7 @@ def ask(
     with model.open(**engine_options) as engine:
         if not output.json or model.random_weights:
             _hint(engine, model, how, over_nothing=corpus is None and not read)
-        base = Request("", (), about.system, sampling, order=order)
+        base = Request("", (), about.answers.system, sampling, order=order)
         room = Room.of(engine, base)
         if corpus is None:
             over = over_documents(room, documents, read, questions_asked, top_k)

@@ -14,7 +14,7 @@ from chunkweave.cli import options
 from chunkweave.cli.calibrate import PromptOptions, computed_behind, measured_with, samples_of
 from chunkweave.cli.console import Output, check_writable, counted, progress, seconds, size, stderr, table_of
 from chunkweave.cli.options import Only, SeededModelOptions, ValueOptions, with_blocks
-from chunkweave.config import CaptureConfig, PluginConfig, ReuseConfig, StoreConfig
+from chunkweave.config import PluginConfig, ReuseConfig, StoreConfig
 from chunkweave.plugins import METHODS
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ Methods = Annotated[
 ]
 Free = Annotated[int, typer.Option(min=0, help="Questions that every method also answers freely, for `same` and F1.")]
 Kept = Annotated[StoreConfig, Only("host_budget", "cache_dir", "codec")]
-Contexts = Annotated[CaptureConfig, Only("neutral_tokens", "context_count", "context_tokens")]
 
 Question = Mapping[str, FidelitySample]
 """The samples of one question by contender."""
@@ -52,12 +51,11 @@ def fidelity(
     free: Free = 40,
     samples: options.Samples = None,
     store: Kept,
-    capture: Contexts,
     output: Output,
 ) -> None:
     """Compare reuse methods with full prefill: closeness and speed, on your model and documents, without labels."""
     config = comparison_of(methods, values, asked, warm, model.seed, new_tokens=new_tokens, free=free)
-    _measure("fidelity", fidelity_table, config, model, asked, store, capture, samples, output)
+    _measure("fidelity", fidelity_table, config, model, asked, store, samples, output)
 
 
 @app.command()
@@ -72,12 +70,11 @@ def ttft(
     warm: options.Warm = "alone",
     samples: options.Samples = None,
     store: Kept,
-    capture: Contexts,
     output: Output,
 ) -> None:
     """Time to first token by reuse method: alternating contenders, one warm store, the same token ids for all."""
     config = comparison_of(methods, values, asked, warm, model.seed, new_tokens=1, free=0)
-    _measure("ttft", ttft_table, config, model, asked, store, capture, samples, output)
+    _measure("ttft", ttft_table, config, model, asked, store, samples, output)
 
 
 def comparison_of(
@@ -120,7 +117,6 @@ def _measure(
     model: SeededModelOptions,
     asked: PromptOptions,
     store: StoreConfig,
-    capture: CaptureConfig,
     samples: Path | None,
     output: Output,
 ) -> None:
@@ -130,13 +126,13 @@ def _measure(
     model.named()
     from chunkweave.calibration.fidelity import compare, make_tasks, warm_by_earlier, way_of
 
-    with model.open(store=store, reuse=ReuseConfig(capture=capture)) as engine:
+    with model.open(store=store) as engine:
         earlier = config.warm.queries
         every, drawn = asked.examples(engine, model.seed, earlier)
         tasks = make_tasks(engine, every, drawn, config, asked.instruction)
         if name == "ttft":
             tasks = [replace(task, answer_ids=(), answers=()) for task in tasks]
-        settings = settings_of(config, model, asked, store, capture)
+        settings = settings_of(config, model, asked, store)
         log = QuestionLog(samples, {**settings, "seed": model.seed, **measured_with(engine, drawn)})
         benchmark = Benchmark(name, engine, settings, model.seed, log, table)
         with progress("warming") as report:
@@ -153,10 +149,9 @@ def settings_of(
     model: SeededModelOptions,
     asked: PromptOptions,
     store: StoreConfig,
-    capture: CaptureConfig,
 ) -> dict[str, Any]:
     """The settings of a measurement, for its result."""
-    settings = asdict(config) | {"warm": str(config.warm), **computed_behind((config.warm,), capture)}
+    settings = asdict(config) | {"warm": str(config.warm), **computed_behind((config.warm,))}
     del settings["reuse"]["capture"]  # measured runs store nothing
     origin = {"model": model.name, "dataset": asked.about, "questions": asked.questions, **asked.asked_as}
     return {**settings, **origin, "weights": str(model.model.weights), **options.kept(store)}

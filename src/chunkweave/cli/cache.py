@@ -243,7 +243,7 @@ def warm(
     *,
     documents: DocumentOptions,
     model: ModelOptions,
-    store: Annotated[StoreConfig, Only("host_budget", "disk_budget", "remote_url", "remote_budget", "codec")],
+    store: Annotated[StoreConfig, Only("host_budget", "disk_budget", "remote_url", "codec")],
     capture: CaptureConfig,
     output: Output,
 ) -> None:

@@ -24,7 +24,7 @@ from chunkweave.calibration.summaries import FidelitySample
 from chunkweave.cli import options
 from chunkweave.cli.console import Output, check_writable, counted, progress, stderr, table_of
 from chunkweave.cli.options import Only, SeededModelOptions, with_blocks
-from chunkweave.config import CaptureConfig, ModelConfig, PluginConfig, ReuseConfig, StoreConfig
+from chunkweave.config import CaptureConfig, ModelConfig, PluginConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import (
     BOUNDS,
@@ -169,7 +169,7 @@ class PromptOptions:
         return self.prompts is PromptsBy.RETRIEVAL
 
     def _over_documents(self, engine: "Engine", count: int, seed: int) -> list[Example]:
-        cut = options.DocumentOptions(chunk_tokens=self.chunk_tokens or _DOCUMENT_CHUNK_TOKENS)
+        cut = options.DocumentOptions(split=options.SplitSettings(self.chunk_tokens or _DOCUMENT_CHUNK_TOKENS))
         chunks = cut.chunks(engine, cut.read(self.docs or []))
         if self.questions_file is None:
             return document_examples(chunks, chunks_each=self.chunks, count=count, seed=seed)
@@ -273,7 +273,6 @@ def calibrate(
     ] = 1,
     computed: Annotated[ModelConfig, Only("shape", "adapter", "device", "dtype", "weights", "threads")],
     store: Annotated[StoreConfig, Only("host_budget")],
-    capture: Annotated[CaptureConfig, Only("neutral_tokens", "context_count", "context_tokens")],
     samples: options.Samples = None,
     cache_dir: Annotated[
         Path | None,
@@ -297,15 +296,13 @@ def calibrate(
     from chunkweave.calibration import measurement
     from chunkweave.calibration.fidelity import make_tasks
 
-    with choice.open(store=store, method="full", reuse=ReuseConfig(capture=capture)) as engine:
+    with choice.open(store=store, method="full") as engine:
         place = record_path(cache_dir, engine.loaded.record_folder, engine.loaded.fingerprint)
         existing_records(place)  # a record of another version is refused now, not after hours of measuring
         every, drawn = asked.examples(engine, seed, config.earlier)
         tasks = make_tasks(engine, every, drawn, next(iter(config.groups().values())), asked.instruction)
         samples_file = samples or place.with_name(PARTIAL_FILE)
-        log = QuestionLog(
-            samples_file, {**_settings(config, capture), **asked.asked_as, **measured_with(engine, drawn)}
-        )
+        log = QuestionLog(samples_file, {**_settings(config), **asked.asked_as, **measured_with(engine, drawn)})
         if dry_run:
             _say_what_would_be_done(output, config, log, place, asked.questions)
             return
@@ -325,10 +322,10 @@ def calibrate(
     output.finish({"benchmark": "calibrate", "file": str(place), **record.as_dict()})
 
 
-def _settings(config: "CalibrationConfig", capture: CaptureConfig) -> dict[str, Any]:
+def _settings(config: "CalibrationConfig") -> dict[str, Any]:
     """Settings that a question's result depends on: all but the targets."""
     groups = {warm: {**asdict(group), "warm": warm} for warm, group in config.groups().items()}
-    return {"groups": groups, "seed": config.seed, **computed_behind((*config.warm, *config.alpha_warm), capture)}
+    return {"groups": groups, "seed": config.seed, **computed_behind((*config.warm, *config.alpha_warm))}
 
 
 def _measure(
@@ -474,14 +471,14 @@ def samples_of(contenders: dict[str, Any]) -> dict[str, FidelitySample]:
     return {label: FidelitySample.from_dict(sample) for label, sample in contenders.items()}
 
 
-def computed_behind(ways: "Sequence[Warming]", capture: CaptureConfig) -> dict[str, Any]:
+def computed_behind(ways: "Sequence[Warming]") -> dict[str, Any]:
     """Settings of the contexts of chunks, if any of `ways` computes chunks as ahead of requests."""
     kinds = {warm.by for warm in ways}
     if not kinds & {"neutral", "corpus"}:
         return {}
-    file = None if capture.neutral_file is None else capture.neutral_file.name
+    capture = CaptureConfig()
     contexts = {"context_count": capture.context_count, "context_tokens": capture.context_tokens}
-    neutral = {"neutral_tokens": capture.neutral_tokens, "neutral_file": file}
+    neutral = {"neutral_tokens": capture.neutral_tokens, "neutral_file": None}
     return neutral if "corpus" not in kinds else {**neutral, **contexts}
 
 

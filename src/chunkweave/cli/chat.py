@@ -14,7 +14,7 @@ from chunkweave.cli.ask import AskedOptions, answer_dict, spoken, warn_if_unread
 from chunkweave.cli.console import Out, Output, conversation_line, status, stderr, times, token_line
 from chunkweave.cli.corpus import how_many, open_corpus
 from chunkweave.cli.fitting import Room, temporary_corpus
-from chunkweave.cli.options import MethodOptions, ModelOptions, Only, with_blocks
+from chunkweave.cli.options import MethodOptions, ModelOptions, Only, with_set
 from chunkweave.config import StoreConfig
 from chunkweave.errors import ChunkweaveError
 from chunkweave.models.gguf import usual_model
@@ -30,7 +30,7 @@ _PROMPT = "> "
 ChunksFor = Callable[[str], Sequence[Chunk]]
 
 
-@with_blocks
+@with_set("chunkweave chat --docs NOTES/")
 def chat(
     *,
     about: AskedOptions,
@@ -51,7 +51,7 @@ def chat(
     output = Output(as_json, out)
     if model.model.model is None and model.model.shape is None:
         model = replace(model, model=replace(model.model, model=usual_model()))
-    engine_options = how.options(store=store, ordering=ordering)
+    engine_options = how.options(store=store, ordering=replace(ordering, continuation_threshold=None))
     documents = about.documents.docs or []
     about.check(documents)
     model.named()
@@ -61,7 +61,7 @@ def chat(
     with model.open(**engine_options) as engine:
         if model.random_weights:
             stderr().print(f"[yellow]{model.name} has random weights: its text means nothing.[/yellow]")
-        room = Room.of(engine, Request("", (), about.system, about.sampling))
+        room = Room.of(engine, Request("", (), about.answers.system, about.sampling))
         chunks_for = _chunks_for(room, about, read, model)
         turns = list(_hold(Conversation(room), chunks_for, output))
     output.save({"model": model.name, "turns": turns})

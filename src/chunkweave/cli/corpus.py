@@ -12,7 +12,6 @@ from chunkweave.cli.console import Output, counted, progress, seconds, status, s
 from chunkweave.cli.files import documents_read, file_table, read_all
 from chunkweave.cli.options import Strict, warn, with_blocks
 from chunkweave.errors import DuplicateDocumentError, UsageError, install_extra
-from chunkweave.retrieval.conversion import ConversionLimits
 
 if TYPE_CHECKING:
     from chunkweave.retrieval.corpus import Corpus
@@ -215,7 +214,6 @@ def ingest(
     update: Annotated[bool, typer.Option("--update", help="Replace documents that have changed.")] = False,
     strict: Strict = False,
     *,
-    conversion: ConversionLimits,
     output: Output,
 ) -> None:
     """Cut documents into chunks, embed them, and store them in a corpus. Unreadable files are left out, and listed.
@@ -224,7 +222,7 @@ def ingest(
     """
     from chunkweave.retrieval.reading import rows_of
 
-    reads = read_all(paths, conversion, without=corpus)
+    reads = read_all(paths, without=corpus)
     documents = documents_read(reads, strict=strict)
     opened = _opened(corpus, embedder, index, chunk_tokens, overlap_tokens)
     if not update:

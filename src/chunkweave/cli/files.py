@@ -11,16 +11,14 @@ from chunkweave.cli.console import progress, stderr, table_of
 from chunkweave.errors import DocumentError
 
 if TYPE_CHECKING:
-    from chunkweave.retrieval.conversion import ConversionLimits, FileRead
+    from chunkweave.retrieval.conversion import FileRead
     from chunkweave.retrieval.documents import CorpusDocument
 
 _SHOWN = 40
 """Maximum files that a table lists; of more files, it lists only those with a note."""
 
 
-def read_all(
-    paths: Sequence[Path], limits: "ConversionLimits | None", *, without: Path | None = None
-) -> "list[FileRead]":
+def read_all(paths: Sequence[Path], *, without: Path | None = None) -> "list[FileRead]":
     """Read files and folders with a progress bar; skips files in the folder `without`.
 
     Raises:
@@ -29,7 +27,7 @@ def read_all(
     from chunkweave.retrieval.reading import read_files
 
     with progress("reading files") as report:
-        return read_files(paths, limits, without=without, progress=report)
+        return read_files(paths, without=without, progress=report)
 
 
 def documents_read(reads: "Sequence[FileRead]", *, strict: bool = False) -> "list[CorpusDocument]":

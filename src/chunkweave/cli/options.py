@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import os
 import re
 import shlex
 import sys
@@ -42,11 +43,18 @@ from chunkweave.models.gguf import (
     models_folder,
 )
 from chunkweave.models.hub import cache_folder, cached_folder, hub_folder
-from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.planning.method_choice import checked_method
 from chunkweave.prompt.documents import Document, SplitConfig, split_text
-from chunkweave.retrieval.conversion import ConversionLimits
-from chunkweave.settings import Place, Setting, Unit, read, settings_at, settings_of
+from chunkweave.settings import (
+    Place,
+    Setting,
+    SettingsGroup,
+    Unit,
+    from_mapping,
+    refuse_unknown,
+    setting,
+    settings_at,
+)
 from chunkweave.tiers.blobs import without_secrets
 from chunkweave.types import Chunk
 
@@ -112,70 +120,110 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
 
 
-Given = Annotated[frozenset[str], "given"]
-"""The type of a block's field that receives the names of the given options. The field itself is not an option."""
+FLAGS = frozenset({"model", "method", "quality", "cache_dir", "max_new_tokens", "chunk_tokens", "deduplicate"})
+"""Settings that have a flag also where a command takes settings by `--set`."""
+
+SET = inspect.Parameter(
+    "assignments",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Any setting of docs/settings.md; repeatable."),
+    ],
+)
+"""The option `--set`."""
+
+_METAVARS = {Unit.BYTES: "SIZE", Unit.SECONDS: "DURATION", int: "INTEGER", float: "NUMBER", Path: "PATH"}
+
+Command = Callable[..., None]
 
 
-FLAGS = frozenset({"model", "shape", "method", "quality", "cache_dir"})
-"""Settings whose options the help lists where a command takes a whole configuration; all have one."""
+class Only(tuple[str, ...]):
+    """`Annotated[StoreConfig, Only("ttl")]`: a command takes only these settings of a group."""
 
-UNLISTED = "Every setting of docs/settings.md is an option, also those that are not listed here."
-
-
-@dataclass(frozen=True, slots=True)
-class Only:
-    """`Annotated[StoreConfig, Only("ttl")]`: a command takes only these settings of a configuration as options.
-
-    The help lists them; if not `listed`, only those in `FLAGS`.
-    """
-
-    names: tuple[str, ...]
-    listed: bool = True
-
-    def __init__(self, *names: str, listed: bool = True) -> None:
-        object.__setattr__(self, "names", names)
-        object.__setattr__(self, "listed", listed)
+    def __new__(cls, *names: str) -> Self:
+        """Names of settings."""
+        return super().__new__(cls, names)
 
 
-def with_blocks(command: Callable[..., None]) -> Callable[..., None]:
+def with_blocks(command: Command) -> Command:
     """Decorator of a Typer command: replaces each parameter whose type is a dataclass, a block, by the block's fields.
 
-    The help groups the options of a block under the first words of its docstring. A field is annotated as an option, is
-    a block itself, or is a setting, which becomes the option that it declares. The command receives the block, made
+    The help groups the options of a block under the first words of its docstring. A field is annotated as an option, or
+    is a block itself; a group of settings is a block with a flag for each setting. The command receives the block, made
     from the options' values.
     """
+    return _with_blocks(command, None, "")
+
+
+def with_set(example: str) -> Callable[[Command], Command]:
+    """`with_blocks` for commands that take settings without a flag, all but `FLAGS`, by `--set`.
+
+    The help begins with the `example`.
+    """
+    return lambda command: _with_blocks(command, FLAGS, example)
+
+
+def _with_blocks(command: Command, flags: Collection[str] | None, example: str) -> Command:
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     blocks: dict[str, Any] = {}
+    settings: dict[str, Setting] = {}
     for parameter in inspect.signature(command).parameters.values():
         kind = hints[parameter.name]
         if is_dataclass(_plain(kind)):
             blocks[parameter.name] = kind
-            parameters += _parameters_of(kind, heading(_plain(kind)))
+            settings |= _settings(kind)
+            parameters += _parameters_of(kind, heading(_plain(kind)), flags)
         else:
             parameters.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+    if flags is not None:
+        parameters.append(SET)
 
     def call(**values: Any) -> None:
-        made = {name: _made(kind, values) for name, kind in blocks.items()}
+        chosen = given_settings(settings, values)
+        for name, declared in settings.items():
+            variable = f"CHUNKWEAVE_{name.upper()}"
+            if declared.secret and os.environ.get(variable):
+                chosen.setdefault(name, declared.read(os.environ[variable], variable))
+        made = {name: _made(kind, values, chosen) for name, kind in blocks.items()}
         command(**values, **made)
 
-    return as_command(call, command, parameters)
+    return as_command(call, command, parameters, settings, example)
 
 
 def as_command(
-    call: Callable[..., None], command: Callable[..., None], parameters: Sequence[inspect.Parameter]
-) -> Callable[..., None]:
-    """`call`, changed to have the name and help of `command`, and these `parameters`."""
-    hidden = any(
-        isinstance(option, OptionInfo) and option.hidden
-        for parameter in parameters
-        for option in getattr(parameter.annotation, "__metadata__", ())
-    )
+    call: Command,
+    command: Command,
+    parameters: Sequence[inspect.Parameter],
+    settings: Mapping[str, Setting],
+    example: str = "",
+) -> Command:
+    """`call`, changed to have the name and help of `command`, and these `parameters`. `settings` may be set."""
+    words = inspect.cleandoc(command.__doc__ or "")
     call.__name__ = command.__name__
-    call.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{UNLISTED}" if hidden else command.__doc__
+    call.__doc__ = f"Example: {example}\n\n{words}" if example else words
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    call.summary, call.settings = words.partition("\n")[0], settings  # type: ignore[attr-defined]
     return call
+
+
+def how_to_set(option: str, settings: Mapping[str, Setting]) -> str:
+    """What to write instead of an option that does not exist; "" if it is no setting's name either.
+
+    >>> how_to_set("--ttl=1h", settings_of(StoreConfig))
+    '--ttl is not a flag of this command: write --set ttl=VALUE'
+    """
+    flag = option.partition("=")[0]
+    name = flag.removeprefix("--").replace("-", "_")
+    value = "VALUE"
+    if name.startswith("no_") and name not in settings:
+        name, value = name.removeprefix("no_"), "false"
+    if name not in settings:
+        return ""
+    return f"{flag} is not a flag of this command: write --set {name}={value}"
 
 
 def _plain(kind: Any) -> Any:
@@ -184,10 +232,15 @@ def _plain(kind: Any) -> Any:
 
 
 def _settings(kind: Any) -> dict[str, Setting]:
-    """The settings of a block that a command takes."""
-    settings = settings_at(_plain(kind), Place.COMMANDS)
-    only = [annotation for annotation in get_args(kind)[1:] if isinstance(annotation, Only)]
-    return {name: settings[name] for name in only[0].names} if only else settings
+    """The settings that a command takes for a block."""
+    plain = _plain(kind)
+    if not issubclass(plain, SettingsGroup):
+        hints = get_type_hints(plain, include_extras=True)
+        blocks = [hints[one.name] for one in fields(plain) if is_dataclass(_plain(hints[one.name]))]
+        return {name: declared for block in blocks for name, declared in _settings(block).items()}
+    settings = settings_at(plain, Place.COMMANDS)
+    names = next((annotation for annotation in get_args(kind)[1:] if isinstance(annotation, Only)), settings)
+    return {name: settings[name] for name in names}
 
 
 def heading(kind: Any) -> str:
@@ -195,17 +248,16 @@ def heading(kind: Any) -> str:
     return re.split("[.,:;]", kind.__doc__ or "", maxsplit=1)[0]
 
 
-def _parameters_of(kind: Any, panel: str) -> list[inspect.Parameter]:
-    if settings_of(_plain(kind)):
-        only = [annotation for annotation in get_args(kind)[1:] if isinstance(annotation, Only) and annotation.listed]
+def _parameters_of(kind: Any, panel: str, flags: Collection[str] | None) -> list[inspect.Parameter]:
+    if issubclass(_plain(kind), SettingsGroup):
         settings = _settings(kind)
-        return option_parameters(settings.values(), Place.COMMANDS, panel, listed=settings.keys() if only else FLAGS)
+        return option_parameters([settings[name] for name in settings if flags is None or name in flags], panel)
     hints = get_type_hints(kind, include_extras=True)
     parameters = []
     for block_field in fields(kind):
         if is_dataclass(_plain(hints[block_field.name])):
-            parameters += _parameters_of(hints[block_field.name], panel)
-        elif hints[block_field.name] != Given:
+            parameters += _parameters_of(hints[block_field.name], panel, flags)
+        else:
             default = inspect.Parameter.empty if block_field.default is MISSING else block_field.default
             option = _under(panel, hints[block_field.name])
             parameters.append(
@@ -224,56 +276,41 @@ def _under(panel: str, kind: Any) -> Any:
     return Annotated[plain, *moved]
 
 
-def _made(kind: Any, values: dict[str, Any]) -> Any:
-    """A block made from the values of its options; removes these from `values`."""
+def _made(kind: Any, values: dict[str, Any], chosen: Mapping[str, Any]) -> Any:
+    """A block made from the values of its options, which are removed from `values`, and of its settings."""
     plain = _plain(kind)
-    if settings_of(plain):
-        return read(plain, given_options(_settings(kind), values), Place.COMMANDS)
+    if issubclass(plain, SettingsGroup):
+        return from_mapping(plain, {name: chosen[name] for name in _settings(kind) if name in chosen})
     hints = get_type_hints(plain, include_extras=True)
-    given_names = frozenset(name for name, value in values.items() if value is not None)
-    made = {}
-    for name in (block_field.name for block_field in fields(plain)):
-        if hints[name] == Given:
-            made[name] = given_names
-        else:
-            made[name] = _made(hints[name], values) if is_dataclass(_plain(hints[name])) else values.pop(name)
+    made = {
+        name: _made(hint, values, chosen) if is_dataclass(_plain(hint)) else values.pop(name)
+        for name, hint in ((block_field.name, hints[block_field.name]) for block_field in fields(plain))
+    }
     return plain(**made)
 
 
-def option_parameters(
-    settings: Iterable[Setting], place: Place, panel: str | None = None, *, listed: Collection[str]
-) -> list[inspect.Parameter]:
-    """An option for each setting; its value is None if it was not given.
-
-    `panel` is the heading of the options in the help, which names those that are `listed`.
-    """
+def option_parameters(settings: Iterable[Setting], panel: str) -> list[inspect.Parameter]:
+    """A flag for each setting; its value is None if it was not given. `panel` is their heading in the help."""
     parameters = []
-    for setting in settings:
-        default = setting.default_at(place)
+    for declared in settings:
+        kind: Any = list[str] if declared.element is str else str
+        flag = declared.flag
+        metavar: str | None = _METAVARS.get(declared.unit or declared.kind, "TEXT")
+        if declared.kind is bool:
+            kind, flag, metavar = bool, f"{flag}/--no-{flag[2:]}", None
+        default = declared.default
         option = typer.Option(
-            f"{setting.flag}/--no-{setting.flag[2:]}" if setting.plain is bool else setting.flag,
-            help=setting.meaning,
+            flag,
+            help=declared.meaning,
             rich_help_panel=panel,
-            hidden=setting.name not in listed,
-            show_default=setting.text(default) if default not in (None, "", False, ()) else False,
-            metavar=None if setting.unit is None else "SIZE" if setting.unit is Unit.BYTES else "DURATION",
-            envvar=f"CHUNKWEAVE_{setting.name.upper()}" if setting.secret and place is Place.COMMANDS else None,
+            show_default=False if default in (None, "", False, ()) else declared.text(default),
+            metavar=metavar,
         )
-        annotation: Any = Annotated[_option_kind(setting), option]
+        annotation: Any = Annotated[kind | None, option]
         parameters.append(
-            inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            inspect.Parameter(declared.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         )
     return parameters
-
-
-def _option_kind(setting: Setting) -> Any:
-    kind = setting.plain
-    if kind is tuple and get_args(setting.kind)[0] is str:
-        return list[str] | None
-    numbers_alone = (
-        kind in (int, float) and setting.unit is None and not (setting.optional and setting.default is not None)
-    )
-    return kind | None if kind in (bool, Path) or numbers_alone else str | None
 
 
 def warn(message: str) -> None:
@@ -281,17 +318,28 @@ def warn(message: str) -> None:
     stderr().print(f"[yellow]{escape(message)}[/yellow]", soft_wrap=True)
 
 
-def given_options(settings: Mapping[str, Setting], values: dict[str, Any]) -> dict[str, Any]:
-    """Values of the settings whose options were given, by the settings' names; removes all of them from `values`."""
-    raw_values = {name: values.pop(name) for name in settings}
-    for name, value in raw_values.items():
-        if settings[name].choices and isinstance(value, list) and value:  # repeated, or separated by commas
-            raw_values[name] = ",".join(value)
-    return {
-        name: (settings[name].parse if isinstance(value, str) else settings[name].check)(value, settings[name].flag)
-        for name, value in raw_values.items()
-        if value is not None and value != []
-    }
+def given_settings(settings: Mapping[str, Setting], values: dict[str, Any]) -> dict[str, Any]:
+    """The settings that were given by flag or by `--set`, by name; removes the options' values from `values`.
+
+    Raises:
+        UsageError: there is no such setting, it is given twice, or its value is wrong.
+    """
+    by_flag = {}
+    for name, declared in settings.items():
+        if (value := values.pop(name, None)) not in (None, []):
+            by_flag[name] = declared.read(value, declared.flag)
+    assigned: dict[str, Any] = {}
+    for assignment in values.pop(SET.name, None) or []:
+        name, equals, text = assignment.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals:
+            raise UsageError(f"--set takes NAME=VALUE, not {assignment!r}")
+        refuse_unknown([name], settings, "--set: ")
+        if name in by_flag:
+            raise UsageError(f"give either {settings[name].flag} or --set {name}=..., not both")
+        value = settings[name].read(text, f"--set {name}")
+        assigned[name] = (*assigned.get(name, ()), *value) if isinstance(value, tuple) else value
+    return by_flag | assigned
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +358,9 @@ class ModelOptions:
         """
         model = self.model.model
         if (model is None) == (self.model.shape is None):
-            raise UsageError("give either --model (smollm2, a folder, a hub name) or --shape NAME")
+            raise UsageError(
+                "give either --model (smollm2, a folder, a hub name) or a shape (in `ask` and `chat`: --set shape=NAME)"
+            )
         if model and not is_hub_name(model) and not is_bundled_reader(model) and gguf_file(model) is None:
             config_file_of(Path(model))
         return self
@@ -459,16 +509,31 @@ class ValueOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitSettings(SettingsGroup, places=frozenset({Place.COMMANDS})):
+    """How documents are read and cut."""
+
+    chunk_tokens: int = setting(512, "Maximum tokens per chunk.")
+    overlap_tokens: int = setting(0, "Maximum tokens that neighbouring chunks share.")
+    strict: bool = setting(False, "Fail if a file, or a line of one, cannot be read.")
+
+
+@dataclass(frozen=True, slots=True)
 class DocumentOptions:
     """Documents, and how they are cut."""
 
     docs: Annotated[
         list[Path] | None, typer.Option("--docs", help="File or folder, of the kinds that `ingest` reads; repeatable.")
     ] = None
-    chunk_tokens: Annotated[int, typer.Option(help="Maximum tokens per chunk.")] = 512
-    overlap_tokens: Annotated[int, typer.Option(help="Maximum tokens that neighbouring chunks share.")] = 0
-    strict: Strict = False
-    conversion: ConversionLimits = field(default_factory=ConversionLimits)
+    split: SplitSettings = field(default_factory=SplitSettings)
+
+    @property
+    def split_config(self) -> SplitConfig:
+        """How documents are cut.
+
+        Raises:
+            UsageError: the chunks' sizes are invalid.
+        """
+        return SplitConfig(self.split.chunk_tokens, self.split.overlap_tokens)
 
     def read(self, paths: Sequence[Path]) -> list[Document]:
         """The documents at `paths`. Unreadable files are left out, with a line on stderr.
@@ -477,38 +542,22 @@ class DocumentOptions:
             DocumentError: a path is not there, none can be read, or something was left out and `strict` is set.
             UsageError: the chunks' sizes are invalid.
         """
-        SplitConfig(self.chunk_tokens, self.overlap_tokens)  # refused now, not after the model is loaded
+        _ = self.split_config  # refused now, not after the model is loaded
         if not paths:
             return []
-        reads = read_all(paths, self.conversion)
-        documents = documents_read(reads, strict=self.strict)
+        reads = read_all(paths)
+        documents = documents_read(reads, strict=self.split.strict)
         say_what_was_left_out(reads)
         return [Document(document.id, document.text, document.tables) for document in documents]
 
     def chunks(self, engine: "Engine", documents: Sequence[Document]) -> list[Chunk]:
         """The chunks of documents, in order; sizes are in the engine's tokens."""
-        tokenizer, config = engine.loaded.tokenizer, SplitConfig(self.chunk_tokens, self.overlap_tokens)
+        tokenizer, config = engine.loaded.tokenizer, self.split_config
         return [
             chunk
             for document in documents
             for chunk in split_text(document.text, tokenizer, config, source=document.name, tables=document.tables)
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class OrderOptions:
-    """Order of chunks."""
-
-    requests: Annotated[RequestDefaults, Only("order", listed=False)]
-    ordering: OrderingConfig
-
-    def said(self) -> str:
-        """The order of the requests.
-
-        Raises:
-            UsageError: there is no such order.
-        """
-        return ChunkOrder.parse(self.requests.order or "fixed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class ServedChunks:
 
 
 def _read(paths: Sequence[Path]) -> "list[CorpusDocument]":
-    reads = read_all(paths, None)
+    reads = read_all(paths)
     documents = documents_read(reads)
     say_what_was_left_out(reads)
     return documents

@@ -159,7 +159,7 @@ class AsyncEngine:
         """Start the thread."""
         self._config = config or BatchingConfig()
         self._weights = TenantWeights.parse(self._config.tenant_weight)
-        if self._config.store_by_tenant:
+        if self._config.tenant_weight:
             engine.store.share_by(self._weights.share)
         self._preparer = engine.preparer
         self._checks = engine.shadow_checks

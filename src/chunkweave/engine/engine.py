@@ -74,9 +74,6 @@ because no other request waits for the space that a half-used block wastes.
 
 Events = deque[StreamEvent | Exception]
 
-_EVERY_PATH = OrderingConfig(promotion_threshold=None)
-"""CRAFT's threshold is for stores of exact paths only; here stored segments can also be woven."""
-
 Progress = Callable[[int, int], None]
 """Called with (done, total) during long work."""
 
@@ -136,7 +133,7 @@ class Engine:
         """
         self.loaded = loaded
         self._reuse = reuse or ReuseConfig()
-        ordering, usual_order = ordering or _EVERY_PATH, ChunkOrder.parse(order)
+        ordering, usual_order = ordering or OrderingConfig(), ChunkOrder.parse(order)
         make_ordering(ordering.ordering)  # raise before a store is opened
         passages = neutral_passages(self._reuse.capture.neutral_file, loaded.folder)
         cache_dir = _cache_dir(store)
@@ -160,7 +157,7 @@ class Engine:
         self.runner = Runner(
             loaded.model, store, cost=cost, capture=self._reuse.capture, compute=compute, staging=staging
         )
-        self.shadow = None if shadow is None else ShadowMonitor(shadow)
+        self.shadow = None if shadow is None or shadow.every is None else ShadowMonitor(shadow)
         self.shadow_checks = None if self.shadow is None else ShadowChecks(self.runner, self.shadow)
         context_tokens = loaded.model.geometry.max_positions
         self.preparer = RequestPreparer(

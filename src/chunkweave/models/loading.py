@@ -96,7 +96,7 @@ def load_folder(
         UnsupportedModelError: the architecture cannot be woven, or the adapter cannot be merged into it.
         UsageError: device, dtype or weights are not available here, or not together.
     """
-    memory_format = settings_of(ModelConfig)["weights"].parse(weights)
+    memory_format = settings_of(ModelConfig)["weights"].read(weights)
     name = Path(model).resolve().name
     lora = None if adapter is None else read_adapter(adapter)
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
@@ -188,7 +188,7 @@ def load_shape(
     Raises:
         UnknownMethodError: no shape of that name.
     """
-    memory_format = settings_of(ModelConfig)["weights"].parse(weights)
+    memory_format = settings_of(ModelConfig)["weights"].read(weights)
     config = shape_config(name)
     device = resolve_device(device, cuda_available=torch.cuda.is_available())
     quantized = memory_format.value if memory_format is Weights.NATIVE else ""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from chunkweave.errors import UsageError
 from chunkweave.plugins import ORDERINGS
-from chunkweave.settings import PROGRAMS, Place, configuration, setting
+from chunkweave.settings import PROGRAMS, SettingsGroup, setting
 from chunkweave.store.prefix_trie import TreePlace
 from chunkweave.types import ChunkId
 
@@ -37,13 +37,8 @@ class ChunkOrder(StrEnum):
             raise UsageError(f"unknown order {text!r}; there are: {', '.join(cls)}") from None
 
 
-_EVERY_PATH = {Place.COMMANDS: None, Place.ENGINE: None, Place.VLLM: None}
-"""Commands and servers keep every exact path: a command counts only its own few questions."""
-
-
-@configuration(PROGRAMS)
 @dataclass(frozen=True, slots=True)
-class OrderingConfig:
+class OrderingConfig(SettingsGroup, places=PROGRAMS):
     """Order of chunks (CRAFT §4), and promotion.
 
     An exact method stores an exact path only over promoted chunks; without a `promotion_threshold` over all. A weaving
@@ -65,17 +60,12 @@ class OrderingConfig:
     window: int = 1000
     """Latest requests in which chunks are counted (CRAFT §6.2.4)."""
     promotion_threshold: int | None = setting(
-        2,
+        None,
         "With a free order, promote a chunk after this many counted requests with it (CRAFT §6.2.5); none: all.",
-        defaults=_EVERY_PATH,
-        least=1,
+        positive=True,
     )
-    continuation_threshold: int | None = setting(
-        4,
-        "With a free order, weaving methods grow a prefix after this many counted requests with it; none: never.",
-        defaults={Place.COMMANDS: None},
-        least=1,
-    )
+    continuation_threshold: int | None = 4
+    """With a free order, weaving methods grow a prefix after this many counted requests with it; none: never."""
     path_chunks: int | None = None
     """With full and prefix, number of a prompt's first chunks that are stored (RAGCache §8); none: all."""
     deduplicate: bool = setting(
@@ -83,6 +73,7 @@ class OrderingConfig:
     )
 
     def __post_init__(self) -> None:
+        SettingsGroup.__post_init__(self)
         make_ordering(self.ordering)
 
 

@@ -35,7 +35,7 @@ class ContextRule:
 
 def rule_of(capture: CaptureConfig) -> ContextRule | None:
     """The rule for contexts in a configuration; None: chunks are computed once, behind neutral passages."""
-    if capture.contexts is ContextSource.BUNDLED:
+    if capture.contexts == ContextSource.BUNDLED:
         return None
     return ContextRule(capture.context_count, capture.context_tokens)
 

@@ -19,7 +19,6 @@ from chunkweave.prompt.tables import Table
 from chunkweave.retrieval.documents import CorpusDocument
 from chunkweave.retrieval.file_kinds import FileKind
 from chunkweave.retrieval.sections import Section
-from chunkweave.settings import PROGRAMS, configuration, setting
 
 _MIB = 1 << 20
 _MEMORY_BYTES, _MEMORY_PER_BYTE = 512 * _MIB, 6
@@ -28,6 +27,9 @@ _OUTPUT_BYTES, _OUTPUT_PER_BYTE = 16 * _MIB, 3
 
 MOST_FILE_BYTES = 1 << 30
 """Maximum bytes of a file on the command line or in a folder."""
+
+_S_PER_MIB = 3.0
+"""Processor time to read a file, per begun MiB."""
 
 _MOST_S = 120.0
 _POLL_S = 0.02
@@ -40,18 +42,9 @@ _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG"
 """Environment variables that the converter receives; others may have keys."""
 
 
-@configuration(PROGRAMS)
-@dataclass(frozen=True, slots=True)
-class ConversionLimits:
-    """Limits for reading one file."""
-
-    convert_time_s: float = setting(
-        3.0, "Maximum processor time to read a file, per begun MiB; two minutes at most.", above=0
-    )
-
-    def seconds(self, nbytes: int) -> float:
-        """The limit of processor time for a file of `nbytes` bytes."""
-        return min(max(_MOST_S, self.convert_time_s), self.convert_time_s * max(1, ceil(nbytes / _MIB)))
+def seconds_for(nbytes: int) -> float:
+    """Maximum processor time to read a file of `nbytes` bytes."""
+    return min(_MOST_S, _S_PER_MIB * max(1, ceil(nbytes / _MIB)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +95,7 @@ class Conversion:
     The process is started with the first file, and again if a file had to be stopped.
     """
 
-    def __init__(self, limits: ConversionLimits | None = None) -> None:
-        self._limits = ConversionLimits() if limits is None else limits
+    def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
 
@@ -133,7 +125,7 @@ class Conversion:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > MOST_FILE_BYTES:
             return FileRead(name, left_out=f"it has {nbytes} bytes, and a file may have {MOST_FILE_BYTES}: split it")
-        seconds = self._limits.seconds(nbytes)
+        seconds = seconds_for(nbytes)
         request = {
             "name": name,
             "bounded": bounded,
@@ -209,8 +201,7 @@ class Conversion:
 
 def _too_long(seconds: float) -> DocumentError:
     return DocumentError(
-        f"reading it takes more than {seconds:g} s of processor time, or {_WAITED} times as long by the clock: "
-        "split it, or raise the setting convert_time"
+        f"reading it takes more than {seconds:g} s of processor time, or {_WAITED} times as long by the clock: split it"
     )
 
 

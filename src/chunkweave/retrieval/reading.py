@@ -7,13 +7,12 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from chunkweave.errors import DocumentError, EmptyDocumentError
-from chunkweave.retrieval.conversion import Conversion, ConversionLimits, FileRead
+from chunkweave.retrieval.conversion import Conversion, FileRead
 from chunkweave.retrieval.documents import CorpusDocument
 
 
 def read_files(
     paths: Sequence[Path],
-    limits: ConversionLimits | None = None,
     *,
     without: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -35,7 +34,7 @@ def read_files(
     files = list(inside.values())
     uses = Counter(name for _, name in files)
     reads = []
-    with Conversion(limits) as conversion:
+    with Conversion() as conversion:
         for done, (path, name) in enumerate(files):
             if progress is not None:
                 progress(done, len(files))

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from chunkweave.errors import StoreError, UsageError
 from chunkweave.scheduling.queue import DEFAULT_WINDOW
-from chunkweave.settings import SERVERS, Place, configuration, setting
+from chunkweave.settings import SERVERS, Place, SettingsGroup, setting
 
 _TAIL = 8
 """A step may exceed its budget by 1/8 if that ends a pass: alone, the rest would read all weights for few tokens."""
@@ -112,13 +112,8 @@ class TokenBudget:
         )
 
 
-_ENGINE = frozenset({Place.ENGINE})
-_DEADLINE = {Place.ENGINE: 600.0, Place.VLLM: 600.0}
-
-
-@configuration(_ENGINE)
 @dataclass(frozen=True, slots=True)
-class BatchingConfig:
+class BatchingConfig(SettingsGroup, places=frozenset({Place.ENGINE})):
     """Limits of a batching engine.
 
     Speculations run only in steps in which no other request can. A request that arrives meanwhile waits for at most one
@@ -146,11 +141,10 @@ class BatchingConfig:
     tenant_weight: tuple[str, ...] = setting(
         (), "NAME=WEIGHT: a tenant's weight in sharing resources (default 1); repeatable.", places=SERVERS
     )
-    store_by_tenant: bool = setting(False, "In a full tier, evict first from tenants above their share by weight.")
     window: int = DEFAULT_WINDOW
     """Times that a pending request may be passed over by requests with more cached tokens."""
     deadline_s: float | None = setting(
-        None, "Default deadline of requests; none: no deadline.", places=SERVERS, defaults=_DEADLINE, above=0
+        600.0, "Default deadline of requests; none: no deadline.", places=SERVERS, positive=True
     )
     queue_timeout_s: float | None = None
     """Maximum wait of a request before it starts; none: no limit."""
@@ -164,6 +158,7 @@ class BatchingConfig:
     """Maximum prefetched bytes."""
 
     def __post_init__(self) -> None:
+        SettingsGroup.__post_init__(self)
         TokenBudget(tokens=self.step_tokens, max_running=self.max_running)
         if self.speculation_tokens is not None:
             TokenBudget(tokens=self.speculation_tokens, max_running=self.max_running)

@@ -10,29 +10,26 @@ from math import ceil, inf, isnan
 from threading import Lock
 
 from chunkweave.planning.method_choice import MethodChoice
-from chunkweave.settings import SERVERS, Place, configuration, setting
+from chunkweave.settings import SERVERS, SettingsGroup, setting
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERED = 1000
-_ENGINE = frozenset({Place.ENGINE})
 
 
-@configuration(SERVERS)
 @dataclass(frozen=True, slots=True)
-class ShadowConfig:
+class ShadowConfig(SettingsGroup, places=SERVERS):
     """Shadow checks.
 
     A check prefills an answer's prompt in full and decodes the beginning of the answer again. After `window` checks,
-    weaving is switched off if they deviate too far. A server makes no checks unless `shadow_every` is set.
+    weaving is switched off if they deviate too far.
     """
 
-    every: int = setting(
-        100,
+    every: int | None = setting(
+        None,
         "One in this many woven answers is compared with full prefill; none: no checks.",
         name="shadow_every",
-        defaults={Place.ENGINE: None, Place.VLLM: None},
-        least=1,
+        positive=True,
     )
     window: int = 20
     """Latest checks that the limits apply to."""
@@ -42,7 +39,7 @@ class ShadowConfig:
         None,
         "Share of equal first tokens below which weaving is switched off; none: never.",
         name="shadow_min_agreement",
-        above=0,
+        positive=True,
         most=1,
     )
     compared_tokens: int = 16
@@ -135,7 +132,7 @@ class ShadowMonitor:
         """Count a woven answer; returns whether to check it. Every `every`th is checked."""
         with self._lock:
             self._count(woven=1)
-            wanted = self._stats.woven % self.config.every == 0
+            wanted = self.config.every is not None and self._stats.woven % self.config.every == 0
             if wanted:
                 self._count(sampled=1)
             return wanted

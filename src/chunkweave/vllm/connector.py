@@ -39,7 +39,7 @@ from chunkweave.vllm.releases import copy_before_sleep, untested_release
 from chunkweave.vllm.report_socket import ReportSender
 from chunkweave.vllm.request import Defaults
 from chunkweave.vllm.scheduler import ConnectorScheduler
-from chunkweave.vllm.settings import PluginSettings
+from chunkweave.vllm.settings import LOAD_TIMEOUT_S, PluginSettings
 from chunkweave.vllm.waiting import Pace, PartWaits
 from chunkweave.vllm.weave_queue import Alone, RankAgreement
 from chunkweave.vllm.worker import ConnectorWorker
@@ -87,9 +87,7 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
                 window=_window(kv_cache_config),
                 lasting=self._settings.store.cache_dir is not None or self._settings.store.remote_url is not None,
-                waits=PartWaits(
-                    Pace(most_tokens, self._settings.step_tokens), most_s=self._settings.weave.load_timeout_s
-                ),
+                waits=PartWaits(Pace(most_tokens, self._settings.step_tokens), most_s=LOAD_TIMEOUT_S),
                 events=events is not None and events.enable_kv_cache_events,
                 finds=self._settings.finding.find_chunks,
                 make_finder=partial(finder_of, vllm_config.model_config, self._settings.finding.exact_kinds),

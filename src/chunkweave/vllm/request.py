@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise, takewhile
 from typing import Any
 
-from chunkweave.config import CaptureConfig, ReuseConfig
+from chunkweave.config import ReuseConfig
 from chunkweave.errors import UsageError
 from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.adaptive_methods import ContextMethod, promoted_length
@@ -28,7 +28,6 @@ from chunkweave.planning.method_choice import (
 from chunkweave.prompt.contexts import MOST_CONTEXTS, MeanShare
 from chunkweave.prompt.find_chunks import ChunkFinder
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, chunk_salt, is_neutral, neutral_id
-from chunkweave.settings import Place, read
 from chunkweave.types import CacheUse, ChunkId, Context, Span
 
 
@@ -141,8 +140,7 @@ class Defaults:
         Raises:
             UsageError: a value is out of range or of the wrong type, or a quality without a record.
         """
-        reuse = ReuseConfig(capture=read(CaptureConfig, extra, Place.CONNECTOR))
-        chooser = MethodChooser(_method_request(extra), reuse, record, how_to_calibrate, num_layers)
+        chooser = MethodChooser(_method_request(extra), ReuseConfig(), record, how_to_calibrate, num_layers)
         chooser.choose_usual()  # raise at start-up, not with every request
         return cls(chooser, _capture(extra, None))
 

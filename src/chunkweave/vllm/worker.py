@@ -40,7 +40,7 @@ from chunkweave.vllm.part_copy import PartCopy
 from chunkweave.vllm.removal import RemovalOrder, StoreRemovals
 from chunkweave.vllm.report_socket import CountsSender
 from chunkweave.vllm.request import StoredPart, WeaveRequest
-from chunkweave.vllm.settings import PluginSettings
+from chunkweave.vllm.settings import LOAD_TIMEOUT_S, PluginSettings
 from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
 from chunkweave.vllm.weave import CapturedParts, Choices, WeaveJob
@@ -144,13 +144,12 @@ class ConnectorWorker:
         )
         self._idle = False
         self._follower = self._store.follow()
-        self._lookups = RemoteLookups(self._store.probe, settings.weave.load_timeout_s / _LOOKUPS_IN_A_LOAD)
+        self._lookups = RemoteLookups(self._store.probe, LOAD_TIMEOUT_S / _LOOKUPS_IN_A_LOAD)
         self._means = Means()
         self._removals = StoreRemovals(self._store, self._means.forget)
         self._events = StoreEvents(self._follower.take, self._lookups.answered, self._removals.take)
         slow = any(level.background for level in self._store.levels)
-        timeout_s = settings.weave.load_timeout_s
-        self._queue = WeaveQueue(self.look_up, self.plan, ranks, background=slow, timeout_s=timeout_s)
+        self._queue = WeaveQueue(self.look_up, self.plan, ranks, background=slow, timeout_s=LOAD_TIMEOUT_S)
         self._in_background: Callable[[Callable[[], object]], object] = self._lookups.run if slow else _at_once
         self._saving = streams_of(layers.device)  # apart from `_streams`: a weave's loads do not wait for saves
         self._between_steps = BackgroundWork(int(layers.paged.num_slots * _WAITING_SHARE), self._saving)

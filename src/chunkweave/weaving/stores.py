@@ -281,10 +281,9 @@ def slow_levels(
         remote = RemoteTier(
             blobs, fingerprint, codec=make_codec(config.codec), ttl_s=config.ttl_s if blobs.expires else None
         )
-        budget_bytes = UNBOUNDED_BYTES if config.remote_budget_bytes is None else config.remote_budget_bytes
         removed = Tombstones(config.cache_dir, fingerprint, blobs.name)
         # Listing a remote takes a round trip per segment, so it is only probed.
-        store = _store(config, remote, budget_bytes, prefill_s, shared=True, load=False, removed=removed)
+        store = _store(config, remote, UNBOUNDED_BYTES, prefill_s, shared=True, load=False, removed=removed)
         yield Level("remote", store, background=True)
 
 

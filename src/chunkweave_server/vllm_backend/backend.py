@@ -118,7 +118,7 @@ class VllmBackend:
         if not self.processes and await self._upstreams[0].serves(PARSE):
             self._parsers = Parsers(tools=True)  # only a response shows whether it has a tool parser
         shadowing = self._settings.shadow
-        self.shadow = None if shadowing is None else ShadowMonitor(shadowing)
+        self.shadow = None if shadowing.every is None else ShadowMonitor(shadowing)
         preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens, passages))
         shadow = None if self.shadow is None else VllmShadow(self.shadow, fleet)
         self._chats = ChatPrompts(preparer.builder, self.name, f"front:{self.name}")

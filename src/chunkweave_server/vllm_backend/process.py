@@ -32,7 +32,7 @@ _LEASH = "chunkweave_server.vllm_backend.parent_death_signal"
 
 _REFUSED = {
     "--api-key": "give keys to the server: --keys-file or CHUNKWEAVE_API_KEYS",
-    "--kv-transfer-config": "the server sets it; give the connector's keys by --connector KEY=VALUE",
+    "--kv-transfer-config": "the server sets it; its keys are settings here, such as --host-budget",
     "--uds": "vLLM listens on loopback, the server on --host and --port",
     "--ssl-keyfile": "put a TLS proxy in front of the server",
     "--ssl-certfile": "put a TLS proxy in front of the server",
