@@ -66,7 +66,7 @@ def restarts(front: FrontProcess) -> float:
 
 def test_two_servers_that_are_checked_in_idle_time_and_one_dies(tmp_path):
     checked = re.compile('shadow_checks_total{model_name="reader",result="checked"} [1-9]')
-    with front_process(tmp_path, "--replicas", "2", "--shadow-every", "2") as front:
+    with front_process(tmp_path, "--replicas", "2", "--set", "shadow_every=2") as front:
         homes = [
             {ask(front.client, [passage] * 2).model_extra["chunkweave"]["replica"] for _ in range(3)}
             for passage in PASSAGES
