@@ -167,7 +167,8 @@ class ReuseReport:
 
         Phases are laid end to end, although loading and weaving alternate layer by layer.
         """
-        phases, at = [], 0.0
+        phases = []
+        at = 0.0
         for name in ("queue", "lookup", "load", "weave"):
             until = min(at + getattr(self, f"{name}_s"), self.ttft_s)
             phases.append((name, at, until))

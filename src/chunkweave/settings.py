@@ -266,7 +266,8 @@ def _declared(group: Any) -> Mapping[str, Setting]:
         if "setting" not in group_field.metadata:
             continue
         meaning, plugins, more = group_field.metadata["setting"]
-        attribute, hint = group_field.name, hints[group_field.name]
+        attribute = group_field.name
+        hint = hints[group_field.name]
         optional = NoneType in get_args(hint)
         if optional:
             hint = next(choice for choice in get_args(hint) if choice is not NoneType)

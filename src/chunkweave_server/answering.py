@@ -42,7 +42,8 @@ class _Retrieval:
 
     def shown(self, prefilled_s: float | None) -> dict[str, Any]:
         """The fields of the report about retrieval: chunks without their texts, and durations."""
-        found, speculation = self.found, self.speculation
+        found = self.found
+        speculation = self.speculation
         details = {
             "retrieved": [
                 {key: value for key, value in chunk.as_dict().items() if key != "text"} for chunk in found.chunks
@@ -219,7 +220,8 @@ class Answering:
         Raises:
             NotRemovedError: some copies could not be removed; all others are removed.
         """
-        gone, salt = frozenset(texts), tenant.salt(cache_salt)
+        gone = frozenset(texts)
+        salt = tenant.salt(cache_salt)
         if not gone:
             return Forgotten()
         used_before = self._using(salt, gone)  # a request that ends during the removal may store its chunk after it
@@ -247,7 +249,8 @@ class Answering:
         Raises:
             PromptTooLongError: the text is too long.
         """
-        parts, limit = self._parts, PromptLimit(self._parts.most_tokens)
+        parts = self._parts
+        limit = PromptLimit(self._parts.most_tokens)
         if limit.doubts(text):
             await self._threads.run(tenant.name, lambda: limit.check(parts.tokenizer, text, what))
 
@@ -268,7 +271,9 @@ class Answering:
 
     async def _started(self, tenant: Tenant, body: CompletionBody, meta: RequestMeta, slot: ExitStack) -> RunningAnswer:
         arrived_s = time.perf_counter()
-        reuse, salt, question = body.chunkweave, tenant.salt(body.cache_salt), body.question
+        reuse = body.chunkweave
+        salt = tenant.salt(body.cache_salt)
+        question = body.question
         self._backend.check(body)
         most_tokens = check_limits(body, self._limits.settings, calibrated=self._parts.calibrated)
         sampling = SamplingParams(most_tokens, body.temperature, body.top_p, body.seed, body.stops, body.alternatives)

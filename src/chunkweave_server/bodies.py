@@ -55,13 +55,16 @@ def refuse_costly(raw: bytes | bytearray, most_values: int) -> None:
     Raises:
         HttpError: 400, more than `most_values` values, or a number with thousands of digits.
     """
-    begun, digits = 0, False
+    begun = 0
+    digits = False
     for window in _windows(raw):
         begun += int(np.count_nonzero(_begins_value(window)))
         digits = digits or _has_long_number(_is_digit(window))
     if begun <= most_values and not digits:
         return  # below the limits even if all counted characters are outside strings
-    values, quoted, escaped = 0, False, False
+    values = 0
+    quoted = False
+    escaped = False
     for window in _windows(raw):
         quotes = window == ord('"')
         escaped = _drop_escaped(window, quotes, escaped)

@@ -56,7 +56,8 @@ class ChatPrompts:
         model = None if chat.model == self._model else chat.model
         variables = json.dumps(chat.variables, sort_keys=True)
         limit.check_characters(len(variables) + len(json.dumps(chat.exchanges)), "tools and their messages")
-        builder, tokenizer = self._builder_for(model, variables), self._builder.tokenizer
+        builder = self._builder_for(model, variables)
+        tokenizer = self._builder.tokenizer
         last = len(chat.exchanges) - 1
         exchanges = [
             rendered_exchange(tokenizer, messages, chat.variables, first=not number, answered=number < last)

@@ -182,7 +182,8 @@ def _stage_lines(serves: str, where: str, starting_vllm: str) -> "OnStage":
     """
     from chunkweave_server.backend import Stage
 
-    console, waiting = stderr(), ExitStack()
+    console = stderr()
+    waiting = ExitStack()
     more = {Stage.STARTING_VLLM: starting_vllm, Stage.READY: f": {where}/v1 for clients, {where}/ for a browser"}
 
     def show(stage: Stage, seconds: float) -> None:
@@ -204,7 +205,8 @@ vllm_serve = with_settings(
     example="chunkweave vllm-serve MODEL --host-budget 16GiB --method cacheblend",
 )
 
-serve_app, vllm_serve_app = typer.Typer(), typer.Typer()
+serve_app = typer.Typer()
+vllm_serve_app = typer.Typer()
 _FOR_VLLM = {"allow_extra_args": True, "ignore_unknown_options": True}
 serve_app.command("serve", context_settings=_FOR_VLLM, short_help=serve.summary)(serve)  # type: ignore[attr-defined]
 vllm_serve_app.command("vllm-serve", context_settings=_FOR_VLLM, short_help=vllm_serve.summary)(vllm_serve)  # type: ignore[attr-defined]

@@ -141,16 +141,19 @@ class EngineBackend:
 
     async def submit(self, submission: Submission, *, speculative: bool = False) -> PendingAnswer[Event]:
         """Tokenize and submit in a thread: a long prompt must not delay the next tokens of other requests."""
-        body, request = submission.body, submission.request
+        body = submission.body
+        request = submission.request
         form = form_of(body) if body.has_form else None
         if form is not None:
             grammar = await self._grammars.compiled(submission.tenant, form.lark)
             request = replace(request, sampling=replace(request.sampling, grammar=grammar))
         chat = details_of(body)
-        finds, build = self._finds(body), None
+        finds = self._finds(body)
+        build = None
         if (chat.variables or chat.exchanges) and not self._template_has_tools:
             usual = "" if finds else INSTRUCTION
-            tools, exchanges = chat.variables.get("tools", ()), body.question.exchanges
+            tools = chat.variables.get("tools", ())
+            exchanges = body.question.exchanges
             request = with_plain_tools(request, tools, exchanges, usual=usual)
             chat = chat.without_tools
         if finds:
@@ -188,7 +191,9 @@ class EngineBackend:
 
     def _found(self, body: CompletionBody, request: Request, limit: PromptLimit) -> Prompt:
         """The prompt of a request as its client sent it, in parts that are found in it. Called in a thread."""
-        builder, finder, salt = self.engine.builder, self._make_finder(), request.cache_salt
+        builder = self.engine.builder
+        finder = self._make_finder()
+        salt = request.cache_salt
         if isinstance(body, PromptBody):
             return builder.plain_text(request.question, finder, cache_salt=salt, limit=limit)
         texts = [message.text for message in body.messages]
@@ -196,9 +201,11 @@ class EngineBackend:
         tools = json.dumps(body.template_variables, ensure_ascii=False)
         limit.check_characters(sum(map(len, (*texts, *calls, tools))), "messages and tools")
         begun = body.messages[-1].role == "assistant"  # it is continued, even if it is empty
-        messages, variables = body.chat[: -1 if begun else None], body.template_variables
+        messages = body.chat[: -1 if begun else None]
+        variables = body.template_variables
         if not self._template_has_tools and (body.tools or body.question.exchanges):
-            messages, variables = request.messages, body.chat_template_kwargs
+            messages = request.messages
+            variables = body.chat_template_kwargs
         rendered = rendered_chat(builder.tokenizer, messages, variables)
         if rendered is not None:
             return builder.plain(rendered, finder, continued=request.continued, cache_salt=salt, limit=limit)
@@ -268,7 +275,8 @@ class EngineCache:
         It starts again without the removed chunks (`gone`) if chunks were removed meanwhile: the removal may have
         deleted KV that a context was woven from, and the mean needs all its contexts.
         """
-        computed, removed_count = False, -1
+        computed = False
+        removed_count = -1
         while removed_count != len(gone):
             removed_count = len(gone)
             begin = partial(self._batching.beforehand, chunk, pool, without=gone, cache_salt=salt)
@@ -357,7 +365,8 @@ class EngineCache:
 
     def _forget(self, ids: Sequence[ChunkId], readers: list[SegmentRecord]) -> int:
         """Remove chunks and the segments computed from them. Appends the records of the latter to `readers`."""
-        store, gone = self._engine.store, frozenset(ids)
+        store = self._engine.store
+        gone = frozenset(ids)
         if self.improving.on:
             remaining = (record for record in store.records() if record.chunk_id not in gone)
             readers.extend(record for record in remaining if not gone.isdisjoint(record.sources))
@@ -395,7 +404,8 @@ def load_engine(settings: Settings) -> Engine:
         ModelError: the model cannot be loaded or is not supported.
         UsageError: no model, or an unknown device, method or quality.
     """
-    model, options = settings.model, engine_options(settings)
+    model = settings.model
+    options = engine_options(settings)
     keep_freed_memory()
     use_threads(model.threads)
     if model.shape is not None:

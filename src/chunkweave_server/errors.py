@@ -198,7 +198,8 @@ def invalid_request(errors: Sequence[Mapping[str, Any]], body: Any = None) -> Ht
         return HttpError(400, f"the body is not JSON: {errors[0].get('ctx', {}).get('error', '')}", code="invalid_json")
     steps = max((candidate for candidate in places if candidate[: len(places[0])] == places[0]), key=len)
     meant = [detail for detail, at in zip(errors, places, strict=True) if at == steps]
-    place, refused = place_of(steps), [detail for detail in meant if _kind(detail) is None]
+    place = place_of(steps)
+    refused = [detail for detail in meant if _kind(detail) is None]
     if not refused:
         kinds = dict.fromkeys(str(_kind(detail)) for detail in meant)
         return HttpError(400, f"{place or 'the body'} must be {' or '.join(kinds)}", param=place or None)

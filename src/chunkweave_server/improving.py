@@ -455,7 +455,8 @@ class Improver:
 
     async def _continue_work(self, work: _Work) -> None:
         """Compute the next request of a chunk, or finish the chunk."""
-        chunk, threads = work.chunk, self._threads
+        chunk = work.chunk
+        threads = self._threads
         assert threads is not None, "it has started"
         prepared = await threads.run(chunk.tenant, partial(next, work.requests, None))
         if self._work is not work:
@@ -467,7 +468,8 @@ class Improver:
         first = self._known.get(chunk.place, prepared.prompt.parts[-1].id) if prepared.mean is None else None
         if first is not None and self._serves(first):
             return
-        since_s, place = self._clock(), chunk.place
+        since_s = self._clock()
+        place = chunk.place
         self._computing = asyncio.ensure_future(self._computer.compute(prepared, chunk.tenant, place))
         try:
             await asyncio.wait([self._computing])
@@ -490,7 +492,8 @@ class Improver:
         return self._computer.stored(chunk.part) is None and (chunk.first_pass or chunk.mean is not None)
 
     def _done(self, work: _Work) -> None:
-        chunk, stored = work.chunk, self._computer.stored(work.chunk.part)
+        chunk = work.chunk
+        stored = self._computer.stored(work.chunk.part)
         chunk.outdated = False
         chunk.tries += 1
         if stored is not None and not stored:
@@ -528,7 +531,10 @@ class Improver:
 
     async def _contexts(self, chunks: Sequence[KnownChunk]) -> list[list[tuple[PromptPart, ...]]]:
         """The contexts that chunks of one salt would get now."""
-        salt, tenant, threads, rule = chunks[0].salt, chunks[0].tenant, self._threads, self._preparer.rule
+        salt = chunks[0].salt
+        tenant = chunks[0].tenant
+        threads = self._threads
+        rule = self._preparer.rule
         assert threads is not None, "it has started"
         assert rule is not None, "it is on"
         changes = self._known.changes(salt)

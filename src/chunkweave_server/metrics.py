@@ -83,7 +83,8 @@ def batching_samples(stats: "BatchingStats") -> Iterator[MetricSample]:
 
 def kernel_samples() -> Iterator[MetricSample]:
     """Stalls of this process, in which requests waited for a compiler."""
-    stalls, seconds = KERNEL_COMPILES.stalls, KERNEL_COMPILES.stall_s
+    stalls = KERNEL_COMPILES.stalls
+    seconds = KERNEL_COMPILES.stall_s
     yield _counter("kernel_compiles", "Attention kernels compiled after start-up.", stalls)
     yield _counter("kernel_compile_seconds", "Seconds that requests waited for these.", seconds)
 
@@ -283,7 +284,8 @@ class ServerMetrics:
 
     def observe(self, report: ReuseReport, *, finish_reason: str, tenant: str = "") -> None:
         """Count a request with a complete answer."""
-        method, answer_tokens = report.method, report.new_tokens
+        method = report.method
+        answer_tokens = report.new_tokens
         self._observe("time_to_first_token_seconds", report.ttft_s, tenant=tenant, method=method)
         self._observe("e2e_request_latency_seconds", report.ttft_s + report.decode_s, method=method)
         if answer_tokens > 1:

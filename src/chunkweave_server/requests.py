@@ -720,7 +720,8 @@ def check_limits(body: CompletionBody, limits: LimitSettings, *, calibrated: boo
     if reuse.quality not in (None, "exact") and reuse.method is None and not calibrated:
         message = "this model was not calibrated: give quality 'exact' or a method"
         raise HttpError(400, message, param="chunkweave.quality", code="not_calibrated")
-    most, wanted = limits.max_answer_tokens, body.answer_tokens
+    most = limits.max_answer_tokens
+    wanted = body.answer_tokens
     return min(limits.default_answer_tokens if wanted is None else wanted, most)
 
 

@@ -331,7 +331,8 @@ async def _ingested(
         with suppress(NotRemovedError):  # logged; the store retries it
             await to_its_end(_forget_gone(joined(changes), parts, tenant))
         raise
-    change, left = joined(changes), 0
+    change = joined(changes)
+    left = 0
     try:
         removed = await to_its_end(_forget_gone(change, parts, tenant))
     except NotRemovedError as error:  # the documents were added nevertheless

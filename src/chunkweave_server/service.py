@@ -184,7 +184,8 @@ class Service:
         return SpeculationCounts() if self.parts is None else self.parts.answering.retriever.speculation.counts
 
     def _corpora(self, started: BackendParts) -> Corpora:
-        limits, corpus_settings = self.settings.limits, self.settings.corpora
+        limits = self.settings.limits
+        corpus_settings = self.settings.corpora
         weights = TenantWeights.parse(self.settings.batching.tenant_weight)
         corpora = Corpora(started.tokenizer, corpus_settings, limits, weights=weights)
         for entry in corpus_settings.corpus:

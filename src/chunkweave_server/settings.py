@@ -378,7 +378,8 @@ def resolve(
 
 
 def _resolved(named_values: Mapping[str, tuple[Any, str]], backend: Backend) -> Resolved:
-    all_settings, settings_here = server_settings(), server_settings(backend)
+    all_settings = server_settings()
+    settings_here = server_settings(backend)
     vllm_flags: list[str] = []
     for name, (value, origin) in named_values.items():
         if name in settings_here or origin.startswith(PREFIX):

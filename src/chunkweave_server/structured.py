@@ -23,7 +23,8 @@ from chunkweave_server.errors import HttpError
 from chunkweave_server.requests import ChatBody, CompletionBody, Message
 from chunkweave_server.threads import TenantThreads
 
-BEGIN, END = "<tool_call>", "</tool_call>"
+BEGIN = "<tool_call>"
+END = "</tool_call>"
 _ARGUMENTS = re.compile(r'\s*\{"name": "([^"\\]+)", "arguments": ')
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _STRING_OR_END = re.compile(rf'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|{END}', re.DOTALL)
@@ -123,7 +124,8 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The parameters' schemas by the tools' names."""
     parameters_by_name: dict[str, dict[str, Any]] = {}
     for number, tool in enumerate(tools):
-        function, place = tool.get("function"), f"tools[{number}]"
+        function = tool.get("function")
+        place = f"tools[{number}]"
         if tool.get("type") != "function" or not isinstance(function, dict):
             raise HttpError(400, f"{place} must be of type function", param=place)
         name = function.get("name")

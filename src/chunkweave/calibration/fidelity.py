@@ -346,7 +346,8 @@ class _Question:
         return list(log_probabilities(way.engine.loaded.model, prefilled, *wanted))
 
     def _sample(self, way: Way, label: str, timed: Timed) -> FidelitySample:
-        answers, answer_ids = way.tasks[self._index].answers, way.tasks[self._index].answer_ids
+        answers = way.tasks[self._index].answers
+        answer_ids = way.tasks[self._index].answer_ids
         distributions = self._behind(way, timed.prefilled)
         kl, agrees = divergence(self._expected, distributions[0])
         decoded: tuple[int, ...] | None = None
@@ -440,7 +441,8 @@ def _continued(model: LayerwiseModel, prefilled: Prefilled, branches: Sequence[S
     """Logits after each token of each branch, when it follows the prompt: `[tokens, vocab]` per branch."""
     if not branches:
         return []
-    device, tokens = prefilled.logits.device, len(prefilled.prompt)
+    device = prefilled.logits.device
+    tokens = len(prefilled.prompt)
     lengths = [len(branch) for branch in branches]
     positions = torch.cat([torch.arange(tokens, tokens + length, device=device) for length in lengths])
     owner = torch.repeat_interleave(torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device))
@@ -455,8 +457,10 @@ def _continued(model: LayerwiseModel, prefilled: Prefilled, branches: Sequence[S
     for layer in range(model.geometry.num_layers):
         q, k, v = model.qkv(layer, hidden)
         past_keys, past_values = prefilled.cache.view(layer, tokens)
-        keys, values = torch.cat((past_keys, model.rotate_keys(layer, k, positions))), torch.cat((past_values, v))
-        queries, mask = model.rotate_queries(layer, q, positions), masks[model.geometry.window(layer)]
+        keys = torch.cat((past_keys, model.rotate_keys(layer, k, positions)))
+        values = torch.cat((past_values, v))
+        queries = model.rotate_queries(layer, q, positions)
+        mask = masks[model.geometry.window(layer)]
         attended = attend_masked(queries, keys, values, mask, model.geometry.scores(layer))
         hidden = model.finish(layer, hidden, attended)
     return list(torch.split(model.logits(hidden), lengths))

@@ -86,7 +86,8 @@ class CalibrationConfig:
             if parameter_of(_name(spec)) is None:
                 raise UsageError(f"{spec} has no parameter to calibrate")
         self.groups()
-        balanced, fast = self.bounds[Quality.BALANCED], self.bounds[Quality.FAST]
+        balanced = self.bounds[Quality.BALANCED]
+        fast = self.bounds[Quality.FAST]
         if (fast.agreement or 0.0) > (balanced.agreement or 0.0) or (fast.kl or math.inf) < (balanced.kl or math.inf):
             raise UsageError(f"fast must not require more than balanced: {fast}; {balanced}")
 
@@ -155,7 +156,8 @@ def measure(
     measured = tasks[config.earlier :]
     with ExitStack() as stack:
         groups = config.groups()
-        sums, runs = _Sums(progress), []
+        sums = _Sums(progress)
+        runs = []
         for place, group in enumerate(groups.values()):
             group_engine = engine if place == 0 else stack.enter_context(beside(engine, store))
             if not all(map(skip, range(len(measured)))):
@@ -205,7 +207,8 @@ def make_record(
     every = [_point(row, warm) for warm, warm_rows in rows.items() for row in warm_rows]
     measured = [point for point in every if (point.method, point.value) in grid]
     points = tuple(sorted(measured, key=lambda point: grid.index((point.method, point.value))))
-    computed, quantized = computed_on(engine.loaded.model), engine.loaded.quantized
+    computed = computed_on(engine.loaded.model)
+    quantized = engine.loaded.quantized
     return CalibrationRecord(
         fingerprint=engine.loaded.fingerprint,
         model=engine.loaded.name,

@@ -296,7 +296,8 @@ def _in_company(prompt: Prompt, other_prompts: Sequence[Prompt], *, requests: in
 def _beginning_alike(prompt: Prompt, other_prompts: Sequence[Prompt], first: int) -> Iterator[Prompt]:
     """A request with the first chunks of `prompt` followed by others' chunks, and one with the rest."""
     opening, prompt_chunks, strangers, rng = cast_of(prompt, other_prompts)
-    same, rest = prompt_chunks[:first], prompt_chunks[first:]
+    same = prompt_chunks[:first]
+    rest = prompt_chunks[first:]
     yield Prompt((*opening, *same, *rng.sample(strangers, min(len(strangers), len(rest)))))
     if rest:
         request = rest + rng.sample(strangers, min(len(strangers), len(same)))

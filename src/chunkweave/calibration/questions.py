@@ -161,7 +161,8 @@ class BundledQuestion:
     sources: tuple[str, ...]
 
 
-HARBOUR, VALLEY = "documents", "valley"
+HARBOUR = "documents"
+VALLEY = "valley"
 """Folders of bundled documents: long ones whose questions need two, and short ones for the demo's small model."""
 
 
@@ -250,7 +251,8 @@ def _sentences(chunks: Sequence[Chunk], count: int, rng: Random) -> Iterator[tup
     yield from rng.sample(whole, count)
 
 
-PASSAGES_FILE, QUESTIONS_FILE = "passages.jsonl", "questions.jsonl"
+PASSAGES_FILE = "passages.jsonl"
+QUESTIONS_FILE = "questions.jsonl"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,13 +29,15 @@ def f1(prediction: str, answer: str) -> float:
     >>> f1("the old harbour of Skerrow", "Skerrow harbour")
     0.6666666666666666
     """
-    predicted, wanted = normalize(prediction).split(), normalize(answer).split()
+    predicted = normalize(prediction).split()
+    wanted = normalize(answer).split()
     if not predicted or not wanted:
         return float(predicted == wanted)
     shared = sum((Counter(predicted) & Counter(wanted)).values())
     if not shared:
         return 0.0
-    precision, recall = shared / len(predicted), shared / len(wanted)
+    precision = shared / len(predicted)
+    recall = shared / len(wanted)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -211,7 +213,8 @@ def _fidelity_row(
 ) -> FidelityRow:
     reference, all_reused = judges
     having = [sample for sample in samples if label in sample]
-    of_label, full = [sample[label] for sample in having], [sample[reference] for sample in having]
+    of_label = [sample[label] for sample in having]
+    full = [sample[reference] for sample in having]
     pairs = list(zip(of_label, full, strict=True))
     compared = [sample for sample in of_label if sample.kl]
     reused = [fmean(sample[all_reused].kl) for sample in having if sample[label].kl]

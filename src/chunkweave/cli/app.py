@@ -99,7 +99,11 @@ app = typer.Typer(
     help="RAG answers that start sooner: reuse the KV cache of every retrieved chunk, in any order and combination.",
 )
 _FLAGS_OF_OTHERS = {"allow_extra_args": True, "ignore_unknown_options": True}
-_ASK, _SERVE, _KEEP, _MEASURE, _MODELS = "Ask", "Serve", "Keep documents and KV", "Measure", "Models"
+_ASK = "Ask"
+_SERVE = "Serve"
+_KEEP = "Keep documents and KV"
+_MEASURE = "Measure"
+_MODELS = "Models"
 for asking in (ask, chat, demo):
     app.command(rich_help_panel=_ASK, short_help=asking.summary)(asking)  # type: ignore[attr-defined]
 app.command(rich_help_panel=_SERVE)(running_server.status)

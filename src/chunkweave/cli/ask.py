@@ -115,7 +115,10 @@ def ask(
     nearest chunks.
     """
     model.named()
-    documents, corpus, top_k, sampling = about.documents, about.corpus, about.top_k, about.sampling
+    documents = about.documents
+    corpus = about.corpus
+    top_k = about.top_k
+    sampling = about.sampling
     ordering = replace(ordering, continuation_threshold=None)  # a command counts only its own few questions
     engine_options = how.options(store=store, ordering=ordering)
     order = ChunkOrder.parse(defaults.order or ChunkOrder.FIXED)
@@ -230,7 +233,8 @@ def _documents_first(docs: Sequence[Path], arguments: Sequence[str]) -> tuple[li
     A shell expands `--docs *.md "why?"` to one document and many positional arguments. Only leading arguments that
     exist as files are documents, so no question is lost.
     """
-    paths, questions = list(docs), list(arguments)
+    paths = list(docs)
+    questions = list(arguments)
     while docs and questions and _exists(questions[0]):
         paths.append(Path(questions.pop(0)))
     if not questions:

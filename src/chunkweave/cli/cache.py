@@ -106,8 +106,10 @@ app = typer.Typer(no_args_is_help=True, help="Sum up, fill, clear and verify a c
 @with_blocks
 def stats(cache_dir: CacheFolderPath, *, fingerprint: Fingerprint = None, output: Output) -> None:
     """Report sizes by model and by document, and files that are not used. Reads headers only."""
-    folder, now_s = CacheFolder(cache_dir), time.time()
-    models, problems = [], []
+    folder = CacheFolder(cache_dir)
+    now_s = time.time()
+    models = []
+    problems = []
     with status("reading headers"):
         for tier in folder.tiers(fingerprint):
             models.append(_about_model(folder, tier, now_s))
@@ -212,7 +214,9 @@ def verify(
     """Verify the checksums of every file. Exit code 1 if a file is damaged and not removed."""
     folder = CacheFolder(cache_dir)
     tiers = list(folder.tiers(fingerprint))
-    total, done, rows = sum(1 for tier in tiers for _ in tier.records()), count(1), []
+    total = sum(1 for tier in tiers for _ in tier.records())
+    done = count(1)
+    rows = []
     with progress("verifying segments") as report:
         for tier in tiers:
             tier.verify(lambda: report(next(done), total))

@@ -54,7 +54,8 @@ _BUNDLED_CHUNK_TOKENS = 512
 """Tokens of a chunk of the bundled documents without `--chunk-tokens`."""
 
 
-_BALANCED, _FAST = BOUNDS[Quality.BALANCED], BOUNDS[Quality.FAST]
+_BALANCED = BOUNDS[Quality.BALANCED]
+_FAST = BOUNDS[Quality.FAST]
 
 
 class PromptsBy(StrEnum):

@@ -33,7 +33,8 @@ _CELL_FRAME = 3
 
 _UNBOUNDED = 10_000
 
-_FIRST_S, _LINE_S = 5.0, 30.0
+_FIRST_S = 5.0
+_LINE_S = 30.0
 """Seconds until the first progress line in a log, and between later ones."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
@@ -139,7 +140,9 @@ class ProgressLines:
 
     def line(self, now_s: float) -> str:
         """The line for a log at `now_s`, by `time.monotonic`."""
-        done, total, taken_s = self._done, self._total, now_s - self._begun_s
+        done = self._done
+        total = self._total
+        taken_s = now_s - self._begun_s
         words = [f"{done:,} of {total:,}"] if total else [f"{done:,}"] if done else []
         words.append(f"{_clock(taken_s)} so far")
         if done and total:

@@ -25,7 +25,8 @@ METHODS = ("full", "cacheblend", "query:whole:late:stored", "full-reuse")
 ANSWER_TOKENS = 16
 CHUNKS = 6
 
-_QUESTIONS, _SEED = 3, 2
+_QUESTIONS = 3
+_SEED = 2
 """Number of questions over the documents of the valley, and the seed of the documents' order in each prompt.
 
 Chosen so that full prefill answers correctly; answers of the other methods were not considered.

@@ -220,7 +220,8 @@ def how_to_set(option: str, settings: Mapping[str, Setting]) -> str:
     name = flag.removeprefix("--").replace("-", "_")
     value = "VALUE"
     if name.startswith("no_") and name not in settings:
-        name, value = name.removeprefix("no_"), "false"
+        name = name.removeprefix("no_")
+        value = "false"
     if name not in settings:
         return ""
     return f"{flag} is not a flag of this command: write --set {name}={value}"
@@ -297,7 +298,9 @@ def option_parameters(settings: Iterable[Setting], panel: str) -> list[inspect.P
         flag = declared.flag
         metavar: str | None = _METAVARS.get(declared.unit or declared.kind, "TEXT")
         if declared.kind is bool:
-            kind, flag, metavar = bool, f"{flag}/--no-{flag[2:]}", None
+            kind = bool
+            flag = f"{flag}/--no-{flag[2:]}"
+            metavar = None
         default = declared.default
         option = typer.Option(
             flag,
@@ -552,7 +555,8 @@ class DocumentOptions:
 
     def chunks(self, engine: "Engine", documents: Sequence[Document]) -> list[Chunk]:
         """The chunks of documents, in order; sizes are in the engine's tokens."""
-        tokenizer, config = engine.loaded.tokenizer, self.split_config
+        tokenizer = engine.loaded.tokenizer
+        config = self.split_config
         return [
             chunk
             for document in documents
@@ -579,7 +583,8 @@ class MethodOptions:
         Raises:
             UsageError: the method does not have a setting, or a value is out of range.
         """
-        method, quality = self.requests.method, self.requests.quality
+        method = self.requests.method
+        quality = self.requests.quality
         if method is not None:
             checked_method(method)
         return {**others, "method": method, "quality": quality, "reuse": ReuseConfig(capture=self.capture)}

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from chunkweave.retrieval.documents import CorpusDocument
 
 KEY_VARIABLE = "CHUNKWEAVE_API_KEY"
-_QUICK_S, _LONG_S = 10.0, 3600.0
+_QUICK_S = 10.0
+_LONG_S = 3600.0
 
 app = typer.Typer(no_args_is_help=True, help="Fill and empty the cache of a running server.")
 

@@ -119,7 +119,8 @@ class RequestPreparer:
         order = self.order if request.order is None else ChunkOrder.parse(request.order)
         if request.cache is CacheUse.OFF:
             method_request = MethodRequest.of("full")
-        choice, raisable = self.chooser.choose(method_request), not method_request.sets_budget
+        choice = self.chooser.choose(method_request)
+        raisable = not method_request.sets_budget
         if self.shadow is not None:
             choice = self.shadow.allowed(choice)
         most = min(self.context_tokens, most_tokens or self.context_tokens)

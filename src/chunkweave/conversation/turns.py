@@ -50,7 +50,8 @@ class SentChunks:
 
     def note(self, request: Request, chunks: Sequence[Chunk]) -> None:
         """Note that a request was answered with these new chunks, in this order, before its question."""
-        salt, key = request.cache_salt, _turn_keys(request)[-1]
+        salt = request.cache_salt
+        key = _turn_keys(request)[-1]
         with self._lock:
             self._forget(salt, key)
             if chunks:
@@ -87,7 +88,8 @@ def _characters(chunks: Sequence[Chunk]) -> int:
 
 def _turn_keys(request: Request) -> list[bytes]:
     """A hash of the messages up to each question; the request's own question is last."""
-    digest, keys = hashlib.blake2b(repr(request.system).encode(), digest_size=16), []
+    digest = hashlib.blake2b(repr(request.system).encode(), digest_size=16)
+    keys = []
     for question, answer in (*request.history, (request.question, "")):
         digest.update(repr(question.strip()).encode())
         keys.append(digest.digest())
@@ -114,7 +116,8 @@ class TurnBuilder:
         """
         if self._sent is None or request.cache is CacheUse.OFF:
             return request, build(request, PromptLimit(most_tokens)), ()
-        held, new_chunks = self._sent.before(request), [_chunk(chunk) for chunk in request.chunks]
+        held = self._sent.before(request)
+        new_chunks = [_chunk(chunk) for chunk in request.chunks]
         room = most_tokens - min(request.sampling.max_new_tokens, most_tokens // _ANSWER_SHARE)
         for cut in range(len(held) + 1):
             remaining = (*((),) * cut, *held[cut:])

@@ -316,7 +316,8 @@ class AsyncEngine:
         Raises:
             RequestAbortedError: the engine is closed.
         """
-        arrived_s, fitting = time.perf_counter(), self._core.fitting(beforehand)
+        arrived_s = time.perf_counter()
+        fitting = self._core.fitting(beforehand)
 
         def made(number: int, deliver: Deliver) -> RequestState:
             return RequestState(number, fitting, deliver, arrived_s, tenant=tenant, background=True, unwanted=unwanted)

@@ -222,7 +222,8 @@ class BatchingCore:
         self._scheduler.check()
 
     def _expire(self) -> None:
-        now, timeout_s = self._clock(), self._config.queue_timeout_s
+        now = self._clock()
+        timeout_s = self._config.queue_timeout_s
         for request in [request for request in self._scheduler.requests.values() if request.unwanted()]:
             self.abort(request.id)
         for request in list(self._scheduler.requests.values()):
@@ -327,7 +328,8 @@ class BatchingCore:
         pieces = [(request.job, tokens) for request, tokens in group.pieces if request.job is not None]
         preemptible = all(request.preemptible for request in group.requests)
         interrupt = self._interrupt if preemptible else lambda: self._stopping() is not None
-        late, since_s = self._planner.late, self._clock()
+        late = self._planner.late
+        since_s = self._clock()
         try:
             if group.by_layers:
                 [(job, tokens)] = pieces
@@ -367,11 +369,13 @@ class BatchingCore:
 
     def _drafts(self, group: StepGroup) -> list[tuple[int, ...]]:
         """Draft tokens of each decoding request, as many as pay and as the step's budget leaves room for."""
-        requests, most = group.decoding, self._runner.compute.draft_tokens
+        requests = group.decoding
+        most = self._runner.compute.draft_tokens
         tokens_left = self._config.step_tokens - len(requests) - sum(tokens for _, tokens in group.pieces)
         if not most or tokens_left <= 0 or self._costs.stale(len(requests)):
             return [()] * len(requests)
-        drafts_of, chances = [], []
+        drafts_of = []
+        chances = []
         for request in requests:
             assert request.decode is not None, "a decoding request has a token"
             drafts, acceptance = request.decode.find_drafts(most)

@@ -337,7 +337,8 @@ def make_report(
     `tiers` maps segments to tiers (default `host`), `choice` says why the method was chosen, `arranged` how the chunks
     were ordered, `not_sent` are chunks that earlier turns brought.
     """
-    plan, tiers = prefilled.plan, tiers or {}
+    plan = prefilled.plan
+    tiers = tiers or {}
     recomputed = [position for span in prefilled.recomputed for position in range(span.start, span.stop)]
     sources = [
         PartSource(

@@ -133,7 +133,8 @@ class Engine:
         """
         self.loaded = loaded
         self._reuse = reuse or ReuseConfig()
-        ordering, usual_order = ordering or OrderingConfig(), ChunkOrder.parse(order)
+        ordering = ordering or OrderingConfig()
+        usual_order = ChunkOrder.parse(order)
         make_ordering(ordering.ordering)  # raise before a store is opened
         passages = neutral_passages(self._reuse.capture.neutral_file, loaded.folder)
         cache_dir = _cache_dir(store)
@@ -465,7 +466,8 @@ def _refuse_early(options: EngineOptions) -> None:
         UnknownMethodError: no such method.
         UsageError: no such quality, or a cache directory that cannot be written.
     """
-    method, quality = options.get("method"), options.get("quality")
+    method = options.get("method")
+    quality = options.get("quality")
     if method is not None:
         checked_method(method)
     if quality is not None:

@@ -293,7 +293,8 @@ class PrefillJob:
             return iter(())
         complete = [capture for capture in self._captures if capture.woven_from is None and capture.complete]
         self._captures = [capture for capture in self._captures if capture not in complete]
-        store, owner = self._context.store.store, self._options.owner
+        store = self._context.store.store
+        owner = self._options.owner
         return segments_of(self._prompt, self.plan, complete, self._attention, store=store, owner=owner)
 
     def in_progress(self) -> list[PartInProgress]:
@@ -329,7 +330,9 @@ class PrefillJob:
         self._sources.close()
 
     def _open(self, plan: Plan | None = None) -> None:
-        options, model, store = self._options, self._context.model, self._context.store
+        options = self._options
+        model = self._context.model
+        store = self._context.store
         if plan is None:
             looks_up = options.looks_up
             lookup = store.store.lookup(self._prompt) if looks_up else look_up(self._prompt, (), lambda _: ())
@@ -364,7 +367,8 @@ class PrefillJob:
     def _new_captures(self) -> tuple[Sequence[PartCapture], AttentionCapture | None]:
         if not self._options.capture or self._options.generated:
             return (), None
-        model, config = self._context.model, self._context.capture
+        model = self._context.model
+        config = self._context.capture
         store = self._context.store.store
         parts = parts_to_keep(
             self._prompt, self.plan, self._placements, store, variant_fraction=config.variant_fraction

@@ -48,7 +48,8 @@ def _time_prefill(runner: Runner, cached: int, new: int, repeats: int) -> float:
         system = PromptPart(PartKind.SYSTEM, ids, chunk_id("profile", "", ids))
         parts.insert(0, system)
         runner.store_new(runner.prefill(Prompt((system,)), make_method("full")))
-    prompt, prefix = Prompt(tuple(parts)), make_method("prefix", ReuseConfig())
+    prompt = Prompt(tuple(parts))
+    prefix = make_method("prefix", ReuseConfig())
     runner.prefill(prompt, prefix, capture=False)
     times = []
     for _ in range(repeats):

@@ -195,7 +195,8 @@ class RequestState:
     @property
     def wanted(self) -> Wanted:
         """What it could read from the store, as far as its method may reuse it."""
-        prompt, choice = self.prepared.prompt, self.prepared.choice
+        prompt = self.prepared.prompt
+        choice = self.prepared.choice
         parts = [] if reuses_nothing(choice.made) else [part for part in prompt.parts if part.id]
         share = choice.recomputed_share
         return Wanted(

@@ -220,10 +220,14 @@ class Runner:
             SegmentLost: the layer that was waited for is lost.
         """
         if job.open_pass is None:
-            rows, times = job.next_rows(), LoopTimes()
+            rows = job.next_rows()
+            times = LoopTimes()
             job.open_pass = LayeredPass(rows, PassRun(self.model, [rows], times, self.attention), times)
-        started, going = time.perf_counter(), job.open_pass
-        layers, first, done = self.model.geometry.num_layers, going.run.layer, 0
+        started = time.perf_counter()
+        going = job.open_pass
+        layers = self.model.geometry.num_layers
+        first = going.run.layer
+        done = 0
         while not going.run.done and not (interrupt is not None and interrupt()):
             begun = going.run.layer > first
             if begun and (not job.layers_ready or done + len(going.rows) > tokens * layers):
@@ -272,7 +276,9 @@ class Runner:
         reuses them next time without recomputation, with the same KV. Segments found by the prefill are not evicted for
         this; they are unpinned afterwards.
         """
-        prompt, plan, owner = prefilled.prompt, prefilled.plan, prefilled.owner
+        prompt = prefilled.prompt
+        plan = prefilled.plan
+        owner = prefilled.owner
         with prefilled.lease or nullcontext():
             for segment, kv in prefilled.loaded:
                 self.store.promote(segment, kv)
@@ -310,9 +316,11 @@ class Runner:
         return GraphedDecode(self.model, dtype=self.model.dtype, device=device)
 
     def _row(self, decode: Decoding) -> ActiveRows:
-        device, stop = self.model.device, decode.position + len(decode.token_ids)
+        device = self.model.device
+        stop = decode.position + len(decode.token_ids)
         where = list(range(decode.position, stop))
-        tokens, positions = torch.tensor(decode.token_ids, device=device), torch.tensor(where, device=device)
+        tokens = torch.tensor(decode.token_ids, device=device)
+        positions = torch.tensor(where, device=device)
         return ActiveRows(
             decode.cache,
             tokens,

@@ -79,12 +79,15 @@ class StepPlanner:
         """
         decoding = self._next_tokens([request for request in requests if request.job is None])
         self._decoding_s = self.pace.decoding_s(len(decoding))
-        seen, by_layers, prefilling = [], set[int](), {}
+        seen = []
+        by_layers = set[int]()
+        prefilling = {}
         jobs = [(request, request.job) for request in requests if request.job is not None]
         for request, job in jobs:
             # One unit for both kinds of work: tokens through all layers. A pass by layers asks for the tokens that its
             # loaded layers are worth; a slice by position asks for whole positions.
-            layers, next_tokens = job.layers_ready, job.next_tokens
+            layers = job.layers_ready
+            next_tokens = job.next_tokens
             if layers == 0:
                 continue
             most = self._most_tokens(request, by_layers=layers is not None)
@@ -131,7 +134,8 @@ class StepPlanner:
     def ran(self, group: StepGroup, since_s: float) -> None:
         """Record what a step that `holds` answers ran, and since when."""
         now = self._clock()
-        tokens, seconds = sum(tokens for _, tokens in group.pieces), now - since_s
+        tokens = sum(tokens for _, tokens in group.pieces)
+        seconds = now - since_s
         if group.decoding:
             for request in group.decoding:
                 request.last_token_s = now
@@ -150,7 +154,8 @@ class StepPlanner:
         The one that has waited longest always decodes after `step_time_s`, or after `_LONGEST_S`.
         """
         chosen: list[RequestState] = []
-        now, wait_s = self._clock(), min(self._step_time_s, _LONGEST_S)
+        now = self._clock()
+        wait_s = min(self._step_time_s, _LONGEST_S)
         longest = min(answers, key=lambda answer: answer.last_token_s, default=None)
         for answer in sorted(answers, key=lambda answer: (self._shares.of(answer.tenant), answer.last_token_s)):
             waits_s = now - answer.last_token_s
@@ -382,7 +387,8 @@ class Scheduler:
         It may take free blocks, but no other request is preempted for drafts.
         """
         assert request.decode is not None, "a decoding request has a token"
-        cache, needed = request.decode.prefilled.cache, request.decode.position + len(request.decode.pending)
+        cache = request.decode.prefilled.cache
+        needed = request.decode.position + len(request.decode.pending)
         if self.pool.grow(request, needed + most):
             cache.grow(self.pool.capacity(request))
         return min(most, cache.capacity - needed)
@@ -441,7 +447,8 @@ class Scheduler:
             return False
         # Owners are running requests only, and an ordinary request has no yielding owner. Since a running request
         # waits for none, waits cannot form a cycle.
-        best, most = None, Saving()
+        best = None
+        most = Saving()
         needs_profiles = request.prepared.kept.profiles
         for owner in self._running:
             serves = (request.preemptible or not owner.preemptible) and (
@@ -451,7 +458,8 @@ class Scheduler:
             saving = saving_of(wanted, self._store, parts, without=request.waited_for)
             tokens_left = 0 if owner.job is None else owner.job.remaining_tokens
             if saving.tokens > most.tokens and saving.sooner(tokens_left):
-                best, most = owner, saving
+                best = owner
+                most = saving
         if best is None:
             return False
         request.owner, request.awaited = best, most.chunks

@@ -61,7 +61,8 @@ class ShadowCheck:
             self._runner.step([], [(self._job, slice_tokens)])
             self._prefilled = self._job.prefilled
             return None if self._prefilled is None else self._compare(self._prefilled.logits)
-        token, position = self._woven.token_ids[self._same - 1], len(self._woven.prompt) + self._same - 1
+        token = self._woven.token_ids[self._same - 1]
+        position = len(self._woven.prompt) + self._same - 1
         return self._compare(self._runner.decode([self._prefilled.cache], [token], [position])[0])
 
     def close(self) -> None:
@@ -78,7 +79,8 @@ class ShadowCheck:
             if self._same < len(tokens):
                 return None
         assert self._prefilled is not None, "there are logits"
-        expected, actual = self._prefilled.logits, self._woven.logits
+        expected = self._prefilled.logits
+        actual = self._woven.logits
         agrees = int(expected.argmax()) == int(actual.argmax())
         return Divergence(kl_divergence(expected, actual), agrees, self._same, len(tokens))
 
@@ -108,7 +110,8 @@ class ShadowChecks:
 
     def offer(self, decode: DecodeState, *, greedy: bool) -> None:
         """Queue the check of an answered request, if it was woven and is sampled."""
-        prefilled, config = decode.prefilled, self._monitor.config
+        prefilled = decode.prefilled
+        config = self._monitor.config
         if all(part.kv_source is not KVSource.REUSED for part in prefilled.plan.parts) or not self._monitor.wants():
             return
         if len(self._pending) >= config.most_pending:

@@ -227,7 +227,9 @@ class AttentionCapture:
             self._meters[window] = AttentionMeter(
                 self._positions, spans, heads=self._heads, where=self._where, window=window
             )
-        meter, rows, scores = self._meters[window], self._rows, self._geometry.scores(layer)
+        meter = self._meters[window]
+        rows = self._rows
+        scores = self._geometry.scores(layer)
         mass = meter.read(queries[rows], keys, scores) if measured is None else meter.of_kernel(measured.by_part[rows])
         self._by_part.index_add_(0, self._positions, mass)
 
@@ -352,7 +354,8 @@ def _times(profile: AttentionProfile, factor: float) -> AttentionProfile:
 
 def _carried(fresh: AttentionProfile, stored: AttentionProfile) -> tuple[list[float], float]:
     """The mass of `before` by the chunks of `fresh`, as in `woven_profile`, and its share of the total."""
-    stored_mass, stored_chunks = _mass_on(stored, fresh.chunks), frozenset(stored.chunks)
+    stored_mass = _mass_on(stored, fresh.chunks)
+    stored_chunks = frozenset(stored.chunks)
     new = [chunk not in stored_chunks for chunk in fresh.chunks]
     weights = [mass if is_new else 0.0 for mass, is_new in zip(fresh.inter, new, strict=True)]
     if not sum(weights):

@@ -120,7 +120,8 @@ def _run_layer(
     live: Sequence[tuple[ActiveRows, int]],
 ) -> torch.Tensor:
     """Run one layer for the requests in `live`, each given with the number of layers of its pass."""
-    batch, last = [rows for rows, _ in live], [depth == layer + 1 for _, depth in live]
+    batch = [rows for rows, _ in live]
+    last = [depth == layer + 1 for _, depth in live]
     # Flat rows at entry: q, k, v and hidden have one row per token that was active after the layer before.
     q, k, v = model.qkv(layer, hidden)
     entered = [len(rows) for rows in batch]
@@ -129,7 +130,10 @@ def _run_layer(
     # From here on flat rows count the survivors only; a dropped token keeps its stored KV on this layer and above.
     keep = _joined([rows.refine(layer, keys, values) for rows, keys, values in fresh], entered, k.device)
     if keep is not None:
-        hidden, q, k, v = hidden[keep], q[keep], k[keep], v[keep]
+        hidden = hidden[keep]
+        q = q[keep]
+        k = k[keep]
+        v = v[keep]
     positions = batch[0].positions if len(batch) == 1 else torch.cat([rows.positions for rows in batch])
     rotated_k = model.rotate_keys(layer, k, positions)
     for rows, ends in zip(batch, last, strict=True):
@@ -141,9 +145,11 @@ def _run_layer(
     active = [len(rows) for rows in batch]
     finishing = [rows.finishing for rows in batch]
     queried = [rows.queried for rows in batch]
-    querying, finished = _tails(active, queried, q.device), _tails(active, finishing, q.device)
+    querying = _tails(active, queried, q.device)
+    finished = _tails(active, finishing, q.device)
     if querying is not None:
-        q, positions = q[querying], positions[querying]
+        q = q[querying]
+        positions = positions[querying]
     rotated_q = model.rotate_queries(layer, q, positions)
     # All K and V are written before any attention, because survivors attend to each other within the layer.
     starts = accumulate(active, initial=0)

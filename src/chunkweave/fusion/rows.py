@@ -129,7 +129,8 @@ class ActiveRows:
         decided earlier. Heads of keys and queries are this rank's among all `ranks`.
         """
         device = positions.device
-        unfocused, watch = pass_.stop_unfocused, pass_.watch
+        unfocused = pass_.stop_unfocused
+        watch = pass_.watch
         self._candidates = candidates if candidates is not None else positions.new_empty(0)
         self.depth = pass_.depth
         self.answers = answers
@@ -176,7 +177,8 @@ class ActiveRows:
         ranked candidates, earlier ones among equals, none that earlier passes `recomputed`. Only the last pass gives
         `answers`.
         """
-        tokens, device = len(prompt_ids), prompt_ids.device
+        tokens = len(prompt_ids)
+        device = prompt_ids.device
         required = flags_of(pass_.required, tokens)
         candidate = flags_of(pass_.candidates, tokens) & ~required
         where: list[int] | None = None
@@ -261,7 +263,8 @@ class ActiveRows:
         rows = self._candidates
         if layer in self._decided:
             stay = torch.isin(self.positions[rows], self._decided[layer])
-            dropped, candidates = rows[~stay], rows[stay]
+            dropped = rows[~stay]
+            candidates = rows[stay]
         else:
             cached = self.cache.cached_before_rope(layer, self.positions[rows])
             read = None if self._read is None else self._read[self.positions[rows]]
@@ -269,7 +272,8 @@ class ActiveRows:
             # Kept rows are sorted again: positions must ascend, because attention cuts them into blocks by position
             # and a capture's rows must be contiguous.
             by_rank = rows[torch.sort(evidence, descending=True, stable=True).indices]
-            dropped, candidates = by_rank[rule.count :], by_rank[: rule.count].sort().values
+            dropped = by_rank[rule.count :]
+            candidates = by_rank[: rule.count].sort().values
         self.kept[layer] = self.positions[candidates]  # by position: `_drop` renumbers the rows
         return self._drop(dropped, candidates)
 

@@ -29,7 +29,8 @@ _HUGE_PAGES = 4 << 20
 _KEPT = 256 << 20
 """Most bytes of free pages that are kept for reuse."""
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 """Numbers of two options of the GNU C library's `mallopt`."""
 
 _SAYS_WHAT_IS_KEPT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
@@ -304,7 +305,8 @@ class RequestCache:
         """Memory of one layer, or on the host of several layers that are allocated together."""
         if self._device.type != "cpu":
             return [torch.empty(self._shape, dtype=self._dtype, device=self._device)]
-        unallocated, nbytes = sum(cache is None for cache in self._layers), prod(self._shape) * self._dtype.itemsize
+        unallocated = sum(cache is None for cache in self._layers)
+        nbytes = prod(self._shape) * self._dtype.itemsize
         together = max(1, min(unallocated, _TOGETHER // max(1, nbytes)))
         return list(_memory.tensor((together, *self._shape), self._dtype).unbind())
 

@@ -184,7 +184,8 @@ class PerChannelCodec:
         """Quantized values times their channel's scale, rounded to `dtype`."""
         scales, quantized = tensors
         if self.stored is torch.float8_e4m3fn:
-            quantized, scales = _e4m3_as_half(quantized), scales * 256
+            quantized = _e4m3_as_half(quantized)
+            scales = scales * 256
         return quantized.to(torch.float32).mul_(scales.unsqueeze(1)).to(dtype)
 
 

@@ -115,7 +115,8 @@ def merge_adapter(model: Any, adapter: Adapter) -> None:
 
 def warn_of_other_base(adapter: Adapter, model: str) -> None:
     """Log a warning if an adapter names another base model than `model`; a partial name matches."""
-    base, name = Path(adapter.base).name.lower(), model.lower()
+    base = Path(adapter.base).name.lower()
+    name = model.lower()
     if base and base not in name and name not in base:
         logger.warning("the adapter %s names %s as its base model, not %s", adapter.name, adapter.base, model)
 

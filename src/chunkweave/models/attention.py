@@ -179,7 +179,9 @@ def _causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cac
     padded = F.pad(queries, (0, 0, 0, 0, cached_tokens, 0)) if cached_tokens else queries
     q, k, v = (states.transpose(0, 1).unsqueeze(0) for states in (padded, keys, values))
     if queries.device.type == "cpu":
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q = q.contiguous()
+        k = k.contiguous()
+        v = v.contiguous()
     grouped = queries.shape[1] != keys.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     return out[0].transpose(0, 1)[cached_tokens:].reshape(queries.shape[0], -1)
@@ -204,7 +206,8 @@ def attend_masked(
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     q = queries.view(n, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, n * group, dim)
-    k, v = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
+    k = keys.transpose(0, 1).unsqueeze(0)
+    v = values.transpose(0, 1).unsqueeze(0)
     rows = None if mask is None else mask.repeat_interleave(group, dim=0) if group > 1 else mask
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=rows)
     return out.view(kv_heads, n, group, dim).transpose(0, 1).reshape(n, heads * dim)
@@ -296,7 +299,8 @@ class SdpaAttention:
 
     def attend(self, queries: torch.Tensor, owners: Sequence[OwnQueries]) -> FlatResult:
         """Attend each owner's queries by its `ScatteredQueries`."""
-        states, row = [], 0
+        states = []
+        row = 0
         for owner in owners:
             own_queries = queries[row : row + len(owner.queries)]
             row += len(owner.queries)

@@ -70,7 +70,8 @@ class _Reader(gguf.GGUFReader):
     """gguf's reader, but a tokenizer's lists are read at once, not with two arrays for each of their elements."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
-        array, offset = gguf.GGUFValueType.ARRAY, orig_offs + 12
+        array = gguf.GGUFValueType.ARRAY
+        offset = orig_offs + 12
         kind = self._get(orig_offs, np.uint32)[0] if raw_type == array else None
         if kind is None or kind == array:
             return super()._get_field_parts(orig_offs, raw_type)
@@ -81,7 +82,8 @@ class _Reader(gguf.GGUFReader):
                 raise ValueError("a list ends behind the end of the file")
             return 12 + values.nbytes, [values], [0], types
         order: Literal["little", "big"] = "little" if self.endianess == gguf.GGUFEndian.LITTLE else "big"
-        data, strings = self.data.data, list[Any]()
+        data = self.data.data
+        strings = list[Any]()
         for _ in range(count):
             begin = offset + 8
             offset = begin + int.from_bytes(data[offset:begin], order)
@@ -200,7 +202,8 @@ def _config(fields: _Fields, tensors: Mapping[str, Any]) -> PreTrainedConfig:
         )
     if fields.own("expert_count", 0):
         raise UnsupportedModelError("GGUF files with experts (MoE) are not supported")
-    heads, kv_heads = fields.own("attention.head_count"), fields.own("attention.head_count_kv", -1)
+    heads = fields.own("attention.head_count")
+    kv_heads = fields.own("attention.head_count_kv", -1)
     hidden = fields.own("embedding_length")
     if not isinstance(heads, int) or not isinstance(kv_heads, int):
         raise UnsupportedModelError("GGUF files with another number of heads in each layer are not supported")
@@ -233,7 +236,8 @@ def _config(fields: _Fields, tensors: Mapping[str, Any]) -> PreTrainedConfig:
     return config
 
 
-_GEMMA3_PERIOD, _GEMMA3_27B_LAYERS = 6, 62
+_GEMMA3_PERIOD = 6
+_GEMMA3_27B_LAYERS = 62
 """Every sixth layer has full attention. Files record neither this nor the largest model's query scale."""
 
 
@@ -245,7 +249,8 @@ def _gemma3_fields(fields: _Fields, rope: dict[str, Any]) -> dict[str, Any]:
     """
     if fields.own("attention.sliding_window_pattern", _GEMMA3_PERIOD) != _GEMMA3_PERIOD:
         raise UnsupportedModelError("GGUF files of Gemma 3 with another pattern of windows are not supported")
-    layers, heads = fields.own("block_count"), fields.own("attention.head_count")
+    layers = fields.own("block_count")
+    heads = fields.own("attention.head_count")
     head_dim = fields.own("attention.key_length", fields.own("embedding_length") // heads)
     windowed = {"rope_type": "default", "rope_theta": _written(fields.own("rope.freq_base_swa", 10000.0))}
     return {
@@ -370,7 +375,8 @@ def _write_weights(
         if shard_bytes >= _SHARD_BYTES or done == count:
             _save(shard, folder / f"model-{len(shards)}")
             shards.append(list(shard))
-            shard, shard_bytes = {}, 0
+            shard = {}
+            shard_bytes = 0
         progress(done, count)
     places = [f"model-{place:05d}-of-{len(shards):05d}.safetensors" for place in range(1, len(shards) + 1)]
     for number, place in enumerate(places if len(shards) > 1 else ["model.safetensors"]):
@@ -418,7 +424,10 @@ _WITH_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 """For these, a word that is a token stays whole, whatever the merges give."""
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
 """Values of `tokenizer.ggml.token_type`."""
 
 

@@ -30,7 +30,8 @@ def native_model(file: GgufFile) -> Any:
     model = empty_model(file.config)
     for name, parameter in file.names.items():
         path, _, kind = parameter.rpartition(".")
-        module, format_of = model.get_submodule(path), file.tensors[name].tensor_type
+        module = model.get_submodule(path)
+        format_of = file.tensors[name].tensor_type
         if kind == "weight" and isinstance(module, nn.Linear | nn.Embedding) and format_of in _PARTS:
             set_int4(model, path, _linear(file, name), module)
         else:
@@ -78,7 +79,8 @@ def q4_1(rows: np.ndarray) -> list[_Part]:
 def q8_0(rows: np.ndarray) -> list[_Part]:
     """`q d`, 34 bytes for 32 weights, as two planes: the upper four bits times 16 d, and the lower times d."""
     blocks = rows.reshape(len(rows), -1, 34)
-    scales, numbers = _half(blocks[..., :2]), blocks[..., 2:].reshape(len(rows), -1)
+    scales = _half(blocks[..., :2])
+    numbers = blocks[..., 2:].reshape(len(rows), -1)
     # Both planes are centered: their products are rounded before they are added, and must not cancel.
     return [((numbers >> 4) ^ 8, 16 * scales, 8 * scales), (numbers & 15, scales, np.zeros_like(scales))]
 
@@ -87,7 +89,9 @@ def q4_k(rows: np.ndarray) -> list[_Part]:
     """`q d s - dmin m`, 144 bytes for 256 weights: eight groups, each with 6-bit s and m."""
     blocks = rows.reshape(len(rows), -1, 144)
     packed = blocks[..., 4:16]
-    low, middle, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    low = packed[..., :4]
+    middle = packed[..., 4:8]
+    high = packed[..., 8:]
     factors = np.concatenate((low & 63, (high & 15) | ((low >> 6) << 4)), -1)
     minima = np.concatenate((middle & 63, (high >> 4) | ((middle >> 6) << 4)), -1)
     scales = _half(blocks[..., :2])[..., None] * factors

@@ -117,7 +117,8 @@ class HuggingFaceModel:
 
     def _driven(self, ids: torch.Tensor, window: int) -> torch.Tensor:
         """Logits of a short prompt, `[tokens, vocab]`, with this window on windowed layers."""
-        positions, hidden = torch.arange(len(ids), device=self.device), self.embed(ids)
+        positions = torch.arange(len(ids), device=self.device)
+        hidden = self.embed(ids)
         for layer in range(self.geometry.num_layers):
             own_window = None if self.geometry.window(layer) is None else window
             q, k, v = self.qkv(layer, hidden)
@@ -201,7 +202,8 @@ def _narrowed(config: Any) -> Iterator[int]:
 
     Independent of the geometry, so that a window missing there is detected.
     """
-    configured, window = getattr(config, "sliding_window", None), _PROBE_TOKENS // 2
+    configured = getattr(config, "sliding_window", None)
+    window = _PROBE_TOKENS // 2
     if configured:
         config.sliding_window = window
     try:
@@ -230,7 +232,8 @@ class _Layer:
         query_norm, key_norm = [
             _as_it_is if norm is None else _HEAD_NORMS[anatomy.norm_over](_in_one_launch(norm)) for norm in norms
         ]
-        norms_before, norms_behind = (query_norm, key_norm), (_as_it_is, _as_it_is)
+        norms_before = (query_norm, key_norm)
+        norms_behind = (_as_it_is, _as_it_is)
         if anatomy.norms_behind_rope:
             norms_before, norms_behind = norms_behind, norms_before
         self._query_norm, self._key_norm = norms_before
@@ -238,13 +241,16 @@ class _Layer:
         self._query_scale = self.attention.scaling * geometry.head_dim**0.5
 
     def qkv(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        normed, dim = self._before_attention(hidden), self._geometry.head_dim
+        normed = self._before_attention(hidden)
+        dim = self._geometry.head_dim
         states = [projection(normed).view(len(hidden), -1, dim) for projection in self._projections]
         if len(states) == 1:
-            heads, kv_heads = self._geometry.num_heads, self._geometry.num_kv_heads
+            heads = self._geometry.num_heads
+            kv_heads = self._geometry.num_kv_heads
             states = list(states[0].split([heads, kv_heads, kv_heads], dim=1))
         q, k, v = states
-        q, k = self._query_norm(q), self._key_norm(k)
+        q = self._query_norm(q)
+        k = self._key_norm(k)
         return (q if self._query_scale == 1.0 else q * self._query_scale), k, v
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -279,7 +285,8 @@ def _in_one_product(projections: list[Any]) -> list[Any]:
     """On CUDA, linear layers as one, whose weights theirs become parts of; else themselves."""
     if len(projections) == 1 or any(type(projection) is not nn.Linear for projection in projections):
         return projections
-    weights, biases = [projection.weight for projection in projections], [projection.bias for projection in projections]
+    weights = [projection.weight for projection in projections]
+    biases = [projection.bias for projection in projections]
     if weights[0].device.type != "cuda" or len({bias is None for bias in biases}) > 1:
         return projections
     with torch.no_grad():
@@ -297,7 +304,8 @@ def _in_one_product(projections: list[Any]) -> list[Any]:
 def _in_one_launch(norm: Any) -> _Step:
     """On CUDA, a norm that PyTorch's `rms_norm` equals but for one rounding: one launch for eight. Else itself."""
     module: _Step = norm
-    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    weight = getattr(norm, "weight", None)
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None or eps is None or weight.dim() != 1 or weight.device.type != "cuda":
         return module
 
@@ -307,7 +315,8 @@ def _in_one_launch(norm: Any) -> _Step:
     draw = torch.Generator().manual_seed(0)
     states = torch.randn(4, len(weight), generator=draw).to(weight.device, weight.dtype)
     with torch.inference_mode():
-        error, size = (fused(states) - norm(states)).float().abs().max(), norm(states).float().abs().max()
+        error = (fused(states) - norm(states)).float().abs().max()
+        size = norm(states).float().abs().max()
     return fused if bool(error <= size * 2 * torch.finfo(weight.dtype).eps) else module
 
 
@@ -358,7 +367,8 @@ class _WideAngles:
         self, kind: str, positions: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Angles at `positions` for states of `heads` heads, from tables of all positions; None if it does not pay."""
-        tokens, dims = positions.shape[0], cos.shape[-1]
+        tokens = positions.shape[0]
+        dims = cos.shape[-1]
         if not _FEWEST_WIDE <= tokens * heads * dims <= _MOST_WIDE or not torch.is_inference_mode_enabled():
             return None
         key = (kind, id(positions), heads)
@@ -384,7 +394,8 @@ def _turns_halves(rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> boo
     return torch.equal(rotated, _halves_turned(states, cos[:, None], _signed(sin)[:, None]))
 
 
-_FEWEST_WIDE, _MOST_WIDE = 1 << 14, 1 << 23
+_FEWEST_WIDE = 1 << 14
+_MOST_WIDE = 1 << 23
 """Fewest elements of states that get wide angles, and most elements that are kept."""
 
 _POSITION_ONLY_ROPE = {"default", "linear", "llama3", "yarn", "longrope"}
@@ -410,7 +421,8 @@ def check_config(config: Any) -> None:
     if any(hasattr(config, name) for name in ("ssm_cfg", "state_size", "mamba_d_state", "conv_kernel")):
         raise _refusal(kind, *REFUSED["mamba"])
     anatomy = anatomy_of(config)
-    multipliers, caps = () if anatomy.multiplied else _MULTIPLIERS, () if anatomy.capped else _CAPS
+    multipliers = () if anatomy.multiplied else _MULTIPLIERS
+    caps = () if anatomy.capped else _CAPS
     for name in (*_NOT_DRIVEN, *multipliers, *caps):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise _refusal(kind, f"{name}={getattr(config, name)}", "chunkweave does not implement that step")
@@ -442,7 +454,8 @@ def check_modules(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: the message names missing or unknown modules.
     """
-    kind, anatomy = type(model).__name__, anatomy_of(getattr(model, "config", None))
+    kind = type(model).__name__
+    anatomy = anatomy_of(getattr(model, "config", None))
     body = getattr(model, "model", None)
     wanted = ("embed_tokens", "layers", anatomy.final_norm, "rotary_emb")
     if body is None or not hasattr(model, "lm_head") or not all(hasattr(body, name) for name in wanted):
@@ -461,7 +474,8 @@ def check_modules(model: nn.Module) -> None:
 
 def _check_children(where: str, module: nn.Module, wanted: set[str], optional: set[str]) -> None:
     children = {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
-    missing, unknown = wanted - children, children - wanted - optional
+    missing = wanted - children
+    unknown = children - wanted - optional
     if missing or unknown:
         raise _refusal(where, f"modules {sorted(children)}", f"missing {sorted(missing)}, unknown {sorted(unknown)}")
 

@@ -160,7 +160,8 @@ class Int4Linear(nn.Module):
 
     def _columns(self, first: int, stop: int) -> torch.Tensor:
         """The weights of outputs `first` to `stop`, bfloat16 `[in_features, outputs]`."""
-        half, inputs = int4_half_block(), self.in_features
+        half = int4_half_block()
+        inputs = self.in_features
         by_plane: list[torch.Tensor] = []
         for plane in self.planes:
             packed = plane.packed.view(-1, inputs, half)[first // (2 * half) : stop // (2 * half)]
@@ -181,10 +182,12 @@ class Int4Linear(nn.Module):
         Raises:
             IndexError: there is no such output.
         """
-        half, flat = int4_half_block(), ids.reshape(-1)
+        half = int4_half_block()
+        flat = ids.reshape(-1)
         if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.out_features:
             raise IndexError(f"of {self.out_features} outputs, {int(flat.min())} to {int(flat.max())} were asked for")
-        block, within = flat // (2 * half), flat % (2 * half)
+        block = flat // (2 * half)
+        within = flat % (2 * half)
         total = torch.zeros(len(flat), self.in_features)
         for plane in self.planes:
             packed = plane.packed.view(-1, self.in_features, half)[block, :, within % half]
@@ -282,7 +285,8 @@ def finished(model: Any) -> Any:
 
 def random_int4(config: Any, seed: int) -> Any:
     """A model with random 4-bit linear layers and random bfloat16 embeddings, for timing; its answers mean nothing."""
-    model, draw = empty_model(config), torch.Generator().manual_seed(seed)
+    model = empty_model(config)
+    draw = torch.Generator().manual_seed(seed)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and not (config.tie_word_embeddings and name == "lm_head"):
             linear = Int4Linear(module.in_features, module.out_features, 1)

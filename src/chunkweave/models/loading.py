@@ -248,7 +248,9 @@ def _dtype(dtype: str, device: str, checkpoint: str, choose: Callable[[], str]) 
     return resolve_dtype(dtype, device=device, checkpoint=checkpoint, fast_bf16=fast)
 
 
-_TRIAL_ROWS, _TRIAL_SIZE, _TRIALS = 64, 1024, 3
+_TRIAL_ROWS = 64
+_TRIAL_SIZE = 1024
+_TRIALS = 3
 
 
 def faster_dtype() -> str:

@@ -27,10 +27,12 @@ from chunkweave.types import Geometry
 _OFFSET = 40.0
 """Subtracted from every score; exact in bfloat16."""
 
-_LEAST_SUM, _MOST_SUM = exp(-60.0), exp(-6.0)
+_LEAST_SUM = exp(-60.0)
+_MOST_SUM = exp(-6.0)
 """If a query's sum of weights is between these, no relevant weight was lost and all are in the exponential range."""
 
-_BLOCK_QUERIES, _BLOCK_ROWS = 64, 256
+_BLOCK_QUERIES = 64
+_BLOCK_ROWS = 256
 """Most queries per block, and most rows of its products (queries times query heads per key head).
 
 Few, so that little beyond the visible keys is computed; enough for the matrix kernels.
@@ -39,7 +41,8 @@ Few, so that little beyond the visible keys is computed; enough for the matrix k
 _FEW_QUERIES = 4
 """Up to this number of queries (decoding), converting all keys and values to float32 is faster."""
 
-_QUERY_STEP, _KEY_STEP = 8, 128
+_QUERY_STEP = 8
+_KEY_STEP = 128
 """Block sizes are multiples of these, because oneDNN takes half a millisecond to compile a kernel for a new shape.
 
 It caches `ONEDNN_PRIMITIVE_CACHE_CAPACITY` kernels, so blocks have few different sizes (`_key_count`).
@@ -92,7 +95,8 @@ class _Blocks:
         return (self._masked(block) if block.mask is None else block for block in self._blocks)
 
     def _block(self, start: int, stop: int) -> _Block:
-        first, last = self._where[start], self._where[stop - 1]
+        first = self._where[start]
+        last = self._where[stop - 1]
         begin = 0 if self._window is None else max(0, first + 1 - self._window)
         key_start = begin - begin % _KEY_STEP
         key_stop = key_start + _key_count(last + 1 - key_start)
@@ -132,7 +136,8 @@ class OneDnnAttention:
 
     def attend(self, queries: torch.Tensor, owners: Sequence[OwnQueries]) -> FlatResult:
         """Attend each owner's queries by its `ScatteredQueries`."""
-        states, row = [], 0
+        states = []
+        row = 0
         for owner in owners:
             own_queries = queries[row : row + len(owner.queries)]
             row += len(owner.queries)
@@ -163,7 +168,8 @@ class OneDnnAttention:
         for block in blocks:
             block_rows = slice(block.start * group, block.stop * group)
             seen = slice(block.key_start, block.key_stop)
-            offsets, masked = self._offsets[: block.key_stop - block.key_start], block.masked_from - block.key_start
+            offsets = self._offsets[: block.key_stop - block.key_start]
+            masked = block.masked_from - block.key_start
             for head in range(kv_heads):
                 weights = _shifted_sigmoid(rows[head, block_rows], keys[head, seen], offsets)
                 if block.mask is not None and block.mask.shape[-1]:
@@ -204,7 +210,8 @@ class OneDnnAttention:
             self._room = torch.empty(kv_heads * stop * dim * (copies + 1), dtype=torch.bfloat16)
         room = self._room[: kv_heads * stop * dim * (copies + 1)]
         keys, values = torch.split(room, [kv_heads * stop * dim * copies, kv_heads * stop * dim])
-        keys, values = keys.view(kv_heads, stop, copies, dim), values.view(kv_heads, stop, dim)
+        keys = keys.view(kv_heads, stop, copies, dim)
+        values = values.view(kv_heads, stop, dim)
         keys[:, :num_keys] = owner.keys[:num_keys].transpose(0, 1).unsqueeze(2)
         values[:, :num_keys] = owner.values[:num_keys].transpose(0, 1)
         keys[:, num_keys:] = 0

@@ -101,7 +101,8 @@ def _quota_of(group: Path) -> float | None:
     """CPU seconds per second, from either version of control groups; None without a limit."""
     limit, _, period = _read(group / "cpu.max").partition(" ")
     if not period:
-        limit, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+        limit = _read(group / "cpu.cfs_quota_us")
+        period = _read(group / "cpu.cfs_period_us")
     with suppress(ValueError, ZeroDivisionError):  # "max", or nothing
         quota = int(limit) / int(period)
         return quota if quota > 0 else None

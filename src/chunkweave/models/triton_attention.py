@@ -137,7 +137,9 @@ def every_launch(heads: int, kv_heads: int, dtype: torch.dtype) -> list[tuple[Bl
     >>> len(every_launch(32, 8, torch.bfloat16))
     9
     """
-    few, some, many = [1], [max(1, 64 // (heads // kv_heads))], [4096]
+    few = [1]
+    some = [max(1, 64 // (heads // kv_heads))]
+    many = [4096]
     distinct: dict[tuple[Blocks, int, torch.dtype], tuple[Blocks, int]] = {}
     for parts, counts, stop in product((0, *PART_SIZES), (few, some, many), (1, 1 << 13)):
         blocks = choose_blocks(counts, stop, heads, kv_heads, dtype=dtype, processors=1 << 20, parts=parts)
@@ -156,7 +158,8 @@ def tile_table(counts: Sequence[int], queries_per_tile: int) -> list[tuple[int, 
     >>> tile_table([3, 2], 2)
     [(0, 0, 2), (0, 2, 3), (1, 3, 5)]
     """
-    tiles, first = [], 0
+    tiles = []
+    first = 0
     for owner, count in enumerate(counts):
         stop = first + count
         tiles += [(owner, at, min(at + queries_per_tile, stop)) for at in range(first, stop, queries_per_tile)]
@@ -196,13 +199,17 @@ def attend(
     per_tile = blocks.rows // (heads // places.kv_heads)
     if isinstance(places.addresses, tuple):
         table, tiles = queries.positions, _no_tiles(states.device)  # not read, but their types are the kernel's
-        addresses, tile_count = places.addresses, -(-rows // per_tile)
+        addresses = places.addresses
+        tile_count = -(-rows // per_tile)
     else:
         if tiles is None:
             tiles = to_device(tile_table(queries.counts, per_tile), states.device)
-        table, addresses, tile_count = places.addresses, (0, 0, 0, 0), len(tiles)
+        table = places.addresses
+        addresses = (0, 0, 0, 0)
+        tile_count = len(tiles)
     parts = next(size for size in (0, *PART_SIZES) if places.parts <= size)
-    splits, device = blocks.splits, states.device
+    splits = blocks.splits
+    device = states.device
     out = torch.empty((splits, rows, heads, dim), dtype=_out_dtype(blocks, parts, states.dtype), device=device)
     log_sum_exp = torch.empty((splits, rows, heads), dtype=torch.float32, device=device)
     own = torch.empty_like(log_sum_exp) if parts else log_sum_exp
@@ -223,7 +230,9 @@ def attend(
         combined_states, total = combined(out, log_sum_exp, states.dtype)
         return Attended(combined_states.flatten(1), total)
     if splits == 1:
-        combined_states, total, share = out[0], log_sum_exp[0], None
+        combined_states = out[0]
+        total = log_sum_exp[0]
+        share = None
     else:  # combine the softmaxes over key splits, each weighted by its share of the sum
         total = torch.logsumexp(log_sum_exp, 0)
         share = torch.exp(log_sum_exp - total)[..., None]
@@ -244,7 +253,8 @@ def combined(out: torch.Tensor, log_sum_exp: torch.Tensor, dtype: torch.dtype) -
     `out` `[splits, rows, heads, head_dim]` and `log_sum_exp` `[splits, rows, heads]` are float32; states have `dtype`.
     """
     splits, rows, heads, dim = out.shape
-    states, total = torch.empty(out.shape[1:], dtype=dtype, device=out.device), torch.empty_like(log_sum_exp[0])
+    states = torch.empty(out.shape[1:], dtype=dtype, device=out.device)
+    total = torch.empty_like(log_sum_exp[0])
     count = rows * heads
     device_code.combine_splits[(-(-count // _COMBINED_A_BLOCK),)](
         out, log_sum_exp, states, total, splits, count, DIM=dim, PADDED=_power_of_two(dim), BLOCK=_COMBINED_A_BLOCK
@@ -352,7 +362,8 @@ class TritonAttention:
         self, queries: torch.Tensor, owners: Sequence[OwnQueries], *, measures: bool
     ) -> list[tuple[torch.Tensor, Measured | None]]:
         counts = tuple(len(owner.queries) for owner in owners)
-        kv_heads, device = owners[0].keys.shape[1], queries.device
+        kv_heads = owners[0].keys.shape[1]
+        device = queries.device
         positions = [owner.queries.positions for owner in owners]
         flat = FlatQueries(
             queries.contiguous(),
@@ -411,7 +422,8 @@ def unsupported_reason(geometry: Geometry, *, dtype: torch.dtype, device: torch.
     heads. So missing dependencies of Triton (a C compiler, a driver that accepts its code) show here and not in a
     request, and no request waits for a compiler.
     """
-    heads, kv_heads = geometry.num_heads, geometry.num_kv_heads
+    heads = geometry.num_heads
+    kv_heads = geometry.num_kv_heads
     if device.type != "cuda" and not interpreted():
         return f"the model is on {device}, and Triton runs there only with TRITON_INTERPRET=1"
     if geometry.head_dim not in SUPPORTED_HEAD_DIMS or heads % kv_heads:
@@ -432,7 +444,8 @@ def compile_and_compare(geometry: Geometry, dtype: torch.dtype, device: torch.de
 
     NaN if any result has NaN.
     """
-    heads, kv_heads = geometry.num_heads, geometry.num_kv_heads
+    heads = geometry.num_heads
+    kv_heads = geometry.num_kv_heads
     generator = torch.Generator().manual_seed(0)
     shapes = ((5, heads), (90, kv_heads), (90, kv_heads))
     q, k, v = (torch.randn(*shape, geometry.head_dim, generator=generator).to(device, dtype) for shape in shapes)
@@ -440,7 +453,8 @@ def compile_and_compare(geometry: Geometry, dtype: torch.dtype, device: torch.de
     window = 40 if any(geometry.windows) else None
     queries = ScatteredQueries(torch.tensor(where, device=device), dtype, where=where, window=window)
     flat = FlatQueries(q, queries.positions, (len(where),), len(k))
-    expected, of_key = queries.attend(q, k, v), torch.arange(len(k), dtype=torch.int32, device=device) // 5
+    expected = queries.attend(q, k, v)
+    of_key = torch.arange(len(k), dtype=torch.int32, device=device) // 5
     launches = every_launch(heads, kv_heads, dtype)
     errors = []
     with KERNEL_COMPILES.at_start(len(launches) + 2):

@@ -270,7 +270,8 @@ class Arranger:
         CRAFT's thresholds apply to a free order. RAGCache §8 caches requests with a large top-k as if they asked for
         fewer documents. The parts `before` the chunks are always kept.
         """
-        kept, continued = self._config.promotion_threshold, self._config.continuation_threshold
+        kept = self._config.promotion_threshold
+        continued = self._config.continuation_threshold
         most = self._config.path_chunks
         if not free:
             kept = continued = None

@@ -146,7 +146,8 @@ class FrequencyOrder:
 
 def by_frequency(unordered: Unordered, numbers: Sequence[int], place: TreePlace[ChunkId] | None) -> list[int]:
     """`numbers`, indices of chunks by decreasing count, with ties broken by what is stored after `place`."""
-    waiting, ordered = list(numbers), []
+    waiting = list(numbers)
+    ordered = []
     while waiting and place is not None:
         chosen, place = _next(unordered, waiting, place)
         waiting.remove(chosen)
@@ -212,7 +213,8 @@ def heaviest_path(unordered: Unordered, numbers: Sequence[int], place: TreePlace
             continue
         visited += 1
         if tokens > best_tokens:
-            best, best_tokens = path, tokens
+            best = path
+            best_tokens = tokens
         for key, child in node.children_among(last_first):
             if key not in path:
                 more = tokens_of[key]

@@ -47,7 +47,8 @@ def _alpha_reaching(plan: Plan, share: float) -> float:
     """
     parts = [(part.score.impact, len(part.span)) for part in plan.parts if part.score is not None and part.score.impact]
     wanted = share * sum(len(part.span) for part in plan.parts if part.score is not None)
-    whole, rise = 0.0, sum(impact * tokens for impact, tokens in parts)
+    whole = 0.0
+    rise = sum(impact * tokens for impact, tokens in parts)
     for impact, tokens in sorted(parts, reverse=True):
         if whole + rise / impact >= wanted:
             return (wanted - whole) / rise

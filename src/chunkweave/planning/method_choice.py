@@ -178,9 +178,11 @@ class MethodChooser:
             UsageError: a target without a record; both a method and a quality; settings that the method does not have;
                 a value out of range; a layer that the model does not have.
         """
-        method, quality = request.method, request.quality
+        method = request.method
+        quality = request.quality
         if method is None and quality is None:
-            method, quality = self.usual.method, self.usual.quality
+            method = self.usual.method
+            quality = self.usual.quality
         if method is not None:
             if quality is not None:
                 raise UsageError(f"quality {quality.value!r} and method {method!r} are both given: give one of them")

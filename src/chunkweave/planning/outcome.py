@@ -30,7 +30,8 @@ def layer_flops(geometry: Geometry, work: LayerWork) -> float:
     Evidence and captures cost half of that for queries times keys, and two more per head for the sum by parts.
     """
     g = geometry
-    q_width, kv_width = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
+    q_width = g.num_heads * g.head_dim
+    kv_width = g.num_kv_heads * g.head_dim
     qkv = 2 * g.hidden_size * (q_width + 2 * kv_width)
     rest = 2 * q_width * g.hidden_size + 2 * 3 * g.hidden_size * g.intermediate_size
     looked_at = work.evidence_keys * g.num_heads + work.captured_scores
@@ -45,7 +46,8 @@ def prefill_flops(geometry: Geometry, layers: list[LayerWork]) -> float:
 
 def full_prefill_flops(geometry: Geometry, new_tokens: int, cached_tokens: int = 0) -> float:
     """FLOPs of computing `new_tokens` after `cached_tokens`; only the last token finishes the last layer."""
-    new, tokens = new_tokens, cached_tokens + new_tokens
+    new = new_tokens
+    tokens = cached_tokens + new_tokens
     last = geometry.num_layers - 1
     visible = {window: _visible(cached_tokens, tokens, window) for window in (None, *geometry.windows)}
     layers = [LayerWork(new, new, new, visible[geometry.window(layer)]) for layer in range(last)]

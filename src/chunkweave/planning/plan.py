@@ -249,7 +249,9 @@ class Plan:
         """
         if part.segment is None or not any(windows):
             return frozenset()
-        start, stop, nearest = part.span.start, part.span.stop, self.prompt_tokens
+        start = part.span.start
+        stop = part.span.stop
+        nearest = self.prompt_tokens
         for pass_ in self.passes:
             for some in (*pass_.required, *pass_.candidates):
                 if len(some):
@@ -319,7 +321,8 @@ def _validate_watches(method: str, passes: Sequence[Pass], num_layers: int) -> N
             raise ValueError(f"{method}: what starts a pass must have been watched in the one before")
         if pass_.start is not None and len(pass_.start.weights) not in (0, pass_.candidate_tokens):
             raise ValueError(f"{method}: a start needs one weight for each candidate token, or none")
-        watch, depth = pass_.watch, num_layers if pass_.depth is None else pass_.depth
+        watch = pass_.watch
+        depth = num_layers if pass_.depth is None else pass_.depth
         watched = watch is not None
         if watch is None:
             continue

@@ -202,7 +202,8 @@ class PromptBuilder:
         """
         if not token_ids:
             raise UsageError("the prompt is empty")
-        start, fingerprint = self.tokenizer.start_ids, self._fingerprint
+        start = self.tokenizer.start_ids
+        fingerprint = self._fingerprint
         return finder.prompt(token_ids, start, fingerprint=fingerprint, salt=cache_salt, system_tokens=system_tokens)
 
     def chunk_part(

@@ -104,7 +104,8 @@ def _split_located(text: str, tokenizer: TextTokenizer, bound: int, overlap_toke
         return len(tokenizer.encode(piece))
 
     splitter = TextSplitter.from_callback(count_tokens, bound, overlap=overlap_tokens)
-    start, size = 0, _BLOCK_CHARACTERS
+    start = 0
+    size = _BLOCK_CHARACTERS
     while True:
         pieces = splitter.chunk_indices(text[start : start + size])
         last = start + size >= len(text)
@@ -116,7 +117,8 @@ def _split_located(text: str, tokenizer: TextTokenizer, bound: int, overlap_toke
             yield from _fitting(start + begins, piece, tokenizer, bound)
         if last:
             return
-        start, size = start + pieces[-1][0], _BLOCK_CHARACTERS
+        start = start + pieces[-1][0]
+        size = _BLOCK_CHARACTERS
 
 
 def _fitting(start: int, piece: str, tokenizer: TextTokenizer, bound: int) -> list[tuple[int, str]]:

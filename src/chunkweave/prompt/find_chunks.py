@@ -25,7 +25,9 @@ from chunkweave.prompt.rendering import Marks, Messages
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.types import ChunkId, Span
 
-LEAST, MEAN, MOST = 48, 128, 512
+LEAST = 48
+MEAN = 128
+MOST = 512
 """Tokens of pieces that the rolling hash cuts; a shorter text between two boundaries is a `short` piece."""
 
 Ints = npt.NDArray[np.int64]
@@ -47,7 +49,8 @@ RESULT_BEGINS = "<tool_response>"
 _RESULT = "result "
 """Beginning of the names of results' headers."""
 
-_MOST_DIGITS, _MOST_SIGNS = 0.12, 0.12
+_MOST_DIGITS = 0.12
+_MOST_SIGNS = 0.12
 """Highest shares of a passage's characters without white space. Of XQuAD's paragraphs 99 % have at most .11 digits, all
 at most .11 signs; half of this repository's Python has .16 signs and more, its JSON results .20 and more.
 """
@@ -98,7 +101,8 @@ class TokenTable:
 
 
 def _bits(text: str) -> int:
-    bare, word = text.lstrip(), text.strip().lower()
+    bare = text.lstrip()
+    word = text.strip().lower()
     found = {
         _BLANK: not word,
         _HEADING: bare.startswith("#"),
@@ -118,10 +122,12 @@ def _bits(text: str) -> int:
 
 def _line_breaks(text: str) -> tuple[int, int, int]:
     """Line breaks before, within and after the text's other characters; of white space all are "after"."""
-    whole, leading = text.count("\n"), len(text) - len(text.lstrip())
+    whole = text.count("\n")
+    leading = len(text) - len(text.lstrip())
     if leading == len(text):
         return 0, 0, whole
-    before, after = text.count("\n", 0, leading), text.count("\n", len(text.rstrip()))
+    before = text.count("\n", 0, leading)
+    after = text.count("\n", len(text.rstrip()))
     return before, whole - before - after, after
 
 
@@ -207,7 +213,9 @@ class Sketch:
     tenant's. Counts are halved after `_HALVED_AFTER` pieces, so that old ones are forgotten. Thread-safe.
     """
 
-    _ROWS, _CELLS, _HALVED_AFTER = 4, 1 << 16, 1 << 16
+    _ROWS = 4
+    _CELLS = 1 << 16
+    _HALVED_AFTER = 1 << 16
     _HALF = bytes(count >> 1 for count in range(256))
 
     def __init__(self) -> None:
@@ -335,7 +343,9 @@ class _TokenText:
 
     def pieces(self, system_tokens: int) -> Iterator[Piece]:
         control = (self._bits & _CONTROL) > 0
-        system, results, asked = np.zeros(self._size, bool), np.zeros(self._size, bool), 0
+        system = np.zeros(self._size, bool)
+        results = np.zeros(self._size, bool)
+        asked = 0
         if self._table is not None:
             control, system, results, asked = self._roles(control, self._table.headers or {})
         system[:system_tokens] = True
@@ -353,7 +363,8 @@ class _TokenText:
         The text of a role ends where the next header begins.
         """
         begins = np.flatnonzero(control)
-        control, events = control.copy(), []
+        control = control.copy()
+        events = []
         for role, header in headers.items():
             least = len(header)
             blank = (self._table.bits[list(header)] & _BLANK) > 0 if self._table is not None else np.zeros(least, bool)
@@ -370,7 +381,9 @@ class _TokenText:
                 control[at:stop] = True
                 events.append((at, stop, role))
         events.sort()
-        system, results, asked = np.zeros(self._size, bool), np.zeros(self._size, bool), 0
+        system = np.zeros(self._size, bool)
+        results = np.zeros(self._size, bool)
+        asked = 0
         for (_, stop, role), (after, _, _) in pairwise([*events, (self._size, 0, "")]):
             if role == "system":
                 system[stop:after] = True
@@ -385,17 +398,20 @@ class _TokenText:
 
         A paragraph begins with the line breaks before it: the last one of a message is often followed by none.
         """
-        hard, soft = np.zeros(self._size + 1, bool), np.zeros(self._size + 1, bool)
+        hard = np.zeros(self._size + 1, bool)
+        soft = np.zeros(self._size + 1, bool)
         if self._table is None:
             return hard, soft
-        bits, lines = self._bits, self._table.lines[self._rows].astype(np.int32)
+        bits = self._bits
+        lines = self._table.lines[self._rows].astype(np.int32)
         blank = (bits & _BLANK) > 0
         words = np.flatnonzero(~blank | control)
         # Line breaks between two tokens with text: after the first, of white space, and before the second.
         breaks = np.cumsum(np.where(blank, lines[:, 2], 0))
         between = lines[words[:-1], 2] + np.diff(breaks[words]) + lines[words[1:], 0]
         number = np.append(np.full(len(words[:1]), 2), between)
-        begins, blanks = words[number > 0], np.append(words[:1], words[:-1] + 1)[number > 0]
+        begins = words[number > 0]
+        blanks = np.append(words[:1], words[:-1] + 1)[number > 0]
         lone = bits[begins]
         following = bits[np.minimum(begins + 1, self._size - 1)]
         tags = ((lone & _TAG) > 0) | (((lone & _OPENS) > 0) & ((following & _NAME) > 0))
@@ -462,7 +478,8 @@ class _TokenText:
         if self._table is not None:
             counts = np.add.reduceat(self._table.characters[self._rows].astype(np.int64), starts, axis=0)
             whole = np.maximum(counts.sum(axis=1), 1)
-            digits, signs = counts[:, 1] / whole, counts[:, 2] / whole
+            digits = counts[:, 1] / whole
+            signs = counts[:, 2] / whole
             kinds[(signs <= _MOST_SIGNS) & (digits <= _MOST_DIGITS)] = PieceKind.PASSAGE
             kinds[digits > _MOST_DIGITS] = PieceKind.NUMBERS
         kinds[(kinds == PieceKind.PASSAGE) & results[starts]] = PieceKind.RESULTS

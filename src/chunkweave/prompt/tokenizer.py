@@ -69,7 +69,8 @@ class TextTokenizer(Protocol):
         """
 
 
-_LOOKED_AT_TEXTS, _LOOKED_AT_CHARACTERS = 20, 500
+_LOOKED_AT_TEXTS = 20
+_LOOKED_AT_CHARACTERS = 500
 
 
 def tokens_a_word(tokenizer: TextTokenizer, texts: Iterable[str]) -> float:

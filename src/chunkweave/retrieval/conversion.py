@@ -21,8 +21,10 @@ from chunkweave.retrieval.file_kinds import FileKind
 from chunkweave.retrieval.sections import Section
 
 _MIB = 1 << 20
-_MEMORY_BYTES, _MEMORY_PER_BYTE = 512 * _MIB, 6
-_OUTPUT_BYTES, _OUTPUT_PER_BYTE = 16 * _MIB, 3
+_MEMORY_BYTES = 512 * _MIB
+_MEMORY_PER_BYTE = 6
+_OUTPUT_BYTES = 16 * _MIB
+_OUTPUT_PER_BYTE = 3
 """Limits of memory and output: a constant, and so much more for each byte of the file."""
 
 MOST_FILE_BYTES = 1 << 30

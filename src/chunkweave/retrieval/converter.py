@@ -24,7 +24,8 @@ from chunkweave.retrieval.documents import CorpusDocument
 from chunkweave.retrieval.file_kinds import CODECS, FileKind
 from chunkweave.retrieval.formats import Converter, FileReader, load_converters
 
-_INPUT, _OUTPUT = 0, 1
+_INPUT = 0
+_OUTPUT = 1
 _MOST_DESCRIPTORS = 256
 _LIBRARY_CODECS = (
     *("iso8859_1", "charmap", "cp437", "utf_8_sig", "utf_16", "utf_32", "raw_unicode_escape", "unicode_escape"),

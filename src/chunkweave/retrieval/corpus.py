@@ -65,9 +65,11 @@ class Growth:
         after None no more are read. `replaced` is the document that this one replaces.
         """
         bare = StoredDocument(document.id, document.title, document.digest, (), dict(document.metadata))
-        chunks, nbytes = self._chunks, self._nbytes + _head_bytes(bare)
+        chunks = self._chunks
+        nbytes = self._nbytes + _head_bytes(bare)
         if replaced is not None:
-            chunks, nbytes = chunks - len(replaced.chunks), nbytes - document_bytes(replaced, self._dimension)
+            chunks = chunks - len(replaced.chunks)
+            nbytes = nbytes - document_bytes(replaced, self._dimension)
         texts: list[str] = []
         places: list[Place] = []
         for start, text in pieces:
@@ -148,7 +150,8 @@ class Corpus:
             UsageError: the index needs an extra that is not installed.
         """
         self._embedder: Embedder = make_embedder() if embedder is None else embedder
-        split, index = split or SplitConfig(), index or IndexConfig()
+        split = split or SplitConfig()
+        index = index or IndexConfig()
         check_available(index.kind)
         settings = StoredSettings(
             self._embedder.name,

@@ -177,7 +177,9 @@ class CorpusStore:
             if _version(connection) != _FORMAT:
                 raise CorpusError(f"{self._path} was written by another version of chunkweave: make the corpus again")
             row = connection.execute("SELECT settings, generation, documents FROM corpus").fetchone()
-            settings, generation, count = _settings(row[0]), row[1], row[2]
+            settings = _settings(row[0])
+            generation = row[1]
+            count = row[2]
             rows = connection.execute("SELECT record, vectors, checksum FROM documents ORDER BY number").fetchall()
             connection.execute("COMMIT")  # writers wait for the reading alone
             for record, packed, checksum in rows:

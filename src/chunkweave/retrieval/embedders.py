@@ -175,7 +175,8 @@ class HashedNgramEmbedder:
             [features.weights * (1 + log(counts[word])) for word, features in zip(counts, words_features, strict=True)]
         )
         pair_columns, pair_weights = self._pairs(words)
-        columns, weights = np.concatenate([columns, pair_columns]), np.concatenate([weights, pair_weights])
+        columns = np.concatenate([columns, pair_columns])
+        weights = np.concatenate([weights, pair_weights])
         sums = np.bincount(columns, weights=weights, minlength=self.dimension)
         length = float(np.linalg.norm(sums))
         if length < _CANCELLED:

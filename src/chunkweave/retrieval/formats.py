@@ -152,7 +152,8 @@ class FileReader:
 
 _ID_KEYS = ("id", "_id")
 _TITLE_KEYS = ("title", "source")
-_TEXT_KEY, _METADATA_KEY = "text", "metadata"
+_TEXT_KEY = "text"
+_METADATA_KEY = "metadata"
 
 
 def parse_line(line: bytes, usual_id: str) -> CorpusDocument:

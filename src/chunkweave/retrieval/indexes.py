@@ -158,7 +158,8 @@ def top_hits(rows: NDArray[np.int64], scores: NDArray[np.float32], k: int) -> Hi
     if len(scores) > k:
         least = np.partition(scores, len(scores) - k)[len(scores) - k]
         best = scores >= least  # includes all rows that tie for the last place, so that the lowest of them are taken
-        rows, scores = rows[best], scores[best]
+        rows = rows[best]
+        scores = scores[best]
     order = np.lexsort((rows, -scores))[:k]
     return Hits(tuple(rows[order].tolist()), tuple(scores[order].tolist()))
 

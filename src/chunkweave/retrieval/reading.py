@@ -59,7 +59,8 @@ def without_repeated(reads: Iterable[FileRead]) -> list[FileRead]:
         new = tuple({entry.id: entry for entry in reversed(read.documents) if entry.id not in seen}.values())[::-1]
         if repeated := len(read.documents) - len(new):
             why = f"the id of {repeated} is that of another document"
-            lines, count = (*read.lines_left_out, why), read.num_lines_left_out + repeated
+            lines = (*read.lines_left_out, why)
+            count = read.num_lines_left_out + repeated
             read = replace(read, documents=new, lines_left_out=lines, num_lines_left_out=count)
         seen |= {document.id for document in new}
         distinct.append(read)

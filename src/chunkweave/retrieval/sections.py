@@ -73,7 +73,9 @@ def markdown_tables(text: str) -> tuple[Table, ...]:
 
 def page_sections(pages: Sequence[str]) -> tuple[str, tuple[Section, ...]]:
     """The text of all pages, and a section for each page that has text."""
-    texts, sections, start = [], [], 0
+    texts = []
+    sections = []
+    start = 0
     for number, page in enumerate(pages, start=1):
         if text := page.strip():
             sections.append(Section(start, number))
@@ -102,7 +104,8 @@ def _markdown_headings(text: str) -> Iterator[tuple[int, str]]:
 
 def _markdown_tables(text: str) -> Iterator[Table]:
     header = rows = -1
-    previous_line, before_start = "", 0
+    previous_line = ""
+    before_start = 0
     for start, line in _lines(text):
         if rows < 0 and "|" in previous_line and _is_rule(line):
             header = before_start
@@ -110,7 +113,8 @@ def _markdown_tables(text: str) -> Iterator[Table]:
         elif rows >= 0 and "|" not in line:
             yield Table(header, rows, start)
             rows = -1
-        previous_line, before_start = line, start
+        previous_line = line
+        before_start = start
     if rows >= 0:
         yield Table(header, rows, len(text))
 

@@ -223,8 +223,10 @@ class StepPace:
         if requests <= measured[0] or len(measured) == 1:
             return self._decoding_s[measured[0]] * requests / measured[0]
         high = min(bisect_left(measured, requests), len(measured) - 1)
-        first, second = measured[high - 1], measured[high]
-        low_s, high_s = self._decoding_s[first], self._decoding_s[second]
+        first = measured[high - 1]
+        second = measured[high]
+        low_s = self._decoding_s[first]
+        high_s = self._decoding_s[second]
         return max(low_s, low_s + (high_s - low_s) * (requests - first) / (second - first))
 
     def tokens_within(self, seconds: float, *, by_layers: bool) -> int:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 _LONGEST_MATCH = 16
 """Tokens compared at most; longer matches are equally good."""
 
-_PRIOR_ACCEPTED, _PRIOR_TRIED = 1.0, 2.0
+_PRIOR_ACCEPTED = 1.0
+_PRIOR_TRIED = 2.0
 """What a request without drafts is assumed to have: half of its drafts accepted."""
 
 _KEPT = 0.9
@@ -24,7 +25,8 @@ _KEPT = 0.9
 _ROW_COST = 0.03
 """Assumed time of one more row before it is measured, as a share of a step; low, so that it is measured."""
 
-_UP, _DOWN = 0.2, 0.4
+_UP = 0.2
+_DOWN = 0.4
 """Weights of a new measurement above and below the estimate: what other processes do makes steps only longer."""
 
 _REMEASURED = 32

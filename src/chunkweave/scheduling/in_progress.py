@@ -94,8 +94,12 @@ def saving_of(
     behind = {(*part.context, part.chunk): part.tokens_left for part in usable if part.exact}
     anywhere = {part.chunk: part.tokens_left for part in usable}
     stored = store.tree.match(wanted.chunks)
-    cached, saved, tokens_left, chunks = float(stored.tokens), 0.0, 0, set[ChunkId]()
-    path, exact = tuple(wanted.chunks[: stored.nodes]), True
+    cached = float(stored.tokens)
+    saved = 0.0
+    tokens_left = 0
+    chunks = set[ChunkId]()
+    path = tuple(wanted.chunks[: stored.nodes])
+    exact = True
     for chunk, tokens in zip(wanted.chunks[stored.nodes :], wanted.tokens[stored.nodes :], strict=True):
         path = (*path, chunk)
         exact = exact and path in behind

@@ -364,7 +364,8 @@ class TenantWeights:
         Raises:
             QueueFullError: the queue is full for this tenant.
         """
-        total, own_count = sum(waiting.values()), waiting.get(tenant, 0)
+        total = sum(waiting.values())
+        own_count = waiting.get(tenant, 0)
         if total >= most and own_count >= self.share(tenant, waiting) * most:
             raise QueueFullError(f"{total} requests are already pending, the maximum; retry later or raise max_waiting")
 

@@ -148,7 +148,8 @@ class Ranking:
 
     def least(self, admitted: Callable[[SegmentId], bool]) -> SegmentId | None:
         """The first id in order that `admitted` accepts, or None. Changes no rank."""
-        heap, entries = self._heap, self._entries
+        heap = self._heap
+        entries = self._entries
         self._passed = [entry for entry in self._passed if entries.get(entry[2]) is entry]
         best = next((entry for entry in self._passed if admitted(entry[2])), None)
         more: list[_Entry] = []

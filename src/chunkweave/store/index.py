@@ -126,7 +126,8 @@ class RequestUse:
     ) -> "RequestUse":
         """The use of a lookup and its plan. Of the plan's savings (`saved`) only those of `used` segments count."""
         chunks = tuple(entry.part.id for entry in lookup.parts if entry.part.id is not None)
-        path, segments = path_request_of(lookup), tuple(dict.fromkeys(used))
+        path = path_request_of(lookup)
+        segments = tuple(dict.fromkeys(used))
         beside = tuple(segment for segment in segments if segment not in path.stored)
         used_savings = {segment: saved[segment] for segment in segments if segment in saved} if saved else {}
         return cls(replace(path, reused=beside, saved=used_savings), chunks, segments, lookup.hits, lookup.misses)
@@ -229,7 +230,8 @@ class StoreFollower:
             self._touched = dict.fromkeys(islice(self._touched, len(taken), None))
             more = bool(self._touched)
         held = frozenset(filter(self._holds, taken))
-        added, removed = held - self._reported, (frozenset(taken) - held) & self._reported
+        added = held - self._reported
+        removed = (frozenset(taken) - held) & self._reported
         self._reported |= added
         self._reported -= removed
         return StoreChanges(added, removed, more)

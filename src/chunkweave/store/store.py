@@ -132,7 +132,8 @@ class TieredStore(Generic[PayloadT]):
         """A snapshot of the counters of all levels."""
         with self._lock:
             counts = self._counts.copy()
-        writer, records = self._writer.counts, self.records()
+        writer = self._writer.counts
+        records = self.records()
         by_name = {level.name: level.store.stats for level in self.levels}
         sums = {
             name: counts[name] + sum(getattr(level_stats, name) for level_stats in by_name.values()) for name in _SUMMED
@@ -327,7 +328,8 @@ class TieredStore(Generic[PayloadT]):
         for path in self.tree.missing_replicas(self._replicas, source.name, target.name):
             segment = segment_id(path[-1], path[:-1])
             with self._moving() as unchanged:
-                record, payload = source.record(segment), source.get(segment)
+                record = source.record(segment)
+                payload = source.get(segment)
                 if record is not None and payload is not None:
                     queued += self._offer(Write(target, record, payload, record.nbytes), unchanged)
         return queued
@@ -565,7 +567,8 @@ class TieredStore(Generic[PayloadT]):
         the target level. A segment that was just `computed` moves from no level, so removals that started earlier do
         not affect it.
         """
-        begun, done = self._removals, self._removals_done
+        begun = self._removals
+        done = self._removals_done
 
         def unchanged() -> bool:
             return self._removals == begun

@@ -385,7 +385,8 @@ class SegmentStore(Generic[PayloadT]):
         """
         with self._settled():
             self._index.check()
-            records, busy = self._index.records, self._claims.ids()
+            records = self._index.records
+            busy = self._claims.ids()
             if not self._shared:
                 sizes = {s: record.nbytes for s, record in records.items() if s not in busy}
                 gone = busy | self._undeletable.keys()
@@ -468,7 +469,8 @@ class SegmentStore(Generic[PayloadT]):
 
     def _make_room(self, record: SegmentRecord, leaving: list[Claim]) -> bool:
         """Evict until `record` fits, replacing the one with its id; False, without evicting, if it cannot fit."""
-        index, records = self._index, self._index.records
+        index = self._index
+        records = self._index.records
         replaced_bytes = records[record.id].nbytes if record.id in records else 0
         more_bytes = record.nbytes + self._claims.extra_bytes(records)
         if index.used_bytes - replaced_bytes + more_bytes <= self.budget_bytes:
@@ -479,7 +481,8 @@ class SegmentStore(Generic[PayloadT]):
             return False
         ancestors = set(index.paths.longest_exact_prefix(record.context)) if record.exact else set()
         while index.used_bytes - replaced_bytes + more_bytes > self.budget_bytes:
-            owner, protected = self._owner_to_evict(record, more_bytes - replaced_bytes), protected_ids | {record.id}
+            owner = self._owner_to_evict(record, more_bytes - replaced_bytes)
+            protected = protected_ids | {record.id}
             victim: SegmentRecord | None = None
             if index.novel_bytes + (record.nbytes if record.novel else 0) > NOVEL_SHARE * self.budget_bytes:
                 victim = index.oldest_novel(kept=protected, spared=ancestors, owner=owner)

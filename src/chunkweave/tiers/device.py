@@ -361,7 +361,8 @@ class DeviceTier(HostTier[SegmentSource]):
         with self._lock:
             if self._arena is None:
                 self._arena = self._take_memory(kv)
-            arena, wanted = self._arena, self._blocks_for(tokens)
+            arena = self._arena
+            wanted = self._blocks_for(tokens)
             if (kv.dtype, layers, two, kv_heads, head_dim) != (arena.dtype, *arena.shape[:2], *arena.shape[4:]):
                 raise ValueError(f"not a segment of this model: {tuple(kv.shape)}, {kv.dtype}")
             if wanted > len(self._free):

@@ -109,7 +109,8 @@ class DiskTier:
 
     def get(self, segment: SegmentId) -> DiskSegment | None:
         """The segment, with its layers still on disk, or None if there is no whole file."""
-        header, path = self._header(segment), self._path(segment)
+        header = self._header(segment)
+        path = self._path(segment)
         return None if header is None or path is None else DiskSegment(path, header)
 
     def delete(self, segment: SegmentId) -> None:
@@ -197,7 +198,8 @@ class DiskTier:
                 self._held.pop(segment, None)
                 self._refused.pop(path, None)
                 return None
-            held, refused = self._held.get(segment), self._refused.get(path)
+            held = self._held.get(segment)
+            refused = self._refused.get(path)
             if held is not None and held[1] == identity:
                 return held[0]
             # An unreadable file may be readable now (descriptors had run out, permissions have changed).

@@ -100,7 +100,8 @@ def fetch_header(blobs: BlobStore, key: BlobKey) -> SegmentHeader | None:
 
     Raises the `SegmentRefused` of `parse_header`, and `OSError` if the store does not answer.
     """
-    total_bytes, head = blobs.size(key), blobs.get(key, _HEAD_BYTES)
+    total_bytes = blobs.size(key)
+    head = blobs.get(key, _HEAD_BYTES)
     if total_bytes is None or head is None:
         return None
     needed = header_size(head, total_bytes)
@@ -115,7 +116,8 @@ def agreed_text(url: str, name: str, proposed: Callable[[], str], allowed: Colle
     Raises:
         UsageError: as for `open_blobs`.
     """
-    blobs, key = open_blobs(url), BlobKey(name, SegmentId("0" * 32))
+    blobs = open_blobs(url)
+    key = BlobKey(name, SegmentId("0" * 32))
     breaker = CircuitBreaker(f"remote store {blobs.name}")
     calls = RemoteCalls(deadline_s=_AGREEMENT_DEADLINE_S, breaker=breaker, cut=blobs.close)
 

@@ -88,7 +88,8 @@ def decode_layer(header: SegmentHeader, index: int, data: torch.Tensor) -> torch
     """
     if zlib.crc32(data.numpy().data) != header.layer_checksums[index]:
         raise SegmentLost(header.record.id, f"the checksum of layer {index} does not match")
-    tensors, start = [], 0
+    tensors = []
+    start = 0
     for tensor in header.layout.tensors:
         tensors.append(data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         start += tensor.nbytes
@@ -117,7 +118,8 @@ class MemorySegment(EncodedSegment):
             SegmentLost: the layer fails its checksum.
             IndexError: there is no such layer.
         """
-        start, size = self.header.layer_offset(index), self.header.layout.layer_bytes
+        start = self.header.layer_offset(index)
+        size = self.header.layout.layer_bytes
         # Copied, because a tensor over `bytes` would be writable, and a layer within a message may be unaligned.
         run = torch.empty(size, dtype=torch.uint8)
         run.numpy()[:] = np.frombuffer(self._data, np.uint8, count=size, offset=start)
@@ -169,7 +171,8 @@ class DiskSegment(EncodedSegment):
             SegmentLost: the file is gone, was replaced, cannot be read, or fails its checksum.
             IndexError: there is no such layer.
         """
-        header, offset = self.header, self.header.layer_offset(index)
+        header = self.header
+        offset = self.header.layer_offset(index)
         length = header.layout.layer_bytes
         fits = scratch is not None and len(scratch) >= length
         data = scratch[:length] if scratch is not None and fits else torch.empty(length, dtype=torch.uint8)
@@ -270,7 +273,8 @@ def _write_all(file: int, data: bytes | bytearray, offset: int) -> int:
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
+        view = view[written:]
+        offset = offset + written
     return offset
 
 

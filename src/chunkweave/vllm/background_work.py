@@ -115,7 +115,8 @@ class BackgroundWork:
 
     def _slice(self) -> bool:
         """Run one slice of the first work, in any thread; returns whether more is left of it."""
-        work, issued = self._queue[0], self._issued
+        work = self._queue[0]
+        issued = self._issued
         self._issued = None
         try:
             if issued is not None:

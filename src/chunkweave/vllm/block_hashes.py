@@ -12,7 +12,8 @@ def keep_apart(request: Any, salt: str, *, start: int = 0, block_tokens: int = 1
     Earlier blocks are shared with all requests of the same `cache_salt`. vLLM's hashes are a chain, each derived from
     the one before; one covers `block_tokens` tokens.
     """
-    shared, hasher = start // block_tokens, request._block_hasher
+    shared = start // block_tokens
+    hasher = request._block_hasher
     if shared and hasher is not None:
         request._block_hasher = SaltedHasher(hasher, shared, salt.encode())
     else:

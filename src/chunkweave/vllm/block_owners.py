@@ -60,7 +60,8 @@ class BlockOwners:
         for block_hash in hashes:
             self._salts.pop(block_hash, None)
             for group, manager in enumerate(managers):
-                key, pool = make_block_hash_with_group_id(block_hash, group), manager.block_pool
+                key = make_block_hash_with_group_id(block_hash, group)
+                pool = manager.block_pool
                 while (block := pool.cached_block_hash_to_block.get_one_block(key)) is not None:
                     pool.evict_blocks({block.block_id})
 

@@ -150,7 +150,8 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def register_kv_caches(self, _kv_caches: dict[str, Any]) -> None:
         """Check and try the model once its caches exist; enable weaving, or log why not."""
         KERNEL_COMPILES.logger = logger
-        config, room = self._vllm_config, inf
+        config = self._vllm_config
+        room = inf
         expected = ModelError if untested_release() is None else Exception  # an untested release may fail in any way
         ranks = RankAgreement() if config.parallel_config.tensor_parallel_size > 1 else Alone()
         try:

@@ -150,6 +150,7 @@ def _broken_hashes() -> Iterator[str]:
     if generate_block_hash_extra_keys(request, 0, _BLOCK, 0) == keys_before:
         yield "the hash of a prompt's first block does not depend on its cache_salt"
     request.block_hashes = [hashed("first")]
-    plain, salted = hasher(request), SaltedHasher(hasher, 2, b"salt")(request)
+    plain = hasher(request)
+    salted = SaltedHasher(hasher, 2, b"salt")(request)
     if [first == second for first, second in zip(plain, salted, strict=True)] != [True, False, False]:
         yield "the hash of a block does not depend on that of the block before it"

@@ -82,9 +82,11 @@ class KVEvents:
         """
         if not self._enabled:
             return
-        hashes, ids = request.block_hashes, request.prompt_token_ids
+        hashes = request.block_hashes
+        ids = request.prompt_token_ids
         for part, segment in zip(parts, segments, strict=True):
-            first, stop = part.span.start // block_tokens, min(part.span.stop // block_tokens, len(hashes))
+            first = part.span.start // block_tokens
+            stop = min(part.span.stop // block_tokens, len(hashes))
             if first < stop:
                 tokens = array("I", ids[first * block_tokens : stop * block_tokens])
                 self._note(request, segment, hashes[first:stop], tokens, hashes[first - 1] if first else None)

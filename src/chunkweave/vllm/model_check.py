@@ -258,7 +258,8 @@ def room_for_weaves(layers: StockLayers, config: VllmConfig, store: StoreConfig,
     longest = config.model_config.max_model_len
     usual = min(config.scheduler_config.max_num_batched_tokens, longest)
     taken = store.device_staging_bytes + store.device_budget_bytes + kept
-    own, itemsize = layers.own_geometry, layers.dtype.itemsize
+    own = layers.own_geometry
+    itemsize = layers.dtype.itemsize
     usual_bytes, longest_bytes = (
         taken + scratch_bytes(own, itemsize, tokens=tokens, active=tokens) for tokens in (usual, longest)
     )
@@ -350,7 +351,8 @@ def measured_cost(layers: StockLayers, fingerprint: str, most_tokens: int, agree
     all ranks alike.
     """
     size = layers.paged.block_size
-    last, groups = layers.paged.num_slots // size, max(layers.paged.groups) + 1
+    last = layers.paged.num_slots // size
+    groups = max(layers.paged.groups) + 1
     count = min((last - 1) // groups, most_tokens // size)
     blocks = RequestBlocks([range(last - (n + 1) * count, last - n * count) for n in range(groups)], layers.paged)
 
@@ -392,7 +394,8 @@ def model_fingerprint(config: VllmConfig) -> str:
     are part of the checkpoint.
     """
     model = config.model_config
-    dtype, cache_dtype = str(model.dtype).removeprefix("torch."), config.cache_config.cache_dtype
+    dtype = str(model.dtype).removeprefix("torch.")
+    cache_dtype = config.cache_config.cache_dtype
     if cache_dtype not in ("auto", dtype):
         dtype += f", KV in {KV_DTYPES.get(cache_dtype, cache_dtype)}"
     folder = model_folder(config)

@@ -148,11 +148,14 @@ class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has 
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "StepResults":
         """The combined results of all ranks; their reports are equal."""
         assert isinstance(other, StepResults)
-        copies, answered, saved = Counter(self.copies), Counter(self.answered), Counter(self.saved)
+        copies = Counter(self.copies)
+        answered = Counter(self.answered)
+        saved = Counter(self.saved)
         copies.update(other.copies)
         answered.update(other.answered)
         saved.update(other.saved)
-        reports, failed = self.reports | other.reports, self.failed | other.failed
+        reports = self.reports | other.reports
+        failed = self.failed | other.failed
         both = self.removed.keys() | other.removed.keys()
         removed = {name: [*self.removed.get(name, ()), *other.removed.get(name, ())] for name in both}
         return StepResults(copies, reports, failed, answered, saved, removed)

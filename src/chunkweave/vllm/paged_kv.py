@@ -138,7 +138,8 @@ class PagedKV:
         if not self.quantized:
             self.write(layer, slots, keys, values)
             return
-        cache, kv = self._layers[layer].kv_cache, self._closed(layer, torch.stack((keys.float(), values.float())))
+        cache = self._layers[layer].kv_cache
+        kv = self._closed(layer, torch.stack((keys.float(), values.float())))
         at = torch.unravel_index(self._places[slots % self.kernel_block], cache.shape[1:])
         blocks = (slots // self.kernel_block).view(-1, 1, 1, 1)
         cache[blocks, at[0], at[1], at[2]] = kv.transpose(0, 1).contiguous().view(cache.dtype)
@@ -166,10 +167,12 @@ class PagedKV:
 
     def read_stored(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """As `read`, in the cache's own `stored_dtype`."""
-        cache, rows = self._layers[layer].kv_cache, slots % self.kernel_block
+        cache = self._layers[layer].kv_cache
+        rows = slots % self.kernel_block
         keys, values = self._strided
         if keys is not None and values is not None and cache.stride() == self._strides:
-            blocks, shape = slots // self.kernel_block, (self.kernel_block, *self.shape)
+            blocks = slots // self.kernel_block
+            shape = (self.kernel_block, *self.shape)
             return self._typed(torch.stack([strided.view(cache, shape)[blocks, rows] for strided in (keys, values)]))
         blocks, where = torch.unique(slots // self.kernel_block, return_inverse=True)
         raw = cache[blocks].reshape(len(blocks), -1)
@@ -207,7 +210,8 @@ class PagedKV:
         slots = torch.arange(block * tokens, (block + 1) * tokens, device=self.device)
         numbers = torch.arange(tokens * 2 * heads * dim, device=self.device).view(tokens, 2, heads, dim)
         found = torch.zeros(numbers.numel(), dtype=torch.long, device=self.device)
-        base, above = _SMALL_DIGIT.get(self.stored_dtype, _DIGIT), _ABOVE if self.quantized else 1.0
+        base = _SMALL_DIGIT.get(self.stored_dtype, _DIGIT)
+        above = _ABOVE if self.quantized else 1.0
         for_keys, for_values = (scale * above for scale in self._scales[0])
         with self.preserved(slots):
             unit = 1
@@ -234,7 +238,8 @@ class PagedKV:
         with self.preserved(slots):
             for layer in {0, len(self._layers) - 1}:
                 self.write(layer, slots, kv[0], kv[1])
-                found, stored = self.read(layer, slots), self.read_stored(layer, slots)
+                found = self.read(layer, slots)
+                stored = self.read_stored(layer, slots)
                 near = (found - kv).norm() <= _MOST_ROUNDED[self.stored_dtype] * kv.norm() if self.quantized else True
                 self.place(layer, slots, *(found if self.quantized else kv))
                 same = torch.equal(self.read_stored(layer, slots).view(torch.uint8), stored.view(torch.uint8))

@@ -50,7 +50,8 @@ class PartCopy:
 
     def write(self, blocks: RequestBlocks) -> None:
         """Write a part with keys as they are into other blocks, at the same positions."""
-        paged, span = self._layers.paged, self._part.span
+        paged = self._layers.paged
+        span = self._part.span
         positions = torch.arange(span.start, span.stop, device=self._layers.device)
         for layer, kv in enumerate(self._kv.to(paged.device)):
             paged.place(layer, blocks.of(layer).slots(positions), *paged.opened(layer, kv))

@@ -95,7 +95,8 @@ class WeaveRequest:
         """
         if self.mean is not None or self.reads_only:
             return []
-        path, promoted = list(self.stored_parts()), self.promotion.kept
+        path = list(self.stored_parts())
+        promoted = self.promotion.kept
         if promoted is None or self.method not in EXACT_METHODS:
             return path
         head = len(path) - sum(part.kind is PartKind.CHUNK for part in self.prompt.parts)
@@ -271,7 +272,8 @@ def to_wire(request: WeaveRequest) -> dict[str, Any] | None:
 
     What is stored of it is for the connector to say. If the client set no budget, ratio or alpha may be raised.
     """
-    prompt, mean = request.prompt, request.mean
+    prompt = request.prompt
+    mean = request.mean
     spans = [
         [span.start, span.stop]
         for part, span in zip(prompt.parts, prompt.spans(), strict=True)
@@ -364,7 +366,8 @@ def _mean(value: Any) -> MeanShare | None:
         return None
     if not isinstance(value, Mapping) or set(value) - {"anew"} != {"group", "of"}:
         raise UsageError("mean must be an object such as {'group': 'a name', 'of': 4}")
-    group, count = value["group"], checked_whole(value["of"], "mean.of")
+    group = value["group"]
+    count = checked_whole(value["of"], "mean.of")
     if not isinstance(group, str) or not 0 < len(group) <= _MOST_GROUP:
         raise UsageError(f"mean.group must be a text of at most {_MOST_GROUP} characters")
     if not 1 <= count <= MOST_CONTEXTS:

@@ -82,7 +82,8 @@ class Rotation:
 
     def _rotated(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotate keys by angles, in float32; other dims are copied. Few launches, because every layer needs them."""
-        turned, rotated = torch.empty_like(keys), keys[..., : self._dims].float()
+        turned = torch.empty_like(keys)
+        rotated = keys[..., : self._dims].float()
         (one, two), (first, second) = self._halves_of(rotated), self._halves_of(turned[..., : self._dims])
         first.copy_((one * cos).addcmul_(two, sin, value=-1.0))
         second.copy_((two * cos).addcmul_(one, sin))

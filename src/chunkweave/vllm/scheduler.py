@@ -403,7 +403,8 @@ class ConnectorScheduler:
             return
         stop = tracked.local + external_tokens
         block_ids = tuple(map(tuple, blocks.get_block_ids()))
-        shared, adapter = tracked.shared, tracked.adapter
+        shared = tracked.shared
+        adapter = tracked.adapter
         self._orders.weaves.append(
             WeaveOrder(request.request_id, tracked.request, block_ids, tracked.local, stop, shared, adapter)
         )
@@ -412,7 +413,8 @@ class ConnectorScheduler:
 
     def _begin(self, request_id: str, tracked: _Tracked, external_tokens: int) -> None:
         """Record what a request with new blocks computes: which parts others may wait for, and their cost."""
-        local, stop = tracked.local, tracked.local + external_tokens
+        local = tracked.local
+        stop = tracked.local + external_tokens
         ratio = max(tracked.request.reuse.recompute_ratio, 1 / PLACED_PER_COMPUTED)
         exact = tracked.exact_method or (not external_tokens and tracked.behind_exact)
         stored_to = self._kept(tracked) if self._weaves and not tracked.outdated else 0
@@ -538,8 +540,10 @@ class ConnectorScheduler:
         The cached part is exact, or was woven for the same prompt: then the report of that weave describes it. If that
         report is gone, it counts as reused.
         """
-        request, found = tracked.request, tracked.found or 0
-        tokens, exact = len(request.prompt), found <= tracked.shared
+        request = tracked.request
+        found = tracked.found or 0
+        tokens = len(request.prompt)
+        exact = found <= tracked.shared
         woven_report: Mapping[str, Any] = {} if exact else self._reports.get(request.salt, {})
         spans = {
             KVSource(name): [Span(*span) for span in spans]
@@ -571,7 +575,8 @@ class ConnectorScheduler:
 
     def _key(self, request: Any, fingerprint: str = "") -> str:
         """The fingerprint, by default the current one, with the adapter's key if the request names one."""
-        fingerprint, lora = fingerprint or self._fingerprint, request.lora_request
+        fingerprint = fingerprint or self._fingerprint
+        lora = request.lora_request
         return fingerprint if lora is None else f"{fingerprint}+{self._adapter_keys.of(lora)}"
 
     def _weavable_stop(self, tracked: _Tracked, most: int) -> int:
@@ -582,7 +587,8 @@ class ConnectorScheduler:
         compute, and another number of tokens would round sums differently. Captured requests are woven even if nothing
         is stored, because attention can only be read there. A method that reuses nothing is vLLM's own prefill.
         """
-        request, parts = tracked.request, tracked.parts
+        request = tracked.request
+        parts = tracked.parts
         if reuses_nothing(request.choice.made) or not self._weaves:
             return 0
         exact = sum(1 for _ in takewhile(self._stored.__contains__, tracked.segments))
@@ -616,7 +622,8 @@ class ConnectorScheduler:
         A request for a mean never waits: few of these parts would serve it (`prefer_least_read`), and its sender has
         sent them.
         """
-        request, local = tracked.request, tracked.local
+        request = tracked.request
+        local = tracked.local
         if not len(self._waits) or not self._weaves or reuses_nothing(request.choice.made):
             return False
         if request.mean is not None:

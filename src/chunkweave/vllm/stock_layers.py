@@ -178,8 +178,10 @@ class StockLayers:
         Raises:
             UnsupportedModelError: weaving cannot handle the layout or the rotation.
         """
-        config, text = vllm_config.model_config.hf_text_config, language_model_of(model)
-        architecture, anatomy = architecture_of(type(text).__name__, config), anatomy_of(config)
+        config = vllm_config.model_config.hf_text_config
+        text = language_model_of(model)
+        architecture = architecture_of(type(text).__name__, config)
+        anatomy = anatomy_of(config)
         assert architecture is not None, "a model that is not woven has no layers here"
         self._config, self._model, self._embed = vllm_config, model, text.embed_input_ids
         self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
@@ -213,7 +215,8 @@ class StockLayers:
             self._builders.append((group.layer_names, builder(spec, group.layer_names, eager, self.device)))
         self._built: list[tuple[CommonAttentionMetadata, Any] | None] = [None] * len(groups)
         self._most_rows = vllm_config.scheduler_config.max_num_batched_tokens
-        windows, sinks = windows_of(attentions), sinks_of(attentions)
+        windows = windows_of(attentions)
+        sinks = sinks_of(attentions)
         self.geometry: Geometry = replace(geometry_of(config), windows=windows, sinks=sinks)
         heads = int(attentions[0].num_heads)
         self.own_geometry = replace(self.geometry, num_heads=heads, num_kv_heads=self.paged.shape[0])
@@ -233,7 +236,8 @@ class StockLayers:
 
         The host reads the positions from the device once; everything about their runs follows from them.
         """
-        pieces, where = [], positions.cpu()
+        pieces = []
+        where = positions.cpu()
         for rows in self._pieces_by_runs(where):
             batches: list[CommonAttentionMetadata] = []
             slots: dict[str, torch.Tensor] = {}
@@ -255,7 +259,8 @@ class StockLayers:
         """
         done = []
         for piece in active.pieces:
-            rows, positions = piece.rows, active.positions[piece.rows]
+            rows = piece.rows
+            positions = active.positions[piece.rows]
             angles = None if self._shared_rotary is None else self._shared_rotary.angles(layer, positions)
             with self._context(len(positions), piece, (self.paged.groups[layer],)):
                 part = None if residual is None else residual[rows]
@@ -273,7 +278,8 @@ class StockLayers:
         `queries` (scaled as by `qkv`) and the same tokens' `keys` are after RoPE; keys and `values` are written to the
         blocks.
         """
-        modules, done = self._layers[layer], []
+        modules = self._layers[layer]
+        done = []
         if modules.query_scale != 1.0:
             queries = queries / modules.query_scale
         for piece in active.pieces:
@@ -420,7 +426,8 @@ class _Runs:
 
     def batch(self, positions: torch.Tensor, table: BlockTable, slots: torch.Tensor) -> CommonAttentionMetadata:
         """The runs as a vLLM batch; `positions` and their `slots` `[tokens]` are on the device."""
-        device, count = positions.device, len(self.lengths)
+        device = positions.device
+        count = len(self.lengths)
         return CommonAttentionMetadata(
             query_start_loc=self.starts.to(device, non_blocking=True),
             query_start_loc_cpu=self.starts,
@@ -445,7 +452,8 @@ class TensorParallelRanks(Ranks):
 
     def own_heads(self, num_heads: int) -> range:
         """The query heads that this rank computes, of all `num_heads`."""
-        share, rank = num_heads // self._count, get_tensor_model_parallel_rank()
+        share = num_heads // self._count
+        rank = get_tensor_model_parallel_rank()
         return range(rank * share, (rank + 1) * share)
 
     def mean(self, states: torch.Tensor) -> torch.Tensor:

@@ -282,7 +282,8 @@ class PartWaits:
         Requests that got blocks first are computed first, by vLLM and in the weave queue: all their prefills if this
         one is prefilled, all weaves if it is woven, and of the other kind what fits into as many steps.
         """
-        prefill, weave = self._pace.prefill_tokens, self._pace.weave_tokens
+        prefill = self._pace.prefill_tokens
+        weave = self._pace.weave_tokens
         if woven:
             return ahead.woven_tokens + min(ahead.prefilled_tokens, ceil(saved / weave) * prefill)
         return ahead.prefilled_tokens + min(ahead.woven_tokens, ceil(saved / prefill) * weave)

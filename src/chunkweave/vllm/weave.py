@@ -141,7 +141,9 @@ class PagedCache:
         """Lay out a layer's KV in a row: from the blocks, and from segments, whose KV is also written to the blocks."""
         self._at, loaded = layer, self._loaded[layer]
         self._loaded[layer] = True
-        row, table, inside = self._row_of(layer), self._blocks.of(layer), self._inside(layer, self.cached)
+        row = self._row_of(layer)
+        table = self._blocks.of(layer)
+        inside = self._inside(layer, self.cached)
         below = self._below[table.begins :] if loaded else self._below[: self._first]
         if len(below):
             row[:, table.begins : table.begins + len(below)] = self._paged.read(layer, table.slots(below))
@@ -200,7 +202,8 @@ class PagedCache:
         """Lay out what the segments load for a slice of `cached`."""
         if places.stop <= places.start:
             return
-        row, where = self._row_of(layer), self._rows(places)
+        row = self._row_of(layer)
+        where = self._rows(places)
         run = (places.start, places.stop)
         if run not in self._turns:
             self._turns[run] = self._keys_at[places], self.cached[places]
@@ -210,7 +213,8 @@ class PagedCache:
 
     def _rows(self, places: slice) -> slice | torch.Tensor:
         """The positions of a slice of `cached`; a slice, which avoids a copy, if they are consecutive."""
-        first, stop = self._where[places.start], self._where[places.stop - 1] + 1
+        first = self._where[places.start]
+        stop = self._where[places.stop - 1] + 1
         return slice(first, stop) if stop - first == places.stop - places.start else self.cached[places]
 
     def _moved(self, layer: int, keys: torch.Tensor, at: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
@@ -324,7 +328,8 @@ class StockPass(RunningPass):
         self._activate()
 
     def _run(self, layer: int) -> None:
-        layers, rows = self._weave.layers, self.rows
+        layers = self._weave.layers
+        rows = self.rows
         if not layer and len(rows):  # not earlier: the ranks sum embeddings, and have agreed by now
             self._hidden = layers.embed(rows.token_ids)
         if layer in self._rules and self._hidden is not None:
@@ -353,7 +358,8 @@ class StockPass(RunningPass):
 
     def _activate(self) -> None:
         """Compute everything that derives from the active positions, once."""
-        positions, cached = self.rows.positions, self._weave.cache.cached
+        positions = self.rows.positions
+        cached = self._weave.cache.cached
         self._active = self._weave.layers.activate(positions, self._weave.blocks)
         self._passive = torch.nonzero(~torch.isin(cached, positions)).squeeze(1)
 
@@ -375,12 +381,15 @@ class PagedAttention:
     def attend(self, queries: torch.Tensor, owners: Sequence[OwnQueries]) -> FlatResult:
         """Attend the queries of the single owner; the backend's metadata for its rows is computed once."""
         (owner,) = owners
-        positions, keys, values = owner.queries.positions, owner.keys, owner.values
+        positions = owner.queries.positions
+        keys = owner.keys
+        values = owner.values
         if self._active is None or self._positions is not positions:
             self._positions, self._behind = positions, {}
             inside = positions[: int((positions < self._stop).sum())]
             self._active = self._layers.activate(inside, self._blocks)
-        at, states = self._active.positions, queries[:0].flatten(1)
+        at = self._active.positions
+        states = queries[:0].flatten(1)
         if len(at):
             states = self._layers.attend(self.layer, self._active, queries[: len(at)], keys[at], values[at])
         if len(at) < len(positions):
@@ -566,7 +575,8 @@ class WeaveJob:
         self._plan, self._stop = plan, stop
         passes = [clipped(pass_, first, plan.prompt_tokens) for pass_ in plan.passes]
         active = max(pass_.required_tokens + pass_.starting_tokens for pass_ in passes)
-        itemsize, captures = layers.dtype.itemsize, () if captured is None else captured.captures
+        itemsize = layers.dtype.itemsize
+        captures = () if captured is None else captured.captures
         self.scratch_bytes = scratch_bytes(layers.own_geometry, itemsize, tokens=plan.prompt_tokens, active=active)
         self.device_bytes = self.scratch_bytes + sum(capture.nbytes for capture in captures)
         """Device memory that it may take until it is done."""

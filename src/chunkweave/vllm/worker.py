@@ -62,7 +62,8 @@ _LOOKUPS_IN_A_LOAD = 20
 """A remote lookup may take this part of the time for loading."""
 """Share of vLLM's blocks that may wait to be copied."""
 
-_STARTS, _MOST_START_TOKENS = 64, 8
+_STARTS = 64
+_MOST_START_TOKENS = 8
 """Most prompt beginnings whose KV is kept as vLLM computed it, and the most tokens of one."""
 
 _EXPIRE_S = 60.0
@@ -218,7 +219,8 @@ class ConnectorWorker:
         """Store the parts whose KV this step's forward completed: between steps, or at once if windows may drop it."""
         for order in orders.saves:
             self._keep_start(order)
-            woven, written = self._woven.get(order.request_id), self._saving.mark()
+            woven = self._woven.get(order.request_id)
+            written = self._saving.mark()
             exact_to = (order.computed if order.exact else 0) if woven is None else woven.exact_to
             reads = self._reads(order.request, woven, exact=order.exact)  # while its segments are pinned
             outdated = order.request_id in self._outdated
@@ -287,7 +289,8 @@ class ConnectorWorker:
         Raises:
             NotWoven: nothing of it is stored and nothing is to be captured, or an exact segment is gone.
         """
-        promotion, full_lookup = order.request.promotion, lookup
+        promotion = order.request.promotion
+        full_lookup = lookup
         behind = order.first > order.exact  # starts after approximate KV in vLLM's cache: no exact prefix grows there
         if behind:
             promotion = replace(promotion, continued=frozenset())
@@ -400,7 +403,9 @@ class ConnectorWorker:
         Raises:
             RankFailedError: this rank alone failed, so others may wait for it in a collective.
         """
-        order, done, size = weave.order, 0, self._queue.ranks
+        order = weave.order
+        done = 0
+        size = self._queue.ranks
         try:
             if weave.error is None:
                 done = self._continue(weave, work)
@@ -419,7 +424,8 @@ class ConnectorWorker:
         return done
 
     def _continue(self, weave: QueuedWeave, work: float) -> int:
-        order, done = weave.order, 0
+        order = weave.order
+        done = 0
         with self._layers.adapters.using(order.adapter):
             if weave.job is None:
                 assert weave.planned is not None
@@ -433,7 +439,9 @@ class ConnectorWorker:
 
     def _begin(self, order: WeaveOrder, woven: PreparedWeave) -> WeaveJob:
         self._woven[order.request_id] = woven
-        request, plan, placements = order.request, woven.plan, woven.pinned.placements
+        request = order.request
+        plan = woven.plan
+        placements = woven.pinned.placements
         blocks = RequestBlocks(order.block_ids, self._layers.paged)
         captured: CapturedParts | None = None
         looked_at = woven.share_s is not None if request.mean is not None else request.kept.profiles
@@ -472,7 +480,8 @@ class ConnectorWorker:
 
     def _keep_start(self, order: SaveOrder) -> None:
         """Keep the KV of a prompt's leading tokens, which no segment has, as vLLM computed it in a large batch."""
-        blocks, start = RequestBlocks(order.block_ids, self._layers.paged), order.request.start
+        blocks = RequestBlocks(order.block_ids, self._layers.paged)
+        start = order.request.start
         key = order.adapter, start
         if not (order.exact and blocks.whole and 0 < len(start) <= _MOST_START_TOKENS) or key in self._starts:
             return
@@ -560,9 +569,11 @@ class ConnectorWorker:
         self, order: WeaveOrder, parts: Iterable[StoredPart], woven: PreparedWeave
     ) -> Iterator[tuple[SegmentRecord, SegmentKV]]:
         """Copies of parts in a request's blocks, except those computed after a removed segment."""
-        blocks, reads = RequestBlocks(order.block_ids, self._layers.paged), self._reads(order.request, woven)
+        blocks = RequestBlocks(order.block_ids, self._layers.paged)
+        reads = self._reads(order.request, woven)
         for part in parts:
-            copy, read = self._copy_of(part), reads[part.span]
+            copy = self._copy_of(part)
+            read = reads[part.span]
             if read is not None and copy.follows(blocks, part.span):
                 deque(copy.read(blocks, part.span), maxlen=0)
                 yield copy.segment(woven.exact_to, read)
@@ -595,7 +606,8 @@ class ConnectorWorker:
         begun = self._begun.pop(order.request_id, {})
         prefix = [segment_id(part.id, part.context) for part in order.request.stored_parts()]
         for part in order.request.kept_parts(self._is_exact):
-            first, stop = max(part.span.start, order.readable), min(part.span.stop, order.computed)
+            first = max(part.span.start, order.readable)
+            stop = min(part.span.stop, order.computed)
             complete = part.span.stop <= order.computed
             if part.span.stop <= order.saved or first >= stop or not (complete or order.windowed):
                 continue
@@ -604,7 +616,8 @@ class ConnectorWorker:
                 continue
             copy = None if first == part.span.start else begun.get(part.span)
             if copy is None:  # earlier positions may be in vLLM's own cache, and still readable
-                first, copy = part.span.start, self._copy_of(part)
+                first = part.span.start
+                copy = self._copy_of(part)
             if not copy.follows(blocks, Span(first, stop)):
                 continue
             for _ in copy.read(blocks, Span(first, stop), wait=False):

@@ -394,7 +394,8 @@ def _least_recomputed(part: PartPlan, fraction: float) -> int:
 
 def _active_tokens(pass_: Pass, tokens: int) -> torch.Tensor:
     """Probability that each token is active at the last layer of a pass, `[tokens]` on the host."""
-    required, candidates = flags_of(pass_.required, tokens), flags_of(pass_.candidates, tokens)
+    required = flags_of(pass_.required, tokens)
+    candidates = flags_of(pass_.candidates, tokens)
     share = pass_.candidates_at(maxsize) / max(1, pass_.candidate_tokens)
     return required.double().maximum(candidates * share)
 

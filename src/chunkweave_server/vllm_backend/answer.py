@@ -199,7 +199,8 @@ class VllmAnswer:
     async def _attempt(
         self, *, avoid: Replica | None, like: Placed | None, within_s: float | None
     ) -> AsyncGenerator[VllmEvent, None]:
-        fleet, prepared = self._context.fleet, self._prepared
+        fleet = self._context.fleet
+        prepared = self._prepared
         counted = prepared.request.cache is CacheUse.USE
         placing = fleet.place(prepared, avoid=avoid, like=like, counted=counted, tenant=self._tenant, within_s=within_s)
         self._placed = placed = await placing
@@ -230,7 +231,8 @@ class VllmAnswer:
     def _parser(self, placed: Placed) -> AnswerParser | None:
         if self._parsing is None:
             return None
-        stop_ids, upstream = set(self._body["stop_token_ids"]), placed.replica.upstream
+        stop_ids = set(self._body["stop_token_ids"])
+        upstream = placed.replica.upstream
         ids = placed.prompt.token_ids
         return AnswerParser(upstream, ids, self._parsing, stop_ids=stop_ids, stream=self._streamed)
 
@@ -250,11 +252,13 @@ class VllmAnswer:
 
     async def _conclude(self, placed: Placed, report_id: str | None) -> AnswerEnd:
         """End a complete answer: wait for its report, update fleet, conversation and shadow check."""
-        context, choice = self._context, self._whole.choices[0]
+        context = self._context
+        choice = self._whole.choices[0]
         reported = None
         if report_id is not None and context.inbox is not None:
             reported = await context.inbox.report(report_id, _REPORT_S)
-        now, arrived_s = time.perf_counter(), self._arrived_s
+        now = time.perf_counter()
+        arrived_s = self._arrived_s
         first_s = now if self._first_s is None else self._first_s
         durations = Durations(first_s - arrived_s, now - first_s, self._queued_s)
         new_tokens = int(self._usage.get("completion_tokens") or len(choice["token_ids"]))

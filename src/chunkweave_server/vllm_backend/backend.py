@@ -158,7 +158,8 @@ class VllmBackend:
 
     async def submit(self, submission: Submission, *, speculative: bool = False) -> VllmAnswer:
         """Tokenize in a thread. The answer chooses its replica when it is first read."""
-        preparer, build = self.context.preparer, partial(self._chats.build, details_of(submission.body))
+        preparer = self.context.preparer
+        build = partial(self._chats.build, details_of(submission.body))
         prepared = await self._threads.run(
             submission.tenant,
             lambda: preparer.prepare(submission.request, submission.method_request, build=build),
@@ -241,7 +242,8 @@ class VllmBackend:
         }
         if prepared.request.cache_salt:
             upstream["cache_salt"] = prepared.request.cache_salt
-        logprobs, shadow = body.alternatives, self.context.shadow
+        logprobs = body.alternatives
+        shadow = self.context.shadow
         if shadow is not None and prepared.weaves:
             logprobs = max(logprobs or 0, shadow.alternatives)
             if body.alternatives is None:
@@ -288,7 +290,8 @@ class VllmBackend:
 
     def _process(self, number: int) -> VllmProcess:
         assert self._inbox is not None, "it was opened"
-        settings, fleet = self._settings, self._settings.fleet
+        settings = self._settings
+        fleet = self._settings.fleet
         secrets = settings.connector_environment()
         name = f"replica-{number}"
         environment = {VARIABLE: self._inbox.path, REPLICA: name, **secrets, **fleet.environments().get(number, {})}
@@ -303,7 +306,8 @@ class VllmBackend:
         return load_tokenizer(self._flags.tokenizer, flags)
 
     def _preparer(self, tokenizer: TextTokenizer, most_tokens: int, passages: tuple[str, ...]) -> RequestPreparer:
-        settings, usual = self._settings, self._settings.requests
+        settings = self._settings
+        usual = self._settings.requests
         builder = PromptBuilder(tokenizer, template_for(tokenizer), f"front:{self.name}")
         chooser = chooser_for(
             self._flags.source,

@@ -53,7 +53,8 @@ class VllmCache:
         and removed at the end. Chunks that get no mean are always sent: for a stored one vLLM only looks it up. While
         the queue is full, this call waits.
         """
-        preparer, computed = self._context.preparer, 0
+        preparer = self._context.preparer
+        computed = 0
         pool = await context_pool(preparer, self._threads, tenant, chunks, salt)
         with self._warmings.begun() as gone:
             warming = _Warming(self._context, tenant, self._body(salt), self._commands(salt))
@@ -80,7 +81,8 @@ class VllmCache:
     @property
     def idle(self) -> bool:
         """Whether a vLLM server is up and no request runs or waits in this server."""
-        fleet, shadow = self._context.fleet, self._context.shadow
+        fleet = self._context.fleet
+        shadow = self._context.shadow
         handed = any(replica.handed_through for replica in fleet.replicas)
         checking = shadow is not None and shadow.busy
         return fleet.ready and not (fleet.running or fleet.waiting or handed or checking or self._warmings)
@@ -104,12 +106,14 @@ class VllmCache:
 
     async def settle(self, salt: str, parts: Sequence[PromptPart]) -> None:
         """Remove first passes from all replicas that are up."""
-        commands, up = self._commands(salt), [replica for replica in self._context.fleet.replicas if replica.up]
+        commands = self._commands(salt)
+        up = [replica for replica in self._context.fleet.replicas if replica.up]
         await asyncio.gather(*(commands.drop_first_passes(replica, parts) for replica in up))
 
     async def _lost_means(self, salt: str) -> list[tuple[str, ChunkId]]:
         """The known means, by replica, that are no longer stored: removed with the chunks that they had read."""
-        commands, lost = self._commands(salt), list[tuple[str, ChunkId]]()
+        commands = self._commands(salt)
+        lost = list[tuple[str, ChunkId]]()
         means = self.improving.means(salt)
         for replica in self._context.fleet.replicas:
             if parts := means.get(replica.name):
@@ -128,7 +132,8 @@ class VllmCache:
 
     async def forget(self, tenant: str, texts: Sequence[str], salt: str) -> Forgotten:
         """Remove chunks from the stores of every replica, and their salt's blocks from vLLM's own prefix cache."""
-        preparer, chunks = self._context.preparer, [Chunk(text) for text in texts]
+        preparer = self._context.preparer
+        chunks = [Chunk(text) for text in texts]
         parts = await storable_parts(preparer, self._threads, tenant, chunks, salt)
         if not parts:
             return Forgotten()
@@ -190,7 +195,8 @@ class _Warming:
 
     async def look(self, pool: ContextPool) -> set[ChunkId]:
         """Ask all replicas what they store; returns the chunks with a mean on any of them."""
-        up, with_mean = [replica for replica in self._context.fleet.replicas if replica.up], set[ChunkId]()
+        up = [replica for replica in self._context.fleet.replicas if replica.up]
+        with_mean = set[ChunkId]()
         stored_at = await asyncio.gather(*(self._commands.stored(replica, pool.parts) for replica in up))
         for replica, stored in zip(up, stored_at, strict=True):
             with_mean |= stored.means

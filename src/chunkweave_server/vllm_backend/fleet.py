@@ -292,7 +292,8 @@ class Fleet:
         """
         if placed.prepared.request.cache is not CacheUse.USE:
             return
-        replica, weaves = placed.replica, placed.prepared.weaves
+        replica = placed.replica
+        weaves = placed.prepared.weaves
         path, sizes = _stored(placed.prompt)
         contents = replica.contents
         if outcome is not None:
@@ -314,13 +315,15 @@ class Fleet:
             head = sum(part.kind is PartKind.SYSTEM for part in placed.prompt.parts)
             mirrored = contents.tree.match(path).nodes - head
             length = head + promoted_length([chunk in promoted for chunk in path[head:]], max(0, mirrored))
-            path, sizes = path[:length], sizes[:length]
+            path = path[:length]
+            sizes = sizes[:length]
         contents.note(path, sizes, weaves=weaves)
 
     def _choose(self, prepared: PreparedRequest, replicas: Sequence[Replica], like: Placed | Replica | None) -> Placed:
         replica = like.replica if isinstance(like, Placed) else like
         if replica is None or replica not in replicas:
-            replica, like = self._routed(prepared, replicas), None
+            replica = self._routed(prepared, replicas)
+            like = None
         if like is None:
             tenant = prepared.request.tenant
             arranged = replica.arranger.arrange(prepared.prompt, prepared.order, counted=False, tenant=tenant)
@@ -402,7 +405,8 @@ def labelled(expositions: Mapping[str, str]) -> str:
     about: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for replica, text in expositions.items():
-        family, seen = "", set[str]()
+        family = ""
+        seen = set[str]()
         for line in text.splitlines():
             if line.startswith(("# HELP ", "# TYPE ")):
                 family = line.split(" ", 3)[2]

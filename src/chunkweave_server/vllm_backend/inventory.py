@@ -47,9 +47,12 @@ class Commands:
 
     async def stored(self, replica: Replica, parts: Sequence[PromptPart]) -> StoredChunks:
         """What a replica stores of these chunks."""
-        remaining, means, contexts = list(parts), set[ChunkId](), set[ChunkId]()
+        remaining = list(parts)
+        means = set[ChunkId]()
+        contexts = set[ChunkId]()
         async for count, report in self._answers(replica, parts, lambda chunks: inventory_params(chunks, self.start)):
-            inventory, ids = Inventory.of(report), [part.id for part in remaining[:count]]
+            inventory = Inventory.of(report)
+            ids = [part.id for part in remaining[:count]]
             for found, numbers in ((means, inventory.means), (contexts, inventory.contexts)):
                 found.update(chunk for number in numbers if number < count and (chunk := ids[number]) is not None)
             remaining = remaining[count:]

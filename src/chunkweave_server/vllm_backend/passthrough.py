@@ -161,7 +161,8 @@ class Passthrough:
 
     def _plain(self, path: str, tenant: Tenant, raw: bytes) -> tuple[bytes, bool] | None:
         """The body for vLLM of a completion request, and whether chunks are found in it; None: it is answered here."""
-        body, finds = _parsed(raw), self._finds
+        body = _parsed(raw)
+        finds = self._finds
         if body is not None and (finding := self._finding(body)) is not None:
             body, finds = finding
             raw = json.dumps(body).encode()
@@ -174,7 +175,8 @@ class Passthrough:
 
         A body that is refused is not changed, nor one that names documents.
         """
-        field, salt = body.get(FIELD), body.get("cache_salt") or ""
+        field = body.get(FIELD)
+        salt = body.get("cache_salt") or ""
         if not isinstance(field, dict) or body.get("documents") or body.get("kv_transfer_params"):
             return None
         try:
@@ -182,7 +184,8 @@ class Passthrough:
         except ValueError:
             return None
         ours = {name: value for name, value in field.items() if value is not None and name != "order"}
-        finds, cache = reuse.find_chunks, CacheUse(reuse.cache)
+        finds = reuse.find_chunks
+        cache = CacheUse(reuse.cache)
         if finds is None or not (finds or self._finds) or not ours.keys() <= _FINDING or not isinstance(salt, str):
             return None
         other_fields = {name: value for name, value in body.items() if name != FIELD}
@@ -366,7 +369,8 @@ async def _with_our_errors(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]
             if not inside and not whole and (is_error or _ERROR.startswith(line)):
                 break  # wait for the rest of the line
             ready.append((_our_error(line) if is_error and ends else line) + ends)
-            held, inside = rest, not ends
+            held = rest
+            inside = not ends
         if ready:
             yield b"".join(ready)
     if held:

@@ -143,7 +143,8 @@ class VllmFlags:
         """Flags that make vLLM serve model and adapter under two names."""
         if self.adapter is None:
             return []
-        name, path = self.name, str(self.adapter.folder.resolve())
+        name = self.name
+        path = str(self.adapter.folder.resolve())
         module = {"name": name, "path": path, "base_model_name": self._own_name}
         flags = ["--served-model-name", self._own_name, "--enable-lora", "--lora-modules", json.dumps(module)]
         if not self.given("--max-lora-rank"):

@@ -369,7 +369,8 @@ def portions(chunks: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
     for chunk in chunks:
         if portion and tokens + len(chunk) > _COMMAND_TOKENS:
             yield portion
-            portion, tokens = [], 0
+            portion = []
+            tokens = 0
         portion.append(chunk)
         tokens += len(chunk)
     if portion:

@@ -229,7 +229,8 @@ def reuse_report(
     placed: Placed, reported: Report | None, usage: Mapping[str, Any], durations: Durations, new_tokens: int
 ) -> ReuseReport:
     """The reuse report of an answer, from the plug-in's report (None: none), vLLM's `usage`, and measured times."""
-    choice, fields = placed.prepared.choice, reported if _counted(reported) else {}
+    choice = placed.prepared.choice
+    fields = reported if _counted(reported) else {}
     details = usage.get("prompt_tokens_details") or {}
     local_tokens = int(details.get("cached_tokens") or 0)
     exact, reused, recomputed, computed = tokens_by_source(reported, len(placed.prompt), local_tokens)

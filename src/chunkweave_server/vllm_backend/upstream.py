@@ -326,8 +326,10 @@ def _refusal_of(error: Mapping[str, Any], status: int) -> UpstreamFailedError | 
         return UpstreamFailedError(f"vLLM failed: {message}")
     param = error.get("param")
     if (match := _VALIDATION.search(message)) is not None:
-        place, message = match["place"], match["message"]
-        param, message = place, f"{place.removeprefix('body.')}: {message}"
+        place = match["place"]
+        message = match["message"]
+        param = place
+        message = f"{place.removeprefix('body.')}: {message}"
     elif not isinstance(param, str):
         about = _ABOUT_FIELD.match(message)
         param = None if about is None else about["field"]

@@ -32,7 +32,8 @@ class KernelCompiles:
         finally:
             self._total = 0
         if self._at_start:
-            count, spent_s = len(self._at_start), sum(self._at_start)
+            count = len(self._at_start)
+            spent_s = sum(self._at_start)
             self.logger.info("start-up compiled %d attention kernels in %.1f s", count, spent_s)
 
     def began(self) -> None:
@@ -59,7 +60,8 @@ class KernelCompiles:
         from triton import knobs
 
         self._hooked = True
-        before, after = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook
+        before = knobs.runtime.jit_cache_hook
+        after = knobs.runtime.jit_post_compile_hook
 
         def on_begin(**event: Any) -> bool | None:
             if _is_ours(event):

@@ -33,7 +33,8 @@ def _scores(
     low = tl.load(keys + key[None, :] * token_stride + offset[:, None], mask=there, other=0.0)
     if ROTATE:
         high = tl.load(keys + key[None, :] * token_stride + half + offset[:, None], mask=there, other=0.0)
-        low, high = low.to(tl.float32), high.to(tl.float32)
+        low = low.to(tl.float32)
+        high = high.to(tl.float32)
         angle = key[None, :] * DIM + offset[:, None]
         cos_low = tl.load(cos + angle, mask=there, other=0.0).to(tl.float32)
         sin_low = tl.load(sin + angle, mask=there, other=0.0).to(tl.float32)
@@ -163,7 +164,8 @@ def scattered_attention(
     if ROTATE:
         second = tl.load(queries_ptr + at[:, None] * DIM + half + offset[None, :], mask=there, other=0.0)
     if WIDEN:
-        first, second = first.to(tl.float32), second.to(tl.float32)
+        first = first.to(tl.float32)
+        second = second.to(tl.float32)
 
     out = tl.zeros([BLOCK_M, PADDED], tl.float32)
     most = tl.full([BLOCK_M], HIDDEN_SCORE, tl.float32)

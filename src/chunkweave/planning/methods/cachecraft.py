@@ -83,14 +83,18 @@ class CacheCraft:
 
     def _choose(self, variants: Sequence[SegmentRecord], prefix: ChunkPrefix) -> tuple[SegmentRecord, RecomputeScore]:
         """The variant with the lowest impact, and its score; ties are broken by generation, then by id."""
-        best, least, scores = variants[0], inf, (1.0, 0.0)
+        best = variants[0]
+        least = inf
+        scores = (1.0, 0.0)
         for record in variants:
             cci, overlap = self._bounds(record, prefix)
             if cci * (1.0 - overlap) > least:
                 continue  # the order penalty can only lower the overlap
             overlap = self._overlap(record, overlap, prefix)
             if (cci * (1.0 - overlap), record.generation, record.id) < (least, best.generation, best.id):
-                best, least, scores = record, cci * (1.0 - overlap), (cci, overlap)
+                best = record
+                least = cci * (1.0 - overlap)
+                scores = (cci, overlap)
         cfo = recompute_share(self._config.alpha, least)
         limit = self._config.capture.variant_generations
         if cfo and limit is not None and best.generation >= limit:
@@ -102,13 +106,17 @@ class CacheCraft:
         """CCI of a variant, and beta, the upper bound of its overlap."""
         profile = record.attention
         if record.neutral or (record.contexts and profile is None):
-            cci, overlap = LEAST_CCI, 0.0
+            cci = LEAST_CCI
+            overlap = 0.0
         elif profile is not None:
-            cci, overlap = profile.cci, prefix_overlap(profile, prefix.places)
+            cci = profile.cci
+            overlap = prefix_overlap(profile, prefix.places)
         elif record.alone:
-            cci, overlap = LEAST_CCI, float(not prefix.places)
+            cci = LEAST_CCI
+            overlap = float(not prefix.places)
         else:
-            cci, overlap = 1.0, 0.0
+            cci = 1.0
+            overlap = 0.0
         return cci, overlap
 
     def _overlap(self, record: SegmentRecord, overlap: float, prefix: ChunkPrefix) -> float:
