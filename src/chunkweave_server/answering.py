@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
@@ -297,33 +297,48 @@ class Answering:
             self._note(answer)
             return answer
 
+        def running_over(chunks: Iterable[Chunk]) -> RunningAnswer:
+            return RunningAnswer(self, meta, slot, salt, chunks, CacheUse(reuse.cache))
+
+        if reuse.corpus is not None:
+            return await self._started_from_corpus(tenant, reuse.corpus, body, submit, running_over)
+        chunks = chunks_of(body.documents)
+        running = running_over(chunks)
+        with self._starts(running):
+            running.answer = await submit(chunks, speculative=False)
+        return running
+
+    async def _started_from_corpus(
+        self,
+        tenant: Tenant,
+        corpus: str,
+        body: CompletionBody,
+        submit: Callable[..., Awaitable[PendingAnswer[Event]]],
+        running_over: Callable[[Iterable[Chunk]], RunningAnswer],
+    ) -> RunningAnswer:
+        """Start an answer over the nearest chunks of a corpus; prefill may begin before the search has ended."""
+
         async def submit_found(chunks: Sequence[RetrievedChunk], speculative: bool) -> PendingAnswer[Event]:
             return await submit([chunk.chunk for chunk in chunks], speculative=speculative)
 
-        if reuse.corpus is None:
-            chunks = chunks_of(body.documents)
-            running = RunningAnswer(self, meta, slot, salt, chunks, CacheUse(reuse.cache))
+        await self.check_length(tenant, body.question.text)
+        named_order = body.chunkweave.order
+        order = self._parts.order if named_order is None else ChunkOrder.parse(named_order)
+        by_set = order is ChunkOrder.FREE and self._parts.reorders
+        speculation = self.retriever.question(submit_found, by_set=by_set)
+        try:
+            found = await self._retrieve(tenant, corpus, body.question.text, body, speculation)
+            running = running_over(chunk.chunk for chunk in found.chunks)
+            running.retrieval = _Retrieval(found, speculation)
             with self._starts(running):
-                running.answer = await submit(chunks, speculative=False)
-        else:
-            await self.check_length(tenant, question.text)
-            order = self._parts.order if reuse.order is None else ChunkOrder.parse(reuse.order)
-            by_set = order is ChunkOrder.FREE and self._parts.reorders
-            speculation = self.retriever.question(submit_found, by_set=by_set)
-            try:
-                found = await self._retrieve(tenant, reuse.corpus, question.text, body, speculation)
-                texts = (chunk.chunk for chunk in found.chunks)
-                running = RunningAnswer(self, meta, slot, salt, texts, CacheUse(reuse.cache))
-                running.retrieval = _Retrieval(found, speculation)
-                with self._starts(running):
-                    if (started := await speculation.final(found.chunks)) is None:
-                        running.answer = await speculation.start(found.chunks, speculative=False)
-                    else:
-                        started.confirm()
-                        running.answer = started
-            except BaseException:
-                await speculation.aclose()
-                raise
+                if (started := await speculation.final(found.chunks)) is None:
+                    running.answer = await speculation.start(found.chunks, speculative=False)
+                else:
+                    started.confirm()
+                    running.answer = started
+        except BaseException:
+            await speculation.aclose()
+            raise
         return running
 
     @contextmanager

@@ -277,26 +277,44 @@ class ConnectorScheduler:
         if params is None:
             return
         try:
-            if isinstance(params, Mapping) and FORGET in params:
-                self._remove(request, params)
-                return
-            if isinstance(params, Mapping) and STORED in params:
-                refuse_unknown_keys(params, {STORED})
-                self._inventories[request.request_id] = asked_chunks(
-                    params[STORED], fingerprint=self._key(request), salt=request.cache_salt or "", start=self._start
-                )
-                return
-            woven = self._parsed(request, params)
-            if woven is None:
-                return
+            woven = self._woven(request, params)
         except UsageError as error:
             reason = str(error)[:_MOST_REFUSAL_CHARACTERS]
             logger.warning("request %s is served without reuse: %s", request.request_id, reason)
             self._refused[request.request_id] = reason
             return
+        if woven is None:
+            return
         adapter = 0 if request.lora_request is None else int(request.lora_request.lora_int_id)
         tracked = self._requests[request.request_id] = _Tracked(woven, adapter=adapter)
         self._events.add(request, tracked.parts, tracked.segments, self._manager.block_pool.hash_block_size)
+        self._salt_blocks(request, tracked)
+        if self._shared and not reuses_nothing(woven.choice.made):
+            self._arrived.add(request.request_id)
+            if any(key not in self._stored for key in self._wanted(tracked)):
+                self._orders.lookups.append(LookupOrder(request.request_id, woven.prompt))
+                tracked.lookups = self._ranks
+
+    def _woven(self, request: Any, params: Any) -> WeaveRequest | None:
+        """The request for the workers; None if it names no chunks, or is a command, which is done here.
+
+        Raises:
+            UsageError: a field is wrong.
+        """
+        if isinstance(params, Mapping) and FORGET in params:
+            self._remove(request, params)
+            return None
+        if isinstance(params, Mapping) and STORED in params:
+            refuse_unknown_keys(params, {STORED})
+            self._inventories[request.request_id] = asked_chunks(
+                params[STORED], fingerprint=self._key(request), salt=request.cache_salt or "", start=self._start
+            )
+            return None
+        return self._parsed(request, params)
+
+    def _salt_blocks(self, request: Any, tracked: "_Tracked") -> None:
+        """Let the request find only those blocks in vLLM's own cache that it may use."""
+        woven = tracked.request
         # Three cases must find no blocks at all, so their salt is unique. The first round of a method that asks again
         # must not see finished blocks. What only reads must leave none to others either. And if KV that left a window
         # cannot be read back, a weave must begin at 0, or its answer would depend on the contents of vLLM's own cache.
@@ -312,11 +330,6 @@ class ConnectorScheduler:
             tracked.shared = self._exact_stop(tracked)
             salt = woven.salt if woven.mean is None else own_salt  # KV found in vLLM's blocks could not be captured
             keep_apart(request, salt, start=tracked.shared, block_tokens=self._manager.block_pool.hash_block_size)
-        if self._shared and not nothing:
-            self._arrived.add(request.request_id)
-        if self._shared and not nothing and any(key not in self._stored for key in self._wanted(tracked)):
-            self._orders.lookups.append(LookupOrder(request.request_id, woven.prompt))
-            tracked.lookups = self._ranks
 
     def _params(self, request: Any) -> Any:
         """Our field of a request, or what applies without it; None: the request is not ours."""
