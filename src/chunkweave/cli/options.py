@@ -108,18 +108,6 @@ def numbers(text: str, option: str) -> list[float]:
         raise UsageError(f"{option} takes numbers separated by commas, not {text!r}") from error
 
 
-def whole_numbers(text: str, option: str) -> tuple[int, ...]:
-    """The whole numbers of a list such as `1,2,3`.
-
-    Raises:
-        UsageError: the text is not such a list; the message names the option.
-    """
-    values = numbers(text, option)
-    if any(value != int(value) for value in values):
-        raise UsageError(f"{option} takes whole numbers separated by commas, not {text!r}")
-    return tuple(int(value) for value in values)
-
-
 FLAGS = frozenset({"model", "method", "quality", "cache_dir", "max_new_tokens", "chunk_tokens", "deduplicate"})
 """Settings that have a flag also where a command takes settings by `--set`."""
 
