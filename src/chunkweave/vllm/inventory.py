@@ -40,7 +40,7 @@ def inventory_params(chunks: Iterable[Sequence[int]], start: Sequence[int]) -> d
 
 
 def asked_chunks(names: Any, *, fingerprint: str, salt: str, start: tuple[int, ...]) -> list[ChunkId]:
-    """The chunks of a command; defaults are as in `request.parse`.
+    """The chunks of a command; defaults are as in `request.from_wire`.
 
     Raises:
         UsageError: the message says which field is wrong.

@@ -94,7 +94,7 @@ def chunks_params(chunks: Iterable[Sequence[int]], start: Sequence[int]) -> dict
 
 
 def removed_chunks(value: Any, *, fingerprint: str, salt: str, start: tuple[int, ...]) -> frozenset[ChunkId] | None:
-    """The chunks that a command names, None for everything; defaults are as in `request.parse`.
+    """The chunks that a command names, None for everything; defaults are as in `request.from_wire`.
 
     Raises:
         UsageError: the message says which field is wrong.
