@@ -2,7 +2,8 @@
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,11 +140,16 @@ class Served:
 
     def blocks_are_free(self) -> bool:
         """Whether no request holds a block once what was computed is copied; forgets vLLM's own prefix cache."""
-        for _ in range(10):
-            if self.llm.reset_prefix_cache():
-                return True
-            self.one([1])  # a step, in which the scheduler hears what is copied
-        return False
+        return self.steps_until(self.llm.reset_prefix_cache)
+
+    def steps_until(self, holds: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+        """Run steps, in which the scheduler hears what is stored, until it `holds`; False if it never does."""
+        until = time.monotonic() + timeout_s
+        while not holds():
+            if time.monotonic() > until:
+                return False
+            self.one([1])
+        return True
 
     def metric(self, name: str) -> float:
         """Value of one of vLLM's counters or gauges."""

@@ -9,7 +9,7 @@ import pytest
 
 from chunkweave.planning.cost import CostModel
 from tests.server.conftest import wait_until
-from tests.vllm.fronts import PASSAGES, FrontProcess, ask, front_process
+from tests.vllm.fronts import PASSAGES, FrontProcess, ask, front_process, told
 
 BYTES_PER_TOKEN = 8192
 """Of the bundled reader in float32."""
@@ -41,7 +41,7 @@ def tokens_of(told) -> int:
 def test_a_request_counts_once_and_costs_what_vllm_takes(front, client):
     """Without a cost model the worker times vLLM's own forward at its start."""
     assert front.clear(everything=True).status_code == 200  # of many segments those that stay longest are not told
-    document = PASSAGES[1]
+    document = told("by one who counts")[1]
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(lambda n: ask(client, [document], f"Who leads it, {n}?", reuse=EXACT), range(6)))
     tokens = tokens_of(ask(client, [document], reuse=EXACT))

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from tests.server.conftest import wait_until
-from tests.vllm.fronts import FrontProcess, ask, front_process, told
-from tests.vllm.test_front_means import CONTEXTS, REUSE, SIX, on_disk
+from tests.vllm.fronts import TWO_SMALL_CONTEXTS, FrontProcess, ask, front_process, told
+from tests.vllm.test_front_means import REUSE, SIX, on_disk
 
 
 def contexts(front: FrontProcess, texts: list[str]) -> list[int]:
@@ -25,9 +25,8 @@ def until(front: FrontProcess, holds: Callable[[dict], bool]) -> None:
 
 def test_chunks_of_requests_become_means_which_are_renewed_and_computed_without_what_is_deleted(tmp_path):
     options = ["--cache-dir", str(tmp_path / "kv"), "--improve-share=1", "--block-size", "16"]
-    options += [f"--{name.replace('_', '-')}={value}" for name, value in CONTEXTS.items()]
     texts = told("in autumn", SIX)
-    with front_process(tmp_path, *options) as front:
+    with front_process(tmp_path, *options, first=TWO_SMALL_CONTEXTS) as front:
         assert contexts(front, texts[:2]) == [0, 0]
         until(front, lambda now: now["improved"] == 2)
         assert contexts(front, texts[1::-1]) == [1, 1]
