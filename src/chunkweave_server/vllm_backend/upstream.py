@@ -81,7 +81,8 @@ class Upstream:
         self.url = url
         self.rank = rank
         self._rank = {} if rank is None else {_RANK: str(rank)}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        # vLLM closes a connection that is idle for 5 s; one that is used at that moment would seem a lost server.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
         timeout = httpx.Timeout(None, connect=_CONNECT_S)  # a long prefill sends nothing for a long time
         self._client = httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout)
 
