@@ -235,8 +235,8 @@ class FleetSettings(SettingsGroup, places=_VLLM):
 class Settings:
     """All settings, in groups; each name occurs in one group only. `resolve` makes them.
 
-    `vllm_flags` are settings that were given for the vLLM backend and that
-    vLLM has under the same name: they are passed to vLLM unchanged.
+    `vllm_flags` are settings that were given for the vLLM backend and that vLLM has under the same name: they are
+    passed to vLLM unchanged.
     """
 
     model: ModelConfig

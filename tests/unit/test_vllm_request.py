@@ -363,14 +363,31 @@ def test_every_method_can_be_asked_for(method):
 WHOLE = QueryConfig(tail=None, layers=WatchedLayers.LATE, factor=DeviationFactor.STORED)
 
 
-@pytest.mark.parametrize(
-    "spec", ["cacheblend", "cacheblend:ratio=0.3:layers=1+4", "query:whole:two-rounds", "query-whole", "prefix"]
+SPECS = [
+    *METHODS.names,
+    "cacheblend:ratio=0.3:layers=1+4",
+    "cachecraft:alpha=2.0:no-focus",
+    "query:whole:late:two-rounds:ratio=0.05",
+]
+FLAGS = ("raisable", "counts_as_request", "reads_only")
+
+
+@given(
+    st.sampled_from(SPECS),
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.integers(0, 3),
+    st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    st.data(),
 )
-@pytest.mark.parametrize("raisable", [False, True])
-def test_what_is_sent_arrives_whatever_the_connector_was_given(spec, raisable):
-    sent = replace(read({**FINE, "method": spec}), raisable=raisable)
+def test_what_is_sent_arrives_whatever_the_connector_was_given(spec, sizes, system, flags, data):
+    ids = (BOS, *range(10, 10 + system + sum(sizes) + 1))
+    edges = [1 + system + sum(sizes[:number]) for number in range(len(sizes) + 1)]
+    numbers = st.sets(st.integers(0, len(sizes) - 1)).map(sorted)
+    fields = {"promoted": data.draw(numbers), "continued": data.draw(numbers)}
+    fields |= {"chunks": list(pairwise(edges)), "method": spec, "neutral": data.draw(st.integers(0, len(sizes)))}
+    sent = replace(read(fields, ids), **dict(zip(FLAGS, flags, strict=True)))
     for config in ({}, {"method": "cachecraft:alpha=3"}):
-        arrived = read(json.loads(json.dumps(to_wire(sent))), defaults=Defaults.from_config(config))
+        arrived = read(json.loads(json.dumps(to_wire(sent))), ids, defaults=Defaults.from_config(config))
         assert replace(arrived, kept=sent.kept) == sent, "what is stored is for the connector to say"
 
 

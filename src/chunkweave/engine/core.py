@@ -333,10 +333,8 @@ class BatchingCore:
         try:
             if group.by_layers:
                 [(job, tokens)] = pieces
-                pieces, logits = (
-                    [(job, self._runner.step_layers(job, tokens, interrupt=interrupt, late=late))],
-                    _NOTHING,
-                )
+                pieces = [(job, self._runner.step_layers(job, tokens, interrupt=interrupt, late=late))]
+                logits = _NOTHING
             else:
                 logits = self._runner.step(decodes, pieces, interrupt=interrupt, late=late)
                 pieces = [(job, _done(job, tokens)) for job, tokens in pieces]

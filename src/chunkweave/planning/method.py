@@ -173,10 +173,11 @@ def settings_of_method(name: str, plugins: Plugins = METHODS) -> MethodSettings:
     >>> list(settings_of_method("cachecraft"))
     ['alpha=', 'focus', 'no-focus']
     """
+    method = make_method(name, plugins=plugins)
     settings: dict[str, Mapping[str, Any]] = {}
-    for parameter in parameters_of(name, plugins):
+    for parameter in parameters_read(method):
         settings.update(_SETTINGS.get(parameter, {}))
-    return settings | dict(getattr(make_method(name, plugins=plugins), "settings", {}))
+    return settings | dict(getattr(method, "settings", {}))
 
 
 def with_budget(spec: str, value: float) -> str:

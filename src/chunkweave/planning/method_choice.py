@@ -10,12 +10,13 @@ from chunkweave.config import QueryConfig, ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError, unknown_names
 from chunkweave.planning.calibration import CalibrationRecord, Quality
 from chunkweave.planning.method import (
+    ALPHA,
+    RATIO,
     ReuseMethod,
     changed,
     make_method,
     method_named,
     needs_profiles,
-    parameter_of,
     parameters_read,
     reuses_nothing,
     settings_changes,
@@ -78,7 +79,7 @@ class MethodRequest:
     @property
     def sets_budget(self) -> bool:
         """Whether it sets the budget, so that the loading controller must not raise it."""
-        return self.method is not None and parameter_of(method_named(self.method)) in settings_changes(self.method)
+        return self.method is not None and not settings_changes(self.method).keys().isdisjoint((RATIO, ALPHA))
 
 
 @dataclass(frozen=True, slots=True)
