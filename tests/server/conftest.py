@@ -209,6 +209,23 @@ def later(work: Callable[..., Any], *arguments: Any, **options: Any) -> Future[A
     return future
 
 
+@contextmanager
+def slowed(client: Client, step_s: float = 0.02) -> Iterator[None]:
+    """Each step of the engine takes longer, so that what runs still runs at the end, however fast the machine is."""
+    runner = client.engine.runner
+    step = runner.step
+
+    def slow(*arguments: Any, **options: Any) -> torch.Tensor:
+        time.sleep(step_s)
+        return step(*arguments, **options)
+
+    runner.step = slow
+    try:
+        yield
+    finally:
+        runner.step = step
+
+
 def engine_of(service: Service) -> EngineBackend:
     """The backend of a server that is ready and has our own engine."""
     service.require_ready()

@@ -11,7 +11,7 @@ import pytest
 
 from chunkweave.planning.cost import CostModel, cost_model_path
 from chunkweave.tiers.segment_file import DiskSegment
-from tests.server.conftest import Client, engine_of, later, report_of, wait_until
+from tests.server.conftest import Client, engine_of, later, report_of, slowed, wait_until
 
 pytestmark = pytest.mark.backend("engine")
 
@@ -45,11 +45,12 @@ def server_with(serve, folder, share: float, **settings: Any) -> Client:
 def occupied(client: Client, waiting: list[dict[str, Any]]) -> Iterator[list[Future[Any]]]:
     """While another request is answered, these wait, or run beside it; their answers come after the block."""
     stats = lambda: engine_of(client.service).batching.stats  # noqa: E731
-    first = later(client.ask, max_tokens=400)
-    wait_until(lambda: stats().running == 1)
-    answers = [later(client.ask, max_tokens=1, **body) for body in waiting]
-    wait_until(lambda: stats().running + stats().waiting == 1 + len(waiting) or first.done())
-    yield answers
+    with slowed(client):
+        first = later(client.ask, max_tokens=400)
+        wait_until(lambda: stats().running == 1)
+        answers = [later(client.ask, max_tokens=1, **body) for body in waiting]
+        wait_until(lambda: stats().running + stats().waiting == 1 + len(waiting) or first.done())
+        yield answers
     assert first.result().status_code == 200
 
 

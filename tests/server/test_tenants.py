@@ -27,7 +27,18 @@ from chunkweave_server.tenants import (
     read_keys,
 )
 from chunkweave_server.threads import TenantThreads
-from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, error_of, key_ring, later, toy_service, wait_until
+from tests.server.conftest import (
+    ADMIN_KEY,
+    KEYS,
+    Client,
+    Serve,
+    error_of,
+    key_ring,
+    later,
+    slowed,
+    toy_service,
+    wait_until,
+)
 from tests.server.conftest import bearer as auth
 
 LONG = "The keeper of the lighthouse writes down every ship that passes the northern cape in a storm. " * 12
@@ -251,13 +262,13 @@ def test_a_tenant_that_asks_for_too_much_keeps_no_other_one_waiting(serve: Serve
     client = serve(keys=key_ring(), max_num_seqs=2, max_waiting=3, tenant_weight=("bolt=2",))
     batching, asking = client.service.backend.batching, []
     of_acme = {"documents": [LONG[:240]], "key": KEYS["acme"], "max_tokens": 400}
-    for number in range(5):
-        asking.append(later(client.ask, f"When is number {number}?", **of_acme))
-        wait_until(lambda: batching.stats.running + batching.stats.waiting == len(asking))
-    wait_until(lambda: (batching.stats.running, batching.stats.waiting) == (2, 3))
-    assert error_of(client.ask(documents=[LONG], key=KEYS["acme"])) == (503, "overloaded")
-    assert client.ask(documents=[LONG], key=KEYS["bolt"]).status_code == 200
-    assert not any(one.done() for one in asking), "before the first of acme's has ended"
+    with slowed(client):
+        for running, waiting in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3)):
+            asking.append(later(client.ask, f"When is number {len(asking)}?", **of_acme))
+            wait_until(lambda now=(running, waiting): (batching.stats.running, batching.stats.waiting) == now)
+        assert error_of(client.ask(documents=[LONG], key=KEYS["acme"])) == (503, "overloaded")
+        assert client.ask(documents=[LONG], key=KEYS["bolt"]).status_code == 200
+        assert not any(one.done() for one in asking), "before the first of acme's has ended"
     assert [one.result(60).status_code for one in asking] == [200] * 5
     assert batching.stats.preempted == 1
 
@@ -330,7 +341,8 @@ def test_a_stream_gets_a_token_in_every_step_while_a_tenant_warms(serve: Serve, 
 
     listening = later(listen)
     assert begun.wait(30)
-    warmed = client.warm(*[f"{number} {LONG}" for number in range(4)], key=KEYS["acme"])
+    with slowed(client, 0.002):
+        warmed = client.warm(*[f"{number} {LONG}" for number in range(4)], key=KEYS["acme"])
     listening.result(60)
     assert warmed.json() == {"chunks": 4, "computed": 4}
     decoding = [number for number, (decodes, _) in enumerate(steps) if decodes]
