@@ -27,7 +27,6 @@ from chunkweave.cli.console import check_writable, write_json
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
-from chunkweave.types import ChunkId
 from chunkweave_lab.chunk_order import UnlimitedCache
 from chunkweave_lab.datasets import load_dataset
 from chunkweave_lab.simulator.trace import Arrival, Part, key_of, poisson_times
@@ -101,7 +100,7 @@ class _Replay:
         arranged = self._arranger.arrange(_prompt(documents))
         path = [part.id for part in arranged.prompt.parts if part.id is not None]
         stored = self._cache.tree.match(path).nodes
-        continued = frozenset[ChunkId]() if arranged.promotion is None else arranged.promotion.continued
+        continued = arranged.promotion.continued
         grows = int(self._weaves and stored < len(path) and path[stored] in continued)
         held = stored + grows if self._weaves else len(path)
         self._cache.hold([parts[chunk] for chunk in path[:held]])

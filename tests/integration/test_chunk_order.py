@@ -33,7 +33,7 @@ def test_a_reordered_prompt_is_computed_as_in_full_prefill_of_that_order(model, 
         for chunks in (CHUNKS[:3], CHUNKS[:3], CHUNKS[1:], CHUNKS[::-1], CHUNKS[1:3]):
             request = Request(QUESTION, chunks, order="free")
             prepared = engine.preparer.prepare(request, MethodRequest())
-            prefilled = engine.runner.prefill(prepared.prompt, prepared.method)
+            prefilled = engine.runner.prefill(prepared.prompt, prepared.reuse_method)
             engine.runner.store_new(prefilled)
             stood = [chunks[rank] for _, rank in sorted(prepared.arranged.ranks.items())]
             prompt = reference.builder.build(QUESTION, stood)

@@ -40,7 +40,7 @@ def test_exact_methods_do_not_diverge(method, slice_tokens):
     engine = engine_with(None)
     answer = engine.generate(QUESTIONS[0], CHUNKS, max_new_tokens=8, method=method)
     prepared = engine.preparer.prepare(ask(QUESTIONS[0], CHUNKS), MethodRequest(method))
-    logits = engine.runner.prefill(prepared.prompt, prepared.method).logits
+    logits = engine.runner.prefill(prepared.prompt, prepared.reuse_method).logits
     check = ShadowCheck(engine.runner, Woven(prepared.prompt, logits, answer.token_ids))
     while (found := check.step(slice_tokens)) is None:
         pass
@@ -74,7 +74,7 @@ def common(one, two) -> int:
 def mean_kl(engine: Engine, questions) -> float:
     def log_probs(question, method):
         prepared = engine.preparer.prepare(ask(question), MethodRequest(method))
-        return torch.log_softmax(engine.runner.prefill(prepared.prompt, prepared.method).logits.double(), -1)
+        return torch.log_softmax(engine.runner.prefill(prepared.prompt, prepared.reuse_method).logits.double(), -1)
 
     found = []
     for question in questions:

@@ -363,7 +363,7 @@ def audit(service: Service) -> None:
         for replica in fleet.replicas:
             assert replica.outstanding_tokens == 0
             assert not replica.placed
-            replica.contents.check()
+            replica.sent.check()
         return
     batching = engine_of(service).batching
     wait_until(lambda: batching.stats.running == 0)

@@ -36,8 +36,7 @@ class FakeVllm:
     Of chunks it knows which have `means`, and of which there are `first_passes`, and says so if it is asked.
 
     Of what it is to remove it says that so many segments are `left`. Unless it is `plugged` it does not know that
-    command, while it is `silent` it fails, and it takes `slow_s` for it. With `store_tokens` its store has room for so
-    many, reports that, and drops the chunks that were used longest ago. It has so many data-parallel `engines`.
+    command, while it is `silent` it fails, and it takes `slow_s` for it. It has so many data-parallel `engines`.
 
     Of a chunk that was computed in all contexts of a mean it has the chunks in each of the contexts (`means`). What has
     read a chunk that is removed, is removed with it.
@@ -61,7 +60,6 @@ class FakeVllm:
     first_passes: set[Key] = field(default_factory=set)
     removals: list[dict[str, Any]] = field(default_factory=list)
     left: int = 0
-    store_tokens: int | None = None
     plugged: bool = True
     silent: bool = False
     slow_s: float = 0.0
@@ -70,7 +68,6 @@ class FakeVllm:
 
     def __post_init__(self) -> None:
         self.gate.set()
-        self._by_use: dict[Key, None] = {}
         self._pending: dict[str, set[tuple[Key, ...]]] = {}
         self._sender = ReportSender(self.report_to or "")
         self._server = uvicorn.Server(uvicorn.Config(self._app(), log_level="critical", lifespan="off"))
@@ -232,8 +229,6 @@ class FakeVllm:
             return
         salt, total = body.get("cache_salt", ""), len(body["prompt"])
         spans = params["chunks"]
-        if self.store_tokens is not None:  # then the instruction is stored, too
-            spans = [[params["start_tokens"], spans[0][0]], *spans]
         chunks = [(salt, tuple(body["prompt"][start:stop])) for start, stop in spans]
         found = [chunk for chunk in chunks if chunk in self.stored]
         contexts = {chunk: len(self.means[chunk]) for chunk in found if chunk in self.means}
@@ -242,7 +237,6 @@ class FakeVllm:
         else:
             self.stored |= set(chunks)
             self.first_passes |= {chunks[-1]} if params.get("neutral") else set()
-        self._evict(chunks)
         choice = MethodChooser().choose(MethodRequest(params["method"]))
         found = [] if choice.method == "full" else found
         local = 0 if found or choice.method == "full" else self.cached
@@ -276,8 +270,6 @@ class FakeVllm:
                     [span[0], contexts[one]] for one, span in zip(chunks, spans, strict=True) if one in contexts
                 ],
             }
-        if self.store_tokens is not None:
-            report["store_tokens"] = self.store_tokens
         self._sender.send(f"cmpl-{request_id}-0-ab12cd34", {"chunkweave": report})
 
     def _take(self, share: dict[str, Any], chunks: list[Key]) -> None:
@@ -289,14 +281,6 @@ class FakeVllm:
         if len(contexts) == share["of"]:
             self.means[last] = self._pending.pop(share["group"])
             self.stored.add(last)
-
-    def _evict(self, used: list[Key]) -> None:
-        for chunk in used:
-            self._by_use.pop(chunk, None)
-            self._by_use[chunk] = None
-        while self.store_tokens is not None and sum(len(ids) for _, ids in self._by_use) > self.store_tokens:
-            self.stored.discard(next(iter(self._by_use)))
-            del self._by_use[next(iter(self._by_use))]
 
     async def _events(self, body: dict[str, Any]) -> Any:
         ended = False

@@ -329,7 +329,7 @@ def test_vllm_is_sent_what_it_may_do(client: Client):
     salts = [one.get("cache_salt", "") for one in fake.seen[-2:]]
     assert len({*salts, ""}) == 3, "no two requests share blocks of vLLM's own prefix cache"
     (replica,) = client.service.backend.fleet.replicas
-    assert replica.contents.tokens == 0, "the front expects nothing to be stored"
+    assert replica.sent.tokens == 0, "the front expects nothing to be stored"
     report(client, LONGER, method="cacheblend")
     assert "cache" not in fake.seen[-1]["kv_transfer_params"]["chunkweave"]
-    assert replica.contents.tokens > 0
+    assert replica.sent.tokens > 0

@@ -9,7 +9,7 @@ from chunkweave.ordering.ordering import OrderingConfig
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.prompt.request import Request
 from chunkweave.prompt.tokenizer import TokenCache
-from chunkweave.scheduling.routing import ReplicaContents
+from chunkweave.scheduling.routing import SentPaths
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import MOST_SOURCE_CHARACTERS, Chunk, ChunkId
 from chunkweave_server.observability import MOST, RecentRequests
@@ -59,13 +59,13 @@ def test_chunks_that_were_sent_are_remembered_for_a_while_of_each_tenant():
     assert len(sent) == 1, "the largest holder gives its text up"
 
 
-def test_short_chunks_do_not_fill_a_mirror_with_paths():
-    contents = ReplicaContents(64_000)
+def test_short_chunks_do_not_fill_what_was_sent_with_paths():
+    sent = SentPaths(64_000)
     for number in range(400):
-        contents.note([ChunkId(f"{number}-{place}") for place in range(32)], [1] * 32, weaves=False)
-        contents.check()
-        assert contents.segments <= 4000
-    assert contents.segments == 4000
+        sent.note([ChunkId(f"{number}-{place}") for place in range(32)], [1] * 32, weaves=False)
+        sent.check()
+        assert sent.segments <= 4000
+    assert sent.segments == 4000
 
 
 def test_of_answered_requests_the_last_are_kept_without_their_parts():
@@ -82,12 +82,12 @@ def test_requests_are_counted_of_so_many_tenants_and_a_damaged_file_counts_nothi
     def asked(number: int) -> Prompt:
         return Prompt((PromptPart(PartKind.CHUNK, (number + 1,), ChunkId(str(number))),))
 
-    arranger = Arranger(OrderingConfig(window=2), ReplicaContents(1000).tree)
+    arranger = Arranger(OrderingConfig(window=2), SentPaths(1000).tree)
     for number in range(300):
         for _ in range(3):
             arranger.count(asked(number), free=True, tenant=str(number))
     arranger.save(tmp_path / COUNTS_FILE)
-    later = Arranger(OrderingConfig(window=2), ReplicaContents(1000).tree)
+    later = Arranger(OrderingConfig(window=2), SentPaths(1000).tree)
     later.load(tmp_path / COUNTS_FILE)
     assert [later.table(str(number)).count(ChunkId(str(number))) for number in (299, 100, 43, 0)] == [2, 2, 0, 0]
     (tmp_path / COUNTS_FILE).write_text('{"format": 1, "requests": {"a": [[true]]}}')

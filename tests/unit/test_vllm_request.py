@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig, WatchedLayers
+from chunkweave.conversation.weave_request import WeaveRequest
 from chunkweave.errors import UsageError
 from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.calibration import BOUNDS, Quality, Target
@@ -19,15 +20,7 @@ from chunkweave.prompt.contexts import MOST_CONTEXTS, MeanShare
 from chunkweave.prompt.find_chunks import ChunkFinder
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, neutral_id
 from chunkweave.types import Span
-from chunkweave.vllm.request import (
-    REQUEST_FIELDS,
-    Defaults,
-    WeaveRequest,
-    from_wire,
-    promotion_params,
-    to_wire,
-    with_found_chunks,
-)
+from chunkweave.vllm.request import REQUEST_FIELDS, Defaults, from_wire, promotion_params, to_wire, with_found_chunks
 from tests.unit.test_calibration_record import make_record
 from tests.unit.test_planning import GEOMETRY, make_lookup
 

@@ -1,7 +1,6 @@
-"""`chunkweave vllm-serve` with a real vLLM server: what is counted, what leaves first, and what the front assumes."""
+"""`chunkweave vllm-serve` with a real vLLM server: what is counted, and what leaves first."""
 
 import json
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -50,8 +49,8 @@ def test_a_request_counts_once_and_costs_what_vllm_takes(front, client):
     assert 0 < found["average_cost_s"] < 0.5, "not a second a token"
 
 
-def test_what_costs_least_a_token_leaves_first_and_the_front_assumes_what_is_there(tmp_path):
-    """RAGCache eq. 1 by a given cost model, by which every prefill takes a second; then a mirror of a small store."""
+def test_what_costs_least_a_token_leaves_first(tmp_path):
+    """RAGCache eq. 1 by a given cost model, by which every prefill takes a second."""
     costs = tmp_path / "costs.json"
     CostModel((0,), (1, 100_000), ((1.0, 1.0),), kv_bytes_per_token=1).save(costs)
     tokens = 1200
@@ -64,12 +63,3 @@ def test_what_costs_least_a_token_leaves_first_and_the_front_assumes_what_is_the
         assert cheap["frequency"] == dear["frequency"] == 1
         assert cheap["priority"] < dear["priority"], "the one that came in last leaves first"
         assert dear["priority"] == pytest.approx(dear["average_cost_s"])
-        rng, number = random.Random(1), 0
-        for number in range(40):
-            text = f"Report {min(29, int(rng.paretovariate(0.7)) - 1)}. {PASSAGES[2]} {PASSAGES[0]} {PASSAGES[1]}"
-            ask(client, [text], f"Who built it, {number}?", reuse={"method": "cacheblend", "order": "fixed"})
-        (shown,) = json.loads(front.get("/v1/cache"))["replicas"]
-        assert shown["mirror_budget_tokens"] == tokens
-        believed, real = (shown[name] / shown["prompt_tokens"] for name in ("expected_tokens", "found_tokens"))
-        assert 0.1 < real < 0.95, shown
-        assert abs(believed - real) <= 0.05, (believed, real)

@@ -75,7 +75,7 @@ def written(folder: Path, chunks: Sequence[ChunkId]) -> list[SegmentRecord]:
 def own_log_probs(engine: Engine, texts: Sequence[str]) -> torch.Tensor:
     """The library's first token, over the same documents in the same order."""
     prepared = engine.preparer.prepare(Request(QUESTION, tuple(map(Chunk, texts))), MethodRequest.of("full-reuse"))
-    prefilled = engine.runner.prefill(prepared.prompt, prepared.method, capture=False, counts_as_request=False)
+    prefilled = engine.runner.prefill(prepared.prompt, prepared.reuse_method, capture=False, counts_as_request=False)
     return torch.log_softmax(prefilled.logits.float(), -1)
 
 

@@ -12,10 +12,11 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
 
+from chunkweave.conversation.weave_request import WeaveRequest
 from chunkweave.store.records import segment_id
 from chunkweave.vllm.orders import Holdings, StepResults
 from chunkweave.vllm.removal import Removed
-from chunkweave.vllm.request import Defaults, WeaveRequest, from_wire
+from chunkweave.vllm.request import Defaults, from_wire
 from chunkweave.vllm.scheduler import ConnectorScheduler
 
 BOS = 0

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from chunkweave.conversation.weave_request import WeaveRequest
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.planning.cost import CostModel
 from chunkweave.store.records import AttentionProfile, SegmentRecord, segment_id
@@ -20,7 +21,7 @@ from chunkweave.vllm.orders import AskedOrder, LookupOrder, NotWoven, SaveOrder,
 from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.releases import copy_before_sleep
 from chunkweave.vllm.removal import RemovalOrder, Removed
-from chunkweave.vllm.request import Defaults, WeaveRequest, from_wire
+from chunkweave.vllm.request import Defaults, from_wire
 from chunkweave.vllm.settings import PluginSettings
 from chunkweave.vllm.weave_queue import Alone, WeaveQueue
 from chunkweave.vllm.worker import ConnectorWorker

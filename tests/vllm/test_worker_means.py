@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from chunkweave.conversation.weave_request import WeaveRequest
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.prompt.contexts import MeanShare
 from chunkweave.prompt.parts import neutral_id
@@ -13,7 +14,6 @@ from chunkweave.types import ChunkId
 from chunkweave.vllm import worker as worker_module
 from chunkweave.vllm.orders import SaveOrder, StepOrders
 from chunkweave.vllm.removal import RemovalOrder, Removed
-from chunkweave.vllm.request import WeaveRequest
 from chunkweave.vllm.worker import ConnectorWorker
 from tests.vllm.test_worker import BLOCKS, HEAD_DIM, HEADS, IDS, LAYERS, order, paged, request, side, weave, whole
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from chunkweave.config import SamplingParams
 from chunkweave.conversation.turns import Build, TurnBuilder
+from chunkweave.conversation.weave_request import WeaveRequest
 from chunkweave.errors import PromptTooLongError
 from chunkweave.ordering.arrangement import Arranged, Arranger
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.adaptive_methods import ContextMethod, FirstPassMethod, method_for
 from chunkweave.planning.cost import Loading
 from chunkweave.planning.method import ReuseMethod, prefer_least_read
-from chunkweave.planning.method_choice import EXACT_METHODS, Kept, MethodChoice, MethodChooser, MethodRequest
+from chunkweave.planning.method_choice import EXACT_METHODS, Kept, MethodChooser, MethodRequest
 from chunkweave.prompt.builder import PromptBuilder, PromptLimit
 from chunkweave.prompt.contexts import ContextPool, ContextRule, MeanShare, fitted
 from chunkweave.prompt.parts import Prompt, PromptPart, mean_id
@@ -26,26 +27,18 @@ from chunkweave.store.store import TieredStore
 from chunkweave.types import CacheUse, Chunk, ChunkId
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedRequest:
-    """A request with its prompt, chosen method, kept data, and maximum number of generated tokens.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest(WeaveRequest):
+    """A client's request with its prompt, chosen method, and maximum number of generated tokens (`room`).
 
-    `order` is whether chunks may be reordered; without an arranger the caller reorders them. A `raisable` request does
-    not set how much is recomputed, so the ratio may be raised where that hides loading. `not_sent` are chunks that are
-    not sent again because earlier messages brought them. `mean` is set if the last part is computed ahead of requests
-    for a mean.
+    `reuse_method` makes its plan. `not_sent` are chunks that are not sent again because earlier messages brought them.
     """
 
     request: Request
-    order: ChunkOrder
-    arranged: Arranged
-    choice: MethodChoice
-    method: ReuseMethod
-    kept: Kept
+    reuse_method: ReuseMethod
     room: int
-    raisable: bool = False
+    arranged: Arranged
     not_sent: tuple[PromptPart, ...] = ()
-    mean: MeanShare | None = None
 
     def sampled_as(self, index: int) -> "PreparedRequest":
         """The same request for another answer; with a seed, each of them has its own."""
@@ -56,13 +49,8 @@ class PreparedRequest:
     def raised(self, loading: Loading | None) -> ReuseMethod:
         """The method for a plan while nothing else is computed: its ratio may be raised to hide `loading`."""
         if loading is None or not self.raisable:
-            return self.method
-        return method_for(self.choice, self.arranged.promotion, loading)
-
-    @property
-    def prompt(self) -> Prompt:
-        """The prompt with its chunks in order."""
-        return self.arranged.prompt
+            return self.reuse_method
+        return method_for(self.choice, self.promotion, loading)
 
     @property
     def weaves(self) -> bool:
@@ -79,19 +67,18 @@ class RequestPreparer:
     `neutral_tokens` of the neutral `passages` or, with a `rule`, in contexts of their own corpus. `order` is the
     default for requests.
 
-    A backend that computes KV itself has an `arranger` and a `store`. `shadow`, if given, may replace the chosen method
-    by the exact one.
+    A backend that computes KV itself has a `store`. `shadow`, if given, may replace the chosen method by the exact one.
     """
 
     builder: PromptBuilder
     chooser: MethodChooser
     turn_builder: TurnBuilder
     context_tokens: int
+    arranger: Arranger
     passages: tuple[str, ...] = ()
     neutral_tokens: int = 0
     rule: ContextRule | None = None
     order: ChunkOrder = ChunkOrder.FIXED
-    arranger: Arranger | None = None
     store: TieredStore[Any] | None = None
     shadow: ShadowMonitor | None = None
     _arranging: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -120,7 +107,6 @@ class RequestPreparer:
         if request.cache is CacheUse.OFF:
             method_request = MethodRequest.of("full")
         choice = self.chooser.choose(method_request)
-        raisable = not method_request.sets_budget
         if self.shadow is not None:
             choice = self.shadow.allowed(choice)
         most = min(self.context_tokens, most_tokens or self.context_tokens)
@@ -129,9 +115,19 @@ class RequestPreparer:
         stores = request.cache is CacheUse.USE
         counted = stores and not speculative
         arranged = Arranged(prompt) if found else self._arrange(prompt, order, request.tenant, counted=counted)
-        capture_choice = self.chooser.kept(choice) if stores else Kept(kv=False)
-        method = method_for(choice, arranged.promotion, None)
-        return PreparedRequest(request, order, arranged, choice, method, capture_choice, room, raisable, not_sent)
+        return PreparedRequest(
+            arranged.prompt,
+            choice,
+            self.chooser.kept(choice) if stores else Kept(kv=False),
+            promotion=arranged.promotion,
+            raisable=not method_request.sets_budget,
+            reads_only=request.cache is CacheUse.READ,
+            request=request,
+            reuse_method=method_for(choice, arranged.promotion, None),
+            room=room,
+            arranged=arranged,
+            not_sent=not_sent,
+        )
 
     def prepare_beforehand(
         self,
@@ -217,12 +213,15 @@ class RequestPreparer:
 
     def _computing(self, prompt: Prompt, cache_salt: str, mean: MeanShare | None = None) -> PreparedRequest:
         room = min(1, prompt.room_in(self.context_tokens))
-        choice = self.chooser.choose(MethodRequest.of("prefix" if mean is None else "full-reuse"))
-        capture_choice = Kept(profiles=self.chooser.kept(self.chooser.choose(MethodRequest())).profiles)
-        request = Request("", sampling=SamplingParams(1, temperature=0.0), cache_salt=cache_salt)
-        method = FirstPassMethod() if mean is None else ContextMethod()
         return PreparedRequest(
-            request, ChunkOrder.FIXED, Arranged(prompt), choice, method, capture_choice, room, mean=mean
+            prompt,
+            self.chooser.choose(MethodRequest.of("prefix" if mean is None else "full-reuse")),
+            Kept(profiles=self.chooser.kept(self.chooser.choose(MethodRequest())).profiles),
+            mean=mean,
+            request=Request("", sampling=SamplingParams(1, temperature=0.0), cache_salt=cache_salt),
+            reuse_method=FirstPassMethod() if mean is None else ContextMethod(),
+            room=room,
+            arranged=Arranged(prompt),
         )
 
     def pool_of(self, chunks: Sequence[Chunk | str], *, cache_salt: str = "") -> ContextPool | None:
@@ -257,26 +256,24 @@ class RequestPreparer:
 
     def confirm(self, prepared: PreparedRequest) -> None:
         """Count a confirmed speculative request."""
-        if self.arranger is not None and prepared.request.cache is CacheUse.USE:
+        if prepared.request.cache is CacheUse.USE:
             with self._arranging:
                 self.arranger.count(prepared.prompt, free=prepared.arranged.free, tenant=prepared.request.tenant)
 
     def load_counts(self, path: Path | None) -> None:
         """Load the arranger's counts of an earlier process."""
-        if self.arranger is not None:
-            with self._arranging:
-                self.arranger.load(path)
+        with self._arranging:
+            self.arranger.load(path)
 
     def save_counts(self, path: Path | None) -> None:
         """Save the arranger's counts for a restart."""
-        if self.arranger is not None:
-            with self._arranging:
-                self.arranger.save(path)
+        with self._arranging:
+            self.arranger.save(path)
 
-    def answered(self, prepared: PreparedRequest, arranged: Arranged) -> None:
-        """Note that a request was answered with its chunks `arranged` so; a later one may send its messages again."""
+    def answered(self, prepared: PreparedRequest) -> None:
+        """Note that a request was answered; a later one may send its messages again."""
         if prepared.request.cache is CacheUse.USE:
-            ranks = sorted(arranged.ranks.items())
+            ranks = sorted(prepared.arranged.ranks.items())
             self.turn_builder.answered(prepared.request, [prepared.request.chunks[rank] for _, rank in ranks])
 
     def _built(self, request: Request, limit: PromptLimit) -> Prompt:
@@ -292,7 +289,5 @@ class RequestPreparer:
         )
 
     def _arrange(self, prompt: Prompt, order: ChunkOrder, tenant: str, *, counted: bool) -> Arranged:
-        if self.arranger is None:
-            return Arranged(prompt)
         with self._arranging:
             return self.arranger.arrange(prompt, order, counted=counted, tenant=tenant)

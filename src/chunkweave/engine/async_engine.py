@@ -212,8 +212,7 @@ class AsyncEngine:
     @property
     def reorders(self) -> bool:
         """Whether requests with free order ignore the sequence of their chunks."""
-        arranger = self._preparer.arranger
-        return arranger is not None and arranger.reorders
+        return self._preparer.arranger.reorders
 
     @property
     def most_tokens(self) -> int:

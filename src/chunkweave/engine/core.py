@@ -256,7 +256,7 @@ class BatchingCore:
     def _prefetch(self, request: RequestState, max_bytes: int) -> None:
         prepared = request.prepared
         try:
-            prefetch = self._runner.prefetch(prepared.prompt, prepared.method, max_bytes=max_bytes)
+            prefetch = self._runner.prefetch(prepared.prompt, prepared.reuse_method, max_bytes=max_bytes)
         except Exception:  # the request's own prefill will raise it again, for that request only
             logger.warning("prefetch failed for request %d", request.id, exc_info=True)
             return
@@ -459,7 +459,7 @@ class BatchingCore:
             decode_s=self._clock() - request.first_token_s,
             queue_s=request.admitted_s - request.arrived_s,
         )
-        self._preparer.answered(request.prepared, request.prepared.arranged)
+        self._preparer.answered(request.prepared)
         answer = decode.answer(self._runner.model.geometry, durations)
         self._count(finished=1)
         self._end(request, StreamEvent(rest, answer, decode.prefilled.prompt, logprobs=decode.take_logprobs()))

@@ -166,11 +166,11 @@ class Engine:
             self._chooser,
             TurnBuilder(self.builder, deduplicate=ordering.deduplicate),
             context_tokens,
+            Arranger(ordering, store.tree),
             passages,
             self._reuse.capture.neutral_tokens,
             rule_of(self._reuse.capture),
             usual_order,
-            Arranger(ordering, store.tree),
             store,
             self.shadow,
         )
@@ -373,7 +373,7 @@ class Engine:
             for prepared in beforehand:
                 looked_at = prepared.kept.profiles if profiles is None else profiles
                 options = PrefillOptions(profiles=looked_at, mean=prepared.mean)
-                started.append(jobs.enter_context(self.runner.start(prepared.prompt, prepared.method, options)))
+                started.append(jobs.enter_context(self.runner.start(prepared.prompt, prepared.reuse_method, options)))
             for prefilled in self.runner.run(started):
                 stored |= self.runner.store_new(prefilled)
         return stored

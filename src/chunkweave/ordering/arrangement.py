@@ -109,13 +109,13 @@ class Arranged:
     """A prompt whose chunks are in their final order.
 
     `ordering` is the ordering used. `ranks` maps part indices to the chunk's index in the caller's order, from 0.
-    `promotion` limits where its exact prefix may grow; None: no limit. `free`: the ordering was allowed to choose.
+    `promotion` says where its exact prefix may grow. `free`: the ordering was allowed to choose.
     """
 
     prompt: Prompt
     ordering: str = ORIGINAL
     ranks: Mapping[int, int] = field(default_factory=dict)
-    promotion: Promotion | None = None
+    promotion: Promotion = field(default_factory=Promotion)
     free: bool = False
 
 
@@ -264,7 +264,7 @@ class Arranger:
 
     def _promotion(
         self, before: Sequence[PromptPart], path: list[ChunkId], counted: _Counted, *, free: bool
-    ) -> Promotion | None:
+    ) -> Promotion:
         """The promoted chunks of `path`, this request counted, among the first `path_chunks`.
 
         CRAFT's thresholds apply to a free order. RAGCache §8 caches requests with a large top-k as if they asked for
@@ -276,7 +276,7 @@ class Arranger:
         if not free:
             kept = continued = None
         if not free and most is None:
-            return None
+            return Promotion()
         begins = _beginnings(path)
         ids_before = {part.id for part in before if part.id is not None}
         hot = ids_before.union(

@@ -22,17 +22,17 @@ from chunkweave.store.index import PromptLookup
 from chunkweave.types import ChunkId, Geometry
 
 
-def method_for(choice: MethodChoice, promotion: Promotion | None, loading: Loading | None) -> ReuseMethod:
+def method_for(choice: MethodChoice, promotion: Promotion, loading: Loading | None) -> ReuseMethod:
     """The method that makes a request's plan when it is admitted, for both backends.
 
-    With `loading`, the loading controller may raise the method's ratio. Pass None if the request sets its own budget,
-    or if other requests are pending or running: extra recomputation is free only for a request that is alone. With a
-    `promotion`, exact prefixes grow.
+    Exact prefixes grow as `promotion` says. With `loading`, the loading controller may raise the method's ratio. Pass
+    None if the request sets its own budget, or if other requests are pending or running: extra recomputation is free
+    only for a request that is alone.
     """
     method = choice.made
     if loading is not None:
         method = LoadAwareMethod(choice.method, choice.reuse, loading)
-    return method if promotion is None else PrefixGrowingMethod(method, promotion)
+    return method if promotion == Promotion() else PrefixGrowingMethod(method, promotion)
 
 
 class FirstPassMethod:

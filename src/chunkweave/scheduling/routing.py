@@ -1,119 +1,77 @@
-"""Choice of the replica for a request, and mirrors of what replicas store."""
+"""Choice of the replica for a request, and the chunks that were sent there."""
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, count
+from itertools import count
 
 from chunkweave.errors import StoreError, UnknownMethodError, UsageError
-from chunkweave.planning.plan import KVSource
-from chunkweave.scheduling.queue import WEAVES, Listener, Path, share_reused
 from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.types import ChunkId
 
 TIER = "replica"
 _TOKENS_OF_A_SEGMENT = 16
 _LEAST_SEGMENTS = 1024
+Path = tuple[ChunkId, ...]
 
 
-class ReplicaContents:
-    """A mirror of one replica's segment store within `budget_tokens` tokens, LRU; with short segments it holds fewer
-    tokens.
+class SentPaths:
+    """The chunks that were lately sent, within `budget_tokens` tokens, LRU; with short chunks fewer tokens.
 
-    The mirror is an estimate. If it has a chunk that the replica lacks, the choice is worse until the replica's report
-    corrects it (`correct`). `tree` holds the exact paths, for orderings; for weaving requests a chunk counts in any
-    context. Usable by a `CacheAwareQueue` with paths from `waiting_path`. Belongs to one thread.
+    They are an estimate of what a replica stores: a wrong one only makes an order worse. `tree` holds the exact paths,
+    for orderings; for weaving requests a chunk counts in any context. A `ChunkStore` for `StoredTokens`. Belongs to one
+    thread; the tree may be read from others.
     """
 
     def __init__(self, budget_tokens: int) -> None:
-        """An empty mirror.
+        """Nothing was sent yet.
 
         Raises:
             UsageError: a budget below 1.
         """
         if budget_tokens < 1:
-            raise UsageError(f"a replica's contents need room for at least one token, not {budget_tokens}")
+            raise UsageError(f"sent chunks need room for at least one token, not {budget_tokens}")
         self.tree: KnowledgeTree[ChunkId] = KnowledgeTree([TIER])
         self._budget_tokens = budget_tokens
         self._most_segments = max(_LEAST_SEGMENTS, budget_tokens // _TOKENS_OF_A_SEGMENT)  # each keeps its whole path
         self._segments: OrderedDict[tuple[Path, bool], int] = OrderedDict()
         self._tokens = 0
         self._of_chunk: dict[ChunkId, dict[tuple[Path, bool], int]] = {}
-        self._listeners: list[Listener] = []
 
     @property
     def tokens(self) -> int:
-        """Tokens of all mirrored segments."""
+        """Tokens of all segments."""
         return self._tokens
 
     @property
-    def budget_tokens(self) -> int:
-        """Most tokens that the mirror holds."""
-        return self._budget_tokens
-
-    @property
     def segments(self) -> int:
-        """Number of mirrored segments."""
+        """Number of segments."""
         return len(self._segments)
 
-    def cached_tokens(self, path: Sequence[ChunkId], tokens: Sequence[int], *, weaves: bool) -> int:
-        """Upper bound of the tokens of these cacheable parts, `tokens` each, that need not be computed.
-
-        For an exact request the longest exact prefix, for one that `weaves` also every other chunk stored in any
-        context.
-        """
-        exact = self.tree.match(path).nodes
-        cached = [number < exact or (weaves and chunk in self._of_chunk) for number, chunk in enumerate(path)]
-        return sum(compress(tokens, cached))
+    def chunk_tokens(self, chunk: ChunkId) -> int:
+        """Tokens of a chunk if it was sent in any context; else 0."""
+        return next(iter(self._of_chunk.get(chunk, {}).values()), 0)
 
     def note(self, path: Sequence[ChunkId], tokens: Sequence[int], *, weaves: bool) -> None:
-        """Record a served prompt with these parts: parts that were mirrored are marked as used, others are added.
+        """Record a served prompt with these parts, `tokens` each: known parts are marked as used, others are added.
 
         Approximately reused parts are not stored again, and parts computed after one are no exact path.
         """
         exact = True
-        for place, (chunk, size) in enumerate(zip(path, tokens, strict=True)):
-            prefix = tuple(path[: place + 1])
-            if exact and (prefix, True) in self._segments:
-                self._segments.move_to_end((prefix, True))
-            elif weaves and chunk in self._of_chunk:
+        for number, (chunk, size) in enumerate(zip(path, tokens, strict=True)):
+            key = tuple(path[: number + 1]), True
+            if weaves and (not exact or key not in self._segments) and chunk in self._of_chunk:
                 exact = False
-                latest = next(reversed(self._of_chunk[chunk]))  # a guess: only the replica knows which one it read
-                self._segments.move_to_end(latest)
-            elif exact:
-                self._add(prefix, size, exact=True)
-            else:
-                self._add((chunk,), size, exact=False)
-        self._fit()
+                key = next(reversed(self._of_chunk[chunk]))  # a guess: only the replica knows which one it read
+            elif not exact:
+                key = (chunk,), False
+            self._use(key, size)
+        while self._segments and (self._tokens > self._budget_tokens or self.segments > self._most_segments):
+            self._drop(next(iter(self._segments)))
 
-    def correct(
-        self, path: Sequence[ChunkId], tokens: Sequence[int], sources: Sequence[KVSource | None], *, weaves: bool
-    ) -> None:
-        """Apply a replica's report of each part's KV source; None: no information about that part.
-
-        What it reused is there. What it computed was not: for an exact request, no exact segment at this index; for one
-        that `weaves`, no segment of the chunk. Call it before `note`, which adds what was stored since.
-        """
-        for place, (chunk, size, source) in enumerate(zip(path, tokens, sources, strict=True)):
-            prefix = tuple(path[: place + 1])
-            if source is KVSource.EXACT:
-                self._add(prefix, size, exact=True)
-            elif source is KVSource.REUSED and chunk not in self._of_chunk:
-                self._add((chunk,), size, exact=False)
-            elif source is KVSource.COMPUTED and weaves:
-                self.forget([chunk])
-            elif source is KVSource.COMPUTED and (prefix, True) in self._segments:
-                self._drop((prefix, True))
-
-    def resize(self, budget_tokens: int) -> None:
-        """Set the replica's store size in tokens (at least 1); evicts the least recently used."""
-        self._budget_tokens = max(1, budget_tokens)
-        self._most_segments = max(_LEAST_SEGMENTS, self._budget_tokens // _TOKENS_OF_A_SEGMENT)
-        self._fit()
-
-    def forget(self, chunks: Sequence[ChunkId]) -> None:
-        """Remove chunks that the replica does not hold."""
+    def forget(self, chunks: Iterable[ChunkId]) -> None:
+        """Remove chunks that are not stored any more."""
         for chunk in chunks:
             for key in list(self._of_chunk.get(chunk, ())):
                 self._drop(key)
@@ -123,25 +81,6 @@ class ReplicaContents:
         for key in list(self._segments):
             self._drop(key)
 
-    def stored_tokens(self, keys: Sequence[ChunkId]) -> int:
-        """The tokens of a `waiting_path` that need not be computed."""
-        if not keys or keys[0] != WEAVES:
-            return self.tree.stored_tokens(keys)
-        path = keys[2:]
-        exact = self.tree.match(path)
-        stored = (self._of_chunk.get(chunk) for chunk in path[exact.nodes :])
-        return exact.tokens + int(share_reused(keys) * sum(next(iter(sizes.values())) for sizes in stored if sizes))
-
-    def subscribe(self, listener: Listener) -> None:
-        """Call `listener` with each waiting path, or prefix of waiting paths, whose contents changed."""
-        self._listeners.append(listener)
-        self.tree.subscribe(listener)
-
-    def unsubscribe(self, listener: Listener) -> None:
-        """Stop calling `listener`."""
-        self._listeners = [subscribed for subscribed in self._listeners if subscribed != listener]
-        self.tree.unsubscribe(listener)
-
     def check(self) -> None:
         """Audit the counts.
 
@@ -150,27 +89,21 @@ class ReplicaContents:
         """
         self.tree.check()
         if sum(self._segments.values()) != self._tokens:
-            raise StoreError("the mirror of a replica has a wrong token count")
+            raise StoreError("the count of sent chunks has a wrong number of tokens")
         filed = {key: size for segments in self._of_chunk.values() for key, size in segments.items()}
         if filed != self._segments or not all(self._of_chunk.values()):
-            raise StoreError("the mirror of a replica has lost a segment of a chunk")
+            raise StoreError("the index of sent chunks has lost a segment")
 
-    def _fit(self) -> None:
-        while self._segments and (self._tokens > self._budget_tokens or self.segments > self._most_segments):
-            self._drop(next(iter(self._segments)))
-
-    def _add(self, path: Path, size: int, *, exact: bool) -> None:
-        key = (path, exact)
+    def _use(self, key: tuple[Path, bool], size: int) -> None:
         if key in self._segments:
             self._segments.move_to_end(key)
             return
+        path, exact = key
         self._segments[key] = size
         self._tokens += size
         self._of_chunk.setdefault(path[-1], {})[key] = size
         if exact:
             self.tree.placed(path, TIER, size)
-        if len(self._of_chunk[path[-1]]) == 1:
-            self._tell_weaving()
 
     def _drop(self, key: tuple[Path, bool]) -> None:
         path, exact = key
@@ -180,11 +113,6 @@ class ReplicaContents:
             self.tree.displaced(path, TIER)
         if not self._of_chunk[path[-1]]:
             del self._of_chunk[path[-1]]
-            self._tell_weaving()
-
-    def _tell_weaving(self) -> None:
-        for listener in self._listeners:
-            listener((WEAVES,))
 
 
 USUAL_ROUTING = "affinity"

@@ -115,14 +115,6 @@ class TieredStore(Generic[PayloadT]):
         return sum(level.store.budget_bytes for level in self._memory)
 
     @property
-    def room_bytes(self) -> int:
-        """Maximum bytes of distinct segments, as encoded by the level: the largest budget among memory and slow levels.
-
-        Computed segments go to all of these, so the largest holds what the others hold.
-        """
-        return max(self.budget_bytes, *(level.store.budget_bytes for level in self._slow), 0)
-
-    @property
     def used_bytes(self) -> int:
         """Bytes held in memory, without those in the write queue."""
         return sum(level.store.used_bytes for level in self._memory)

@@ -21,8 +21,8 @@ from typing import Any
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from chunkweave.conversation.weave_request import StoredPart
 from chunkweave.types import ChunkId, SegmentId
-from chunkweave.vllm.request import StoredPart
 
 _MOST_UNSTORED_TOKENS = 4_000_000
 """Most tokens of parts that are kept until they are stored, 4 bytes each; then the oldest are dropped."""

@@ -10,12 +10,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from chunkweave.conversation.weave_request import WeaveRequest
 from chunkweave.metrics import effective_method
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt
 from chunkweave.types import ChunkId, SegmentId, Span, joined
 from chunkweave.vllm.removal import RemovalOrder, Removed
-from chunkweave.vllm.request import WeaveRequest
 
 PLACED_PER_COMPUTED = 32
 """Number of stored tokens whose placement in a layer costs as much as computing one: moving keys and values is bytes,
@@ -93,14 +93,10 @@ class AskedOrder:
 
 @dataclass(frozen=True, slots=True)
 class Holdings(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM has no types
-    """One worker to the scheduler, once at start-up: the contents of its tiers, and whether others fill them too.
-
-    `store_tokens` is their capacity in tokens; None if unknown.
-    """
+    """One worker to the scheduler, once at start-up: the contents of its tiers, and whether others fill them too."""
 
     stored: frozenset[ChunkId | SegmentId]
     shared: bool
-    store_tokens: int | None = None
 
 
 @dataclass(slots=True)

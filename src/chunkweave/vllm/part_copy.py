@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import torch
 
+from chunkweave.conversation.weave_request import StoredPart
 from chunkweave.kv.segment import SegmentKV
 from chunkweave.store.records import SegmentRecord, all_read
 from chunkweave.tiers.device import HostMemory
 from chunkweave.types import ChunkId, Span
 from chunkweave.vllm.paged_kv import RequestBlocks
-from chunkweave.vllm.request import StoredPart
 from chunkweave.vllm.stock_layers import StockLayers
 
 

@@ -25,9 +25,6 @@ REPLICA = "CHUNKWEAVE_REPLICA"
 _SERVER = "vllm"
 """The name if that is unset."""
 
-STORE_TOKENS = "store_tokens"
-"""Report field: capacity of the workers' stores in tokens, for servers that estimate their contents."""
-
 _COUNTS_S = 10.0
 """Prometheus commonly scrapes every 15 s."""
 

@@ -21,6 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 from chunkweave.config import PieceKind
+from chunkweave.conversation.weave_request import StoredPart, WeaveRequest
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import asks_again, reuses_nothing
 from chunkweave.planning.method_choice import EXACT_METHODS, FIELD, checked_flag, refuse_unknown_keys
@@ -47,16 +48,7 @@ from chunkweave.vllm.orders import (
     request_report,
 )
 from chunkweave.vllm.removal import FIRST_PASSES, FORGET, RemovalAnswers, RemovalOrder, Removed, removed_chunks
-from chunkweave.vllm.report_socket import STORE_TOKENS
-from chunkweave.vllm.request import (
-    FIND,
-    Defaults,
-    StoredPart,
-    WeaveRequest,
-    from_wire,
-    reads_only_of,
-    with_found_chunks,
-)
+from chunkweave.vllm.request import FIND, Defaults, from_wire, reads_only_of, with_found_chunks
 from chunkweave.vllm.store_events import StoredMirror
 from chunkweave.vllm.waiting import Computation, PartToStore, PartWaits
 
@@ -217,8 +209,6 @@ class ConnectorScheduler:
         self._weaves = True
         self._stores = ranks
         """Number of workers with a store, that is, those that weave."""
-        self._store_tokens: Mapping[str, int] = {}
-        """Fields about the stores in every report."""
         self._shared = False
         self._orders = StepOrders()
         self._refused: dict[str, str] = {}
@@ -257,12 +247,6 @@ class ConnectorScheduler:
         for worker_holdings in holdings.values():
             self._stored.add(worker_holdings.stored)
         self._stores = len(holdings)
-        rooms = [
-            worker_holdings.store_tokens
-            for worker_holdings in holdings.values()
-            if worker_holdings.store_tokens is not None
-        ]
-        self._store_tokens = {STORE_TOKENS: min(rooms)} if rooms else {}
         self._weaves = self._stores == self._ranks
         self._shared = self._weaves and any(worker_holdings.shared for worker_holdings in holdings.values())
 
@@ -511,7 +495,7 @@ class ConnectorScheduler:
             self._orders.cancelled.append(request.request_id)
         elif tracked.saving:
             self._orders.held.append(request.request_id)
-        report = {**(tracked.report or self._unreported(tracked)), **self._store_tokens}
+        report = tracked.report or self._unreported(tracked)
         return bool(tracked.saving) and not tracked.in_flight, {FIELD: report}
 
     def take_events(self) -> Sequence[Any]:

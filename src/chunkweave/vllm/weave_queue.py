@@ -18,13 +18,13 @@ import torch
 from torch import distributed
 from vllm.distributed import get_tp_group
 
+from chunkweave.conversation.weave_request import WeaveRequest
 from chunkweave.planning.method import without
 from chunkweave.planning.plan import Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import SegmentRecord
 from chunkweave.types import SegmentId
 from chunkweave.vllm.orders import NotWoven, WeaveOrder
-from chunkweave.vllm.request import WeaveRequest
 from chunkweave.vllm.weave import WeaveJob
 from chunkweave.weaving.segments import PlanSources, Prefetch
 

@@ -10,6 +10,7 @@ from math import inf
 
 import torch
 
+from chunkweave.conversation.weave_request import StoredPart, WeaveRequest
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.adaptive_methods import ContextMethod, method_for
 from chunkweave.planning.cost import MEASURED_BY_VLLM, CostModel, Loading, given_cost_model, stored_cost_model, too_slow
@@ -39,7 +40,6 @@ from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.part_copy import PartCopy
 from chunkweave.vllm.removal import RemovalOrder, StoreRemovals
 from chunkweave.vllm.report_socket import CountsSender
-from chunkweave.vllm.request import StoredPart, WeaveRequest
 from chunkweave.vllm.settings import LOAD_TIMEOUT_S, PluginSettings
 from chunkweave.vllm.stock_layers import StockLayers
 from chunkweave.vllm.store_events import RemoteLookups, StoreEvents
@@ -177,8 +177,7 @@ class ConnectorWorker:
 
     def holdings(self) -> Holdings:
         """What is stored at start-up, for the scheduler; call it before the first step."""
-        bytes_per_token = self._layers.own_geometry.kv_elements_per_token() * self._layers.paged.stored_dtype.itemsize
-        return Holdings(self._follower.take().added, self._store.shared, self._store.room_bytes // bytes_per_token)
+        return Holdings(self._follower.take().added, self._store.shared)
 
     def begin(self, orders: StepOrders) -> None:
         """Copy KV to be saved before vLLM gives blocks of preempted requests to others."""

@@ -6,17 +6,16 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from chunkweave.conversation.answer import AnswerEnd, Choice, Durations, WholeChoices
 from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
 from chunkweave.errors import ChunkweaveError, DeadlineError, RequestAbortedError
-from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.method import reuses_nothing
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.types import CacheUse
-from chunkweave.vllm.request import WeaveRequest, to_wire
+from chunkweave.vllm.request import to_wire
 from chunkweave_server.backend import Submission
 from chunkweave_server.errors import HttpError
 from chunkweave_server.vllm_backend.fleet import Fleet, Placed, Replica, ReplicaBusyError
@@ -26,7 +25,6 @@ from chunkweave_server.vllm_backend.reports import (
     cached_tokens,
     reuse_report,
     shown_report,
-    what_was_found,
 )
 from chunkweave_server.vllm_backend.shadow import VllmShadow
 from chunkweave_server.vllm_backend.upstream import UpstreamFailedError, UpstreamLostError, failed_reply
@@ -136,6 +134,8 @@ class VllmAnswer:
 
     def confirm(self) -> None:
         """Turn a speculative answer into a normal one."""
+        if not self._confirmed:
+            self._context.preparer.confirm(self._prepared)
         self._confirmed = True
 
     def abort(self) -> None:
@@ -166,7 +166,7 @@ class VllmAnswer:
         ahead = await self._prefilled_ahead()
         for last in (attempt == TRIES - 1 for attempt in range(TRIES)):
             try:
-                async for event in self._attempt(avoid=failed, like=ahead, within_s=None if last else limit_s):
+                async for event in self._attempt(avoid=failed, at=ahead, within_s=None if last else limit_s):
                     yield event
                 if self._first_s is None:
                     raise HttpError(502, "vLLM returned no token", code="replica_lost")
@@ -185,7 +185,7 @@ class VllmAnswer:
                 if limit_s is not None:
                     await self._context.fleet.until_another(failed, limit_s)
 
-    async def _prefilled_ahead(self) -> Placed | None:
+    async def _prefilled_ahead(self) -> Replica | None:
         """Where the speculative prefill ran; None if there was none, it failed, or it takes too long."""
         if self._ahead is None:
             return None
@@ -197,17 +197,16 @@ class VllmAnswer:
             return None
 
     async def _attempt(
-        self, *, avoid: Replica | None, like: Placed | None, within_s: float | None
+        self, *, avoid: Replica | None, at: Replica | None, within_s: float | None
     ) -> AsyncGenerator[VllmEvent, None]:
         fleet = self._context.fleet
         prepared = self._prepared
-        counted = prepared.request.cache is CacheUse.USE
-        placing = fleet.place(prepared, avoid=avoid, like=like, counted=counted, tenant=self._tenant, within_s=within_s)
+        placing = fleet.place(prepared, avoid=avoid, at=at, tenant=self._tenant, within_s=within_s)
         self._placed = placed = await placing
         self._queued_s = time.perf_counter() - self._arrived_s
         request_id = uuid.uuid4().hex
         try:
-            body = {**self._body, **_prompt(placed, prepared.room)}
+            body = {**self._body, **_prompt(prepared, prepared.room)}
             parser, parsing = self._parser(placed), self._parsing or {}
             if "tools" in parsing:
                 body |= await self._context.forms.held(placed.replica.upstream, parsing, body)
@@ -233,14 +232,14 @@ class VllmAnswer:
             return None
         stop_ids = set(self._body["stop_token_ids"])
         upstream = placed.replica.upstream
-        ids = placed.prompt.token_ids
+        ids = self._prepared.prompt.token_ids
         return AnswerParser(upstream, ids, self._parsing, stop_ids=stop_ids, stream=self._streamed)
 
-    async def _prefill(self) -> Placed | None:
+    async def _prefill(self) -> Replica | None:
         """Run the speculative prefill; returns where it ran, None if it failed."""
         fields: dict[str, Any] = {name: self._body[name] for name in ("model", "cache_salt") if name in self._body}
         try:
-            placed = await compute_ahead(self._context, self._prepared, fields, tenant=self._tenant)
+            replica = await compute_ahead(self._context, self._prepared, fields, tenant=self._tenant)
             self._prefilled_s = time.perf_counter()
         except (ChunkweaveError, HttpError) as error:
             logger.debug("a speculative prefill failed: %s", error)
@@ -248,7 +247,7 @@ class VllmAnswer:
         except Exception:  # a failed speculation must not fail the answer
             logger.exception("a speculative prefill failed")
             return None
-        return placed
+        return replica
 
     async def _conclude(self, placed: Placed, report_id: str | None) -> AnswerEnd:
         """End a complete answer: wait for its report, update fleet, conversation and shadow check."""
@@ -262,16 +261,16 @@ class VllmAnswer:
         first_s = now if self._first_s is None else self._first_s
         durations = Durations(first_s - arrived_s, now - first_s, self._queued_s)
         new_tokens = int(self._usage.get("completion_tokens") or len(choice["token_ids"]))
-        report = reuse_report(placed, reported, self._usage, durations, new_tokens)
+        report = reuse_report(self._prepared, reported, self._usage, durations, new_tokens)
         cached = cached_tokens(report, reported)
-        context.fleet.served(placed, what_was_found(placed, report, reported))
-        context.preparer.answered(self._prepared, placed.arranged)
-        report_fields = shown_report(placed, report, reported)
+        context.fleet.served(placed)
+        context.preparer.answered(self._prepared)
+        report_fields = {**shown_report(report, reported), "replica": placed.replica.name}
         finish_reason = str(choice.get("finish_reason") or "stop")
         self._answered = True
         if context.shadow is not None and report.reused_tokens:
-            context.shadow.offer(placed, self._body, choice)
-        return AnswerEnd(report, report_fields, cached, finish_reason, self._prefilled_s, placed.prompt)
+            context.shadow.offer(self._prepared.prompt, self._body, choice)
+        return AnswerEnd(report, report_fields, cached, finish_reason, self._prefilled_s, self._prepared.prompt)
 
     def _left_s(self) -> float | None:
         if self._aborted:
@@ -287,8 +286,8 @@ async def compute_ahead(
     *,
     tenant: str,
     at: Replica | None = None,
-) -> Placed:
-    """Prefill a prompt without an answer, `at` that replica if it is up; returns where it ran.
+) -> Replica:
+    """Prefill a prompt without an answer, `at` that replica if it is up; returns the replica that did.
 
     `body` has the fields `model` and `cache_salt` for vLLM.
 
@@ -296,14 +295,14 @@ async def compute_ahead(
         ChunkweaveError, HttpError: vLLM did not compute it.
     """
     fleet = context.fleet
-    placed = await fleet.place(prepared, like=at, counted=False, tenant=tenant)
+    placed = await fleet.place(prepared, at=at, tenant=tenant)
     try:
-        whole = {**body, "temperature": 0, "stream": True, **_prompt(placed, 1, counts_as_request=False)}
+        whole = {**body, "temperature": 0, "stream": True, **_prompt(replace(prepared, counts_as_request=False), 1)}
         async with aclosing(placed.replica.upstream.complete(whole, uuid.uuid4().hex)) as stream:
             async for _ in stream:
                 pass
-        fleet.served(placed, None)
-        return placed
+        fleet.served(placed)
+        return placed.replica
     except (UpstreamLostError, UpstreamFailedError) as error:
         await _refuse_if_up(placed.replica, error)
         raise UpstreamLostError(str(error)) from error
@@ -321,24 +320,12 @@ async def _refuse_if_up(replica: Replica, error: UpstreamLostError | UpstreamFai
         raise failed_reply() from error
 
 
-def _prompt(placed: Placed, max_tokens: int, *, counts_as_request: bool = True) -> dict[str, Any]:
-    """The fields of a body that depend on the replica. `counts_as_request` is false for prefills ahead of a request."""
-    prompt: dict[str, Any] = {"prompt": list(placed.prompt.token_ids), "max_tokens": max_tokens}
-    prepared = placed.prepared
+def _prompt(prepared: PreparedRequest, max_tokens: int) -> dict[str, Any]:
+    """The fields of a body with the prompt and what the plug-in is told about it."""
+    prompt: dict[str, Any] = {"prompt": list(prepared.prompt.token_ids), "max_tokens": max_tokens}
     cache = prepared.request.cache
-    params = to_wire(
-        WeaveRequest(
-            placed.prompt,
-            prepared.choice,
-            prepared.kept,
-            counts_as_request,
-            placed.arranged.promotion or Promotion(),
-            prepared.raisable,
-            prepared.mean,
-            reads_only=cache is CacheUse.READ,
-        )
-    )
-    if params is not None and cache is not CacheUse.OFF:
+    params = None if cache is CacheUse.OFF else to_wire(prepared)
+    if params is not None:
         return {**prompt, "kv_transfer_params": {FIELD: params}}
     if cache is not CacheUse.USE or reuses_nothing(prepared.choice.made):
         # A new salt, so that vLLM's own prefix cache is not used.

@@ -11,6 +11,7 @@ from typing import Any
 from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
 from chunkweave.conversation.turns import TurnBuilder
 from chunkweave.models.gguf import is_bundled_reader
+from chunkweave.ordering.arrangement import COUNTS_FILE, Arranger
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.prompt.contexts import rule_of
@@ -119,7 +120,7 @@ class VllmBackend:
             self._parsers = Parsers(tools=True)  # only a response shows whether it has a tool parser
         shadowing = self._settings.shadow
         self.shadow = None if shadowing.every is None else ShadowMonitor(shadowing)
-        preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens, passages))
+        preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens, passages, fleet))
         shadow = None if self.shadow is None else VllmShadow(self.shadow, fleet)
         self._chats = ChatPrompts(preparer.builder, self.name, f"front:{self.name}")
         deadline_s = self._settings.batching.deadline_s
@@ -135,14 +136,14 @@ class VllmBackend:
             speculate=settings.speculate,
             order=preparer.order,
             reads_worlds_only=is_bundled_reader(self._flags.model),
-            reorders=fleet.replicas[0].arranger.reorders,
+            reorders=preparer.arranger.reorders,
         )
 
     async def stop(self) -> None:
         """Stop idle-time work and shadow checks, then the vLLM servers."""
         if self.fleet is not None:
             await self.cache.improving.close()
-            await in_thread(self.fleet.save_counts)
+            await in_thread(partial(self.context.preparer.save_counts, self._counts_file))
         if self.fleet is not None and self.context.shadow is not None:
             await self.context.shadow.close()
         for task in self._watching:
@@ -162,7 +163,9 @@ class VllmBackend:
         build = partial(self._chats.build, details_of(submission.body))
         prepared = await self._threads.run(
             submission.tenant,
-            lambda: preparer.prepare(submission.request, submission.method_request, build=build),
+            lambda: preparer.prepare(
+                submission.request, submission.method_request, speculative=speculative, build=build
+            ),
         )
         body = self._upstream_body(submission.body, prepared)
         parsing = self._parsing(submission.body)
@@ -305,7 +308,14 @@ class VllmBackend:
         flags = {name: self._flags.value(f"--{name.replace('_', '-')}") for name in ("revision", "chat_template")}
         return load_tokenizer(self._flags.tokenizer, flags)
 
-    def _preparer(self, tokenizer: TextTokenizer, most_tokens: int, passages: tuple[str, ...]) -> RequestPreparer:
+    @property
+    def _counts_file(self) -> Path | None:
+        folder = self._settings.store.cache_dir
+        return None if folder is None else folder / COUNTS_FILE
+
+    def _preparer(
+        self, tokenizer: TextTokenizer, most_tokens: int, passages: tuple[str, ...], fleet: Fleet
+    ) -> RequestPreparer:
         settings = self._settings
         usual = self._settings.requests
         builder = PromptBuilder(tokenizer, template_for(tokenizer), f"front:{self.name}")
@@ -316,17 +326,20 @@ class VllmBackend:
             dtype=self._flags.value("--dtype"),
             adapter=self._flags.adapter,
         )
-        return RequestPreparer(
+        preparer = RequestPreparer(
             builder,
             chooser,
             TurnBuilder(builder, deduplicate=settings.ordering.deduplicate),
             most_tokens,
+            Arranger(settings.ordering, fleet.sent.tree),
             passages=passages,
             neutral_tokens=settings.capture.neutral_tokens,
             rule=rule_of(settings.capture),
             order=ChunkOrder.parse(usual.order or ""),
             shadow=self.shadow,
         )
+        preparer.load_counts(self._counts_file)
+        return preparer
 
 
 async def _follow(upstream: Upstream, removals: FleetRemovals) -> None:

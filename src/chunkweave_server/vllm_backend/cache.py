@@ -101,8 +101,8 @@ class VllmCache:
         replica = next((replica for replica in self._context.fleet.replicas if replica.name == place), None)
         since_s = time.perf_counter()
         body = self._body(prepared.request.cache_salt)
-        placed = await compute_ahead(self._context, prepared, body, tenant=tenant, at=replica)
-        return placed.replica.name, time.perf_counter() - since_s
+        replica = await compute_ahead(self._context, prepared, body, tenant=tenant, at=replica)
+        return replica.name, time.perf_counter() - since_s
 
     async def settle(self, salt: str, parts: Sequence[PromptPart]) -> None:
         """Remove first passes from all replicas that are up."""
@@ -166,11 +166,7 @@ class VllmCache:
                     "running": replica.running,
                     "waiting": len(replica.queue),
                     "outstanding_tokens": replica.outstanding_tokens,
-                    "mirror_tokens": replica.contents.tokens,
-                    "mirror_budget_tokens": replica.contents.budget_tokens,
-                    "prompt_tokens": replica.prompt_tokens,
-                    "expected_tokens": replica.expected_tokens,
-                    "found_tokens": replica.found_tokens,
+                    "sent_tokens": replica.sent.tokens,
                     "answered": replica.served,
                 }
                 for replica in self._context.fleet.replicas
@@ -282,11 +278,11 @@ class _Warming:
             return
         while True:
             try:
-                placed = await compute_ahead(self._context, prepared, self._body, tenant=self._tenant, at=replica)
+                used = await compute_ahead(self._context, prepared, self._body, tenant=self._tenant, at=replica)
                 break
             except QueueFullError:
                 await asyncio.sleep(_POLL_S)
-        if placed.replica is not replica:
+        if used is not replica:
             raise UpstreamLostError(f"{replica.name} is gone")
         if prepared.mean is None:
             self._sent.add(first_pass)

@@ -5,21 +5,17 @@ import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
-from chunkweave.config import StoreConfig
 from chunkweave.conversation.prepare import PreparedRequest
-from chunkweave.ordering.arrangement import COUNTS_FILE, Arranged, Arranger
-from chunkweave.planning.adaptive_methods import promoted_length
+from chunkweave.conversation.weave_request import StoredPart
 from chunkweave.planning.method import reuses_nothing
-from chunkweave.planning.method_choice import MethodChoice
-from chunkweave.planning.plan import KVSource
-from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, is_neutral
-from chunkweave.scheduling.queue import FairQueue, TenantWeights, VirtualTime, Waiting, waiting_path
-from chunkweave.scheduling.routing import Candidate, ReplicaContents, Router
+from chunkweave.prompt.parts import PartKind, PromptPart, is_neutral
+from chunkweave.scheduling.queue import FairQueue, StoredTokens, TenantWeights, VirtualTime, Waiting, waiting_path
+from chunkweave.scheduling.routing import Candidate, Router, SentPaths
 from chunkweave.types import CacheUse, ChunkId
 from chunkweave_server.errors import HttpError
 from chunkweave_server.metrics import MetricSample
@@ -35,8 +31,8 @@ _BURST_TOKENS = 4096
 
 
 _POLL_S = 0.1
-_MIRROR_TOKENS = 2_000_000
-"""Assumed tokens of a replica's segment store, for queues and orderings; lowered by its reports."""
+_SENT_TOKENS = 2_000_000
+"""Assumed tokens of a replica's segment store, for queues and orderings."""
 
 
 class NoReplicaError(HttpError):
@@ -48,38 +44,15 @@ class NoReplicaError(HttpError):
 
 @dataclass(slots=True, eq=False)
 class Placed:
-    """A request placed on a replica, with its chunks in the best order for that replica.
-
-    `expected_tokens` are assumed to be cached there; `work_tokens` are the other tokens, including the answer's.
-    """
+    """A request placed on a replica. `work_tokens` are those assumed to be computed there, and the answer's."""
 
     replica: "Replica"
     prepared: PreparedRequest
-    arranged: Arranged
-    expected_tokens: int
     work_tokens: int
     released: asyncio.Future[None]
     tenant: str = ""
     waiting: Waiting[int] | None = None
     left: bool = False
-
-    @property
-    def prompt(self) -> Prompt:
-        """The prompt in the replica's order."""
-        return self.arranged.prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A replica's report on one prefill: the source of each part of the prompt (None: unknown).
-
-    `cached_tokens` had stored KV, some of which may have been recomputed. `store_tokens` is the capacity of its store,
-    if reported.
-    """
-
-    sources: Sequence[KVSource | None]
-    cached_tokens: int
-    store_tokens: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -87,23 +60,18 @@ class Replica:
     """State of one vLLM server, or of one of its data-parallel ranks.
 
     `running` requests are being computed there; `outstanding_tokens` also include those of its queue. `handed_through`
-    counts forwarded requests, which are not in these. Of the `prompt_tokens` of reported requests, `expected_tokens`
-    were assumed to be cached there, and `found_tokens` were cached.
+    counts forwarded requests, which are not in these. `sent` are the chunks that it is assumed to store.
     """
 
     name: str
     upstream: Upstream
-    contents: ReplicaContents
-    arranger: Arranger
+    sent: SentPaths
     queue: FairQueue[int]
     up: bool = False
     running: int = 0
     handed_through: int = 0
     outstanding_tokens: int = 0
     served: int = 0
-    prompt_tokens: int = 0
-    expected_tokens: int = 0
-    found_tokens: int = 0
     placed: dict[int, Placed] = field(default_factory=dict)
 
 
@@ -126,19 +94,15 @@ class Fleet:
     def __init__(self, upstreams: Sequence[Upstream], settings: Settings) -> None:
         """All replicas are down until `up` is called."""
         self._fleet, self._max_waiting = settings.fleet, settings.batching.max_waiting
-        self._store = settings.store
         self._router = Router(settings.fleet.routing)
         self._weights = TenantWeights.parse(settings.batching.tenant_weight)
         self._time = VirtualTime(self._weights, burst=_BURST_TOKENS)
         self._numbers = itertools.count()
         self.replicas = tuple(_replica(upstream, settings, self._time) for upstream in upstreams)
+        self.sent = SentPaths(_SENT_TOKENS)
+        """The chunks that were sent to any replica, for orderings."""
         self.on_idle: Callable[[], None] | None = None
         """Called when a request has left and no request runs or waits."""
-
-    def save_counts(self) -> None:
-        """Save the counts of requested chunks for the next start, if segments are kept in a folder, too."""
-        for replica in self.replicas:
-            replica.arranger.save(_counts_file(self._store, replica.name))
 
     @property
     def ready(self) -> bool:
@@ -159,7 +123,7 @@ class Fleet:
         """Mark the replicas of a server as up, and assume that they store nothing."""
         for replica in self._of(server):
             if not replica.up:
-                replica.contents.clear()
+                replica.sent.clear()
                 replica.up = True
                 self._release(replica)
 
@@ -187,8 +151,7 @@ class Fleet:
         prepared: PreparedRequest,
         *,
         avoid: Replica | None = None,
-        like: Placed | Replica | None = None,
-        counted: bool = True,
+        at: Replica | None = None,
         tenant: str = "",
         within_s: float | None = None,
     ) -> Placed:
@@ -197,9 +160,7 @@ class Fleet:
         Args:
             prepared: the request.
             avoid: a replica to use only if no other is up.
-            like: a speculative prefill, whose replica and order are used if that replica is still up; or a replica,
-                which gets the request in the prepared order.
-            counted: whether orderings count its chunks; false for speculative requests.
+            at: the replica to use if it is up, for example that of the speculative prefill.
             tenant: the tenant of the request.
             within_s: longest wait in the queue if another replica is up; None: no limit.
 
@@ -217,22 +178,16 @@ class Fleet:
             waiting.update({tenant_name: started.queue.waiting(tenant_name) for tenant_name in started.queue.tenants})
         self._weights.refuse_if_full(tenant, waiting, self._max_waiting)
         # Nothing is awaited between this choice and the queue: the state that it was made from does not change.
-        placed = self._choose(prepared, replicas, like)
-        placed.tenant = tenant
+        replica = at if at is not None and at in replicas else self._routed(prepared, replicas)
+        path = _path(prepared)
+        tokens = len(prepared.prompt)
+        work_tokens = tokens - StoredTokens(replica.sent).stored_tokens(path) + prepared.room
+        placed = Placed(replica, prepared, work_tokens, asyncio.get_running_loop().create_future(), tenant)
         number = next(self._numbers)
-        replica = placed.replica
-        path, _ = _reusable(placed.prompt, prepared.choice)
         replica.placed[number] = placed
-        replica.outstanding_tokens += placed.work_tokens
-        if counted:
-            replica.arranger.count(placed.prompt, free=placed.arranged.free, tenant=prepared.request.tenant)
+        replica.outstanding_tokens += work_tokens
         self._time.join(tenant)
-        queue = replica.queue.of(tenant)
-        placed.waiting = queue.submit(
-            number,
-            waiting_path(path, weaves=prepared.weaves, recomputed=prepared.choice.recomputed_share or 0.0),
-            len(placed.prompt),
-        )
+        placed.waiting = replica.queue.of(tenant).submit(number, path, tokens)
         self._release(replica)
         try:  # queued: from here on each exit without an answer must call `leave`
             async with asyncio.timeout(within_s if len(replicas) > 1 else None):
@@ -253,7 +208,7 @@ class Fleet:
         """
         replicas = self._up()
         alternatives = [replica for replica in replicas if replica is not avoid]
-        return self._choose(prepared, alternatives or replicas, None).replica
+        return self._routed(prepared, alternatives or replicas)
 
     async def until_another(self, failed: Replica | None, within_s: float) -> None:
         """Wait until a replica other than `failed` is up, or `failed` is healthy again; at most `within_s`."""
@@ -285,54 +240,24 @@ class Fleet:
         if not self.running and not self.waiting and self.on_idle is not None:
             self.on_idle()
 
-    def served(self, placed: Placed, outcome: Found | None) -> None:
-        """Note that a replica has prefilled a request, and so stores its chunks, unless the request keeps nothing.
-
-        `found` corrects the assumed contents of the replica's store, and its size; None: not reported.
-        """
-        if placed.prepared.request.cache is not CacheUse.USE:
+    def served(self, placed: Placed) -> None:
+        """Note that a replica has prefilled a request, and so stores its chunks, unless the request keeps nothing."""
+        prepared = placed.prepared
+        if prepared.request.cache is not CacheUse.USE:
             return
-        replica = placed.replica
-        weaves = placed.prepared.weaves
-        path, sizes = _stored(placed.prompt)
-        contents = replica.contents
-        if outcome is not None:
-            replica.prompt_tokens += len(placed.prompt)
-            replica.expected_tokens += placed.expected_tokens
-            replica.found_tokens += outcome.cached_tokens
-            if outcome.store_tokens is not None:
-                contents.resize(min(outcome.store_tokens, _MIRROR_TOKENS))
-            promotion = placed.arranged.promotion
-            continued = frozenset[ChunkId]() if promotion is None else promotion.continued
-            sources = zip(placed.prompt.parts, outcome.sources, strict=True)
-            stored = [None if part.id in continued else source for part, source in sources if part.id is not None]
-            contents.correct(path, sizes, stored, weaves=weaves)
-        if (
-            not weaves
-            and placed.arranged.promotion is not None
-            and (promoted := placed.arranged.promotion.kept) is not None
-        ):
-            head = sum(part.kind is PartKind.SYSTEM for part in placed.prompt.parts)
-            mirrored = contents.tree.match(path).nodes - head
-            length = head + promoted_length([chunk in promoted for chunk in path[head:]], max(0, mirrored))
-            path = path[:length]
-            sizes = sizes[:length]
-        contents.note(path, sizes, weaves=weaves)
+        for sent in (self.sent, placed.replica.sent):
+            parts = list(prepared.stored_parts())
+            if prepared.mean is None:
+                parts = prepared.kept_parts(partial(_is_exact, sent))
+            sent.note([part.id for part in parts], [len(part.span) for part in parts], weaves=prepared.weaves)
 
-    def _choose(self, prepared: PreparedRequest, replicas: Sequence[Replica], like: Placed | Replica | None) -> Placed:
-        replica = like.replica if isinstance(like, Placed) else like
-        if replica is None or replica not in replicas:
-            replica = self._routed(prepared, replicas)
-            like = None
-        if like is None:
-            tenant = prepared.request.tenant
-            arranged = replica.arranger.arrange(prepared.prompt, prepared.order, counted=False, tenant=tenant)
-        else:
-            arranged = like.arranged if isinstance(like, Placed) else prepared.arranged
-        path, sizes = _reusable(arranged.prompt, prepared.choice)
-        cached = replica.contents.cached_tokens(path, sizes, weaves=prepared.weaves)
-        work = len(arranged.prompt) - cached + prepared.room
-        return Placed(replica, prepared, arranged, cached, work, asyncio.get_running_loop().create_future())
+    def forget(self, replica: Replica, chunks: Iterable[ChunkId] | None) -> None:
+        """Note that a replica has removed chunks, or everything (None)."""
+        for sent in (self.sent, replica.sent):
+            if chunks is None:
+                sent.clear()
+            else:
+                sent.forget(chunks)
 
     def _routed(self, prepared: PreparedRequest, replicas: Sequence[Replica]) -> Replica:
         """The replica that routing chooses. All of them store the instruction and the neutral passages."""
@@ -364,30 +289,24 @@ class Fleet:
 
 
 def _replica(upstream: Upstream, settings: Settings, time: VirtualTime) -> Replica:
-    contents = ReplicaContents(_MIRROR_TOKENS)
-    queue: FairQueue[int] = FairQueue(contents, time, window=settings.batching.window)
-    arranger = Arranger(settings.ordering, contents.tree)
-    arranger.load(_counts_file(settings.store, upstream.name))
-    return Replica(upstream.name, upstream, contents, arranger, queue)
-
-
-def _counts_file(store: StoreConfig, replica: str) -> Path | None:
-    return None if store.cache_dir is None else store.cache_dir / f"{replica}-{COUNTS_FILE}"
+    sent = SentPaths(_SENT_TOKENS)
+    queue: FairQueue[int] = FairQueue(StoredTokens(sent), time, window=settings.batching.window)
+    return Replica(upstream.name, upstream, sent, queue)
 
 
 def _stored_everywhere(part: PromptPart) -> bool:
     return part.kind is PartKind.SYSTEM or (part.id is not None and is_neutral(part.id))
 
 
-def _stored(prompt: Prompt) -> tuple[list[ChunkId], list[int]]:
-    """Ids and sizes in tokens of the parts that a replica stores."""
-    stored = [(part.id, len(part)) for part in prompt.parts if part.id is not None]
-    return [chunk for chunk, _ in stored], [size for _, size in stored]
+def _path(prepared: PreparedRequest) -> tuple[ChunkId, ...]:
+    """The path of a prompt in the queue: the parts that its method may reuse."""
+    reusable = [] if reuses_nothing(prepared.choice.made) else prepared.prompt.parts
+    path = [part.id for part in reusable if part.id is not None]
+    return waiting_path(path, weaves=prepared.weaves, recomputed=prepared.choice.recomputed_share or 0.0)
 
 
-def _reusable(prompt: Prompt, choice: MethodChoice) -> tuple[list[ChunkId], list[int]]:
-    """The stored parts that the method may reuse."""
-    return ([], []) if reuses_nothing(choice.made) else _stored(prompt)
+def _is_exact(sent: SentPaths, part: StoredPart) -> bool:
+    return sent.tree.at((*part.context, part.id)) is not None
 
 
 def _failed(future: "asyncio.Future[None]") -> bool:
@@ -435,23 +354,13 @@ def fleet_samples(fleet: Fleet, processes: Sequence[VllmProcess], retries: int) 
             "Estimated tokens that it still has to compute.",
             lambda replica: replica.outstanding_tokens,
         ),
-        ("mirror_tokens", "Tokens assumed to be in its segment store.", lambda replica: replica.contents.tokens),
-        (
-            "mirror_budget_tokens",
-            "Assumed capacity of its segment store in tokens.",
-            lambda replica: replica.contents.budget_tokens,
-        ),
+        ("sent_tokens", "Tokens of the chunks that it is assumed to store.", lambda replica: replica.sent.tokens),
     ):
         values = {replica.name: float(value(replica)) for replica in fleet.replicas}
         yield MetricSample(f"replica_{name}", meaning, values, "replica")
-    for name, meaning, value in (
-        ("requests", "Requests with documents that it has answered.", lambda replica: replica.served),
-        ("prompt_tokens", "Prompt tokens of reported requests.", lambda replica: replica.prompt_tokens),
-        ("expected_tokens", "Of these, tokens assumed to be cached there.", lambda replica: replica.expected_tokens),
-        ("found_tokens", "Of these, tokens that were cached.", lambda replica: replica.found_tokens),
-    ):
-        values = {replica.name: float(value(replica)) for replica in fleet.replicas}
-        yield MetricSample(f"replica_{name}", meaning, values, "replica", counter=True)
+    answered = {replica.name: float(replica.served) for replica in fleet.replicas}
+    meaning = "Requests with documents that it has answered."
+    yield MetricSample("replica_requests", meaning, answered, "replica", counter=True)
     if restarts := {process.name: process.restarts for process in processes}:
         yield MetricSample("replica_restarts", "Restarts of the replica's process.", restarts, "replica", counter=True)
     yield MetricSample("request_retries", "Requests that were sent to vLLM a second time.", {"": retries}, counter=True)

@@ -244,7 +244,7 @@ class FleetRemovals:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def remove(self, removal: Removal, ids: Collection[ChunkId] = ()) -> int:
-        """Remove segments from all replicas, and `ids` (for `EVERYTHING`: all) from their assumed contents.
+        """Remove segments from all replicas, and `ids` (for `EVERYTHING`: all) from what is assumed to be there.
 
         Returns the number of removed copies.
 
@@ -281,10 +281,7 @@ class FleetRemovals:
             if server in self._answering:
                 self.up(server)
             return None
-        if removal == EVERYTHING:
-            replica.contents.clear()
-        else:
-            replica.contents.forget(list(ids))
+        self._fleet.forget(replica, None if removal == EVERYTHING else ids)
         return removed
 
     async def _catch_up(self, server: str) -> None:

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from chunkweave.conversation.answer import Durations, PartSource, build_report
+from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method_choice import FIELD
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt
 from chunkweave.types import Span
-from chunkweave.vllm.report_socket import STORE_TOKENS
-from chunkweave_server.vllm_backend.fleet import Found, Placed
 
 logger = logging.getLogger(__name__)
 
@@ -174,8 +173,8 @@ _UNKNOWN = ("lookup_s", "load_s", "weave_s", "prefill_flops", "full_prefill_flop
 """Fields of our own engine's report that are unknown outside vLLM."""
 
 
-_NOT_SHOWN = ("recomputed", "kv_sources", "reasons", "contexts", STORE_TOKENS)
-"""Fields of the plug-in's report that answers leave out: positions, parts (answers list chunks), and its store."""
+_NOT_SHOWN = ("recomputed", "kv_sources", "reasons", "contexts")
+"""Fields of the plug-in's report that answers leave out: positions, and parts (answers list chunks)."""
 
 _OF_CHUNK = ("source", "kv_source", "tokens", "recomputed_tokens", "rank", "reasons", "contexts")
 
@@ -204,49 +203,28 @@ def cached_tokens(report: ReuseReport, reported: Report | None) -> int:
     return max(report.prefix_exact_tokens + report.reused_tokens, local)
 
 
-def what_was_found(placed: Placed, report: ReuseReport, reported: Report | None) -> Found:
-    """What a report reveals about its replica's store.
-
-    The source of a part is that of its first token: vLLM reuses whole blocks and computes the rest of a part after the
-    last block. Without a report only vLLM's own count of cached tokens is known; in a woven prompt their positions are
-    not.
-    """
-    cached = report.prefix_exact_tokens
-    if reported is None and placed.prepared.weaves and cached:
-        return Found([None] * len(placed.prompt.parts), cached)
-    fields = reported if _counted(reported) else _of_vllm(placed.prompt, cached)
-    spans = fields.get("kv_sources") or {}
-    sources = [_source_of(Span(span.start, span.start + 1), spans) for span in placed.prompt.spans()]
-    room = (reported or {}).get(STORE_TOKENS)
-    return Found(
-        [KVSource(source) if source else None for source in sources],
-        cached_tokens(report, reported) + report.recomputed_tokens,
-        None if room is None else int(room),
-    )
-
-
 def reuse_report(
-    placed: Placed, reported: Report | None, usage: Mapping[str, Any], durations: Durations, new_tokens: int
+    prepared: PreparedRequest, reported: Report | None, usage: Mapping[str, Any], durations: Durations, new_tokens: int
 ) -> ReuseReport:
     """The reuse report of an answer, from the plug-in's report (None: none), vLLM's `usage`, and measured times."""
-    choice = placed.prepared.choice
+    choice = prepared.choice
     fields = reported if _counted(reported) else {}
     details = usage.get("prompt_tokens_details") or {}
     local_tokens = int(details.get("cached_tokens") or 0)
-    exact, reused, recomputed, computed = tokens_by_source(reported, len(placed.prompt), local_tokens)
+    exact, reused, recomputed, computed = tokens_by_source(reported, len(prepared.prompt), local_tokens)
     if not fields:
-        fields = _of_vllm(placed.prompt, exact)
+        fields = _of_vllm(prepared.prompt, exact)
     spans = fields.get("kv_sources") or {}
     reasons = {start: dict(reasons_of_part) for start, reasons_of_part in fields.get("reasons") or ()}
     contexts = {start: int(count) for start, count in fields.get("contexts") or ()}
     sources = [
         PartSource(_source_of(span, spans), reasons=reasons.get(span.start, {}), contexts=contexts.get(span.start, 0))
-        for span in placed.prompt.spans()
+        for span in prepared.prompt.spans()
     ]
     return build_report(
-        placed.arranged,
+        prepared.arranged,
         choice,
-        placed.prepared.not_sent,
+        prepared.not_sent,
         sources,
         sorted(fields.get("recomputed") or ()),
         durations,
@@ -280,9 +258,9 @@ def _source_of(part: Span, sources: Mapping[str, Sequence[Sequence[int]]]) -> st
     return str(next(matching, ""))
 
 
-def shown_report(placed: Placed, report: ReuseReport, reported: Report | None) -> dict[str, Any]:
+def shown_report(report: ReuseReport, reported: Report | None) -> dict[str, Any]:
     """The report in an answer: fields of the server's report and of the plug-in's, without lists of positions."""
     ours = {name: value for name, value in report.as_dict().items() if name not in _UNKNOWN}
     also = {name: value for name, value in (reported or {}).items() if name not in ours and name not in _NOT_SHOWN}
     chunks = [{name: getattr(chunk, name) for name in _OF_CHUNK} for chunk in report.chunks if chunk.rank is not None]
-    return {**ours, **also, "chunks": chunks, "replica": placed.replica.name}
+    return {**ours, **also, "chunks": chunks}

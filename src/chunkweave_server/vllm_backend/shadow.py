@@ -11,9 +11,10 @@ from typing import Any
 
 from chunkweave.conversation.answer import Choice, WholeChoices
 from chunkweave.errors import ChunkweaveError
+from chunkweave.prompt.parts import Prompt
 from chunkweave.scheduling.shadow import Divergence, ShadowMonitor
 from chunkweave_server.errors import HttpError
-from chunkweave_server.vllm_backend.fleet import Fleet, Placed
+from chunkweave_server.vllm_backend.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class VllmShadow:
         """Whether checks are running or pending."""
         return bool(self._pending) or (self._task is not None and not self._task.done())
 
-    def offer(self, placed: Placed, body: Mapping[str, Any], choice: Choice) -> None:
+    def offer(self, prompt: Prompt, body: Mapping[str, Any], choice: Choice) -> None:
         """Count a woven answer, and queue it for a check if it is one in N. Drops it if the queue is full."""
         config = self.monitor.config
         tops = (choice.get("logprobs") or {}).get("top_logprobs") or []
@@ -70,7 +71,7 @@ class VllmShadow:
             return
         greedy = body.get("temperature") == 0
         tokens = tuple(choice["token_ids"][: config.compared_tokens]) if greedy else ()
-        self._pending.append(_Woven(placed.prompt.token_ids, tops[0], tokens, body))
+        self._pending.append(_Woven(prompt.token_ids, tops[0], tokens, body))
 
     async def close(self) -> None:
         """Drop pending checks and stop the running one."""
