@@ -721,8 +721,8 @@ def check_limits(body: CompletionBody, limits: LimitSettings, *, calibrated: boo
         message = "this model was not calibrated: give quality 'exact' or a method"
         raise HttpError(400, message, param="chunkweave.quality", code="not_calibrated")
     most = limits.max_answer_tokens
-    wanted = body.answer_tokens
-    return min(limits.default_answer_tokens if wanted is None else wanted, most)
+    wanted_tokens = body.answer_tokens
+    return min(limits.default_answer_tokens if wanted_tokens is None else wanted_tokens, most)
 
 
 def check_documents(count: int, limits: LimitSettings) -> None:

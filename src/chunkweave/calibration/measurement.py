@@ -166,8 +166,8 @@ def measure(
             runs.append(
                 compare([way], group, exact=FLOOR, skip=skip, progress=sums.part(len(measured) * len(way.labels)))
             )
-        for samples in zip(*runs, strict=True):
-            yield dict(zip(groups, samples, strict=True))
+        for samples_of_question in zip(*runs, strict=True):
+            yield dict(zip(groups, samples_of_question, strict=True))
 
 
 class _Sums:

@@ -122,9 +122,9 @@ def ask(
     ordering = replace(ordering, continuation_threshold=None)  # a command counts only its own few questions
     engine_options = how.options(store=store, ordering=ordering)
     order = ChunkOrder.parse(defaults.order or ChunkOrder.FIXED)
-    paths, questions_asked = _documents_first(documents.docs or [], questions)
+    paths, question_texts = _documents_first(documents.docs or [], questions)
     about.check(paths)
-    retrieved_chunks = [] if corpus is None else retrieve(corpus, questions_asked, top_k)
+    retrieved_chunks = [] if corpus is None else retrieve(corpus, question_texts, top_k)
     read = documents.read(paths)
     from chunkweave.prompt.request import Request
 
@@ -134,18 +134,18 @@ def ask(
         base = Request("", (), about.answers.system, sampling, order=order)
         room = Room.of(engine, base)
         if corpus is None:
-            over = over_documents(room, documents, read, questions_asked, top_k)
+            over = over_documents(room, documents, read, question_texts, top_k)
         else:
-            over = over_found(room, questions_asked, retrieved_chunks, top_k)
+            over = over_found(room, question_texts, retrieved_chunks, top_k)
         every = list(dict.fromkeys(chunk for source in over for chunk in source.chunks))
         warn_if_unreadable(engine, model, every)
         if precompute:
             precompute_chunks(engine, every)
         answers = [
             answer_aloud(engine, replace(base, question=question, chunks=source.chunks), output, explain=explain)
-            for question, source in zip(questions_asked, over, strict=True)
+            for question, source in zip(question_texts, over, strict=True)
         ]
-    answer_dicts = [answer_dict(question, answer) for question, answer in zip(questions_asked, answers, strict=True)]
+    answer_dicts = [answer_dict(question, answer) for question, answer in zip(question_texts, answers, strict=True)]
     for fields, source in zip(answer_dicts, over, strict=True):
         if source.retrieved is not None:
             fields["retrieved"] = [chunk.as_dict() for chunk in source.retrieved]

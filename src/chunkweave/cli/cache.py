@@ -69,8 +69,8 @@ class CacheFolder:
         """
         chosen = [name for name in self.fingerprints if name.startswith(fingerprint or "")]
         if fingerprint is not None and not chosen:
-            available = ", ".join(self.fingerprints) or "none"
-            raise UsageError(f"no fingerprint {fingerprint!r} in {self.root}; there are: {available}")
+            listed = ", ".join(self.fingerprints) or "none"
+            raise UsageError(f"no fingerprint {fingerprint!r} in {self.root}; there are: {listed}")
         return chosen
 
     def tiers(self, fingerprint: str | None = None) -> Iterator["DiskTier"]:

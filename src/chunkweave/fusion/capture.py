@@ -400,7 +400,7 @@ class QuestionWatch:
         Both are after RoPE; a query sees the `window` keys up to its own (None: all). `scores` is the layer's rule.
         """
         watch = self.watch
-        combined = self._meter(window).combined(
+        layer_attention = self._meter(window).combined(
             queries,
             keys,
             over_heads=watch.over_heads,
@@ -409,9 +409,9 @@ class QuestionWatch:
             ranks=self._ranks,
         )
         if watch.over_layers is Combine.MAX:
-            self.attention = torch.maximum(self.attention, combined)
+            self.attention = torch.maximum(self.attention, layer_attention)
         else:
-            self.attention += combined
+            self.attention += layer_attention
 
 
 class FocusWatch:

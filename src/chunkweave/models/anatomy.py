@@ -66,7 +66,7 @@ class Anatomy:
     @property
     def differs(self) -> str:
         """Differences from Llama's layers, in words."""
-        fields = {
+        applies_by_difference = {
             "no norms before attention and MLP": not self.before_attention,
             "norms behind attention and MLP": bool(self.behind_attention),
             "the MLP beside the attention": self.parallel,
@@ -80,7 +80,7 @@ class Anatomy:
             "scaled logits": bool(self.logit_scale),
             "scaled embeddings, residuals and logits": self.multiplied,
         }
-        return ", ".join(words for words, so in fields.items() if so)
+        return ", ".join(words for words, applies in applies_by_difference.items() if applies)
 
     @property
     def norms(self) -> tuple[str, ...]:

@@ -473,11 +473,11 @@ def check_modules(model: nn.Module) -> None:
 
 
 def _check_children(where: str, module: nn.Module, wanted: set[str], optional: set[str]) -> None:
-    children = {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
-    missing = wanted - children
-    unknown = children - wanted - optional
+    child_names = {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
+    missing = wanted - child_names
+    unknown = child_names - wanted - optional
     if missing or unknown:
-        raise _refusal(where, f"modules {sorted(children)}", f"missing {sorted(missing)}, unknown {sorted(unknown)}")
+        raise _refusal(where, f"modules {sorted(child_names)}", f"missing {sorted(missing)}, unknown {sorted(unknown)}")
 
 
 def geometry_of(config: Any) -> Geometry:

@@ -227,19 +227,19 @@ def attend(
     if not parts:
         if splits == 1:
             return Attended(out[0].flatten(1), log_sum_exp[0])
-        combined_states, total = combined(out, log_sum_exp, states.dtype)
-        return Attended(combined_states.flatten(1), total)
+        attended_states, total = combined(out, log_sum_exp, states.dtype)
+        return Attended(attended_states.flatten(1), total)
     if splits == 1:
-        combined_states = out[0]
+        attended_states = out[0]
         total = log_sum_exp[0]
         share = None
     else:  # combine the softmaxes over key splits, each weighted by its share of the sum
         total = torch.logsumexp(log_sum_exp, 0)
         share = torch.exp(log_sum_exp - total)[..., None]
-        combined_states = (out * share).sum(0)
+        attended_states = (out * share).sum(0)
     by_part = mass[0] if share is None else (mass * share).sum(0)
     own = own[0] if share is None else (own * share[..., 0]).sum(0)
-    return Attended(combined_states.to(states.dtype).flatten(1), total, by_part[..., : places.parts], own)
+    return Attended(attended_states.to(states.dtype).flatten(1), total, by_part[..., : places.parts], own)
 
 
 @cache

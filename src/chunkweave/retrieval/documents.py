@@ -80,7 +80,7 @@ def nested_too_deeply(metadata: Any) -> bool:
     """Whether lists and objects are nested more than `MOST_LEVELS` deep."""
     level = [metadata]
     for _ in range(MOST_LEVELS + 1):
-        inside = [value.values() if isinstance(value, Mapping) else value for value in level]
+        inside = [container.values() if isinstance(container, Mapping) else container for container in level]
         level = [value for values in inside for value in values if isinstance(value, Mapping | list | tuple)]
     return bool(level)
 

@@ -56,7 +56,9 @@ def without_repeated(reads: Iterable[FileRead]) -> list[FileRead]:
     seen: set[str] = set()
     distinct = []
     for read in reads:
-        new = tuple({entry.id: entry for entry in reversed(read.documents) if entry.id not in seen}.values())[::-1]
+        new = tuple(
+            {document.id: document for document in reversed(read.documents) if document.id not in seen}.values()
+        )[::-1]
         if repeated := len(read.documents) - len(new):
             why = f"the id of {repeated} is that of another document"
             lines = (*read.lines_left_out, why)

@@ -237,9 +237,9 @@ class SegmentStore(Generic[PayloadT]):
         for record in self._finder.find(unknown):
             if record.id in unknown and _is_sound(record):
                 with self._changing():
-                    is_stored = record.id in self._index.records or record.id in self._claims
+                    is_known = record.id in self._index.records or record.id in self._claims
                     fits = self._taken_bytes() + record.nbytes <= self.budget_bytes
-                    if fits and not is_stored and not self._is_left(record.id):
+                    if fits and not is_known and not self._is_left(record.id):
                         self._index.add(record)
 
     def lease(self, wanted: PromptLookup | Iterable[SegmentId]) -> Lease:

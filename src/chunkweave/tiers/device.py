@@ -81,8 +81,9 @@ class CudaStreams(Streams):
 
     def computing(self) -> AbstractContextManager[object]:
         """The stream set by `computes_here`; before the first call this thread's own."""
-        on_stream = nullcontext() if self._computing is None else torch.cuda.stream(self._computing)
-        context: AbstractContextManager[object] = on_stream
+        if self._computing is None:
+            return nullcontext()
+        context: AbstractContextManager[object] = torch.cuda.stream(self._computing)
         return context
 
     def computes_here(self) -> None:

@@ -364,9 +364,9 @@ class LayerLoader:
     def drop_sent(self, segment: LoadingSegment) -> None:
         """Free the copies of a segment on the device, and send no more of it."""
         with self._sending:
-            layers_of_segment = [(segment, layer) for layer in range(self._num_layers)]
-            self._used.update(layers_of_segment)
-            for key in layers_of_segment:
+            keys_of_segment = [(segment, layer) for layer in range(self._num_layers)]
+            self._used.update(keys_of_segment)
+            for key in keys_of_segment:
                 copied = self._sent.pop(key, None)
                 if copied is not None:
                     self._staging.give_back(copied.leave())

@@ -206,11 +206,11 @@ def checked_layers(model: Any, config: VllmConfig, kv_cache_config: KVCacheConfi
     text = language_model_of(model)
     architecture = architecture_of(type(text).__name__, config.model_config.hf_text_config)
     attentions = [getattr(layer, architecture.attention).attn for layer in text.model.layers] if architecture else []
-    allocated = _allocated_bytes(torch.device(config.device_config.device))
+    bytes_before = _allocated_bytes(torch.device(config.device_config.device))
     with narrowed(attentions, _TOKENS // 2):
         tried = StockLayers(model, config, kv_cache_config)
         _check(tried)
-        kept_bytes = _allocated_bytes(tried.device) - allocated
+        kept_bytes = _allocated_bytes(tried.device) - bytes_before
     return StockLayers(model, config, kv_cache_config), kept_bytes
 
 

@@ -208,9 +208,9 @@ class ConnectorWorker:
         for request_id in orders.cancelled:
             if self._queue.remove(request_id):
                 self._arrived.add(request_id)
-        work_left = inf if orders.idle else self._step_work
-        while work_left > 0 and (weave := self._queue.next()) is not None:
-            work_left -= self._weave(weave, work_left)
+        token_layers_left = inf if orders.idle else self._step_work
+        while token_layers_left > 0 and (weave := self._queue.next()) is not None:
+            token_layers_left -= self._weave(weave, token_layers_left)
             if orders.idle and self._arrived:
                 return  # vLLM answers it before the others are woven
 
