@@ -38,7 +38,7 @@ def test_a_reordered_prompt_is_computed_as_in_full_prefill_of_that_order(model, 
             stood = [chunks[rank] for _, rank in sorted(prepared.arranged.ranks.items())]
             prompt = reference.builder.build(QUESTION, stood)
             assert prompt == prepared.prompt
-            own = reference.runner.prefill(prompt, reference.preparer.prepare(request, MethodRequest()).method)
+            own = reference.runner.prefill(prompt, reference.preparer.prepare(request, MethodRequest()).reuse_method)
             torch.testing.assert_close(prefilled.logits, own.logits, atol=2e-4, rtol=1e-4)
         engine.store.check()
         engine.store.tree.check()

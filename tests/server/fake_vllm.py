@@ -15,7 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from chunkweave.conversation.answer import PartReport, PrefillReport
 from chunkweave.planning.method_choice import MethodChooser, MethodRequest
+from chunkweave.planning.plan import KVSource
+from chunkweave.types import Span, spans_of
 from chunkweave.vllm.report_socket import ReportSender
 
 CONTEXT = 2048
@@ -242,35 +245,36 @@ class FakeVllm:
         local = 0 if found or choice.method == "full" else self.cached
         reused = sum(len(ids) for _, ids in found)
         places = [span for chunk, span in zip(chunks, spans, strict=True) if chunk in found]
-        missing = [span for chunk, span in zip(chunks, spans, strict=True) if chunk not in found]
         again = math.ceil(choice.parameters.get("recompute_ratio", choice.parameters.get("alpha", 0.0) / 4) * reused)
-        report: dict[str, Any] = {
+        positions = [position for start, stop in places for position in range(start, stop)]
+        computed = sorted(set(range(local, total)).difference(positions))
+        scored = {"cfo": 0.25, "generation": 1} if "alpha" in choice.parameters else {}
+        report = PrefillReport(
+            {
+                KVSource.EXACT: [Span(0, local)],
+                KVSource.REUSED: [Span(*span) for span in places],
+                KVSource.COMPUTED: spans_of(computed),
+            },
+            positions[:again],
+            again,
+            0.2 if found else 0.0,
+            choice.parameters,
+            choice.parameters.get("check_layers", []) if found else [],
+            3 if found and choice.parameters.get("focus") else None,
+            {"host": reused} if found else {"vllm": local - params["start_tokens"]} if local else {},
+            local,
+            {
+                span[0]: PartReport(reasons=scored, contexts=contexts.get(chunk, 0))
+                for chunk, span in zip(chunks, spans, strict=True)
+                if chunk in found
+            },
+        )
+        fields = {
             "method": choice.method,
             "effective_method": choice.method if found else "prefix" if local else "full",
-            "prompt_tokens": total,
-            "prefix_exact_tokens": local,
-            "reused_tokens": reused - again,
-            "recomputed_tokens": again,
-            "computed_tokens": total - reused - local,
-            "engine_cached_tokens": local,
-            "local_tokens": local,
-            "recomputed": list(range(again)),
-            "kv_sources": {"reused": places, "computed": missing if found else [[local, total]]},
-            "hits": {"host": reused} if found else {"vllm": local - params["start_tokens"]} if local else {},
+            **report.as_dict(),
         }
-        if found:
-            report |= {
-                "recompute_fraction": 0.2,
-                "check_layers": choice.parameters.get("check_layers", []),
-                "stopped_at_layer": 3 if choice.parameters.get("focus") else None,
-                "reasons": [[start, {"cfo": 0.25, "generation": 1}] for start, _ in places]
-                if "alpha" in choice.parameters
-                else [],
-                "contexts": [
-                    [span[0], contexts[one]] for one, span in zip(chunks, spans, strict=True) if one in contexts
-                ],
-            }
-        self._sender.send(f"cmpl-{request_id}-0-ab12cd34", {"chunkweave": report})
+        self._sender.send(f"cmpl-{request_id}-0-ab12cd34", {"chunkweave": fields})
 
     def _take(self, share: dict[str, Any], chunks: list[Key]) -> None:
         *before, last = chunks

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,13 +15,16 @@ from pathlib import Path
 import pytest
 
 from chunkweave.config import Backend
+from chunkweave.conversation.answer import PartReport, PrefillReport
 from chunkweave.errors import ChunkweaveError, UsageError
 from chunkweave.models.adapters import Adapter, read_adapter
+from chunkweave.planning.plan import KVSource
+from chunkweave.types import spans_of
 from chunkweave.vllm.report_socket import CountsSender, ReportSender
 from chunkweave_server.settings import FleetSettings, resolve
 from chunkweave_server.vllm_backend.fleet import labelled
 from chunkweave_server.vllm_backend.process import VllmFlags, VllmProcess, VllmStartError
-from chunkweave_server.vllm_backend.reports import ReportInbox, tokens_by_source
+from chunkweave_server.vllm_backend.reports import ReportInbox
 from chunkweave_server.vllm_backend.shadow import compare
 
 ID = "0123456789abcdef" * 2
@@ -162,13 +166,39 @@ def test_divergence_of_the_likeliest_tokens():
     assert compare({"a": -0.1}, {"b": -0.1}, [], []).kl > 1
 
 
-def test_tokens_by_source_sum_to_the_prompt():
-    woven = {"prefix_exact_tokens": 5, "reused_tokens": 3, "recomputed_tokens": 1, "computed_tokens": 1}
-    for report in (None, {"error": "chunks must be a list"}, woven):
-        sources = tokens_by_source(report, 10, 2)
-        assert len(sources) == 4
-        assert sum(sources) == 10
-    assert tokens_by_source(None, 10, 2)[0] == 2
+def drawn_report(rng: random.Random) -> PrefillReport:
+    tokens = rng.randint(10, 60)
+    source_of = [rng.choice(list(KVSource)) for _ in range(tokens)]
+    spans = {source: spans_of(at for at in range(tokens) if source_of[at] is source) for source in KVSource}
+    reused = [at for at in range(tokens) if source_of[at] is KVSource.REUSED]
+    recomputed = sorted(rng.sample(reused, rng.randint(0, len(reused))))
+    return PrefillReport(
+        spans,
+        recomputed,
+        len(recomputed),
+        rng.random(),
+        {"recompute_ratio": 0.3},
+        tuple(rng.sample(range(8), 2)),
+        rng.choice([None, 3]),
+        {"host": 12, "vllm": 4},
+        rng.randint(0, tokens),
+        {0: PartReport(reasons={"cfo": 0.5}, contexts=2), 7: PartReport(contexts=1), 9: PartReport(reasons={"cci": 1})},
+    )
+
+
+def test_a_report_is_read_as_it_was_sent_and_its_tokens_sum_to_the_prompt():
+    rng = random.Random(5)
+    for _ in range(300):
+        report = drawn_report(rng)
+        fields = json.loads(json.dumps(report.as_dict()))
+        assert PrefillReport.from_dict(fields).as_dict() == fields
+        short = {name: value for name, value in fields.items() if not isinstance(value, list)}
+        assert PrefillReport.from_dict(short).cached_tokens == report.cached_tokens, "too long to be sent whole"
+        first, stop = sorted((rng.randint(0, fields["prompt_tokens"]), rng.randint(0, fields["prompt_tokens"])))
+        for told in (report, report.clipped(first, stop, fields["prompt_tokens"])):
+            counts = told.as_dict()
+            names = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+            assert sum(counts[name] for name in names) == counts["prompt_tokens"] == fields["prompt_tokens"]
 
 
 async def opened(folder: Path) -> tuple[ReportInbox, ReportSender]:

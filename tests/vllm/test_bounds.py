@@ -2,6 +2,9 @@
 
 import pytest
 
+from chunkweave.conversation.answer import PrefillReport
+from chunkweave.planning.plan import KVSource
+from chunkweave.types import Span
 from chunkweave.vllm import scheduler
 from chunkweave.vllm.orders import StepResults
 from chunkweave.vllm.scheduler import ConnectorScheduler
@@ -19,9 +22,9 @@ def answered(side: ConnectorScheduler, number: int, recomputed: int) -> None:
     stored_chunks(side, 0, 1, 2, ids=ids_of(number), exact=False)
     request = by("cacheblend", ids=ids_of(number))
     woven(side, request)
-    spans = {"prefix-exact": [[0, 1]], "reused": [[1, 121]], "computed": [[121, 131]]}
-    report = {"method": "cacheblend", "prompt_tokens": 131, "computed_tokens": 10, "kv_sources": spans}
-    side.note(StepResults(reports={request.request_id: {**report, "recomputed": list(range(recomputed))}}), set())
+    spans = {KVSource.EXACT: [Span(0, 1)], KVSource.REUSED: [Span(1, 121)], KVSource.COMPUTED: [Span(121, 131)]}
+    report = PrefillReport(spans, range(1, 1 + recomputed), recomputed)
+    side.note(StepResults(reports={request.request_id: report}), set())
     side.finished(request)
 
 

@@ -12,8 +12,11 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
 
+from chunkweave.conversation.answer import PrefillReport
 from chunkweave.conversation.weave_request import WeaveRequest
+from chunkweave.planning.plan import KVSource
 from chunkweave.store.records import segment_id
+from chunkweave.types import Span
 from chunkweave.vllm.orders import Holdings, StepResults
 from chunkweave.vllm.removal import Removed
 from chunkweave.vllm.request import Defaults, from_wire
@@ -463,9 +466,12 @@ def test_the_workers_report_is_the_answers(side):
     stored_chunks(side, 0)
     request = FakeRequest(CHUNKS)
     woven(side, request)
-    side.note(StepResults(reports={"a": {"method": "epic"}, "gone": {}}), {"a"})
-    side.note(StepResults(reports={"a": {"method": "epic", "after": "preemption"}}), {"a"})
-    assert side.finished(request)[1] == {"chunkweave": {"method": "epic"}}
+    first = PrefillReport({KVSource.REUSED: [Span(0, 131)]}, [4, 5], 2)
+    side.note(StepResults(reports={"a": first, "gone": PrefillReport({})}), {"a"})
+    side.note(StepResults(reports={"a": PrefillReport({}, local_tokens=9)}), {"a"})  # after preemption
+    report = side.finished(request)[1]["chunkweave"]
+    assert report.items() >= first.as_dict().items()
+    assert report["method"] == report["effective_method"]
 
 
 def test_woven_blocks_of_vllms_own_cache_are_reported_as_what_they_are(side):
@@ -473,19 +479,14 @@ def test_woven_blocks_of_vllms_own_cache_are_reported_as_what_they_are(side):
     stored_chunks(side, 0, 2, exact=False)
     first = by("cacheblend")
     woven(side, first)
-    report = {
-        "method": "cacheblend",
-        "prompt_tokens": 131,
-        "prefix_exact_tokens": 0,
-        "reused_tokens": 60,
-        "recomputed_tokens": 10,
-        "computed_tokens": 61,
-        "local_tokens": 0,
-        "recomputed": list(range(91, 101)),
-        "kv_sources": {"reused": [[1, 41], [91, 121]], "computed": [[0, 1], [41, 91], [121, 131]]},
+    spans = {
+        KVSource.REUSED: [Span(1, 41), Span(91, 121)],
+        KVSource.COMPUTED: [Span(0, 1), Span(41, 91), Span(121, 131)],
     }
-    side.note(StepResults(reports={"a": report}), {"a"})
-    assert side.finished(first)[1]["chunkweave"] == report
+    woven_report = PrefillReport(spans, range(91, 101), 10, 0.2, {"recompute_ratio": 0.2}, [1], 3)
+    side.note(StepResults(reports={"a": woven_report}), {"a"})
+    report = side.finished(first)[1]["chunkweave"]
+    assert report.items() >= woven_report.as_dict().items()
 
     again = by("cacheblend", name="b", ids=[*IDS, 7, 8])
     begun(side, again, 128)
@@ -513,7 +514,7 @@ def test_ending_a_request_calls_its_weave_off_only_while_it_runs(side):
     side.finished(running)
     side.finished(arrived)
     assert side.orders(step()).cancelled == ["a"]
-    side.note(StepResults(reports={"a": {}}, failed={"a"}), {"a"})  # too late, without effect
+    side.note(StepResults(reports={"a": PrefillReport({})}, failed={"a"}), {"a"})  # too late, without effect
     assert not side._requests
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from chunkweave.conversation.answer import PrefillReport
 from chunkweave.prompt.parts import chunk_id
 from chunkweave.store.records import Mark, marked
 from chunkweave.vllm.inventory import inventory_params
@@ -83,8 +84,8 @@ def test_a_removal_concerns_it_from_its_arrival_on(side):
 def test_its_report_is_not_kept_for_blocks_that_no_request_finds(side):
     one = share()
     woven(side, one)
-    side.note(StepResults(reports={"a": {"recomputed": [], "kv_sources": {}}}, copies=Counter()), {"a"})
-    assert side.finished(one)[1] == {"chunkweave": {"recomputed": [], "kv_sources": {}}}
+    side.note(StepResults(reports={"a": PrefillReport({}, local_tokens=7)}, copies=Counter()), {"a"})
+    assert side.finished(one)[1]["chunkweave"]["local_tokens"] == 7
     assert not side._reports
 
 

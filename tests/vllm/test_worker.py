@@ -367,7 +367,7 @@ def test_blocks_of_a_preempted_request_are_copied_before_others_get_them(side):
 def test_what_a_weave_needs_is_copied_before_it(side):
     saved(side, "a", 7)
     side.begin(StepOrders())
-    assert weave(side, order("b", request("full-reuse"))).reports["b"]["computed_tokens"] == 5
+    assert weave(side, order("b", request("full-reuse"))).reports["b"].as_dict()["computed_tokens"] == 5
 
 
 @pytest.mark.parametrize("forgotten", ["other segments", "too many positions"])
@@ -431,17 +431,16 @@ def test_what_lies_in_exact_blocks_of_vllms_own_cache_is_stored_and_counted(side
     results = weave(side, order("a", request("prefix", capture=True), local, exact=40))
     assert stored_paths(side) == {"system", "first", "last"}
     assert all(record.exact for record in side._store.records())
-    report = results.reports["a"]
+    report = results.reports["a"].as_dict()
     assert [report[name] for name in COUNTS] == [local, 0, 0, 40 - local]
     assert report["engine_cached_tokens"] == report["local_tokens"] == local
-    assert (report["method"], report["effective_method"]) == ("prefix", "prefix" if local else "full")
     assert report["hits"] == ({"vllm": local} if local else {})
 
 
 def test_what_is_claimed_ends_before_the_exact_path_does(side):
     """With vLLM's last whole block: it computes the rest, and the report counts that."""
     saved_parts(side, request("prefix"))
-    report = weave(side, order("b", request("prefix"), 16, 32, exact=40)).reports["b"]
+    report = weave(side, order("b", request("prefix"), 16, 32, exact=40)).reports["b"].as_dict()
     assert [report[name] for name in COUNTS] == [32, 0, 0, 8]
     assert (report["engine_cached_tokens"], report["hits"]) == (16, {"vllm": 16, "host": 19})
     assert report["kv_sources"] == {"prefix-exact": [[0, 32]], "computed": [[32, 40]]}
@@ -462,7 +461,7 @@ def test_what_a_prompt_begins_with_is_brought_as_vllm_computed_it(paged, side, m
         reports |= weave(side, order(name, started(method), stop=32, exact=exact, adapter=adapter)).reports
     slots = RequestBlocks(BLOCKS, paged).of(0).slots(torch.arange(2)).tolist()
     assert paged.written == ([(layer, slots) for layer in range(LAYERS)] if placed else [])
-    assert [reports[name]["computed_tokens"] for name in "bc"] == ([8, 10] if placed else [10, 10])
+    assert [reports[name].as_dict()["computed_tokens"] for name in "bc"] == ([8, 10] if placed else [10, 10])
 
 
 def stored_paths(side: ConnectorWorker) -> set[str]:
@@ -497,7 +496,7 @@ def test_what_a_weave_computes_is_stored_as_far_as_it_is_promoted(side):
 def test_a_weaving_method_computes_the_chunk_that_its_exact_prefix_grows_by(side, first, grown):
     """CRAFT §4.2, not behind what vLLM's own cache has of it: that may be approximate."""
     hold(side)
-    report = weave(side, order("a", request(continued=[0]), first)).reports["a"]
+    report = weave(side, order("a", request(continued=[0]), first)).reports["a"].as_dict()
     assert report["reused_tokens"] == (14 if grown else 24)
     found = report["prefix_exact_tokens"] + report["reused_tokens"] + report["recomputed_tokens"]
     assert report["hits"] == ({"vllm": 16, "host": 35 - 16} if first else {"host": found})
@@ -518,7 +517,7 @@ def test_the_last_chunk_is_computed_where_no_question_follows(side, caplog, meth
     for chunks, hits in ([[10, 20], [20, 35]], {"host": 10}), ([[20, 35]], {}):
         ends = request(method, ids=IDS[:35], chunks=chunks)
         results = weave(side, order("a", ends, stop=34), failed=not hits)
-        assert results.reports.get("a", {}).get("hits", {}) == hits
+        assert {name: dict(report.hits) for name, report in results.reports.items()} == ({"a": hits} if hits else {})
     assert not caplog.records
 
 
@@ -667,7 +666,7 @@ def parameters(side: ConnectorWorker, *requests: WeaveRequest, idle: bool = True
     whole(side, weaves=orders, idle=idle)
     side.step(StepOrders(idle=True))
     side.forget([order.request_id for order in orders])
-    return side.take_outcome()[1].reports["0"]["parameters"]
+    return side.take_outcome()[1].reports["0"].parameters
 
 
 def test_a_weave_that_is_alone_recomputes_what_its_loading_hides(side):

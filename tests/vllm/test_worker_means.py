@@ -180,7 +180,7 @@ def test_a_mean_that_is_stored_gives_place_only_to_one_that_is_computed_anew(sha
 
 def test_a_mean_that_is_reused_says_so_in_the_report(side):
     hold_mean(side)
-    assert weave(side, order(stop=WOVEN_TO)).reports["a"]["contexts"] == [[10, 1]]
+    assert weave(side, order(stop=WOVEN_TO)).reports["a"].as_dict()["contexts"] == [[10, 1]]
 
 
 def test_first_passes_are_removed_of_what_is_named_and_running_requests_store_theirs(side):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from chunkweave.config import SamplingParams
-from chunkweave.conversation.answer import Answer, Durations, PartSource, build_report
+from chunkweave.conversation.answer import Answer, Durations, PrefillReport, build_report
 from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.engine.prefill import Prefilled
 from chunkweave.kv.segment import SegmentSource
@@ -15,13 +15,9 @@ from chunkweave.metrics import ReuseReport
 from chunkweave.ordering.arrangement import Arranged
 from chunkweave.planning.method_choice import MethodChoice
 from chunkweave.planning.outcome import (
-    check_layers_of,
     full_prefill_flops,
     prefill_flops,
-    reasons_of,
-    recompute_fraction,
 )
-from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import PromptPart
 from chunkweave.prompt.tokenizer import TextTokenizer
 from chunkweave.scheduling.drafts import Drafts
@@ -339,39 +335,28 @@ def make_report(
     """
     plan = prefilled.plan
     tiers = tiers or {}
-    recomputed = [position for span in prefilled.recomputed for position in range(span.start, span.stop)]
-    sources = [
-        PartSource(
-            str(part.kv_source),
-            part.segment,
-            part.segment and tiers.get(part.segment, "host"),
-            reasons_of(part),
-            part.contexts,
-        )
-        for part in plan.parts
-    ]
+    prefill = PrefillReport.of_plan(
+        plan,
+        parameters={} if choice is None else choice.parameters_raised(plan.raised_to),
+        recomputed=[position for span in prefilled.recomputed for position in span.positions()],
+        recompute_work=prefilled.recompute_work,
+        num_layers=geometry.num_layers,
+        stopped_at_layer=None if prefilled.stop is None else prefilled.stop.layer_if_dropped,
+        tier_of=lambda segment: tiers.get(segment, "host"),
+    )
     return build_report(
         arranged or Arranged(prefilled.prompt),
         choice,
         not_sent,
-        sources,
-        recomputed,
+        prefill,
         durations,
         method=plan.method,
         new_tokens=new_tokens,
-        prefix_exact_tokens=plan.tokens(KVSource.EXACT),
-        reused_tokens=plan.tokens(KVSource.REUSED) - len(recomputed),
-        recomputed_tokens=len(recomputed),
-        computed_tokens=plan.tokens(KVSource.COMPUTED),
-        recompute_fraction=recompute_fraction(plan, prefilled.recompute_work, geometry.num_layers),
         lookup_s=prefilled.lookup_s,
         load_s=prefilled.load_s,
         weave_s=prefilled.weave_s,
         prefill_flops=prefill_flops(geometry, list(prefilled.work)),
         full_prefill_flops=full_prefill_flops(geometry, plan.prompt_tokens),
-        parameters={} if choice is None else choice.parameters_raised(plan.raised_to),
         lost_segments=prefilled.lost_segments,
         loaded_fraction=plan.loaded_fraction(geometry.windows),
-        check_layers=check_layers_of(plan),
-        stopped_at_layer=None if prefilled.stop is None else prefilled.stop.layer_if_dropped,
     )

@@ -1,8 +1,8 @@
 """Messages between the connector's halves: orders to the workers in every step, and their results."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -10,11 +10,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from chunkweave.conversation.answer import PrefillReport
 from chunkweave.conversation.weave_request import WeaveRequest
 from chunkweave.metrics import effective_method
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.parts import Prompt
-from chunkweave.types import ChunkId, SegmentId, Span, joined
+from chunkweave.types import ChunkId, SegmentId
 from chunkweave.vllm.removal import RemovalOrder, Removed
 
 PLACED_PER_COMPUTED = 32
@@ -131,7 +132,7 @@ class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has 
     """
 
     copies: Counter[ChunkId | SegmentId] = field(default_factory=Counter)
-    reports: dict[str, dict[str, object]] = field(default_factory=dict)
+    reports: dict[str, PrefillReport] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
     answered: Counter[str] = field(default_factory=Counter)
     saved: Counter[int] = field(default_factory=Counter)
@@ -157,40 +158,13 @@ class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has 
         return StepResults(copies, reports, failed, answered, saved, removed)
 
 
-def request_report(
-    request: WeaveRequest,
-    sources: Mapping[KVSource, Sequence[Span]],
-    *,
-    recomputed: Sequence[int] = (),
-    local: int,
-    hits: Mapping[str, int],
-) -> dict[str, object]:
-    """The report of one request, with the fields of `ReuseReport`.
-
-    `sources` cover the prompt; `recomputed` are positions in reused parts, ascending. `local` tokens were in vLLM's own
-    prefix cache; the exact ones of these are `engine_cached_tokens`.
-    """
-    spans = {source: joined(sources.get(source, ())) for source in KVSource}
-    exact, reused, computed = (
-        sum(map(len, spans[source])) for source in (KVSource.EXACT, KVSource.REUSED, KVSource.COMPUTED)
-    )
+def report_fields(request: WeaveRequest, report: PrefillReport) -> dict[str, Any]:
+    """The report of one request for its answer, with the fields of `ReuseReport` that are known here."""
+    exact = report.tokens(KVSource.EXACT)
+    reused = report.tokens(KVSource.REUSED)
     return {
         "method": request.method,
         "why": str(request.choice.why),
         "effective_method": effective_method(request.method, prefix_exact=exact, reused=reused),
-        "parameters": dict(request.choice.parameters),
-        "prompt_tokens": len(request.prompt),
-        "prefix_exact_tokens": exact,
-        "reused_tokens": reused - len(recomputed),
-        "recomputed_tokens": len(recomputed),
-        "computed_tokens": computed,
-        "engine_cached_tokens": sum(len(span.within(0, local)) for span in spans[KVSource.EXACT]),
-        "local_tokens": local,
-        "recomputed": list(recomputed),
-        "kv_sources": {
-            str(source): [[span.start, span.stop] for span in source_spans]
-            for source, source_spans in spans.items()
-            if source_spans
-        },
-        "hits": {tier: tokens for tier, tokens in hits.items() if tokens},
+        **report.as_dict(),
     }

@@ -21,6 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 from chunkweave.config import PieceKind
+from chunkweave.conversation.answer import PrefillReport
 from chunkweave.conversation.weave_request import StoredPart, WeaveRequest
 from chunkweave.errors import UsageError
 from chunkweave.planning.method import asks_again, reuses_nothing
@@ -45,7 +46,7 @@ from chunkweave.vllm.orders import (
     StepOrders,
     StepResults,
     WeaveOrder,
-    request_report,
+    report_fields,
 )
 from chunkweave.vllm.removal import FIRST_PASSES, FORGET, RemovalAnswers, RemovalOrder, Removed, removed_chunks
 from chunkweave.vllm.request import FIND, Defaults, from_wire, reads_only_of, with_found_chunks
@@ -65,10 +66,6 @@ _REMEMBERED_POSITIONS = 1 << 20
 
 _MOST_REFUSAL_CHARACTERS = 1000
 """Most characters of the reason why a request is served without reuse: it may quote the request."""
-
-
-_OF_WEAVE = ("parameters", "recompute_fraction", "check_layers", "stopped_at_layer", "reasons", "contexts")
-"""Report fields that a prompt found woven in vLLM's own cache takes from the report of its weave."""
 
 
 @dataclass(slots=True)
@@ -108,7 +105,7 @@ class _Tracked:
     counted: bool = False
     outdated: bool = False
     saving: set[int] = field(default_factory=set)
-    report: dict[str, object] | None = None
+    report: PrefillReport | None = None
 
     def __post_init__(self) -> None:
         self.parts = tuple(self.request.stored_parts())
@@ -214,7 +211,7 @@ class ConnectorScheduler:
         self._refused: dict[str, str] = {}
         self._arrived: set[str] = set()
         """Requests without blocks that the workers do not know yet."""
-        self._reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._reports: OrderedDict[str, PrefillReport] = OrderedDict()
         """Reports of woven blocks in vLLM's own cache, by their salt."""
         self._positions = 0
         self._finds = finds
@@ -496,7 +493,7 @@ class ConnectorScheduler:
         elif tracked.saving:
             self._orders.held.append(request.request_id)
         report = tracked.report or self._unreported(tracked)
-        return bool(tracked.saving) and not tracked.in_flight, {FIELD: report}
+        return bool(tracked.saving) and not tracked.in_flight, {FIELD: report_fields(tracked.request, report)}
 
     def take_events(self) -> Sequence[Any]:
         """KV events about the stores since the last call; none if vLLM publishes none."""
@@ -531,44 +528,40 @@ class ConnectorScheduler:
         self._removals.begin(request.request_id, self._stores, removed)
         self._orders.removals.append(RemovalOrder(request.request_id, chunks, frozenset(concerned), first_passes))
 
-    def _unreported(self, tracked: _Tracked) -> dict[str, object]:
+    def _unreported(self, tracked: _Tracked) -> PrefillReport:
         """The report of a request that no worker wove: vLLM computed what its own cache did not have.
 
         The cached part is exact, or was woven for the same prompt: then the report of that weave describes it. If that
         report is gone, it counts as reused.
         """
         request = tracked.request
-        found = tracked.found or 0
+        local_tokens = tracked.found or 0
         tokens = len(request.prompt)
-        exact = found <= tracked.shared
-        woven_report: Mapping[str, Any] = {} if exact else self._reports.get(request.salt, {})
-        spans = {
-            KVSource(name): [Span(*span) for span in spans]
-            for name, spans in woven_report.get("kv_sources", {}).items()
-        }
-        if not woven_report:
+        exact = local_tokens <= tracked.shared
+        report = None if exact else self._reports.get(request.salt)
+        if report is None:
             spans = {KVSource.EXACT: [Span(0, tracked.shared)], KVSource.REUSED: [Span(tracked.shared, tokens)]}
-        sources = {source: [span.within(0, found) for span in spans.get(source, ())] for source in KVSource}
-        sources[KVSource.COMPUTED].append(Span(found, tokens))
-        recomputed = [position for position in woven_report.get("recomputed", ()) if position < found]
-        hits = {"vllm": sum(len(part.span.within(0, found)) for part in tracked.parts)}
-        report = request_report(request, sources, recomputed=recomputed, local=found, hits=hits)
+            report = PrefillReport(spans, parameters=request.choice.parameters)
         if (
             exact and not tracked.exact_method and request.mean is None
         ):  # requests that find these blocks under this salt find what vLLM computed
-            self._remember(request.salt, {"kv_sources": {str(KVSource.EXACT): [[0, tokens]]}})
-        return report | {name: woven_report[name] for name in _OF_WEAVE if name in woven_report}
+            computed = PrefillReport({KVSource.EXACT: [Span(0, tokens)]}, parameters=request.choice.parameters)
+            self._remember(request.salt, computed)
+        hit_tokens = sum(len(part.span.within(0, local_tokens)) for part in tracked.parts)
+        hits = {"vllm": hit_tokens} if hit_tokens else {}
+        return replace(report.clipped(0, local_tokens, tokens), hits=hits, local_tokens=local_tokens)
 
-    def _remember(self, salt: str, report: dict[str, Any]) -> None:
+    def _remember(self, salt: str, report: PrefillReport) -> None:
         self._forget_report(salt)
         self._reports[salt] = report
-        self._positions += len(report.get("recomputed", ()))
+        self._positions += len(report.recomputed)
         while len(self._reports) > _REMEMBERED or self._positions > _REMEMBERED_POSITIONS:
             self._forget_report(next(iter(self._reports)))
 
     def _forget_report(self, salt: str) -> None:
-        report = self._reports.pop(salt, {})
-        self._positions -= len(report.get("recomputed", ()))
+        report = self._reports.pop(salt, None)
+        if report is not None:
+            self._positions -= len(report.recomputed)
 
     def _key(self, request: Any, fingerprint: str = "") -> str:
         """The fingerprint, by default the current one, with the adapter's key if the request names one."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,13 +10,13 @@ from math import inf
 
 import torch
 
+from chunkweave.conversation.answer import PrefillReport
 from chunkweave.conversation.weave_request import StoredPart, WeaveRequest
 from chunkweave.kv.segment import RawCodec, SegmentKV, SegmentLate, SegmentLost
 from chunkweave.planning.adaptive_methods import ContextMethod, method_for
 from chunkweave.planning.cost import MEASURED_BY_VLLM, CostModel, Loading, given_cost_model, stored_cost_model, too_slow
 from chunkweave.planning.method import without
 from chunkweave.planning.method_choice import EXACT_METHODS
-from chunkweave.planning.outcome import check_layers_of, reasons_of, recompute_fraction
 from chunkweave.planning.plan import KVSource, Plan
 from chunkweave.prompt.contexts import MeanShare
 from chunkweave.store.index import PromptLookup, RequestUse
@@ -34,7 +34,6 @@ from chunkweave.vllm.orders import (
     StepOrders,
     StepResults,
     WeaveOrder,
-    request_report,
 )
 from chunkweave.vllm.paged_kv import RequestBlocks
 from chunkweave.vllm.part_copy import PartCopy
@@ -370,17 +369,6 @@ class ConnectorWorker:
         self._in_background(partial(self._removals.run, order))
         yield None
 
-    def _hits(self, plan: Plan, local: int) -> dict[str, int]:
-        """Tokens of stored parts that were found, by tier; the prompt's first `local` tokens in vLLM's own cache."""
-        hits: Counter[str] = Counter()
-        for part in plan.parts:
-            own_tokens = len(part.span.within(0, local))
-            if part.part.id is not None:
-                hits["vllm"] += own_tokens
-            if part.segment is not None:
-                hits[self._store.tier_of(part.segment) or "host"] += len(part.span) - own_tokens
-        return dict(hits)
-
     def _count(self, order: AskedOrder) -> None:
         """Count a request that vLLM computes; segments of tokens in vLLM's own cache count as used."""
         lookup = self._store.lookup(order.prompt)
@@ -513,9 +501,19 @@ class ConnectorWorker:
         if order.first <= order.exact:  # for equal requests that find woven blocks in vLLM's own cache
             self._remember(_choice_key(order.request, plan), job.chosen)
         self._arrived.add(order.request_id)
-        report = _report(plan, order, job, self._hits(plan, order.first))
-        fraction = recompute_fraction(plan, job.recompute_work, self._num_layers)
-        self._results.reports[order.request_id] = {**report, "recompute_fraction": fraction}
+        report = PrefillReport.of_plan(
+            plan,
+            parameters=order.request.choice.parameters_raised(plan.raised_to),
+            recomputed=job.recomputed,
+            recompute_work=job.recompute_work,
+            num_layers=self._num_layers,
+            stopped_at_layer=job.stopped_at_layer,
+            tier_of=lambda segment: self._store.tier_of(segment) or "host",
+            local_tokens=order.first,
+        )
+        # Where vLLM's own cache had blocks woven for this prompt, the plan says what they are.
+        first = job.first if order.first <= order.exact else 0
+        self._results.reports[order.request_id] = report.clipped(first, order.stop, plan.prompt_tokens)
         for segment, whole in () if order.request.reads_only else woven.pinned.loaded():
             self._store.promote(segment, whole)
         woven.pinned.drop_sent()
@@ -690,23 +688,3 @@ def _at_once(work: Callable[[], object]) -> None:
 def _choice_key(request: WeaveRequest, plan: Plan) -> _ChoiceKey:
     woven_from = (part.segment for part in plan.parts if part.kv_source is KVSource.REUSED)
     return request.salt, tuple(segment for segment in woven_from if segment is not None)
-
-
-def _report(plan: Plan, order: WeaveOrder, job: WeaveJob, hits: Mapping[str, int]) -> dict[str, object]:
-    """The report of a finished weave, including what vLLM's own cache had and what vLLM computes afterwards.
-
-    Where that cache had blocks woven for this prompt, the plan says what they are.
-    """
-    first = job.first if order.first <= order.exact else 0
-    sources = {source: [span.within(first, order.stop) for span in plan.spans(source)] for source in KVSource}
-    sources[KVSource.EXACT].append(Span(0, first))
-    sources[KVSource.COMPUTED].append(Span(order.stop, plan.prompt_tokens))
-    report = request_report(order.request, sources, recomputed=job.recomputed, local=order.first, hits=hits)
-    return {
-        **report,
-        "parameters": dict(order.request.choice.parameters_raised(plan.raised_to)),
-        "check_layers": check_layers_of(plan),
-        "stopped_at_layer": job.stopped_at_layer,
-        "reasons": [[part.span.start, reasons] for part in plan.parts if (reasons := reasons_of(part))],
-        "contexts": [[part.span.start, part.contexts] for part in plan.parts if part.contexts],
-    }

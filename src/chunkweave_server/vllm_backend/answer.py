@@ -22,7 +22,7 @@ from chunkweave_server.vllm_backend.fleet import Fleet, Placed, Replica, Replica
 from chunkweave_server.vllm_backend.parsing import AnswerForms, AnswerParser
 from chunkweave_server.vllm_backend.reports import (
     ReportInbox,
-    cached_tokens,
+    prefill_report,
     reuse_report,
     shown_report,
 )
@@ -261,16 +261,18 @@ class VllmAnswer:
         first_s = now if self._first_s is None else self._first_s
         durations = Durations(first_s - arrived_s, now - first_s, self._queued_s)
         new_tokens = int(self._usage.get("completion_tokens") or len(choice["token_ids"]))
-        report = reuse_report(self._prepared, reported, self._usage, durations, new_tokens)
-        cached = cached_tokens(report, reported)
+        prefill = prefill_report(self._prepared, reported, self._usage)
+        report = reuse_report(self._prepared, prefill, durations, new_tokens)
         context.fleet.served(placed)
         context.preparer.answered(self._prepared)
-        report_fields = {**shown_report(report, reported), "replica": placed.replica.name}
+        report_fields = {**shown_report(report, prefill, reported), "replica": placed.replica.name}
         finish_reason = str(choice.get("finish_reason") or "stop")
         self._answered = True
         if context.shadow is not None and report.reused_tokens:
             context.shadow.offer(self._prepared.prompt, self._body, choice)
-        return AnswerEnd(report, report_fields, cached, finish_reason, self._prefilled_s, self._prepared.prompt)
+        return AnswerEnd(
+            report, report_fields, prefill.cached_tokens, finish_reason, self._prefilled_s, self._prepared.prompt
+        )
 
     def _left_s(self) -> float | None:
         if self._aborted:

@@ -10,16 +10,13 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
-from chunkweave.conversation.answer import Durations, PartSource, build_report
+from chunkweave.conversation.answer import Durations, PrefillReport, build_report
 from chunkweave.conversation.prepare import PreparedRequest
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.planning.method_choice import FIELD
-from chunkweave.planning.plan import KVSource
-from chunkweave.prompt.parts import Prompt
-from chunkweave.types import Span
 
 logger = logging.getLogger(__name__)
 
@@ -173,94 +170,37 @@ _UNKNOWN = ("lookup_s", "load_s", "weave_s", "prefill_flops", "full_prefill_flop
 """Fields of our own engine's report that are unknown outside vLLM."""
 
 
-_NOT_SHOWN = ("recomputed", "kv_sources", "reasons", "contexts")
-"""Fields of the plug-in's report that answers leave out: positions, and parts (answers list chunks)."""
-
 _OF_CHUNK = ("source", "kv_source", "tokens", "recomputed_tokens", "rank", "reasons", "contexts")
 
 
-def tokens_by_source(report: Report | None, prompt_tokens: int, local_tokens: int) -> tuple[int, int, int, int]:
-    """Prefix-exact, reused, recomputed and computed tokens of a prompt; they sum to `prompt_tokens`.
-
-    Without a report, or with one of an error, tokens from vLLM's own prefix cache (`local_tokens`) count as exact:
-    woven requests have other hashes there.
-    """
-    if not _counted(report):
-        return local_tokens, 0, 0, prompt_tokens - local_tokens
-    names = ("prefix_exact_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
-    prefix_exact, reused, recomputed, computed = (int(report[name]) for name in names)
-    return prefix_exact, reused, recomputed, computed
-
-
-def _counted(report: Report | None) -> TypeGuard[Report]:
-    """Whether a report has the counts of the prompt's tokens."""
-    return report is not None and "reused_tokens" in report
-
-
-def cached_tokens(report: ReuseReport, reported: Report | None) -> int:
-    """Tokens of a prompt that were not computed for it; recomputed tokens do not count as cached."""
-    local = int(reported.get("local_tokens", 0)) if reported is not None else 0
-    return max(report.prefix_exact_tokens + report.reused_tokens, local)
+def prefill_report(prepared: PreparedRequest, reported: Report | None, usage: Mapping[str, Any]) -> PrefillReport:
+    """The plug-in's report of a prompt; without one, or with one of an error, what vLLM's `usage` says of it."""
+    if reported is not None and "reused_tokens" in reported:
+        return PrefillReport.from_dict(reported)
+    details = usage.get("prompt_tokens_details") or {}
+    local_tokens = int(details.get("cached_tokens") or 0)
+    return PrefillReport.of_vllm(prepared.prompt, local_tokens, prepared.choice.parameters)
 
 
 def reuse_report(
-    prepared: PreparedRequest, reported: Report | None, usage: Mapping[str, Any], durations: Durations, new_tokens: int
+    prepared: PreparedRequest, prefill: PrefillReport, durations: Durations, new_tokens: int
 ) -> ReuseReport:
-    """The reuse report of an answer, from the plug-in's report (None: none), vLLM's `usage`, and measured times."""
-    choice = prepared.choice
-    fields = reported if _counted(reported) else {}
-    details = usage.get("prompt_tokens_details") or {}
-    local_tokens = int(details.get("cached_tokens") or 0)
-    exact, reused, recomputed, computed = tokens_by_source(reported, len(prepared.prompt), local_tokens)
-    if not fields:
-        fields = _of_vllm(prepared.prompt, exact)
-    spans = fields.get("kv_sources") or {}
-    reasons = {start: dict(reasons_of_part) for start, reasons_of_part in fields.get("reasons") or ()}
-    contexts = {start: int(count) for start, count in fields.get("contexts") or ()}
-    sources = [
-        PartSource(_source_of(span, spans), reasons=reasons.get(span.start, {}), contexts=contexts.get(span.start, 0))
-        for span in prepared.prompt.spans()
-    ]
+    """The reuse report of an answer, with measured times."""
     return build_report(
         prepared.arranged,
-        choice,
+        prepared.choice,
         prepared.not_sent,
-        sources,
-        sorted(fields.get("recomputed") or ()),
+        prefill,
         durations,
-        method=choice.method,
+        method=prepared.method,
         new_tokens=new_tokens,
-        prefix_exact_tokens=exact,
-        reused_tokens=reused,
-        recomputed_tokens=recomputed,
-        computed_tokens=computed,
-        check_layers=tuple(fields.get("check_layers") or ()),
-        stopped_at_layer=fields.get("stopped_at_layer"),
-        recompute_fraction=float(fields.get("recompute_fraction") or 0.0),
         weave_s=max(0.0, durations.ttft_s - durations.queue_s),
-        parameters=fields.get("parameters") or choice.parameters,
-        engine_cached_tokens=int(fields.get("engine_cached_tokens") or 0),
-        hits={str(tier): int(tokens) for tier, tokens in (fields.get("hits") or {}).items()},
     )
 
 
-def _of_vllm(prompt: Prompt, cached: int) -> Report:
-    """The report of a prompt that the plug-in did not handle: vLLM had its first `cached` tokens in its own cache."""
-    spans = {str(KVSource.EXACT): [(0, cached)], str(KVSource.COMPUTED): [(cached, len(prompt))]}
-    stored = [span for part, span in zip(prompt.parts, prompt.spans(), strict=True) if part.id is not None]
-    found_tokens = sum(len(span.within(0, cached)) for span in stored)
-    return {"kv_sources": spans, "engine_cached_tokens": cached, "hits": {"vllm": found_tokens} if found_tokens else {}}
-
-
-def _source_of(part: Span, sources: Mapping[str, Sequence[Sequence[int]]]) -> str:
-    """The source of a part's last token: one of vLLM's blocks may end inside the part."""
-    matching = (source for source, spans in sources.items() for start, stop in spans if start < part.stop <= stop)
-    return str(next(matching, ""))
-
-
-def shown_report(report: ReuseReport, reported: Report | None) -> dict[str, Any]:
-    """The report in an answer: fields of the server's report and of the plug-in's, without lists of positions."""
-    ours = {name: value for name, value in report.as_dict().items() if name not in _UNKNOWN}
-    also = {name: value for name, value in (reported or {}).items() if name not in ours and name not in _NOT_SHOWN}
+def shown_report(report: ReuseReport, prefill: PrefillReport, reported: Report | None) -> dict[str, Any]:
+    """The report in an answer: fields of the server's report, without lists of positions, and the plug-in's error."""
+    shown = {name: value for name, value in report.as_dict().items() if name not in _UNKNOWN}
+    error = {"error": reported["error"]} if reported is not None and "error" in reported else {}
     chunks = [{name: getattr(chunk, name) for name in _OF_CHUNK} for chunk in report.chunks if chunk.rank is not None]
-    return {**ours, **also, "chunks": chunks}
+    return {**shown, "local_tokens": prefill.local_tokens, **error, "chunks": chunks}
