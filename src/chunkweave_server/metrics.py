@@ -79,6 +79,9 @@ def batching_samples(stats: "BatchingStats") -> Iterator[MetricSample]:
     yield _counter("engine_decoded_tokens", "Tokens of answers computed.", stats.decoded_tokens)
     yield _counter("engine_draft_tokens", "Tokens of answers guessed from prompts.", stats.draft_tokens)
     yield _counter("engine_accepted_tokens", "Guessed tokens that were right.", stats.accepted_tokens)
+    yield _counter("engine_turns_stored", "Answers stored for the next turn of their conversation.", stats.turns_stored)
+    changed = "Answers whose text would not be tokenized as it was generated."
+    yield _counter("engine_turns_changed", changed, stats.turns_changed)
 
 
 def kernel_samples() -> Iterator[MetricSample]:

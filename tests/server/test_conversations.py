@@ -1,10 +1,26 @@
 """Conversations and free order over HTTP."""
 
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import KEYS, Serve, key_ring, report_of, serving
+from chunkweave_server.engine_backend import EngineBackend
+from chunkweave_server.service import Service
+from chunkweave_server.tenants import KeyRing
+from tests.server.conftest import (
+    KEYS,
+    Asking,
+    Serve,
+    engine_of,
+    events_of,
+    key_ring,
+    listening,
+    report_of,
+    serving,
+    settings_of,
+)
 
 DOCUMENTS = ["The ferry leaves at seven, at noon and at six.", "Pilots board ships two miles west of the lighthouse."]
 MORE = "The harbour of Skerrow was founded in 1871."
@@ -65,8 +81,8 @@ def test_what_earlier_messages_brought_is_an_exact_prefix(serve):
     ask = {"messages": said(FIRST[0], answer, "And?"), "documents": [DOCUMENTS[1], MORE]}
     second = client.ask(**ask, **exact)
     sources = [(chunk["source"], chunk["kv_source"]) for chunk in report_of(second)["chunks"]]
-    assert [source for _, source in sources[1:]] == ["prefix-exact", "prefix-exact", "computed", "computed"]
-    assert sources[3][0] == "turn"
+    assert [source for _, source in sources[1:3]] == ["prefix-exact", "prefix-exact"]
+    assert [source for source, _ in sources[3:5]] == ["turn", "end of turn"]
     full = client.ask(**ask, chunkweave={"method": "full"}).json()
     assert full["choices"][0]["message"]["content"] == second.json()["choices"][0]["message"]["content"]
 
@@ -102,6 +118,70 @@ def test_messages_that_were_sent_before_are_found_by_what_they_say(serve: Serve)
     assert turns(report_of(client.ask(messages=said(*other, *SECOND, "And?"), **exact))) == ["computed", "computed"]
     stranger = {**exact, "key": KEYS["bolt"]}
     assert turns(report_of(client.ask(messages=said(*FIRST, *SECOND, "And?"), **stranger))) == ["computed", "computed"]
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Asking]:
+    """A server whose answers are text."""
+    settings = settings_of(shape=None, model="reader", served_model_name=None, deduplicate=True)
+    service = Service(settings, EngineBackend(settings), KeyRing())
+    with listening(service) as server, Asking(base_url=server.url, timeout=60) as client:
+        client.service = service
+        yield client
+
+
+def drawn_world(rng: random.Random) -> tuple[list[str], list[str]]:
+    """Documents of the kind that the reader can read, and questions about them."""
+    names = rng.sample(["Selmond", "Gerfern", "Skerrow", "Aldmoor", "Varnholt", "Ostwick"], 3)
+    documents = [
+        f"The {name} Choir is led by Otto Gunmark. There are {rng.randint(20, 400)} singers in all." for name in names
+    ]
+    questions = [f"{what} the {name} Choir?" for name in names for what in ("Who leads", "How many singers are in")]
+    rng.shuffle(questions)
+    return documents, questions
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_resent_conversation_is_exact_up_to_its_last_answer(reader: Asking, seed: int):
+    """Drawn turns, with documents or without, streamed or not, ended by the model, a length or a stop text.
+
+    What is computed of a next turn is the last token of the answer, the end of the turn, and what is new.
+    """
+    rng = random.Random(seed)
+    builder = engine_of(reader.service).engine.builder
+    documents, questions = drawn_world(rng)
+    exact = {"chunkweave": {"method": "prefix"}, "temperature": 0, "cache_salt": f"conversation {seed}"}
+    texts: list[str] = []
+    stored = 0
+    known_tokens = 0
+    for question in questions:
+        before = engine_of(reader.service).batching.stats
+        limit = rng.choice([{"max_tokens": 12}, {"max_tokens": rng.randint(2, 4)}, {"max_tokens": 12, "stop": ["u"]}])
+        named = {"documents": rng.sample(documents, 1)} if rng.random() < 0.5 else {}
+        body = {"messages": said(*texts, question), **exact, **limit}
+        text, report = answer_of(reader, {**body, **named}, stream=rng.random() < 0.5)
+        if texts and stored:
+            assert report["prefix_exact_tokens"] == known_tokens - 1
+        after = engine_of(reader.service).batching.stats
+        stored = after.turns_stored - before.turns_stored
+        assert stored + after.turns_changed - before.turns_changed == bool(text.strip())
+        known_tokens = (
+            report["prompt_tokens"] + len(builder.answer_ids(text.strip())) - len(builder.tokenizer.start_ids)
+        )
+        texts += [question, text]
+    whole = {"messages": said(*texts, "Who leads the Selmond Choir?"), **exact, "max_tokens": 12}
+    answers = {answer_of(reader, {**whole, "chunkweave": {"method": name}})[0] for name in ("prefix", "full")}
+    assert len(answers) == 1
+
+
+def answer_of(client: Asking, body: dict[str, Any], *, stream: bool = False) -> tuple[str, dict[str, Any]]:
+    """The text of an answer and its report."""
+    reply = client.post("/v1/chat/completions", json={**body, "stream": stream})
+    if not stream:
+        return reply.json()["choices"][0]["message"]["content"], report_of(reply)
+    events = events_of(reply)
+    pieces = [event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"]]
+    return "".join(pieces), events[-1]["chunkweave"]
 
 
 @pytest.mark.backend("engine")

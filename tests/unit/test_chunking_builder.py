@@ -1,6 +1,7 @@
 """Prompts from instruction, chunks and question."""
 
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,8 @@ def test_no_text_puts_a_control_token_into_a_prompt(tokenizer: HuggingFaceTokeni
 
     def parts_of(system: str, chunk: str, question: str, answer: str) -> list[PromptPart]:
         asked = builder.question_part(question)
-        turn = builder.turn_part(asked, builder.answer_ids(answer))
+        known, end = builder.turn_parts(asked, builder.answer_ids(answer))
+        turn = replace(known, token_ids=(*known.token_ids, *end.token_ids))
         return [*builder.opening(system=system), builder.chunk_part(chunk), asked, turn]
 
     attacked = parts_of(f"s{system}", f"c{chunk}", f"q{question}", f"a{answer}")
@@ -201,20 +203,21 @@ def test_a_turn_is_the_question_the_answers_tokens_and_the_break(tokenizer: Hugg
     builder = builder_for(tokenizer)
     question = builder.question_part("Why?")
     assert question == builder.build("Why?").parts[-1]
-    turn = builder.turn_part(question, (5, 6), cache_salt="tenant")
-    assert turn.kind is PartKind.TURN
-    assert turn.token_ids == (*question.token_ids, 5, 6, *builder.turn_break_ids)
+    turn, end = builder.turn_parts(question, (5, 6), cache_salt="tenant")
+    assert turn.kind is end.kind is PartKind.TURN
+    assert turn.token_ids == (*question.token_ids, 5), "the last generated token has no KV yet"
+    assert end.token_ids == (6, *builder.turn_break_ids)
     assert builder.turn_break_ids
-    assert turn.id != builder.turn_part(question, (5, 6)).id
+    assert turn.id != builder.turn_parts(question, (5, 6))[0].id
 
 
 def test_turns_as_the_bundled_reader_was_trained_on_them() -> None:
     """training/reader_data.py: question, a space and the answer, EOS, and the next question right behind it."""
     tokenizer = without_template()
     builder = PromptBuilder(tokenizer, plain_template(), "reader")
-    turn = builder.turn_part(builder.question_part("Why?"), tokenizer.encode(" So it is."))
+    parts = builder.turn_parts(builder.question_part("Why?"), tokenizer.encode(" So it is."))
     trained = [*tokenizer.encode("Question: Why?\nAnswer:"), *tokenizer.encode(" So it is."), *tokenizer.end_ids]
-    assert list(turn.token_ids) == trained
+    assert [token for part in parts for token in part.token_ids] == trained
 
 
 def longest_tokens(tokenizer: HuggingFaceTokenizer, count: int) -> str:

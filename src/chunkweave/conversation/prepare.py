@@ -19,7 +19,7 @@ from chunkweave.planning.method import ReuseMethod, prefer_least_read
 from chunkweave.planning.method_choice import EXACT_METHODS, Kept, MethodChooser, MethodRequest
 from chunkweave.prompt.builder import PromptBuilder, PromptLimit
 from chunkweave.prompt.contexts import ContextPool, ContextRule, MeanShare, fitted
-from chunkweave.prompt.parts import Prompt, PromptPart, mean_id
+from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, mean_id
 from chunkweave.prompt.request import Request
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.records import SegmentRecord
@@ -32,6 +32,7 @@ class PreparedRequest(WeaveRequest):
     """A client's request with its prompt, chosen method, and maximum number of generated tokens (`room`).
 
     `reuse_method` makes its plan. `not_sent` are chunks that are not sent again because earlier messages brought them.
+    With `continues` its answer is stored for a later prompt that continues the conversation.
     """
 
     request: Request
@@ -39,6 +40,7 @@ class PreparedRequest(WeaveRequest):
     room: int
     arranged: Arranged
     not_sent: tuple[PromptPart, ...] = ()
+    continues: bool = False
 
     def sampled_as(self, index: int) -> "PreparedRequest":
         """The same request for another answer; with a seed, each of them has its own."""
@@ -127,6 +129,7 @@ class RequestPreparer:
             room=room,
             arranged=arranged,
             not_sent=not_sent,
+            continues=stores and not found and not request.continued,
         )
 
     def prepare_beforehand(
@@ -269,6 +272,13 @@ class RequestPreparer:
         """Save the arranger's counts for a restart."""
         with self._arranging:
             self.arranger.save(path)
+
+    def answered_turn(self, prepared: PreparedRequest, answer: str) -> PromptPart | None:
+        """The part of a later prompt that has a request's question and its answer; None if it is not to be stored."""
+        question = prepared.prompt.parts[-1]
+        if not prepared.continues or question.kind is not PartKind.QUESTION:
+            return None
+        return self.builder.answered_turn(question, answer, cache_salt=prepared.request.cache_salt)
 
     def answered(self, prepared: PreparedRequest) -> None:
         """Note that a request was answered; a later one may send its messages again."""

@@ -460,12 +460,27 @@ class BatchingCore:
             queue_s=request.admitted_s - request.arrived_s,
         )
         self._preparer.answered(request.prepared)
+        self._store_turn(request, decode)
         answer = decode.answer(self._runner.model.geometry, durations)
         self._count(finished=1)
         self._end(request, StreamEvent(rest, answer, decode.prefilled.prompt, logprobs=decode.take_logprobs()))
         alone = request.siblings is None or request.siblings.first is request
         if self._checks is not None and request.prepared.mean is None and alone:
             self._checks.offer(decode, greedy=request.prepared.request.sampling.greedy)
+
+    def _store_turn(self, request: RequestState, decode: DecodeState) -> None:
+        """Store an answer for a later prompt that continues the conversation, if it will have the same token ids."""
+        try:
+            turn = self._preparer.answered_turn(request.prepared, decode.text)
+            if turn is None or not request.prepared.kept.kv:
+                return
+            known_ids = (*request.prepared.prompt.parts[-1].token_ids, *decode.token_ids[:-1])
+            if known_ids[: len(turn)] != turn.token_ids:
+                self._count(turns_changed=1)
+            elif self._runner.store_turn(decode.prefilled, turn):
+                self._count(turns_stored=1)
+        except Exception:  # a failed store costs later requests time, and this one nothing
+            logger.exception("the answer of request %d could not be stored", request.id)
 
     def _guarded(self, requests: Sequence[RequestState], work: Callable[[], None]) -> None:
         """Run `work` for these requests. If it fails, retry each of them once, apart from all others.

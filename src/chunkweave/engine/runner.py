@@ -13,20 +13,22 @@ from chunkweave.engine.prefill import LayeredPass, PrefillContext, Prefilled, Pr
 from chunkweave.fusion.loop import LoopTimes, PassInterrupted, PassRun
 from chunkweave.fusion.rows import ActiveRows
 from chunkweave.kv.request_cache import RequestCache
-from chunkweave.kv.segment import SegmentLost, SegmentSource
+from chunkweave.kv.segment import SegmentKV, SegmentLost, SegmentSource
 from chunkweave.models.attention import SdpaAttention
 from chunkweave.models.huggingface import HuggingFaceModel
 from chunkweave.models.kernels.choice import make_attention
 from chunkweave.planning.cost import CostModel, Loading
 from chunkweave.planning.method import ReuseMethod
+from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.contexts import MeanShare
-from chunkweave.prompt.parts import Prompt
+from chunkweave.prompt.parts import Prompt, PromptPart
+from chunkweave.store.records import SegmentRecord, all_read, segment_id
 from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import Staging, host_memory_for, streams_of
 from chunkweave.tiers.preload import LoadOrder
-from chunkweave.types import SegmentId
+from chunkweave.types import SegmentId, Span
 from chunkweave.weaving.means import Means
-from chunkweave.weaving.segments import Prefetch, WeavingStore, segments_of
+from chunkweave.weaving.segments import Prefetch, WeavingStore, reads_of, segments_of
 
 if TYPE_CHECKING:  # it imports Triton, which need not be there
     from chunkweave.fusion.graphed_decode import GraphedDecode
@@ -287,6 +289,32 @@ class Runner:
                 last = [entry for entry in new if entry[0].path == (*prompt.contexts()[-1], prompt.parts[-1].id)]
                 return self.means.store_shares(self.store, prefilled.mean, last)
             return frozenset(record.id for record, kv in new if self.store.insert(record, kv))
+
+    def store_turn(self, prefilled: Prefilled, turn: PromptPart) -> bool:
+        """Store the KV of a prompt's question and its answer as the part `turn` of later prompts.
+
+        All its tokens are in the cache. It is exact if the whole prompt is. Returns whether the store accepted it.
+        """
+        prompt = prefilled.prompt
+        plan = prefilled.plan
+        context = prompt.contexts()[-1]
+        *_, read = reads_of(plan, self.store)
+        if turn.id is None or read is None or segment_id(turn.id, context) in self.store:
+            return False
+        start = prompt.spans()[-1].start
+        kv = prefilled.cache.rows(Span(start, start + len(turn)))
+        record = SegmentRecord.of(
+            turn.id,
+            context,
+            turn.token_ids,
+            exact=not plan.tokens(KVSource.REUSED),
+            nbytes=kv.nbytes,
+            source=str(turn.kind),
+            owner=prefilled.owner,
+            read=all_read(read.difference(context)),
+            novel=True,
+        )
+        return self.store.insert(record, SegmentKV(kv, keys_at=start))
 
     def store_computed(self, job: PrefillJob) -> int:
         """Store the parts that a job completed since the last call; returns how many the store accepted."""

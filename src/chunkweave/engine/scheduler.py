@@ -210,7 +210,8 @@ class BatchingStats:
     `speculations_preempted` unconfirmed ones. `interrupted` counts steps stopped between two layers because a request
     with priority arrived. `prefetched_bytes` are held for waiting requests. `shared` counts how often a request waited
     for parts that another prefill was computing; `sharing` how many do now. `decoded_tokens` include `accepted_tokens`,
-    those of `draft_tokens` that were right.
+    those of `draft_tokens` that were right. `turns_stored` counts answers stored for prompts that continue their
+    conversation, `turns_changed` those whose text would not be tokenized as it was generated.
     """
 
     waiting: int = 0
@@ -227,6 +228,8 @@ class BatchingStats:
     decoded_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    turns_stored: int = 0
+    turns_changed: int = 0
     prefilled_tokens: int = 0
     pending: int = 0
     speculating: int = 0

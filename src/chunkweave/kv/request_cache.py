@@ -283,6 +283,14 @@ class RequestCache:
             copied._layer(layer)[:, :tokens] = self._layer(layer)[:, :tokens]
         return copied
 
+    def rows(self, span: Span) -> torch.Tensor:
+        """A copy of rotated keys and values, `[layers, 2, tokens, kv_heads, head_dim]` in host memory."""
+        shape = (self.geometry.num_layers, 2, len(span), *self._shape[2:])
+        rows = segment_memory(shape, self._dtype)
+        for layer, copied in enumerate(rows):
+            copied.copy_(self._layer(layer)[:, span.start : span.stop])
+        return rows
+
     def free(self) -> None:
         """Free the memory; the cache cannot be used afterwards."""
         self.capacity = 0

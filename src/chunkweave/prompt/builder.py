@@ -150,7 +150,7 @@ class PromptBuilder:
         turns = (
             (
                 *self.chunk_parts(chunks_before, cache_salt=cache_salt, limit=limit),
-                self._past_turn(*turn, cache_salt, limit),
+                *self._past_turn(*turn, cache_salt, limit),
             )
             for turn, chunks_before in zip(history, history_chunks or [()] * len(history), strict=True)
         )
@@ -335,26 +335,43 @@ class PromptBuilder:
             raise UsageError("the model's chat template does not support a second turn: no conversations are possible")
         return self._rendered_ids(Rendered(text, self._template.ordinary.turn_break))
 
-    def turn_part(self, question: PromptPart, answer_ids: Sequence[int], *, cache_salt: str = "") -> PromptPart:
-        """A question with the generated tokens of its answer and the tokens that end a turn.
+    def turn_parts(
+        self, question: PromptPart, answer_ids: Sequence[int], *, cache_salt: str = ""
+    ) -> tuple[PromptPart, PromptPart]:
+        """A past turn: the question and its answer without the last token, and that token with those that end a turn.
+
+        The KV of the first part is known when the answer ends: the last token that is generated is not computed.
 
         Raises:
             UsageError: the model's chat template does not support a second turn.
         """
-        token_ids = (*question.token_ids, *answer_ids, *self.turn_break_ids)
-        return self._stored(PartKind.TURN, token_ids, cache_salt)
+        *known, last = (*question.token_ids, *answer_ids)
+        end = self._stored(PartKind.TURN, (last, *self.turn_break_ids), cache_salt)
+        return self._stored(PartKind.TURN, tuple(known), cache_salt), replace(
+            end, exact_only=True, source="end of turn"
+        )
+
+    def answered_turn(self, question: PromptPart, answer: str, *, cache_salt: str = "") -> PromptPart | None:
+        """The first part of a turn as a later prompt will have it that sends the answer's text again.
+
+        None if the model's chat template does not support a second turn.
+        """
+        if self._template.turn_break == "" or not answer.strip():
+            return None
+        return self.turn_parts(question, self.answer_ids(answer.strip()), cache_salt=cache_salt)[0]
 
     def _past_turn(
         self, question: str, answer: str | Rendered, cache_salt: str, limit: PromptLimit | None
-    ) -> PromptPart:
+    ) -> tuple[PromptPart, ...]:
         """A turn given as text; the generated answer may have had other token ids."""
         if not isinstance(answer, str):
             turn = self._question(question, "an earlier question", limit, answer)
-            return _counted(self._stored(PartKind.TURN, turn.token_ids, cache_salt), limit)
-        question_turn = self._question(question, "an earlier question", limit)
+            return (_counted(self._stored(PartKind.TURN, turn.token_ids, cache_salt), limit),)
+        question_part = self._question(question, "an earlier question", limit)
         if limit is not None:
             limit.check(self.tokenizer, answer, "an earlier answer")
-        return _counted(self.turn_part(question_turn, self.answer_ids(answer.strip()), cache_salt=cache_salt), limit)
+        parts = self.turn_parts(question_part, self.answer_ids(answer.strip()), cache_salt=cache_salt)
+        return tuple(_counted(part, limit) for part in parts)
 
     def _question(
         self, question: str, which: str, limit: PromptLimit | None, behind: Rendered | None = None

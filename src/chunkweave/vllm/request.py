@@ -183,11 +183,7 @@ def to_wire(request: WeaveRequest) -> dict[str, Any] | None:
     """
     prompt = request.prompt
     mean = request.mean
-    spans = [
-        [span.start, span.stop]
-        for part, span in zip(prompt.parts, prompt.spans(), strict=True)
-        if part.kind in _STORED_KINDS
-    ]
+    spans = [[span.start, span.stop] for _, span in _chunks_of(prompt)]
     if not spans:
         return None
     wire: dict[str, Any] = {
@@ -207,9 +203,21 @@ def to_wire(request: WeaveRequest) -> dict[str, Any] | None:
     return wire | promotion_params(prompt, request.promotion)
 
 
+def _chunks_of(prompt: Prompt) -> list[tuple[ChunkId, Span]]:
+    """The chunks and turns of a prompt as vLLM stores them: the end of a turn belongs to the turn."""
+    chunks: list[tuple[ChunkId, Span]] = []
+    for part, span in zip(prompt.parts, prompt.spans(), strict=True):
+        if part.kind is PartKind.TURN and part.exact_only:
+            chunk, turn = chunks.pop()
+            chunks.append((chunk, Span(turn.start, span.stop)))
+        elif part.kind in _STORED_KINDS and part.id is not None:
+            chunks.append((part.id, span))
+    return chunks
+
+
 def promotion_params(prompt: Prompt, promotion: Promotion) -> dict[str, list[int]]:
     """The fields of a promotion, as indices of the prompt's chunks and turns; defaults are left out."""
-    ids = [part.id for part in prompt.parts if part.kind in _STORED_KINDS]
+    ids = [chunk for chunk, _ in _chunks_of(prompt)]
 
     def numbers(of: Set[ChunkId]) -> list[int]:
         return [number for number, chunk in enumerate(ids) if chunk in of]
