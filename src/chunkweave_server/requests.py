@@ -1,7 +1,7 @@
 """Request bodies and their checks, the same for both backends."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -18,7 +18,7 @@ from chunkweave.plugins import METHODS
 from chunkweave.retrieval.documents import MOST_LEVELS, nested_too_deeply
 from chunkweave.types import Chunk
 from chunkweave_server.errors import HttpError
-from chunkweave_server.fields import WITHOUT_EFFECT, refused_by_engine, unknown_fields
+from chunkweave_server.fields import WITHOUT_EFFECT, refused_by_engine, unknown_fields, unread_fields
 from chunkweave_server.settings import LimitSettings
 
 _PASSED_ON = (
@@ -110,24 +110,17 @@ class Document(Body):
 Documents = Annotated[list[Text | Document], Field(max_length=10_000, fail_fast=True)]
 
 
-class TextPart(Body):
+class _SentBack(Body):
+    """Part of a message, which may be an earlier answer. Further fields are ignored; `ChatBody` takes them out."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class TextPart(_SentBack):
     """A text part of a message's content."""
 
     type: Literal["text"]
     text: Text
-
-
-_OF_ANSWERS = frozenset({"annotations", "index", "parsed", "parsed_arguments", "refusal"})
-"""Fields of answers that no prompt has; clients send answers back with them."""
-
-
-class _SentBack(Body):
-    """Part of a message that may be an earlier answer."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_prompt(cls, data: Any) -> Any:
-        return {k: v for k, v in data.items() if k not in _OF_ANSWERS} if isinstance(data, dict) else data
 
 
 class CalledFunction(_SentBack):
@@ -372,6 +365,37 @@ class ChatBody(_CompletionBody):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    _unknown_inside: list[str] = []
+
+    @model_validator(mode="after")
+    def _only_text(self) -> "ChatBody":
+        """Take further fields out of the messages, before messages are joined.
+
+        Raises:
+            HttpError: 400, a field has contents that cannot be read.
+        """
+        for place, part in self._parts_of_messages:
+            if not part.model_extra:
+                continue
+            contents, unknown = unread_fields(part.model_extra)
+            if contents:
+                path = f"{place}.{contents[0]}"
+                raise HttpError(400, f"only texts can be read, not {path}", param=path, code="unsupported_field")
+            self._unknown_inside += [f"{place}.{name}" for name in unknown]
+            part.model_extra.clear()
+        return self
+
+    @property
+    def _parts_of_messages(self) -> Iterator[tuple[str, _SentBack]]:
+        """The messages, their parts and their calls, each with its path."""
+        for number, message in enumerate(self.messages):
+            place = f"messages[{number}]"
+            yield place, message
+            for at, part in enumerate(() if isinstance(message.content, str) else message.content):
+                yield f"{place}.content[{at}]", part
+            for at, call in enumerate(message.tool_calls):
+                yield f"{place}.tool_calls[{at}]", call
+                yield f"{place}.tool_calls[{at}].function", call.function
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0)] = 0
     tools: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] = []
@@ -405,12 +429,12 @@ class ChatBody(_CompletionBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def chat(self) -> list[dict[str, Any]]:
-        """All messages in the form that chat templates read; templates know no developer.
+    def unknown(self) -> list[str]:
+        return [*super().unknown, *self._unknown_inside]
 
-        Raises:
-            HttpError: 400, the arguments of a tool call are not a JSON object.
-        """
+    @property
+    def chat(self) -> list[dict[str, Any]]:
+        """All messages in the form that chat templates read; templates know no developer."""
         named = {"developer": "system"}
         return [{**message.rendered, "role": named.get(message.role, message.role)} for message in self.messages]
 
