@@ -20,6 +20,17 @@ WITHOUT_EFFECT = frozenset(
 `user` and `parallel_tool_calls`, which are in the schema, change nothing either (the latter without tools).
 """
 
+_OF_MESSAGES = frozenset({"annotations", "index", "parsed", "parsed_arguments", "refusal"})
+"""Fields of answers that no prompt has, ignored with any value; clients send answers back with them."""
+
+_CONTENTS = frozenset(
+    {
+        *("attachments", "audio", "audio_url", "experimental_attachments", "file", "files", "function_call"),
+        *("image", "image_url", "images", "input_audio", "video", "video_url", "videos"),
+    }
+)
+"""Fields in messages with contents other than text, refused unless they are empty."""
+
 _NO_VALUE = object()
 
 OF_ANSWERS: Mapping[str, Any] = {
@@ -96,9 +107,15 @@ def unknown_fields(extra: Mapping[str, Any]) -> list[str]:
     return [name for name in extra if name not in OF_ANSWERS and name not in WITHOUT_EFFECT]
 
 
+def unread_fields(extra: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The names of further fields in a message: those with contents that cannot be read, and other unknown ones."""
+    contents = [name for name, value in extra.items() if name in _CONTENTS and value]
+    return contents, [name for name in extra if name not in _OF_MESSAGES and name not in contents]
+
+
 def as_header(names: Iterable[str]) -> str:
-    """Names of fields as the value of a header: at most 16, each of at most 64 characters; others become `?`."""
+    """Paths of fields as the value of a header: at most 16, each of at most 64 characters; others become `?`."""
     names = list(names)
-    listed = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_MOST_CHARACTERS]) for name in names[:_MOST_NAMED]]
+    listed = [re.sub(r"[^][A-Za-z0-9_.-]", "?", name[:_MOST_CHARACTERS]) for name in names[:_MOST_NAMED]]
     more = [f"and {len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
     return ", ".join((*listed, *more))

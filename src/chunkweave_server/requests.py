@@ -1,11 +1,12 @@
 """Request bodies and their checks, the same for both backends."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import from_json
 
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.calibration import Quality
@@ -18,7 +19,7 @@ from chunkweave.plugins import METHODS
 from chunkweave.retrieval.documents import MOST_LEVELS, nested_too_deeply
 from chunkweave.types import Chunk
 from chunkweave_server.errors import HttpError
-from chunkweave_server.fields import WITHOUT_EFFECT, refused_by_engine, unknown_fields
+from chunkweave_server.fields import WITHOUT_EFFECT, refused_by_engine, unknown_fields, unread_fields
 from chunkweave_server.settings import LimitSettings
 
 _PASSED_ON = (
@@ -110,47 +111,37 @@ class Document(Body):
 Documents = Annotated[list[Text | Document], Field(max_length=10_000, fail_fast=True)]
 
 
-class TextPart(Body):
+class _SentBack(Body):
+    """Part of a message, which may be an earlier answer. Further fields are ignored; `ChatBody` takes them out."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class TextPart(_SentBack):
     """A text part of a message's content."""
 
     type: Literal["text"]
     text: Text
 
 
-_OF_ANSWERS = frozenset({"annotations", "index", "parsed", "parsed_arguments", "refusal"})
-"""Fields of answers that no prompt has; clients send answers back with them."""
-
-
-class _SentBack(Body):
-    """Part of a message that may be an earlier answer."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_prompt(cls, data: Any) -> Any:
-        return {k: v for k, v in data.items() if k not in _OF_ANSWERS} if isinstance(data, dict) else data
-
-
 class CalledFunction(_SentBack):
-    """The function of a tool call; `arguments` is a JSON object as text."""
+    """The function of a tool call; `arguments` is a JSON object as text, as the model wrote it."""
 
     name: Name
-    arguments: Text
+    arguments: Text = ""
 
     @property
     def parsed(self) -> dict[str, Any]:
-        """The arguments as an object, for chat templates.
+        """The arguments as an object, for chat templates: of an object that is cut off, the fields up to there.
 
-        Raises:
-            HttpError: 400, they are not a JSON object.
+        A text that does not begin with an object, or is nested too deeply, is the only field, `arguments`.
         """
         try:
-            parsed = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
+            parsed = from_json(self.arguments or "{}", allow_partial="trailing-strings")
+        except ValueError:
             parsed = None
-        if not isinstance(parsed, dict) or nested_too_deeply(parsed):
-            message = f"the arguments of a call of {self.name} are not a JSON object"
-            raise HttpError(400, message, param="messages")
-        return parsed
+        usable = isinstance(parsed, dict) and not nested_too_deeply(parsed)
+        return parsed if usable else {"arguments": self.arguments}
 
 
 class ToolCall(_SentBack):
@@ -172,7 +163,7 @@ class Message(_SentBack):
 
     @model_validator(mode="after")
     def _says_something(self) -> "Message":
-        if "content" not in self.model_fields_set and not self.tool_calls:
+        if "content" not in self.model_fields_set and self.role not in ("assistant", "tool"):
             raise ValueError("content: Field required")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only the assistant calls tools")
@@ -185,11 +176,7 @@ class Message(_SentBack):
 
     @property
     def rendered(self) -> dict[str, Any]:
-        """The message in the form that chat templates read.
-
-        Raises:
-            HttpError: 400, the arguments of a tool call are not a JSON object.
-        """
+        """The message in the form that chat templates read."""
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.tool_calls:
             calls = [
@@ -378,6 +365,37 @@ class ChatBody(_CompletionBody):
     tool_choice: Label | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+    _unknown_inside: list[str] = []
+
+    @model_validator(mode="after")
+    def _only_text(self) -> "ChatBody":
+        """Take further fields out of the messages, before messages are joined.
+
+        Raises:
+            HttpError: 400, a field has contents that cannot be read.
+        """
+        for place, part in self._parts_of_messages:
+            if not part.model_extra:
+                continue
+            contents, unknown = unread_fields(part.model_extra)
+            if contents:
+                path = f"{place}.{contents[0]}"
+                raise HttpError(400, f"only texts can be read, not {path}", param=path, code="unsupported_field")
+            self._unknown_inside += [f"{place}.{name}" for name in unknown]
+            part.model_extra.clear()
+        return self
+
+    @property
+    def _parts_of_messages(self) -> Iterator[tuple[str, _SentBack]]:
+        """The messages, their parts and their calls, each with its path."""
+        for number, message in enumerate(self.messages):
+            place = f"messages[{number}]"
+            yield place, message
+            for at, part in enumerate(() if isinstance(message.content, str) else message.content):
+                yield f"{place}.content[{at}]", part
+            for at, call in enumerate(message.tool_calls):
+                yield f"{place}.tool_calls[{at}]", call
+                yield f"{place}.tool_calls[{at}].function", call.function
 
     @model_validator(mode="after")
     def _one_of_each(self) -> "ChatBody":
@@ -405,12 +423,12 @@ class ChatBody(_CompletionBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def chat(self) -> list[dict[str, Any]]:
-        """All messages in the form that chat templates read; templates know no developer.
+    def unknown(self) -> list[str]:
+        return [*super().unknown, *self._unknown_inside]
 
-        Raises:
-            HttpError: 400, the arguments of a tool call are not a JSON object.
-        """
+    @property
+    def chat(self) -> list[dict[str, Any]]:
+        """All messages in the form that chat templates read; templates know no developer."""
         named = {"developer": "system"}
         return [{**message.rendered, "role": named.get(message.role, message.role)} for message in self.messages]
 
@@ -453,8 +471,8 @@ class ChatBody(_CompletionBody):
         """The question in the messages: the user's last message. A system message at the start is the instruction.
 
         Earlier turns may come between them: they become turns of the prompt, questions with their answers. After each
-        question there may be tool calls of the assistant with their results. A last message of the assistant is the
-        beginning of the answer.
+        question there may be tool calls of the assistant, with their results or cut off without. A last message of the
+        assistant is the beginning of the answer.
 
         Raises:
             HttpError: 400, the question is missing or empty, or the messages have an unsupported sequence.
@@ -464,8 +482,8 @@ class ChatBody(_CompletionBody):
         continued = ""
         if any(message.role == "user" for message in messages) and _is_text(messages[-1]):
             continued = messages.pop().text
-        with_tools = any(message.role == "tool" for message in messages)
-        if not messages or (messages[-1].role != "user" and not with_tools):
+        with_tools = any(message.role == "tool" or message.tool_calls for message in messages)
+        if not messages or messages[-1].role not in ("user", "tool"):
             raise HttpError(400, _NO_QUESTION, param="messages")
         question_text = self.messages[self._asked_at].text
         if not question_text.strip():
@@ -492,7 +510,7 @@ def joined_messages(messages: Sequence[Message]) -> list[Message]:
     """The messages with one instruction at most and one message of the user before each answer.
 
     System messages at the start become one. A later system message counts as the user's, and messages of the user, or
-    texts of the assistant, that follow each other become one. An empty line separates joined texts.
+    of the assistant, that follow each other become one. An empty line separates joined texts.
     """
     groups: list[list[Message]] = []
     for message in messages:
@@ -510,46 +528,35 @@ def _joins(previous: Message, message: Message) -> bool:
     """Whether a message becomes one with the message before it."""
     if previous.role in _SYSTEM:
         return message.role in _SYSTEM
-    return previous.role == message.role == "user" or (_is_text(previous) and message.role == "assistant")
+    return previous.role == message.role != "tool"
 
 
 def _joined(group: Sequence[Message]) -> Message:
     text = "\n\n".join(text for text in (message.text for message in group) if text.strip())
-    return group[0].model_copy(update={"content": text, "tool_calls": group[-1].tool_calls})
+    calls = [call for message in group for call in message.tool_calls]
+    return group[0].model_copy(update={"content": text, "tool_calls": calls})
 
 
 _Turns = Sequence[tuple[Message, tuple[Message, ...]]]
 
 
 def _turns(messages: Sequence[Message]) -> _Turns | None:
-    """Each question with the messages after it; None if the messages are not turns.
+    """Each question with the messages after it; None if the first message is no question, or a result has no call.
 
-    A question is followed by its answer, or by tool calls, each with its results, and then by the answer, which may be
-    missing.
+    A question is followed by its answer, or by tool calls, each with its results, and then by the answer. Results and
+    answer may be missing: a call that was cut off has none.
     """
     turns: list[tuple[Message, tuple[Message, ...]]] = []
-    for message in messages:
+    for place, message in enumerate(messages):
+        previous = messages[max(0, place - 1)]
+        after_calls = previous.role == "tool" or bool(previous.tool_calls)
         if message.role == "user":
             turns.append((message, ()))
-        elif not turns:
+        elif not turns or (message.role == "tool" and not after_calls):
             return None
         else:
             question, behind = turns[-1]
             turns[-1] = question, (*behind, message)
-    for number, (_, behind) in enumerate(turns, 1):
-        answered = number < len(turns) and bool(behind) and _is_text(behind[-1])
-        calls = behind[:-1] if answered else behind
-        expected = "assistant"
-        for message in calls:
-            if message.role == "tool" and expected != "assistant":
-                continue
-            if message.role != "assistant" or not message.tool_calls:
-                return None
-            expected = "tool"
-        if calls and calls[-1].role != "tool":
-            return None
-        if number < len(turns) and not behind:
-            return None
     return turns
 
 

@@ -33,7 +33,8 @@ class FakeVllm:
 
     `behave` may answer in its place; `cached` tokens it says that it found in its own cache; `gate` holds answers back
     until it is set; `break_after` tokens it drops the connection. With `parses` it takes what it has answered for a
-    call of a tool once that has as many tokens, and what comes before for text. With `forms` it holds forced calls.
+    call of a tool once that has as many tokens, and what comes before for text; the call is cut off where the answer
+    is, and `reasoning` is before all. With `forms` it holds forced calls.
     With `healthy` false its health check fails.
 
     Of chunks it knows which have `means`, and of which there are `first_passes`, and says so if it is asked.
@@ -49,6 +50,7 @@ class FakeVllm:
     behave: Behave | None = None
     break_after: int | None = None
     parses: int | None = None
+    reasoning: str | None = None
     forms: bool = True
     healthy: bool = True
     parsed: list[dict[str, Any]] = field(default_factory=list)
@@ -152,12 +154,16 @@ class FakeVllm:
         (choice,) = (body["generate_chunk"] if streams else body["generate_response"])["choices"]
         new = choice["token_ids"]
         text = "".join(f" w{token - 600}" for token in new if len(before) + 1 + new.index(token) < self.parses)
-        function = {"name": "get_time", "arguments": '{"town": "Halvik"}'}
+        ends = choice.get("finish_reason") == "length"
+        function = {"name": "get_time", "arguments": '{"town": "Hal' if ends else '{"town": "Halvik"}'}
+        reasoning = None if before else self.reasoning
         calls = len(before) < self.parses <= len(before) + len(new)
         tools = [{"id": "call-1", "type": "function", "function": function}] if calls else []
         if not streams:
-            return JSONResponse({"choices": [{"message": {"role": "assistant", "content": text, "tool_calls": tools}}]})
+            message = {"role": "assistant", "content": text, "tool_calls": tools, "reasoning": reasoning}
+            return JSONResponse({"choices": [{"message": message}]})
         delta = {"content": text or None, "tool_calls": [{**tools[0], "index": 0}] if tools else None, "role": None}
+        delta["reasoning"] = reasoning
         state = {"output_token_ids": [*before, *new], "tools_streamed": len(before) + len(new) >= self.parses}
         return JSONResponse({"chunk": {"choices": [{"delta": delta}]}, "stream_state": state})
 

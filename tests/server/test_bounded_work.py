@@ -88,6 +88,8 @@ def filled(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Every field below a schema by its place, with a value that has `HERE` there and is valid elsewhere."""
     for kind in kinds(schema):
         if kind.get("type") == "object":
+            if kind.get("additionalProperties"):
+                yield "(unknown)", {**least(kind), "x-hint": HERE}
             for name, inner in kind.get("properties", {}).items():
                 yield name, {**least(kind), name: HERE}
                 for place, value in filled(inner):
@@ -262,6 +264,8 @@ def valid() -> Iterator[tuple[str, str, Any]]:
     turns = [{"role": ("user", "assistant")[n % 2], "content": words * 9} for n in range(9_001)]
     yield "/v1/chat/completions", "messages", {"messages": turns, "documents": ["x"]}
     parts = [{"type": "text", "text": words * 20}] * 4000
+    hints = [{**question[0], **{f"x-{n}": 1 for n in range(200)}}] * 450
+    yield "/v1/chat/completions", "hints", {"messages": hints, "documents": ["x"]}
     yield "/v1/chat/completions", "parts", {"messages": [{"role": "user", "content": parts}], "documents": ["x"]}
     tools = [{"type": "function", "function": {"name": f"f{n}", "description": words * 80}} for n in range(1000)]
     yield "/v1/chat/completions", "tools", {"messages": question, "documents": ["x"], "tools": tools}

@@ -206,8 +206,8 @@ def test_sampling_follows_seed_stop_and_limits(client: Client):
         ({"messages": [{"role": "tool", "content": "x"}]}, "earlier turns"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"messages": [QUESTION, said("Noon.")]}, "tools' results must follow their calls"),
-        ({"messages": [QUESTION, called("7"), said("Noon.")]}, "not a JSON object"),
-        ({"messages": [QUESTION, called(), said("Noon."), called()]}, "earlier turns"),
+        ({"messages": [QUESTION, called(), QUESTION, said("Noon.")]}, "tools' results must follow their calls"),
+        ({"messages": [QUESTION, called(), said("Noon."), called()]}, "the last message must be the user's"),
         ({"messages": [QUESTION, called()]}, "the last message must be the user's"),
     ],
 )
