@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -186,6 +187,35 @@ def with_template(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
         return replace(loaded, tokenizer=tokenizer)
 
     monkeypatch.setattr(conftest, "toy_model", model)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_grammar_in_error_is_an_error_and_no_answer(client: Client, monkeypatch: pytest.MonkeyPatch, seed: int):
+    """The sampler chooses a token that the grammar refuses, at a step that is drawn."""
+    draw = Random(seed)
+    chosen = Sampler._chosen
+    wrong_step = draw.randrange(6)
+
+    def wrongly_chosen(self: Any, logits: Any) -> int:
+        self.__dict__["step"] = step = self.__dict__.get("step", -1) + 1
+        return draw.choice(logits.isinf().nonzero().flatten().tolist()) if step == wrong_step else chosen(self, logits)
+
+    body = {"response_format": schema(TOWN), "max_tokens": 60}
+    with monkeypatch.context() as patched:
+        patched.setattr(Sampler, "_chosen", wrongly_chosen)
+        failed = client.ask(**body)
+        streamed = client.ask(**body, stream=True)
+    assert failed.status_code == 500, failed.text
+    error = failed.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "internal_error")
+    assert "form" in error["message"]
+    if streamed.status_code == 500:  # before the first text
+        assert streamed.json()["error"] == error
+    else:
+        *events, last = events_of(streamed)
+        assert last["error"] == error
+        assert all(choice["finish_reason"] is None for event in events for choice in event["choices"])
+    checked(json.loads(answered(client.ask(**body))[0]["message"]["content"]))
 
 
 def last_text(client: Client, prompts: list[list[int]]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from chunkweave.engine.grammar_check import LIMITS, MOST_S
-from chunkweave.errors import UsageError
+from chunkweave.errors import AnswerFormError, UsageError
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 
 _COSTLY = ("allOf", "format", "multipleOf", "oneOf", "pattern", "patternProperties", "propertyNames")
@@ -102,8 +102,13 @@ class Matching:
         return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
 
     def take(self, token: int) -> None:
-        """Add the next token, one that `masked` allows."""
-        self._matcher.consume_token(token)
+        """Add the next token, one that `masked` allows.
+
+        Raises:
+            AnswerFormError: the grammar refuses it.
+        """
+        if not self._matcher.consume_token(token):
+            raise AnswerFormError(f"token {token} was refused: {_first_line(self._matcher.get_error())}")
 
     @property
     def ended(self) -> bool:
