@@ -4,12 +4,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from importlib.resources import files
 from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from chunkweave.engine import grammar
 from chunkweave.engine.decode import Sampler
@@ -187,6 +189,31 @@ def with_template(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
         return replace(loaded, tokenizer=tokenizer)
 
     monkeypatch.setattr(conftest, "toy_model", model)
+
+
+def with_tokenizer(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Give the toy model the tokenizer of a bundled model."""
+    toy_model = conftest.toy_model
+    folder = files("chunkweave") / "assets" / name
+    tokenizer = HuggingFaceTokenizer(AutoTokenizer.from_pretrained(str(folder)))
+    monkeypatch.setattr(conftest, "toy_model", lambda family: replace(toy_model(family), tokenizer=tokenizer))
+
+
+def test_forms_hold_with_a_tokenizer_that_adds_a_space(serve: Serve, monkeypatch: pytest.MonkeyPatch):
+    with_tokenizer(monkeypatch, "reader")
+    client = serve()
+    towns = ["Halvik", "Lune"]
+    text = {"type": "string", "maxLength": 8}
+    draw = Random(6)
+    for _ in range(5):
+        body = {"temperature": draw.choice([0, 0.7, 2]), "seed": draw.randrange(1000), "max_tokens": 120}
+        for of, right in (({"enum": towns}, towns.__contains__), (text, lambda value: len(value) <= 8)):
+            (choice,) = answered(client.ask(**body, response_format=schema(of)))
+            assert right(json.loads(choice["message"]["content"]))
+        (choice,) = answered(client.ask(**body, response_format=schema(TOWN)))
+        checked(json.loads(choice["message"]["content"]))
+        (choice,) = answered(client.ask(**body, tools=[GET_TIME], tool_choice="required", parallel_tool_calls=False))
+        checked(json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -27,6 +27,9 @@ _TOO_COSTLY = f"this form of answers takes more than {MOST_S} s to compile: give
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 """Environment variables that the process receives; others may have keys."""
 
+_SAME_TEXT = ("ByteLevel", "Prepend", "Replace", "Sequence")
+"""Normalizers that change how a text is written, but not the text that tokens spell. llguidance undoes `Prepend`."""
+
 _COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """JSON without free white space: a small model would write nothing else."""
 
@@ -67,7 +70,7 @@ class GrammarCompiler:
     def _tokens(self) -> Any:
         from llguidance import LLTokenizer
 
-        return LLTokenizer(self._tokenizer.serialized, eos_token=sorted(self._tokenizer.stop_ids))
+        return LLTokenizer(_spelling(self._tokenizer.serialized), eos_token=sorted(self._tokenizer.stop_ids))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,6 +122,31 @@ class Matching:
 def json_rule(schema: Mapping[str, Any]) -> str:
     """A JSON schema as an expression of a Lark grammar."""
     return f"%json {json.dumps({**schema, **_COMPACT})}"
+
+
+def _spelling(serialized: str) -> str:
+    """A tokenizer whose tokens spell exactly the text that they are made from.
+
+    llguidance tokenizes what must come next: a first space that the text does not have, or a normalized character,
+    would not match the grammar.
+    """
+    tokenizer = json.loads(serialized)
+    tokenizer["normalizer"] = _without_changes(tokenizer["normalizer"])
+    pre_tokenizer = tokenizer["pre_tokenizer"] or {}
+    for step in (pre_tokenizer, *pre_tokenizer.get("pretokenizers", ())):
+        if step.get("type") == "ByteLevel":
+            step["add_prefix_space"] = False
+    return json.dumps(tokenizer)
+
+
+def _without_changes(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer without the steps that change a text, such as NFC or lower case."""
+    if normalizer is None or normalizer["type"] not in _SAME_TEXT:
+        return None
+    if normalizer["type"] != "Sequence":
+        return normalizer
+    steps = [step for step in map(_without_changes, normalizer["normalizers"]) if step is not None]
+    return {**normalizer, "normalizers": steps}
 
 
 def _check_in_process(lark: str) -> None:
