@@ -294,7 +294,8 @@ def test_documents_are_found_with_other_tools_than_before(client: Client):
     [
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": schema({"not": {"type": "string"}})}, None),
+        ({"response_format": schema({"not": {"type": "string"}})}, "response_format.json_schema.schema.not"),
+        ({"response_format": schema({"type": "string", "format": "color"})}, None),
         ({"response_format": schema({"enum": ["x" * 70_000]})}, "response_format"),
         ({"tools": [{"type": "code"}]}, "tools[0]"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
@@ -310,6 +311,35 @@ def test_wrong_forms_are_refused_by_name(client: Client, body: dict[str, Any], p
     refused = client.ask(**body)
     assert refused.status_code == 400, refused.text
     assert refused.json()["error"]["param"] == param
+
+
+STEPS = {
+    "properties.uniqueItems": lambda inner: {"type": "object", "properties": {"uniqueItems": inner}},
+    "items": lambda inner: {"type": "array", "items": inner},
+    "anyOf[1]": lambda inner: {"anyOf": [{"enum": [{"not": 1, "uniqueItems": True}]}, inner]},
+}
+LACKING = {"uniqueItems": True, "contains": {}, "not": {}, "unevaluatedItems": False, "if": {}}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_keyword_that_is_not_supported_is_named_with_its_path(client: Client, seed: int):
+    draw = Random(seed)
+    keyword = draw.choice(list(LACKING))
+    steps = draw.choices(list(STEPS), k=draw.randrange(4))
+    of: dict[str, Any] = {"type": "array", keyword: LACKING[keyword]}
+    for step in reversed(steps):
+        of = STEPS[step](of)
+    path = ".".join([*steps, keyword])
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": of}}}}
+    for body, place in (
+        ({"response_format": schema(of)}, "response_format.json_schema.schema"),
+        ({"tools": [PING, tool], "tool_choice": "required"}, "tools[1].function.parameters.properties.a"),
+    ):
+        refused = client.ask(**body)
+        assert refused.status_code == 400, refused.text
+        error = refused.json()["error"]
+        assert (error["param"], error["code"]) == (f"{place}.{path}", "unsupported_field")
+        assert error["message"] == f"not supported: {place}.{path}"
 
 
 def test_a_grammar_that_is_too_costly_is_refused_and_other_requests_continue(client: Client):

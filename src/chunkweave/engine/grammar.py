@@ -2,9 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -34,6 +35,19 @@ _COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ",
 """JSON without free white space: a small model would write nothing else."""
 
 
+_PLACE = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: ")
+_KEYWORDS = re.compile(r"Unimplemented keys: (\[.*\])|(\w+) constraints are not supported")
+"""Messages of llguidance: where in a grammar, and which keywords."""
+
+
+class KeywordError(UsageError):
+    """A schema has `keywords` of JSON schema that are not supported."""
+
+    def __init__(self, keywords: Sequence[str]) -> None:
+        super().__init__(f"not supported in a JSON schema: {', '.join(keywords)}")
+        self.keywords = tuple(keywords)
+
+
 def grammars_available() -> bool:
     """Whether llguidance is installed."""
     return find_spec("llguidance") is not None
@@ -55,7 +69,8 @@ class GrammarCompiler:
         processor time.
 
         Raises:
-            UsageError: the grammar is invalid, has a keyword of JSON schema that is not supported, or is too large.
+            KeywordError: the grammar has a keyword of JSON schema that is not supported.
+            UsageError: it is invalid or too large.
         """
         from llguidance import LLMatcher, LLParserLimits
 
@@ -63,7 +78,7 @@ class GrammarCompiler:
             _check_in_process(lark)
         matcher = LLMatcher(self._tokens, lark, log_level=0, limits=LLParserLimits(**LIMITS))
         if matcher.is_error():
-            raise UsageError(f"this form of answers is not supported: {_first_line(matcher.get_error())}")
+            raise _not_supported(matcher.get_error())
         return Grammar(matcher)
 
     @cached_property
@@ -153,6 +168,7 @@ def _check_in_process(lark: str) -> None:
     """Check a grammar in a process with limits on time and memory.
 
     Raises:
+        KeywordError: it has a keyword of JSON schema that is not supported.
         UsageError: it is invalid, or takes too long.
     """
     command = [sys.executable, "-P", "-m", "chunkweave.engine.grammar_check"]
@@ -164,9 +180,17 @@ def _check_in_process(lark: str) -> None:
     except subprocess.TimeoutExpired:
         raise UsageError(_TOO_COSTLY) from None
     if done.stdout:
-        raise UsageError(f"this form of answers is not supported: {_first_line(done.stdout)}")
+        raise _not_supported(done.stdout)
     if done.returncode:
         raise UsageError(_TOO_COSTLY)
+
+
+def _not_supported(text: str) -> UsageError:
+    """The error of a grammar that llguidance does not compile, from llguidance's message."""
+    reason = _PLACE.sub("", _first_line(text))
+    if (lacking := _KEYWORDS.match(reason)) is not None:
+        return KeywordError(json.loads(lacking[1]) if lacking[1] else [lacking[2]])
+    return UsageError(f"this form of answers is not supported: {reason}")
 
 
 def _first_line(text: str) -> str:
