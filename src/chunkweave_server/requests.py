@@ -15,7 +15,7 @@ from chunkweave.planning.method_choice import (
     refuse_unknown_keys,
 )
 from chunkweave.plugins import METHODS
-from chunkweave.retrieval.documents import MOST_LEVELS, nested_too_deeply
+from chunkweave.retrieval.documents import MOST_LEVELS, nested_too_deeply, renamed_langchain
 from chunkweave.types import Chunk
 from chunkweave_server.errors import HttpError
 from chunkweave_server.fields import WITHOUT_EFFECT, refused_by_engine, unknown_fields
@@ -96,15 +96,13 @@ class Document(Body):
     def _from_langchain(cls, data: Any) -> Any:
         if not isinstance(data, dict) or "page_content" not in data or "text" in data:
             return data
-        metadata = data.get("metadata") or {}
+        fields = renamed_langchain(data)
+        metadata = fields.pop("metadata", {})
         if not isinstance(metadata, dict):
             raise ValueError("metadata must be an object")
-        named = {"title": metadata.get("title"), "id": metadata.get("source")}
-        fields = {key: value for key, value in data.items() if key not in ("page_content", "metadata", "type")}
-        from_metadata = {
-            key: value for key, value in named.items() if isinstance(value, str) and fields.get(key) is None
-        }
-        return {**fields, **from_metadata, "text": data["page_content"]}
+        if isinstance(metadata.get("source"), str):
+            fields.setdefault("id", metadata["source"])
+        return fields
 
 
 Documents = Annotated[list[Text | Document], Field(max_length=10_000, fail_fast=True)]
@@ -615,12 +613,17 @@ def _small(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 class IngestedDocument(Body):
-    """A document of a corpus."""
+    """A document of a corpus, or LangChain's with a `page_content`."""
 
     text: Text
     id: Name | None = None
     title: Title = ""
     metadata: Annotated[dict[str, Any], AfterValidator(_small)] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_langchain(cls, data: Any) -> Any:
+        return renamed_langchain(data) if isinstance(data, dict) else data
 
 
 class IngestBody(Body):
