@@ -60,6 +60,11 @@ def _given(data: Any) -> Any:
     return {key: value for key, value in data.items() if value is not None}
 
 
+def are_token_ids(value: Any) -> bool:
+    """Whether texts are given as token ids: a list of them, or of lists of them."""
+    return isinstance(value, list) and any(isinstance(element, int | list) for element in value)
+
+
 Text = str
 Name = Annotated[Text, Field(min_length=1, max_length=512)]
 Label = Annotated[Text, Field(max_length=512)]
@@ -551,10 +556,21 @@ def _turns(messages: Sequence[Message]) -> _Turns | None:
     return turns
 
 
+def _refuse_other_prompts(prompt: Any) -> Any:
+    if are_token_ids(prompt):
+        raise ValueError("prompt has token ids: it takes one text")
+    if isinstance(prompt, list) and len(prompt) > 1:
+        raise ValueError(f"prompt has {len(prompt)} texts: it takes one; send a request for each")
+    return prompt
+
+
 class PromptBody(_CompletionBody):
     """`POST /v1/completions`: the prompt is the question of a chat without a system message."""
 
-    prompt: Annotated[Text, Field(min_length=1)] | Annotated[list[Text], Field(min_length=1, max_length=1)]
+    prompt: Annotated[
+        Annotated[Text, Field(min_length=1)] | Annotated[list[Text], Field(min_length=1, max_length=1)],
+        BeforeValidator(_refuse_other_prompts),
+    ]
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: Annotated[int, Field(ge=1)] = 1
 
