@@ -658,13 +658,22 @@ class SearchBody(Body):
     top_k: Annotated[int, Field(ge=1, le=1000)] | None = None
 
 
+def _refuse_ids(texts: Any) -> Any:
+    if are_token_ids(texts):
+        message = "input has token ids, which are of another model's tokenizer: send texts"
+        raise ValueError(f"{message} (LangChain's OpenAIEmbeddings does with check_embedding_ctx_length=False)")
+    return texts
+
+
 class EmbeddingsBody(Body):
     """`POST /v1/embeddings`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: Label | None = None
-    input: Text | Annotated[list[Text], Field(min_length=1, max_length=2048, fail_fast=True)]
+    input: Annotated[
+        Text | Annotated[list[Text], Field(min_length=1, max_length=2048, fail_fast=True)], BeforeValidator(_refuse_ids)
+    ]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: Label | None = None
