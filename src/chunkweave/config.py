@@ -469,7 +469,7 @@ class AnswerMatching(Protocol):
         """Logits `[vocab]` with -inf for all tokens that may not come next."""
 
     def take(self, token: int) -> None:
-        """Add the next token."""
+        """Add the next token; raises an error if the grammar refuses it."""
 
     @property
     def ended(self) -> bool:

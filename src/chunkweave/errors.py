@@ -14,6 +14,7 @@ ChunkweaveError
 ├── RequestEndedError      a request ended without its answer
 │   ├── DeadlineError          its deadline passed: retry at lower load, or with a longer deadline
 │   ├── RequestAbortedError    it was aborted, or the engine was closed
+│   ├── AnswerFormError        no token continues it within its grammar (a bug: please report it)
 │   └── RequestFailedError     it failed and its retry failed; the cause is the second failure
 ├── DocumentError          a document or data set file cannot be read; the message names file and line
 │   ├── UnreadableFileError    a file of a kind that is not read: convert it first, or leave it out
@@ -131,6 +132,10 @@ class DeadlineError(RequestEndedError):
 
 class RequestAbortedError(RequestEndedError):
     """A request was aborted before its answer was complete."""
+
+
+class AnswerFormError(RequestEndedError):
+    """An answer cannot continue within its grammar: the grammar refused a token that it had allowed."""
 
 
 class RequestFailedError(RequestEndedError):

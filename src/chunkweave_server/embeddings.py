@@ -24,6 +24,9 @@ _AT_A_TIME = 16
 _MOST_CHARACTERS = 64 << 10
 """Most characters of a text; embedders read far fewer."""
 
+_CLIENTS_DEFAULTS = ("text-embedding-ada-002", "text-embedding-3-small", "text-embedding-3-large")
+"""Names that clients send unless told otherwise; the answer's `model` is the embedder's own."""
+
 embeddings = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY, route_class=BodyRoute)
 
 
@@ -45,7 +48,7 @@ async def embed(body: EmbeddingsBody, request: Request, parts: ReadyParts, tenan
 async def _embedded(body: EmbeddingsBody, parts: Parts, tenant: Tenant) -> bytes:
     threads = parts.corpora.searching
     embedder = await threads.run(tenant.name, make_embedder)
-    if body.model not in (None, embedder.name):
+    if body.model not in (None, embedder.name, *_CLIENTS_DEFAULTS):
         message = f"no embedding model {body.model!r}: this server embeds with {embedder.name!r}"
         raise HttpError(404, message, param="model", code="model_not_found")
     if body.dimensions not in (None, embedder.dimension):

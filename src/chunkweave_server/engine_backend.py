@@ -145,7 +145,7 @@ class EngineBackend:
         request = submission.request
         form = form_of(body) if body.has_form else None
         if form is not None:
-            grammar = await self._grammars.compiled(submission.tenant, form.lark)
+            grammar = await self._grammars.compiled(submission.tenant, form)
             request = replace(request, sampling=replace(request.sampling, grammar=grammar))
         chat = details_of(body)
         finds = self._finds(body)

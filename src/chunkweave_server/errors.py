@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from chunkweave.errors import (
+    AnswerFormError,
     ChunkweaveError,
     CorpusError,
     DeadlineError,
@@ -52,7 +53,13 @@ _SERVERS: Mapping[type[ChunkweaveError], tuple[int, str, str, float | None]] = {
 """Status, message, code and `retry-after` in seconds of errors that the client cannot fix."""
 
 
-_FAILED = "the request failed; see the server's log"
+_FAULTS: Mapping[type[ChunkweaveError], str] = {
+    CorpusError: "the corpus cannot be used now; see the server's log",
+    AnswerFormError: "no token continues the answer in the form that the request gave it; see the server's log",
+    ChunkweaveError: "the request failed; see the server's log",
+}
+"""Messages of errors that are logged, subclasses first."""
+
 _REMOVED_AGAIN_S = 30.0
 NOT_READY_AGAIN_S = 2.0
 
@@ -134,7 +141,7 @@ def http_error_of(error: Exception) -> HttpError:
     if isinstance(error, CorpusError) and (refused := _not_stored(error)) is not None:
         return refused
     logger.error("a request failed", exc_info=error)
-    message = "the corpus cannot be used now; see the server's log" if isinstance(error, CorpusError) else _FAILED
+    message = next((text for kind, text in _FAULTS.items() if isinstance(error, kind)), _FAULTS[ChunkweaveError])
     return HttpError(500, message, code="internal_error")
 
 

@@ -16,7 +16,7 @@ from chunkweave.planning.method_choice import (
     refuse_unknown_keys,
 )
 from chunkweave.plugins import METHODS
-from chunkweave.retrieval.documents import MOST_LEVELS, nested_too_deeply
+from chunkweave.retrieval.documents import MOST_LEVELS, nested_too_deeply, renamed_langchain
 from chunkweave.types import Chunk
 from chunkweave_server.errors import HttpError
 from chunkweave_server.fields import WITHOUT_EFFECT, refused_by_engine, unknown_fields, unread_fields
@@ -61,6 +61,11 @@ def _given(data: Any) -> Any:
     return {key: value for key, value in data.items() if value is not None}
 
 
+def are_token_ids(value: Any) -> bool:
+    """Whether texts are given as token ids: a list of them, or of lists of them."""
+    return isinstance(value, list) and any(isinstance(element, int | list) for element in value)
+
+
 Text = str
 Name = Annotated[Text, Field(min_length=1, max_length=512)]
 Label = Annotated[Text, Field(max_length=512)]
@@ -97,15 +102,13 @@ class Document(Body):
     def _from_langchain(cls, data: Any) -> Any:
         if not isinstance(data, dict) or "page_content" not in data or "text" in data:
             return data
-        metadata = data.get("metadata") or {}
+        fields = renamed_langchain(data)
+        metadata = fields.pop("metadata", {})
         if not isinstance(metadata, dict):
             raise ValueError("metadata must be an object")
-        named = {"title": metadata.get("title"), "id": metadata.get("source")}
-        fields = {key: value for key, value in data.items() if key not in ("page_content", "metadata", "type")}
-        from_metadata = {
-            key: value for key, value in named.items() if isinstance(value, str) and fields.get(key) is None
-        }
-        return {**fields, **from_metadata, "text": data["page_content"]}
+        if isinstance(metadata.get("source"), str):
+            fields.setdefault("id", metadata["source"])
+        return fields
 
 
 Documents = Annotated[list[Text | Document], Field(max_length=10_000, fail_fast=True)]
@@ -560,10 +563,21 @@ def _turns(messages: Sequence[Message]) -> _Turns | None:
     return turns
 
 
+def _refuse_other_prompts(prompt: Any) -> Any:
+    if are_token_ids(prompt):
+        raise ValueError("prompt has token ids: it takes one text")
+    if isinstance(prompt, list) and len(prompt) > 1:
+        raise ValueError(f"prompt has {len(prompt)} texts: it takes one; send a request for each")
+    return prompt
+
+
 class PromptBody(_CompletionBody):
     """`POST /v1/completions`: the prompt is the question of a chat without a system message."""
 
-    prompt: Annotated[Text, Field(min_length=1)] | Annotated[list[Text], Field(min_length=1, max_length=1)]
+    prompt: Annotated[
+        Annotated[Text, Field(min_length=1)] | Annotated[list[Text], Field(min_length=1, max_length=1)],
+        BeforeValidator(_refuse_other_prompts),
+    ]
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: Annotated[int, Field(ge=1)] = 1
 
@@ -622,12 +636,17 @@ def _small(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 class IngestedDocument(Body):
-    """A document of a corpus."""
+    """A document of a corpus, or LangChain's with a `page_content`."""
 
     text: Text
     id: Name | None = None
     title: Title = ""
     metadata: Annotated[dict[str, Any], AfterValidator(_small)] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_langchain(cls, data: Any) -> Any:
+        return renamed_langchain(data) if isinstance(data, dict) else data
 
 
 class IngestBody(Body):
@@ -646,13 +665,22 @@ class SearchBody(Body):
     top_k: Annotated[int, Field(ge=1, le=1000)] | None = None
 
 
+def _refuse_ids(texts: Any) -> Any:
+    if are_token_ids(texts):
+        message = "input has token ids, which are of another model's tokenizer: send texts"
+        raise ValueError(f"{message} (LangChain's OpenAIEmbeddings does with check_embedding_ctx_length=False)")
+    return texts
+
+
 class EmbeddingsBody(Body):
     """`POST /v1/embeddings`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: Label | None = None
-    input: Text | Annotated[list[Text], Field(min_length=1, max_length=2048, fail_fast=True)]
+    input: Annotated[
+        Text | Annotated[list[Text], Field(min_length=1, max_length=2048, fail_fast=True)], BeforeValidator(_refuse_ids)
+    ]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: Label | None = None

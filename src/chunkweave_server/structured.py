@@ -9,12 +9,12 @@ import re
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
 from chunkweave.conversation.answer import AnswerEnd, Choice, PendingAnswer, joined_logprobs
-from chunkweave.engine.grammar import Grammar, GrammarCompiler, grammars_available, json_rule
+from chunkweave.engine.grammar import Grammar, GrammarCompiler, KeywordError, grammars_available, json_rule
 from chunkweave.errors import install_extra
 from chunkweave.prompt.find_chunks import RESULT_BEGINS
 from chunkweave.prompt.request import Request
@@ -34,6 +34,13 @@ _MOST_CALLS = 8
 _MOST_GRAMMARS = 32
 """Most compiled grammars of a tenant."""
 
+_MOST_PLACES = 3
+"""Most places that the refusal of a schema names."""
+
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("const", "default", "enum", "examples")
+"""Keywords of JSON schema whose values are schemas by names, and values of the described data."""
+
 _TOOLS_TEXT = """You can call these functions, described by one JSON object a line:
 {tools}
 To call a function, answer only with {begin}{{"name": NAME, "arguments": {{...}}}}{end}"""
@@ -41,13 +48,15 @@ To call a function, answer only with {begin}{{"name": NAME, "arguments": {{...}}
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """The grammar that an answer must match, and whether it may contain tool calls.
+    """The grammar that an answer must match, and whether it may contain tool calls. `schemas` are those of the request
+    by their place in it.
 
     With a `named` tool the finish reason is that of a text, as in OpenAI's API. `either`: an answer has content or
     calls, so its content may spell the beginning of a call.
     """
 
     lark: str
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     calls: bool = False
     named: bool = False
     either: bool = False
@@ -61,6 +70,7 @@ def form_of(body: CompletionBody) -> AnswerForm | None:
     """
     schema = _schema(body.response_format)
     tools = _tools(body.tools) if isinstance(body, ChatBody) else {}
+    schemas = {} if schema is None else {"response_format.json_schema.schema": schema}
     choice = _choice(body, tools) if isinstance(body, ChatBody) else "none"
     if schema is None and (not tools or choice == "none"):
         return None
@@ -72,9 +82,11 @@ def form_of(body: CompletionBody) -> AnswerForm | None:
         raise HttpError(400, f"schemas may have at most {_MOST_BYTES} bytes as JSON", param=param)
     if not tools or choice == "none":
         assert schema is not None, "else there is no form"
-        return AnswerForm(f"%llguidance {{}}\nstart: {json_rule(schema)}\n")
+        return AnswerForm(f"%llguidance {{}}\nstart: {json_rule(schema)}\n", schemas)
     assert isinstance(body, ChatBody), "only chats have tools"
-    return _with_calls(schema, tools, choice, parallel=body.parallel_tool_calls)
+    parameters = {f"tools[{number}].function.parameters": tool for number, tool in enumerate(tools.values())}
+    form = _with_calls(schema, tools, choice, parallel=body.parallel_tool_calls)
+    return replace(form, schemas={**schemas, **parameters})
 
 
 def _with_calls(
@@ -163,20 +175,47 @@ class Grammars:
         self._threads = threads
         self._known: dict[str, OrderedDict[bytes, Grammar]] = {}
 
-    async def compiled(self, tenant: str, lark: str) -> Grammar:
-        """The compiled grammar.
+    async def compiled(self, tenant: str, form: AnswerForm) -> Grammar:
+        """The compiled grammar of a form.
 
         Raises:
+            HttpError: 400, keywords of its schemas are not supported.
             UsageError: it is not supported.
         """
         compiled = self._known.setdefault(tenant, OrderedDict())
-        key = hashlib.sha256(lark.encode()).digest()
+        key = hashlib.sha256(form.lark.encode()).digest()
         if key not in compiled:
-            compiled[key] = await self._threads.run(tenant, partial(self._compiler.compile, lark))
+            try:
+                compiled[key] = await self._threads.run(tenant, partial(self._compiler.compile, form.lark))
+            except KeywordError as error:
+                places = _places(form.schemas, error.keywords)
+                if not places:
+                    raise
+                message = f"not supported: {', '.join(places[:_MOST_PLACES])}"
+                raise HttpError(400, message, param=places[0], code="unsupported_field") from error
             if len(compiled) > _MOST_GRAMMARS:
                 compiled.popitem(last=False)
         compiled.move_to_end(key)
         return compiled[key]
+
+
+def _places(schemas: Mapping[str, Mapping[str, Any]], keywords: Sequence[str]) -> list[str]:
+    """Where these keywords of JSON schema are in schemas, as paths in the request."""
+    places: list[str] = []
+    pending: list[tuple[str, Any]] = list(schemas.items())
+    while pending:
+        place, schema = pending.pop(0)
+        if isinstance(schema, list):
+            pending += [(f"{place}[{number}]", inner) for number, inner in enumerate(schema)]
+        if not isinstance(schema, Mapping):
+            continue
+        places += [f"{place}.{keyword}" for keyword in keywords if keyword in schema]
+        for keyword, inner in schema.items():
+            if keyword in _SCHEMAS_BY_NAME and isinstance(inner, Mapping):
+                pending += [(f"{place}.{keyword}.{name}", of_name) for name, of_name in inner.items()]
+            elif keyword not in _VALUES:
+                pending.append((f"{place}.{keyword}", inner))
+    return places
 
 
 def with_plain_tools(

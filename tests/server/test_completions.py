@@ -1,5 +1,7 @@
 """Chat and plain completions: answers, streams, usage, and what is refused."""
 
+from random import Random
+
 import pytest
 
 from chunkweave import Request, SamplingParams
@@ -152,6 +154,23 @@ def test_a_plain_completion_is_the_question_of_a_chat(client: Client):
     told = events_of(client.post("/v1/completions", json={**body, "prompt": [body["prompt"]], "stream": True}))
     assert "".join(one["choices"][0]["text"] for one in told) == plain["choices"][0]["text"]
     assert told[-1]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prompt_that_is_not_taken_is_named(client: Client, seed: int):
+    """Over vLLM a prompt without documents is vLLM's own matter."""
+    draw = Random(seed)
+    ids = [draw.randrange(4096) for _ in range(draw.randrange(1, 9))]
+    texts = ["When?"] * draw.randrange(2, 9)
+    for prompt, message in (
+        (ids, "prompt has token ids: it takes one text"),
+        ([ids] * draw.randrange(1, 3), "prompt has token ids: it takes one text"),
+        (texts, f"prompt has {len(texts)} texts: it takes one; send a request for each"),
+    ):
+        refused = client.post("/v1/completions", json={"prompt": prompt, "documents": [FERRY], "max_tokens": 1})
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert (error["param"], error["message"]) == ("prompt", message)
 
 
 @pytest.mark.backend("engine")

@@ -1,5 +1,6 @@
 """Corpora over HTTP: made, filled, searched, answered from, removed with their KV; and the cache's own endpoints."""
 
+import json
 import sys
 import threading
 import time
@@ -42,6 +43,17 @@ def test_a_corpus_is_listed_and_searched(notes: Client):
     assert found["data"][0]["document"] == "ferry"
     assert len(notes.search("ferry").json()["data"]) == 2
     assert notes.search("ferry", top_k=9).status_code == 400
+
+
+def test_documents_of_langchain_are_documents(notes: Client):
+    metadata = {"source": "tower.md", "title": "The tower", "page": 3}
+    row = {"page_content": TOWER, "metadata": metadata, "type": "Document", "id": None}
+    (added,) = notes.add([row]).json()["added"]
+    held = {document["id"]: document for document in notes.get("/v1/corpora/notes/documents").json()["data"]}
+    assert (held[added]["title"], held[added]["metadata"]) == ("The tower", metadata)
+    assert notes.add([{"page_content": 3}]).status_code == 400
+    files = [("files", ("lines.jsonl", json.dumps({**row, "id": "l1"}).encode()))]
+    assert notes.post("/v1/corpora/notes/documents/files", files=files).json()["added"] == ["l1"]
 
 
 def test_an_answer_from_a_corpus_names_what_was_retrieved(notes: Client):

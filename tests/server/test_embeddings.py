@@ -1,6 +1,7 @@
 """`POST /v1/embeddings`, and pages of other origins (CORS), over both backends."""
 
 from base64 import b64decode
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -46,17 +47,35 @@ def test_vectors_are_those_of_the_embedder_in_both_encodings(client: Client):
         ({"input": []}, 400, "input"),
         ({"input": " "}, 400, "input"),
         ({"input": ["a", ""]}, 400, "input[1]"),
-        ({"input": [1, 2]}, 400, "input[0]"),
+        ({"input": [None]}, 400, "input[0]"),
         ({"input": "a" * 70_000}, 400, "input"),
         ({"input": ["a"] * 2049}, 400, "input"),
         ({"input": "a", "encoding_format": "int8"}, 400, "encoding_format"),
         ({"input": "a", "dimensions": 7}, 400, "dimensions"),
-        ({"input": "a", "model": "text-embedding-3-small"}, 404, "model"),
+        ({"input": "a", "model": "text-embedding-4"}, 404, "model"),
     ],
 )
 def test_wrong_requests_are_refused(client: Client, body: dict[str, Any], status: int, param: str):
     refused = embed(client, **body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)
+
+
+def test_a_name_that_clients_send_by_default_is_the_servers_embedder(client: Client):
+    expected = make_embedder("hashed-ngrams").embed_documents(TEXTS)
+    for model in ("text-embedding-ada-002", "text-embedding-3-small", "text-embedding-3-large"):
+        reply = embed(client, input=TEXTS, model=model).json()
+        assert reply["model"] == "hashed-ngrams"
+        assert np.array_equal(np.float32([entry["embedding"] for entry in reply["data"]]), expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_token_ids_are_refused_with_the_way_to_send_texts(client: Client, seed: int):
+    draw = Random(seed)
+    ids = [[draw.randrange(100_000) for _ in range(draw.randrange(1, 9))] for _ in range(draw.randrange(1, 4))]
+    for sent in (ids, ids[0], [*TEXTS, ids[0]]):
+        refused = embed(client, input=sent, encoding_format="base64", model="text-embedding-ada-002")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+        assert "check_embedding_ctx_length=False" in refused.json()["error"]["message"]
 
 
 def test_unknown_fields_are_named(client: Client):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from random import Random
 from typing import Literal
 
 import openai
@@ -35,6 +36,17 @@ def test_a_chat(client: openai.OpenAI):
     assert completion.choices[0].finish_reason == "length"
     assert completion.usage.prompt_tokens_details.cached_tokens == 0
     assert completion.model_extra["chunkweave"]["method"] == "cacheblend"
+
+
+def test_embeddings_with_the_clients_own_defaults(client: openai.OpenAI):
+    drawn = Random(6)
+    texts = [" ".join(drawn.choices(PASSAGE.split(), k=5)) for _ in range(4)]
+    encoded = client.embeddings.create(model="text-embedding-3-small", input=texts)
+    assert len(encoded.data) == 4
+    plain = client.embeddings.create(model="text-embedding-3-small", input=texts, encoding_format="float")
+    assert [entry.embedding for entry in plain.data] == [entry.embedding for entry in encoded.data]
+    with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False"):
+        client.embeddings.create(model="text-embedding-3-small", input=[[drawn.randrange(9999)], [1]])
 
 
 def test_a_stream_as_the_quickstart_reads_it(client: openai.OpenAI):

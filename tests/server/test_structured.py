@@ -4,11 +4,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from importlib.resources import files
+from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from chunkweave.engine import grammar
 from chunkweave.engine.decode import Sampler
@@ -188,6 +191,60 @@ def with_template(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     monkeypatch.setattr(conftest, "toy_model", model)
 
 
+def with_tokenizer(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Give the toy model the tokenizer of a bundled model."""
+    toy_model = conftest.toy_model
+    folder = files("chunkweave") / "assets" / name
+    tokenizer = HuggingFaceTokenizer(AutoTokenizer.from_pretrained(str(folder)))
+    monkeypatch.setattr(conftest, "toy_model", lambda family: replace(toy_model(family), tokenizer=tokenizer))
+
+
+def test_forms_hold_with_a_tokenizer_that_adds_a_space(serve: Serve, monkeypatch: pytest.MonkeyPatch):
+    with_tokenizer(monkeypatch, "reader")
+    client = serve()
+    towns = ["Halvik", "Lune"]
+    text = {"type": "string", "maxLength": 8}
+    draw = Random(6)
+    for _ in range(5):
+        body = {"temperature": draw.choice([0, 0.7, 2]), "seed": draw.randrange(1000), "max_tokens": 120}
+        for of, right in (({"enum": towns}, towns.__contains__), (text, lambda value: len(value) <= 8)):
+            (choice,) = answered(client.ask(**body, response_format=schema(of)))
+            assert right(json.loads(choice["message"]["content"]))
+        (choice,) = answered(client.ask(**body, response_format=schema(TOWN)))
+        checked(json.loads(choice["message"]["content"]))
+        (choice,) = answered(client.ask(**body, tools=[GET_TIME], tool_choice="required", parallel_tool_calls=False))
+        checked(json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_grammar_in_error_is_an_error_and_no_answer(client: Client, monkeypatch: pytest.MonkeyPatch, seed: int):
+    """The sampler chooses a token that the grammar refuses, at a step that is drawn."""
+    draw = Random(seed)
+    chosen = Sampler._chosen
+    wrong_step = draw.randrange(6)
+
+    def wrongly_chosen(self: Any, logits: Any) -> int:
+        self.__dict__["step"] = step = self.__dict__.get("step", -1) + 1
+        return draw.choice(logits.isinf().nonzero().flatten().tolist()) if step == wrong_step else chosen(self, logits)
+
+    body = {"response_format": schema(TOWN), "max_tokens": 60}
+    with monkeypatch.context() as patched:
+        patched.setattr(Sampler, "_chosen", wrongly_chosen)
+        failed = client.ask(**body)
+        streamed = client.ask(**body, stream=True)
+    assert failed.status_code == 500, failed.text
+    error = failed.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "internal_error")
+    assert "form" in error["message"]
+    if streamed.status_code == 500:  # before the first text
+        assert streamed.json()["error"] == error
+    else:
+        *events, last = events_of(streamed)
+        assert last["error"] == error
+        assert all(choice["finish_reason"] is None for event in events for choice in event["choices"])
+    checked(json.loads(answered(client.ask(**body))[0]["message"]["content"]))
+
+
 def last_text(client: Client, prompts: list[list[int]]) -> str:
     """The prompt that was computed last."""
     return client.engine.loaded.tokenizer._tokenizer.decode(prompts[-1])
@@ -237,7 +294,8 @@ def test_documents_are_found_with_other_tools_than_before(client: Client):
     [
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": schema({"not": {"type": "string"}})}, None),
+        ({"response_format": schema({"not": {"type": "string"}})}, "response_format.json_schema.schema.not"),
+        ({"response_format": schema({"type": "string", "format": "color"})}, None),
         ({"response_format": schema({"enum": ["x" * 70_000]})}, "response_format"),
         ({"tools": [{"type": "code"}]}, "tools[0]"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
@@ -253,6 +311,35 @@ def test_wrong_forms_are_refused_by_name(client: Client, body: dict[str, Any], p
     refused = client.ask(**body)
     assert refused.status_code == 400, refused.text
     assert refused.json()["error"]["param"] == param
+
+
+STEPS = {
+    "properties.uniqueItems": lambda inner: {"type": "object", "properties": {"uniqueItems": inner}},
+    "items": lambda inner: {"type": "array", "items": inner},
+    "anyOf[1]": lambda inner: {"anyOf": [{"enum": [{"not": 1, "uniqueItems": True}]}, inner]},
+}
+LACKING = {"uniqueItems": True, "contains": {}, "not": {}, "unevaluatedItems": False, "if": {}}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_keyword_that_is_not_supported_is_named_with_its_path(client: Client, seed: int):
+    draw = Random(seed)
+    keyword = draw.choice(list(LACKING))
+    steps = draw.choices(list(STEPS), k=draw.randrange(4))
+    of: dict[str, Any] = {"type": "array", keyword: LACKING[keyword]}
+    for step in reversed(steps):
+        of = STEPS[step](of)
+    path = ".".join([*steps, keyword])
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": of}}}}
+    for body, place in (
+        ({"response_format": schema(of)}, "response_format.json_schema.schema"),
+        ({"tools": [PING, tool], "tool_choice": "required"}, "tools[1].function.parameters.properties.a"),
+    ):
+        refused = client.ask(**body)
+        assert refused.status_code == 400, refused.text
+        error = refused.json()["error"]
+        assert (error["param"], error["code"]) == (f"{place}.{path}", "unsupported_field")
+        assert error["message"] == f"not supported: {place}.{path}"
 
 
 def test_a_grammar_that_is_too_costly_is_refused_and_other_requests_continue(client: Client):

@@ -2,6 +2,7 @@
 
 import json
 from io import BytesIO
+from random import Random
 
 import pytest
 
@@ -51,6 +52,17 @@ def test_what_a_line_may_say(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_line_may_be_a_document_of_langchain(tmp_path, seed):
+    draw = Random(seed)
+    metadata = draw.choice([None, {}, {"source": "a.md"}, {"source": "a.md", "title": "The tower", "page": 3}])
+    row = {"page_content": f"T{seed}", "metadata": metadata, "type": "Document", "id": draw.choice([None, "7"])}
+    name = draw.choice(["c.jsonl", "lines", "lines.txt"])
+    (read,) = documents_of(read_files([write(tmp_path / name, lines(row))]))
+    title = (metadata or {}).get("title", "")
+    assert read == CorpusDocument(row["id"] or f"{name}:1", f"T{seed}", title, metadata or {})
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -59,6 +71,7 @@ def test_what_a_line_may_say(tmp_path):
         (b"[1]", 'not an object with a "text"'),
         (b'{"title": "x"}', 'not an object with a "text"'),
         (b'{"text": 3}', 'not an object with a "text"'),
+        (b'{"page_content": 3}', 'not an object with a "text"'),
         (b'{"text": "x", "metadata": [1]}', '"metadata" is no object'),
         (b'{"text": "  "}', "the text is empty"),
     ],

@@ -17,6 +17,7 @@ from chunkweave.engine.runner import Decoding, Runner
 from chunkweave.engine.scheduler import BatchingStats, Scheduler, StepGroup
 from chunkweave.engine.shadow import ShadowChecks
 from chunkweave.errors import (
+    AnswerFormError,
     ChunkweaveError,
     DeadlineError,
     PromptTooLongError,
@@ -485,14 +486,15 @@ class BatchingCore:
     def _guarded(self, requests: Sequence[RequestState], work: Callable[[], None]) -> None:
         """Run `work` for these requests. If it fails, retry each of them once, apart from all others.
 
-        The failing request need not be known: of those that ran together, only it fails again.
+        The failing request need not be known: of those that ran together, only it fails again. An error that a retry
+        would repeat ends it at once.
         """
         try:
             if len(requests) == 1:
                 requests[0].context.copy().run(work)  # a copy, because a context cannot be entered twice
             else:
                 work()
-        except UsageError as error:
+        except (UsageError, AnswerFormError) as error:
             for request in requests:
                 self._give_up(request, error)
         except Exception as error:  # the boundary between one request's fault and the others

@@ -42,6 +42,7 @@ class Sampler:
 
         Raises:
             UsageError: the grammar needs too much work for this token.
+            AnswerFormError: the grammar refuses the token that was chosen.
         """
         if self._matching is None:
             return self._chosen(logits)

@@ -2,9 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from chunkweave.engine.grammar_check import LIMITS, MOST_S
-from chunkweave.errors import UsageError
+from chunkweave.errors import AnswerFormError, UsageError
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 
 _COSTLY = ("allOf", "format", "multipleOf", "oneOf", "pattern", "patternProperties", "propertyNames")
@@ -27,8 +28,24 @@ _TOO_COSTLY = f"this form of answers takes more than {MOST_S} s to compile: give
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 """Environment variables that the process receives; others may have keys."""
 
+_SAME_TEXT = ("ByteLevel", "Prepend", "Replace", "Sequence")
+"""Normalizers that change how a text is written, but not the text that tokens spell. llguidance undoes `Prepend`."""
+
 _COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """JSON without free white space: a small model would write nothing else."""
+
+
+_PLACE = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: ")
+_KEYWORDS = re.compile(r"Unimplemented keys: (\[.*\])|(\w+) constraints are not supported")
+"""Messages of llguidance: where in a grammar, and which keywords."""
+
+
+class KeywordError(UsageError):
+    """A schema has `keywords` of JSON schema that are not supported."""
+
+    def __init__(self, keywords: Sequence[str]) -> None:
+        super().__init__(f"not supported in a JSON schema: {', '.join(keywords)}")
+        self.keywords = tuple(keywords)
 
 
 def grammars_available() -> bool:
@@ -52,7 +69,8 @@ class GrammarCompiler:
         processor time.
 
         Raises:
-            UsageError: the grammar is invalid, has a keyword of JSON schema that is not supported, or is too large.
+            KeywordError: the grammar has a keyword of JSON schema that is not supported.
+            UsageError: it is invalid or too large.
         """
         from llguidance import LLMatcher, LLParserLimits
 
@@ -60,14 +78,14 @@ class GrammarCompiler:
             _check_in_process(lark)
         matcher = LLMatcher(self._tokens, lark, log_level=0, limits=LLParserLimits(**LIMITS))
         if matcher.is_error():
-            raise UsageError(f"this form of answers is not supported: {_first_line(matcher.get_error())}")
+            raise _not_supported(matcher.get_error())
         return Grammar(matcher)
 
     @cached_property
     def _tokens(self) -> Any:
         from llguidance import LLTokenizer
 
-        return LLTokenizer(self._tokenizer.serialized, eos_token=sorted(self._tokenizer.stop_ids))
+        return LLTokenizer(_spelling(self._tokenizer.serialized), eos_token=sorted(self._tokenizer.stop_ids))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,8 +120,13 @@ class Matching:
         return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
 
     def take(self, token: int) -> None:
-        """Add the next token, one that `masked` allows."""
-        self._matcher.consume_token(token)
+        """Add the next token, one that `masked` allows.
+
+        Raises:
+            AnswerFormError: the grammar refuses it.
+        """
+        if not self._matcher.consume_token(token):
+            raise AnswerFormError(f"token {token} was refused: {_first_line(self._matcher.get_error())}")
 
     @property
     def ended(self) -> bool:
@@ -116,10 +139,36 @@ def json_rule(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, **_COMPACT})}"
 
 
+def _spelling(serialized: str) -> str:
+    """A tokenizer whose tokens spell exactly the text that they are made from.
+
+    llguidance tokenizes what must come next: a first space that the text does not have, or a normalized character,
+    would not match the grammar.
+    """
+    tokenizer = json.loads(serialized)
+    tokenizer["normalizer"] = _without_changes(tokenizer["normalizer"])
+    pre_tokenizer = tokenizer["pre_tokenizer"] or {}
+    for step in (pre_tokenizer, *pre_tokenizer.get("pretokenizers", ())):
+        if step.get("type") == "ByteLevel":
+            step["add_prefix_space"] = False
+    return json.dumps(tokenizer)
+
+
+def _without_changes(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer without the steps that change a text, such as NFC or lower case."""
+    if normalizer is None or normalizer["type"] not in _SAME_TEXT:
+        return None
+    if normalizer["type"] != "Sequence":
+        return normalizer
+    steps = [step for step in map(_without_changes, normalizer["normalizers"]) if step is not None]
+    return {**normalizer, "normalizers": steps}
+
+
 def _check_in_process(lark: str) -> None:
     """Check a grammar in a process with limits on time and memory.
 
     Raises:
+        KeywordError: it has a keyword of JSON schema that is not supported.
         UsageError: it is invalid, or takes too long.
     """
     command = [sys.executable, "-P", "-m", "chunkweave.engine.grammar_check"]
@@ -131,9 +180,17 @@ def _check_in_process(lark: str) -> None:
     except subprocess.TimeoutExpired:
         raise UsageError(_TOO_COSTLY) from None
     if done.stdout:
-        raise UsageError(f"this form of answers is not supported: {_first_line(done.stdout)}")
+        raise _not_supported(done.stdout)
     if done.returncode:
         raise UsageError(_TOO_COSTLY)
+
+
+def _not_supported(text: str) -> UsageError:
+    """The error of a grammar that llguidance does not compile, from llguidance's message."""
+    reason = _PLACE.sub("", _first_line(text))
+    if (lacking := _KEYWORDS.match(reason)) is not None:
+        return KeywordError(json.loads(lacking[1]) if lacking[1] else [lacking[2]])
+    return UsageError(f"this form of answers is not supported: {reason}")
 
 
 def _first_line(text: str) -> str:

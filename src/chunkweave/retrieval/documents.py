@@ -76,6 +76,24 @@ def checked_documents(documents: Iterable[CorpusDocument]) -> list[CorpusDocumen
     return list(checked.values())
 
 
+def renamed_langchain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a document, those of LangChain's by our names: without a `text` it is `page_content`.
+
+    The title is that of the metadata, if there is no other.
+
+    >>> renamed_langchain({"page_content": "It sings.", "metadata": {"title": "The choir"}, "type": "Document"})
+    {'metadata': {'title': 'The choir'}, 'text': 'It sings.', 'title': 'The choir'}
+    """
+    if "text" in fields or "page_content" not in fields:
+        return dict(fields)
+    renamed = {key: value for key, value in fields.items() if value is not None and key not in ("page_content", "type")}
+    renamed["text"] = fields["page_content"]
+    metadata = renamed.get("metadata")
+    if isinstance(metadata, Mapping) and isinstance(metadata.get("title"), str):
+        renamed.setdefault("title", metadata["title"])
+    return renamed
+
+
 def nested_too_deeply(metadata: Any) -> bool:
     """Whether lists and objects are nested more than `MOST_LEVELS` deep."""
     level = [metadata]

@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -90,10 +90,23 @@ def _minilm() -> Embedder:
     return SentenceTransformerEmbedder(MINILM)
 
 
-_VERSION = 1
+_VERSION = 2
 """Part of the fingerprint; must change with anything that changes a vector."""
 
-_WORD = re.compile(r"\w+|[^\w\s]")
+_IDEOGRAPHS = (
+    "\u3005-\u3007\u3040-\u30fa\u30fc-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
+_SYLLABLES = "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff"
+"""Characters of scripts without spaces: Chinese and Japanese; Thai, Lao, Tibetan, Burmese and Khmer."""
+
+_RUNS = (
+    (re.compile(f"[{_IDEOGRAPHS}]+"), ((1, 0.3), (2, 1.0))),
+    (re.compile(f"[{_SYLLABLES}]+"), ((3, 1.0),)),
+)
+"""Runs of characters without spaces, each with the sizes and weights of its n-grams: most words of Chinese and Japanese
+have two characters."""
+
+_WORD = re.compile(rf"[^\W{_IDEOGRAPHS}{_SYLLABLES}]+|[^\w\s{_IDEOGRAPHS}{_SYLLABLES}]")
 _CANCELLED = 1e-9
 """Below this length, features with opposite signs cancelled in the same columns, as may happen to a single letter."""
 
@@ -121,15 +134,20 @@ _FUNCTION_WORDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _Features:
-    """Hashed features of one word: columns and signed weights, both `[features]`."""
+    """Hashed features: columns and signed weights, both `[features]`."""
 
     columns: NDArray[np.int64]
     weights: NDArray[np.float64]
+
+    def times(self, factor: float) -> "_Features":
+        """The same features with other weights."""
+        return _Features(self.columns, self.weights * factor)
 
 
 class HashedNgramEmbedder:
     """Embeds texts as signed, hashed counts of words, pairs of neighbouring words, and character 3- to 5-grams.
 
+    In scripts without spaces the words are single characters and pairs of them (Chinese, Japanese), or 3-grams (Thai).
     Finds passages that share words, or forms of a word, with the question; it knows no synonyms. It needs no training
     and no statistics of a collection (no idf): a text's vector depends on the text alone, and is the same on every
     machine. English function words count a tenth, as with an idf; repeats count with the logarithm of their number.
@@ -165,18 +183,15 @@ class HashedNgramEmbedder:
         return self._embed(text, self._word_features).astype(np.float32)
 
     def _embed(self, text: str, features_of: Callable[[str], _Features]) -> NDArray[np.float64]:
-        words = _WORD.findall(folded(text))
-        if not words:
+        text = folded(text)
+        words = _WORD.findall(text)
+        features = [features_of(word).times(1 + log(count)) for word, count in Counter(words).items()]
+        features.append(self._counted(_pairs(words), _PAIR_WEIGHT))
+        features += [self._counted(grams, weight) for grams, weight in _grams(text)]
+        columns = np.concatenate([part.columns for part in features])
+        weights = np.concatenate([part.weights for part in features])
+        if not len(columns):
             return np.zeros(self.dimension)
-        counts = Counter(words)
-        words_features = [features_of(word) for word in counts]
-        columns = np.concatenate([features.columns for features in words_features])
-        weights = np.concatenate(
-            [features.weights * (1 + log(counts[word])) for word, features in zip(counts, words_features, strict=True)]
-        )
-        pair_columns, pair_weights = self._pairs(words)
-        columns = np.concatenate([columns, pair_columns])
-        weights = np.concatenate([weights, pair_weights])
         sums = np.bincount(columns, weights=weights, minlength=self.dimension)
         length = float(np.linalg.norm(sums))
         if length < _CANCELLED:
@@ -184,17 +199,12 @@ class HashedNgramEmbedder:
             length = float(np.linalg.norm(sums))
         return sums / length
 
-    def _pairs(self, words: list[str]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Hashed pairs of neighbouring words that are not both function words: columns and signed weights."""
-        pairs = Counter(
-            f"{first} {second}"
-            for first, second in pairwise(words)
-            if first not in _FUNCTION_WORDS and second not in _FUNCTION_WORDS
-        )
-        hashed = [self._column(f"2:{pair}") for pair in pairs]
+    def _counted(self, counts: Mapping[str, int], weight: float) -> _Features:
+        """Features with the logarithm of their number."""
+        hashed = [self._column(feature) for feature in counts]
         columns = np.array([column for column, _ in hashed], dtype=np.int64)
-        counted = [sign * _PAIR_WEIGHT * (1 + log(n)) for (_, sign), n in zip(hashed, pairs.values(), strict=True)]
-        return columns, np.array(counted, dtype=np.float64)
+        weights = [sign * weight * (1 + log(n)) for (_, sign), n in zip(hashed, counts.values(), strict=True)]
+        return _Features(columns, np.array(weights, dtype=np.float64))
 
     def _remembered(self, word: str) -> _Features:
         return self._features(word) if len(word) <= _REMEMBERED_CHARACTERS else self._word_features(word)
@@ -214,6 +224,24 @@ class HashedNgramEmbedder:
         """Column and sign of a feature. CRC-32 is the same everywhere; Python's own hash is not."""
         hashed = crc32(feature.encode("utf-8", "surrogatepass"))
         return (hashed >> 1) % self.dimension, 1.0 if hashed & 1 else -1.0
+
+
+def _pairs(words: Sequence[str]) -> Counter[str]:
+    """Pairs of neighbouring words that are not function words."""
+    return Counter(
+        f"2:{first} {second}"
+        for first, second in pairwise(words)
+        if first not in _FUNCTION_WORDS and second not in _FUNCTION_WORDS
+    )
+
+
+def _grams(text: str) -> Iterator[tuple[Counter[str], float]]:
+    """Character n-grams of runs without spaces, with their weight. A run that is shorter is one."""
+    for run, sizes in _RUNS:
+        pieces = run.findall(text)
+        for size, weight in sizes if pieces else ():
+            starts = ((piece, start) for piece in pieces for start in range(max(len(piece) - size + 1, 1)))
+            yield Counter(f"c:{piece[start : start + size]}" for piece, start in starts), weight
 
 
 _BATCH = 32

@@ -84,7 +84,7 @@ def text_kind(name: str, text: str) -> FileKind:
     if named is not None:
         return named
     first = begin.lstrip().partition("\n")[0]
-    if first.startswith("{") and '"text"' in first:
+    if first.startswith("{") and ('"text"' in first or '"page_content"' in first):
         return FileKind.JSON_LINES
     if first.startswith(_NO_TEXT) or (suffix == ".json" and first.startswith(("{", "["))):
         raise UnreadableFileError(NOT_READ)

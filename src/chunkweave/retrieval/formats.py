@@ -23,6 +23,7 @@ from chunkweave.retrieval.documents import (
     CorpusDocument,
     check_document,
     check_text_bytes,
+    renamed_langchain,
 )
 from chunkweave.retrieval.file_kinds import NOT_READ, FileKind, binary_kind, decode, text_kind
 from chunkweave.retrieval.sections import (
@@ -157,7 +158,9 @@ _METADATA_KEY = "metadata"
 
 
 def parse_line(line: bytes, usual_id: str) -> CorpusDocument:
-    """One JSON line as a document. `_id` is read as id and `source` as title; other keys become metadata.
+    """One JSON line as a document. `_id` is read as id, `source` as title and LangChain's `page_content` as text.
+
+    Other keys become metadata.
 
     Raises:
         DocumentError: it is none.
@@ -172,7 +175,8 @@ def parse_line(line: bytes, usual_id: str) -> CorpusDocument:
         raise DocumentError("a number has too many digits") from error
     except RecursionError as error:
         raise DocumentError("nested too deeply") from error
-    if not isinstance(row, dict) or not isinstance(row.get(_TEXT_KEY), str):
+    row = renamed_langchain(row) if isinstance(row, dict) else {}
+    if not isinstance(row.get(_TEXT_KEY), str):
         raise DocumentError('not an object with a "text": {"text": "...", "id": "...", "title": "..."}')
     if not row[_TEXT_KEY].strip():
         raise EmptyDocumentError("the text is empty")
