@@ -23,9 +23,7 @@ def documents(tmp_path: Path) -> Path:
 
 def test_lines_of_input_are_turns_and_documents_are_sent_once(documents, tmp_path):
     out = tmp_path / "chat.json"
-    result = succeed(
-        *CHAT, "--docs", documents, "--deduplicate", "--json", "--out", out, stdin="When?\n\nAnd why?\nSo?"
-    )
+    result = succeed(*CHAT, "--docs", documents, "--json", "--out", out, stdin="When?\n\nAnd why?\nSo?")
     answers = [json.loads(line) for line in result.stdout.splitlines()]
     assert [answer["question"] for answer in answers] == ["When?", "And why?", "So?"]
     assert [answer["report"]["chunks_not_sent"] for answer in answers] == [0, 3, 3]
@@ -35,7 +33,7 @@ def test_lines_of_input_are_turns_and_documents_are_sent_once(documents, tmp_pat
 
 
 def test_for_people_each_answer_says_what_was_kept(documents):
-    result = succeed(*CHAT, "--docs", documents, "--deduplicate", stdin="When?\nAnd why?\n")
+    result = succeed(*CHAT, "--docs", documents, stdin="When?\nAnd why?\n")
     assert "history 0 tokens; 0 chunks" in result.stdout
     assert "3 chunks" in result.stdout
     assert "first token after" in result.stdout
@@ -44,9 +42,7 @@ def test_for_people_each_answer_says_what_was_kept(documents):
 def test_a_corpus_is_asked_for_every_question(documents, tmp_path):
     corpus = tmp_path / "corpus"
     assert invoke("ingest", documents, "--corpus", corpus).exit_code == 0
-    result = succeed(
-        *CHAT, "--corpus", corpus, "--top-k", 2, "--deduplicate", "--json", stdin="Document 0?\nDocument 0, again?\n"
-    )
+    result = succeed(*CHAT, "--corpus", corpus, "--top-k", 2, "--json", stdin="Document 0?\nDocument 0, again?\n")
     first, second = map(json.loads, result.stdout.splitlines())
     assert len(first["report"]["chunks"]) == 3
     assert second["report"]["chunks_not_sent"] >= 1
@@ -60,7 +56,7 @@ def test_without_questions_or_with_a_bad_one(documents):
 def test_the_oldest_turns_are_left_out_where_they_do_not_fit(tmp_path):
     (tmp_path / "long.md").write_text("The lighthouse keeper writes. " * 260, encoding="utf-8")
     questions = "".join(f"Who writes in the year {number} of the lighthouse, and why?\n" for number in range(40))
-    result = succeed(*CHAT, "--docs", tmp_path, "--json", stdin=questions)
+    result = succeed(*CHAT, "--docs", tmp_path, "--no-deduplicate", "--json", stdin=questions)
     history = [json.loads(line)["report"]["history_tokens"] for line in result.stdout.splitlines()]
     assert len(history) == 40
     assert history[0] == 0 < history[1]

@@ -45,7 +45,7 @@ def chat(
 
     Earlier turns are sent again, without the oldest where they no longer fit; their KV cache is reused. With --docs,
     each question sends all documents if they fit into the context. If they do not, or with --corpus, it sends the
-    nearest chunks. With --deduplicate it leaves out chunks that the context already has. The default model is `smollm2`
+    nearest chunks; --no-deduplicate sends again what the context already has. The default model is `smollm2`
     if it is installed, else the bundled `reader`. Empty lines are skipped. Ctrl-D ends the conversation.
     """
     output = Output(as_json, out)

@@ -69,7 +69,7 @@ class OrderingConfig(SettingsGroup, places=PROGRAMS):
     path_chunks: int | None = None
     """With full and prefix, number of a prompt's first chunks that are stored (RAGCache §8); none: all."""
     deduplicate: bool = setting(
-        False, "Leave out chunks that an earlier turn of the conversation has (CRAFT §4.3); it changes what is read."
+        True, "Leave out chunks that an earlier turn of the conversation has (CRAFT §4.3); it changes what is read."
     )
 
     def __post_init__(self) -> None:
