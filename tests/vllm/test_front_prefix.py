@@ -80,3 +80,25 @@ def test_a_full_prefill_finds_nothing_and_leaves_nothing_in_vllms_cache(front, c
         assert report["computed_tokens"] == report["prompt_tokens"]
     stored = report_of(ask(client, passages[::-1], reuse={"method": "full-reuse", "order": "fixed"}))
     assert stored["reused_tokens"] > 0, "what it computed is stored for later requests, as by our engine"
+
+
+def test_a_resent_conversation_is_found_in_vllms_own_blocks(front, client, builder):
+    """Up to the last token of the last answer, rounded down to a block; documents are where they were."""
+    passages = fresh()
+    messages: list[dict[str, str]] = []
+    known_tokens = 0
+    for question in ("Who leads the Selmond Choir?", "How many singers are in it?", "Who built the Ostby Mill?"):
+        messages.append({"role": "user", "content": question})
+        answer = client.chat.completions.create(
+            model="reader",
+            messages=messages,
+            temperature=0,
+            max_tokens=8,
+            extra_body={"documents": passages, "chunkweave": PREFIX},
+        )
+        report = report_of(answer)
+        if known_tokens:
+            assert report["engine_cached_tokens"] == (known_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+        text = answer.choices[0].message.content
+        known_tokens = report["prompt_tokens"] + len(builder.answer_ids(text.strip()))
+        messages.append({"role": "assistant", "content": text})
