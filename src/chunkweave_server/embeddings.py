@@ -25,7 +25,7 @@ _MOST_CHARACTERS = 64 << 10
 """Most characters of a text; embedders read far fewer."""
 
 _CLIENTS_DEFAULTS = ("text-embedding-ada-002", "text-embedding-3-small", "text-embedding-3-large")
-"""Names that clients send unless told otherwise; the answer's `model` is the embedder's own."""
+"""Names that clients send by default; the answer's `model` is the embedder's own."""
 
 embeddings = APIRouter(prefix="/v1", tags=["answers"], dependencies=NEEDS_KEY, route_class=BodyRoute)
 

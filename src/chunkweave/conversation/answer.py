@@ -205,7 +205,7 @@ class PartReport:
 
 @dataclass(frozen=True, slots=True)
 class PrefillReport:
-    """Where the KV of a prompt came from, told by the backend that prefilled it.
+    """Where the KV of a prompt came from, reported by the backend that prefilled it.
 
     `spans` by source cover the prompt. Of the reused ones `recomputed_tokens` were recomputed, at the positions
     `recomputed`, ascending (left out of the wire form of a long prompt). `recompute_fraction` is that of `ReuseReport`.

@@ -323,7 +323,7 @@ async def _refuse_if_up(replica: Replica, error: UpstreamLostError | UpstreamFai
 
 
 def _prompt(prepared: PreparedRequest, max_tokens: int) -> dict[str, Any]:
-    """The fields of a body with the prompt and what the plug-in is told about it."""
+    """The fields of a body with the prompt and what the plug-in needs to know of it."""
     prompt: dict[str, Any] = {"prompt": list(prepared.prompt.token_ids), "max_tokens": max_tokens}
     cache = prepared.request.cache
     params = None if cache is CacheUse.OFF else to_wire(prepared)
