@@ -246,14 +246,14 @@ class FindConfig(SettingsGroup, places=SERVERS | {Place.CONNECTOR}):
     def __post_init__(self) -> None:
         SettingsGroup.__post_init__(self)
         kinds = ("system", "short", "numbers", "code", "results", "none")
-        if wrong := [piece for piece in self.exact_pieces if piece not in kinds]:
+        if wrong := [kind for kind in self.exact_pieces if kind not in kinds]:
             raise UsageError(f"exact_pieces takes {', '.join(kinds)}, not {wrong[0]!r}")
 
     @property
     def exact_kinds(self) -> Set[PieceKind]:
         """Kinds of pieces that are never woven."""
         always = {PieceKind.QUESTION, PieceKind.CONTROL}
-        return always.union(PieceKind(piece) for piece in self.exact_pieces if piece != "none")
+        return always.union(PieceKind(kind) for kind in self.exact_pieces if kind != "none")
 
 
 class AttentionKernel(StrEnum):

@@ -203,7 +203,7 @@ def invalid_request(errors: Sequence[Mapping[str, Any]], body: Any = None) -> Ht
         return HttpError(400, message, param=unsupported[0], code="unsupported_field")
     if errors[0]["type"] == "json_invalid":
         return HttpError(400, f"the body is not JSON: {errors[0].get('ctx', {}).get('error', '')}", code="invalid_json")
-    steps = max((candidate for candidate in places if candidate[: len(places[0])] == places[0]), key=len)
+    steps = max((error_steps for error_steps in places if error_steps[: len(places[0])] == places[0]), key=len)
     meant = [detail for detail, at in zip(errors, places, strict=True) if at == steps]
     place = place_of(steps)
     refused = [detail for detail in meant if _kind(detail) is None]

@@ -219,7 +219,7 @@ class FleetSettings(SettingsGroup, places=_VLLM):
 
     def environments(self) -> Mapping[int, dict[str, str]]:
         """`replica_env` by replica number."""
-        variables: dict[int, dict[str, str]] = {}
+        environments: dict[int, dict[str, str]] = {}
         for entry in self.replica_env:
             number, colon, variable = entry.partition(":")
             name, equals, value = variable.partition("=")
@@ -227,8 +227,8 @@ class FleetSettings(SettingsGroup, places=_VLLM):
                 raise UsageError(
                     f"replica_env must be NUMBER:NAME=VALUE with a number below {self.replicas}, not {entry!r}"
                 )
-            variables.setdefault(int(number), {})[name] = value
-        return variables
+            environments.setdefault(int(number), {})[name] = value
+        return environments
 
 
 @dataclass(frozen=True, slots=True)

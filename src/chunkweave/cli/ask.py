@@ -137,18 +137,18 @@ def ask(
             over = over_documents(room, documents, read, question_texts, top_k)
         else:
             over = over_found(room, question_texts, retrieved_chunks, top_k)
-        every = list(dict.fromkeys(chunk for source in over for chunk in source.chunks))
+        every = list(dict.fromkeys(chunk for asked_over in over for chunk in asked_over.chunks))
         warn_if_unreadable(engine, model, every)
         if precompute:
             precompute_chunks(engine, every)
         answers = [
-            answer_aloud(engine, replace(base, question=question, chunks=source.chunks), output, explain=explain)
-            for question, source in zip(question_texts, over, strict=True)
+            answer_aloud(engine, replace(base, question=question, chunks=asked_over.chunks), output, explain=explain)
+            for question, asked_over in zip(question_texts, over, strict=True)
         ]
     answer_dicts = [answer_dict(question, answer) for question, answer in zip(question_texts, answers, strict=True)]
-    for fields, source in zip(answer_dicts, over, strict=True):
-        if source.retrieved is not None:
-            fields["retrieved"] = [chunk.as_dict() for chunk in source.retrieved]
+    for fields, asked_over in zip(answer_dicts, over, strict=True):
+        if asked_over.retrieved is not None:
+            fields["retrieved"] = [chunk.as_dict() for chunk in asked_over.retrieved]
     output.finish({"model": model.name, "answers": answer_dicts})
 
 

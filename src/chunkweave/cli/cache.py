@@ -287,17 +287,17 @@ def _warm(engine: "Engine", chunks: Sequence[Chunk]) -> dict[str, Any]:
     disk = next(level for level in engine.store.levels if level.name == "disk")
     parts = {part.id: part for part in map(engine.builder.chunk_part, chunks)}
     preferred = [prefer_mean(disk.store.variants(part)) for part in parts.values()]
-    usable = [
+    usable_variants = [
         record for record in preferred if record is not None and (record.contexts or record.neutral or record.alone)
     ]
     return {
         "chunks": len(parts),
         "computed": computed,
         "present": len(parts) - computed,
-        "means": sum(bool(record.contexts) for record in usable),
-        "missing": len(parts) - len(usable),
-        "tokens": sum(map(len, usable)),
-        "bytes": sum(record.nbytes for record in usable),
+        "means": sum(bool(record.contexts) for record in usable_variants),
+        "missing": len(parts) - len(usable_variants),
+        "tokens": sum(map(len, usable_variants)),
+        "bytes": sum(record.nbytes for record in usable_variants),
     }
 
 

@@ -190,13 +190,13 @@ class AsyncEngine:
         with self._changed:
             stats = self._core.stats
             waiting = max(0, len(self._open) - stats.running)
-            unconfirmed = [entry for entry in self._open.values() if not entry.confirmed]
+            unconfirmed = [open_request for open_request in self._open.values() if not open_request.confirmed]
             return replace(
                 stats,
                 waiting=waiting,
                 pending=stats.pending - stats.waiting + waiting,
                 speculating=len(unconfirmed),
-                speculations_running=sum(entry.request.runs for entry in unconfirmed),
+                speculations_running=sum(open_request.request.runs for open_request in unconfirmed),
             )
 
     @property

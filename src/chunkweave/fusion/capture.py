@@ -88,11 +88,11 @@ class PartCapture:
         """Copy one layer's fresh `keys` and `values` of the part's active tokens, `[rows, kv_heads, head_dim]`."""
         assert self._kv is not None, "a dropped part is not followed"
         layer = self._kv[self._layer]
-        for stored, fresh in zip(layer, (keys, values), strict=True):
+        for buffer, fresh in zip(layer, (keys, values), strict=True):
             if len(self._offsets) == self._tokens:
-                stored.copy_(fresh)
+                buffer.copy_(fresh)
             elif len(self._offsets):
-                stored.index_copy_(0, self._rows, fresh)
+                buffer.index_copy_(0, self._rows, fresh)
         self._fresh[self._layer, self._offsets] = True
         self._layer += 1
 

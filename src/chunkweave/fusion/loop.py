@@ -83,11 +83,11 @@ class PassRun:
         """
         # `hidden` has the flat rows of requests whose passes continue. Requests that ended earlier have no rows left:
         # only passes through all layers give answers.
-        live = [(own_rows, depth) for own_rows, depth in self._live if depth > self.layer]
+        live = [(live_rows, depth) for live_rows, depth in self._live if depth > self.layer]
         hidden = dict(
             zip(
-                (own_rows for own_rows, _ in live),
-                torch.split(self.hidden, [len(own_rows) for own_rows, _ in live]),
+                (live_rows for live_rows, _ in live),
+                torch.split(self.hidden, [len(live_rows) for live_rows, _ in live]),
                 strict=True,
             )
         )
@@ -96,9 +96,9 @@ class PassRun:
         out = copy(self)
         out._times = times
         for run in (out, self):
-            run._live = [one for one in live if (one[0] is rows) is (run is out)]
+            run._live = [entry for entry in live if (entry[0] is rows) is (run is out)]
             run._depth = max((depth for _, depth in run._live), default=run.layer)
-            run.hidden = torch.cat([hidden[own_rows] for own_rows, _ in run._live]) if run._live else self.hidden[:0]
+            run.hidden = torch.cat([hidden[live_rows] for live_rows, _ in run._live]) if run._live else self.hidden[:0]
         return out
 
     def next_layer(self) -> None:

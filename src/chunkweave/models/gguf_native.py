@@ -17,7 +17,7 @@ from chunkweave.models.linear_weights import GROUP, Int4Linear, empty_model, fin
 _ROWS_WEIGHTS = 1 << 22
 """Weights that are converted at once."""
 
-_Part = tuple[np.ndarray, np.ndarray, np.ndarray]
+_Plane = tuple[np.ndarray, np.ndarray, np.ndarray]
 """One plane of rows: numbers from 0 to 15 `[rows, inputs]`, float32 scales and offsets `[rows, inputs / 32]`."""
 
 
@@ -32,7 +32,7 @@ def native_model(file: GgufFile) -> Any:
         path, _, kind = parameter.rpartition(".")
         module = model.get_submodule(path)
         format_of = file.tensors[name].tensor_type
-        if kind == "weight" and isinstance(module, nn.Linear | nn.Embedding) and format_of in _PARTS:
+        if kind == "weight" and isinstance(module, nn.Linear | nn.Embedding) and format_of in _PLANES:
             set_int4(model, path, _linear(file, name), module)
         else:
             setattr(module, kind, nn.Parameter(file.dequantized(name), requires_grad=False))
@@ -42,13 +42,13 @@ def native_model(file: GgufFile) -> Any:
 def _linear(file: GgufFile, name: str) -> Int4Linear:
     tensor = file.tensors[name]
     inputs, outputs = (int(size) for size in tensor.shape)
-    planes, parts_of = _PARTS[tensor.tensor_type]
+    planes, planes_of = _PLANES[tensor.tensor_type]
     linear = Int4Linear(inputs, outputs, planes)
     rows = file.ordered(name, tensor.data.reshape(outputs, -1))
     step = max(64, _ROWS_WEIGHTS // inputs // 64 * 64)
     for first in range(0, outputs, step):
-        parts = parts_of(np.ascontiguousarray(rows[first : first + step]))
-        linear.fill(first, parts)
+        planes_of_rows = planes_of(np.ascontiguousarray(rows[first : first + step]))
+        linear.fill(first, planes_of_rows)
     return linear
 
 
@@ -62,21 +62,21 @@ def _nibbles(data: np.ndarray) -> np.ndarray:
     return np.concatenate((data & 15, data >> 4), -1)
 
 
-def q4_0(rows: np.ndarray) -> list[_Part]:
+def q4_0(rows: np.ndarray) -> list[_Plane]:
     """`(q - 8) d`, 18 bytes for 32 weights."""
     blocks = rows.reshape(len(rows), -1, 18)
     scales = _half(blocks[..., :2])
     return [(_nibbles(blocks[..., 2:]).reshape(len(rows), -1), scales, np.zeros_like(scales))]
 
 
-def q4_1(rows: np.ndarray) -> list[_Part]:
+def q4_1(rows: np.ndarray) -> list[_Plane]:
     """`q d + m`, 20 bytes for 32 weights."""
     blocks = rows.reshape(len(rows), -1, 20)
     scales = _half(blocks[..., :2])
     return [(_nibbles(blocks[..., 4:]).reshape(len(rows), -1), scales, _half(blocks[..., 2:4]) + 8 * scales)]
 
 
-def q8_0(rows: np.ndarray) -> list[_Part]:
+def q8_0(rows: np.ndarray) -> list[_Plane]:
     """`q d`, 34 bytes for 32 weights, as two planes: the upper four bits times 16 d, and the lower times d."""
     blocks = rows.reshape(len(rows), -1, 34)
     scales = _half(blocks[..., :2])
@@ -85,7 +85,7 @@ def q8_0(rows: np.ndarray) -> list[_Part]:
     return [((numbers >> 4) ^ 8, 16 * scales, 8 * scales), (numbers & 15, scales, np.zeros_like(scales))]
 
 
-def q4_k(rows: np.ndarray) -> list[_Part]:
+def q4_k(rows: np.ndarray) -> list[_Plane]:
     """`q d s - dmin m`, 144 bytes for 256 weights: eight groups, each with 6-bit s and m."""
     blocks = rows.reshape(len(rows), -1, 144)
     packed = blocks[..., 4:16]
@@ -101,7 +101,7 @@ def q4_k(rows: np.ndarray) -> list[_Part]:
     return [(numbers.reshape(flat), scales.reshape(flat), offsets.reshape(flat))]
 
 
-_PARTS: dict[Any, tuple[int, Callable[[np.ndarray], list[_Part]]]] = {
+_PLANES: dict[Any, tuple[int, Callable[[np.ndarray], list[_Plane]]]] = {
     Kind.Q4_0: (1, q4_0),
     Kind.Q4_1: (1, q4_1),
     Kind.Q4_K: (1, q4_k),

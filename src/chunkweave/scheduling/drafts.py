@@ -114,14 +114,14 @@ class StepCosts:
         """Whether a step of `requests` requests without drafts was not measured recently."""
         return self._steps - self._plain.get(requests, (0.0, -_REMEASURED))[1] >= _REMEASURED
 
-    def allot(self, drafts: Sequence[tuple[int, float]], most: int) -> list[int]:
+    def allot(self, offers: Sequence[tuple[int, float]], most: int) -> list[int]:
         """How many drafts each request gets, at most `most` in all, so that the step gives most tokens per second.
 
-        Each request has a number of drafts and the probability that one is accepted if those before it are.
+        Each request offers a number of drafts, with the probability that one is accepted if those before it are.
         """
-        requests = len(drafts)
+        requests = len(offers)
         ranked = sorted(
-            ((chance**place, index) for index, (count, chance) in enumerate(drafts) for place in range(1, 1 + count)),
+            ((chance**place, index) for index, (count, chance) in enumerate(offers) for place in range(1, 1 + count)),
             reverse=True,
         )[:most]
         expected = requests + np.cumsum([0.0, *(chance for chance, _ in ranked)])

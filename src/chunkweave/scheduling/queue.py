@@ -114,15 +114,15 @@ class CacheAwareQueue(Generic[RequestT]):
             raise UsageError(f"request {request!r} is already pending")
         if self._capacity is not None and len(self._waiting) >= self._capacity:
             raise QueueFullError(f"{self._capacity} requests are already pending; retry later or raise the capacity")
-        waiting = self.place(request, path, prompt_tokens)
-        self._enter(waiting)
-        return waiting
+        queue_entry = self.place(request, path, prompt_tokens)
+        self._enter(queue_entry)
+        return queue_entry
 
     def place(self, request: RequestT, path: Sequence[ChunkId], prompt_tokens: int) -> Waiting[RequestT]:
         """The next number in order of arrival, for a request that is already running and may be put back."""
-        waiting = Waiting(request, tuple(path), prompt_tokens, self._next_number)
+        queue_entry = Waiting(request, tuple(path), prompt_tokens, self._next_number)
         self._next_number += 1
-        return waiting
+        return queue_entry
 
     def put_back(self, waiting: Waiting[RequestT]) -> None:
         """Return a popped request (preempted or failed) to its old position.
@@ -152,10 +152,10 @@ class CacheAwareQueue(Generic[RequestT]):
 
     def pop(self, fits: Callable[[Waiting[RequestT]], bool] = lambda _: True) -> Waiting[RequestT] | None:
         """Remove and return the result of `ready`; None if there is none."""
-        chosen = self.ready(fits)
-        if chosen is not None:
-            self._leave(chosen)
-        return chosen
+        queue_entry = self.ready(fits)
+        if queue_entry is not None:
+            self._leave(queue_entry)
+        return queue_entry
 
     def next(self, count: int) -> list[Waiting[RequestT]]:
         """The `count` requests to serve next in the current state, in order; they stay in the queue."""

@@ -292,8 +292,8 @@ ANYTHING = ChunkId(b"any!".hex() + "0" * 24)
 
 def all_read(chunks: Iterable[ChunkId]) -> frozenset[ChunkId]:
     """`chunks` as a record lists them: `ANYTHING` if there are more than `MOST_READ`."""
-    removed = frozenset(chunks)
-    return removed if len(removed) <= MOST_READ and ANYTHING not in removed else frozenset({ANYTHING})
+    read_ids = frozenset(chunks)
+    return read_ids if len(read_ids) <= MOST_READ and ANYTHING not in read_ids else frozenset({ANYTHING})
 
 
 def union(*groups: Iterable[SegmentRecord]) -> tuple[SegmentRecord, ...]:

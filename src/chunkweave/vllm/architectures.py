@@ -157,15 +157,15 @@ def sinks_of(attentions: Sequence[Any]) -> tuple[tuple[float, ...], ...]:
 def narrowed(attentions: Sequence[Any], window: int) -> Iterator[None]:
     """Narrow existing windows to `window` keys, for a check with few tokens."""
     impls = [attention.impl for attention in attentions if windows_of([attention])]
-    earlier = [(impl, impl.sliding_window, getattr(impl, "window_left", None)) for impl in impls]
-    for impl, was, window_left in earlier:
+    saved_windows = [(impl, impl.sliding_window, getattr(impl, "window_left", None)) for impl in impls]
+    for impl, was, window_left in saved_windows:
         impl.sliding_window = window if isinstance(was, int) else (window - 1, 0)
         if window_left is not None:  # FlashInfer's layers refuse a plan for another window than this
             impl.window_left = window - 1
     try:
         yield
     finally:
-        for impl, was, window_left in earlier:
+        for impl, was, window_left in saved_windows:
             impl.sliding_window = was
             if window_left is not None:
                 impl.window_left = window_left

@@ -157,11 +157,11 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         try:
             if has_kv_transfer_group() and get_kv_transfer_group() is not self:
                 raise ModelError(_BESIDE_OTHERS)
-            layers, kept_bytes = checked_layers(loaded_model(), config, self._kv_cache_config)
+            layers, backend_bytes = checked_layers(loaded_model(), config, self._kv_cache_config)
             check_store(layers, self._settings.store)
             if layers.device.type == "cuda":
-                spare, kept_bytes = ranks.least([spare_bytes(config, layers.device), -kept_bytes])
-                room = room_for_weaves(layers, config, self._settings.store, kept=-kept_bytes, spare=spare)
+                spare, backend_bytes = ranks.least([spare_bytes(config, layers.device), -backend_bytes])
+                room = room_for_weaves(layers, config, self._settings.store, kept=-backend_bytes, spare=spare)
         except expected as error:
             logger.error("chunkweave weaves nothing, requests are served by vLLM alone: %s", error)
             self._reports.send_off(str(error))

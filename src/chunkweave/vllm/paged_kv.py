@@ -113,7 +113,7 @@ class PagedKV:
         self._strides = cache.stride()
         at = torch.unravel_index(self._places, cache.shape[1:])
         offsets = sum(index * stride for index, stride in zip(at, self._strides[1:], strict=True))
-        self._strided = [_Strided.found(offsets[:, column]) for column in (0, 1)]
+        self._strided = [_Strided.found(offsets[:, kv_index]) for kv_index in (0, 1)]
         self._verify()
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
