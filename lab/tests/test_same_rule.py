@@ -37,6 +37,7 @@ def test_the_engine_keeps_what_the_simulator_keeps(loaded, policy, seed, tokens,
     costs = tmp_path / "costs.json"  # a second a token, as the simulator's policy assumes
     CostModel((0,), (1, 1000), ((1.0, 1000.0),), kv_bytes_per_token=token_bytes).save(costs)
     engine = Engine(loaded, store=StoreConfig(host_budget_bytes=budget, policy=policy, cost_model=costs))
+    engine.preparer.answered_turn = lambda *_: None  # the simulator knows no answers
     cache = TreeCache([TreeTier("host", budget, make_policy(policy))])
     for path in _paths(seed):
         chunks = [CHUNKS[name] for name in path]

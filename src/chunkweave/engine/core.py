@@ -473,7 +473,7 @@ class BatchingCore:
         """Store an answer for a later prompt that continues the conversation, if it will have the same token ids."""
         try:
             turn = self._preparer.answered_turn(request.prepared, decode.text)
-            if turn is None or not request.prepared.kept.kv:
+            if turn is None or request.speculative or not request.prepared.kept.kv:
                 return
             known_ids = (*request.prepared.prompt.parts[-1].token_ids, *decode.token_ids[:-1])
             if known_ids[: len(turn)] != turn.token_ids:

@@ -293,13 +293,17 @@ class Runner:
     def store_turn(self, prefilled: Prefilled, turn: PromptPart) -> bool:
         """Store the KV of a prompt's question and its answer as the part `turn` of later prompts.
 
-        All its tokens are in the cache. It is exact if the whole prompt is. Returns whether the store accepted it.
+        All its tokens are in the cache. It is exact if the whole prompt is, and then stored only behind a path that is
+        stored. Returns whether the store accepted it.
         """
         prompt = prefilled.prompt
         plan = prefilled.plan
         context = prompt.contexts()[-1]
+        exact = not plan.tokens(KVSource.REUSED)
         *_, read = reads_of(plan, self.store)
         if turn.id is None or read is None or segment_id(turn.id, context) in self.store:
+            return False
+        if exact and self.store.tree.at(context) is None:
             return False
         start = prompt.spans()[-1].start
         kv = prefilled.cache.rows(Span(start, start + len(turn)))
@@ -307,7 +311,7 @@ class Runner:
             turn.id,
             context,
             turn.token_ids,
-            exact=not plan.tokens(KVSource.REUSED),
+            exact=exact,
             nbytes=kv.nbytes,
             source=str(turn.kind),
             owner=prefilled.owner,
