@@ -45,7 +45,7 @@ def test_reuse_frequency_keeps_what_saved_most(tmp_path):
     with Engine.load("reader", dtype="float32", method="cachecraft", reuse=reuse) as probe:
         for documents in asked:
             probe.generate(QUESTION, [Chunk(text) for text in documents], max_new_tokens=1)
-        budget = probe.store.used_bytes - 1
+        budget = sum(record.nbytes for record in probe.store.records() if record.source != "turn") - 1
     options = ("--method", "cachecraft:no-focus", "--no-enable-prefix-caching")
     options += ("--policy", "reuse-frequency", "--host-budget", str(budget))
     with front_process(tmp_path, *options) as front:
