@@ -100,6 +100,17 @@ def test_after_vllm_resets_its_caches_nothing_is_assumed_to_be_stored(front, pat
     assert replica.sent.segments > 0
     front.post(path).raise_for_status()
     assert replica.sent.segments == 0
+    assert front.service.backend.fleet.sent.segments == 0
+
+
+def test_once_no_server_is_left_orders_begin_anew(front):
+    front.ask(documents=DOCUMENTS)
+    fleet = front.service.backend.fleet
+    (replica,) = fleet.replicas
+    assert fleet.sent.segments > 0
+    fleet.down(replica.upstream.server)
+    fleet.up(replica.upstream.server)
+    assert replica.sent.segments == fleet.sent.segments == 0
 
 
 def test_requests_that_name_no_model_are_answered_with_the_adapter(vllm):

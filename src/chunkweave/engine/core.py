@@ -471,9 +471,11 @@ class BatchingCore:
 
     def _store_turn(self, request: RequestState, decode: DecodeState) -> None:
         """Store an answer for a later prompt that continues the conversation, if it will have the same token ids."""
+        if request.speculative or not request.prepared.kept.kv:
+            return
         try:
             turn = self._preparer.answered_turn(request.prepared, decode.text)
-            if turn is None or request.speculative or not request.prepared.kept.kv:
+            if turn is None:
                 return
             known_ids = (*request.prepared.prompt.parts[-1].token_ids, *decode.token_ids[:-1])
             if known_ids[: len(turn)] != turn.token_ids:

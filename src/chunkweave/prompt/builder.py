@@ -345,11 +345,10 @@ class PromptBuilder:
         Raises:
             UsageError: the model's chat template does not support a second turn.
         """
-        *known, last = (*question.token_ids, *answer_ids)
-        end = self._stored(PartKind.TURN, (last, *self.turn_break_ids), cache_salt)
-        return self._stored(PartKind.TURN, tuple(known), cache_salt), replace(
-            end, exact_only=True, source="end of turn"
-        )
+        token_ids = (*question.token_ids, *answer_ids)
+        turn = self._stored(PartKind.TURN, token_ids[:-1], cache_salt)
+        end = self._stored(PartKind.TURN, (token_ids[-1], *self.turn_break_ids), cache_salt, "end of turn")
+        return turn, replace(end, exact_only=True)
 
     def answered_turn(self, question: PromptPart, answer: str, *, cache_salt: str = "") -> PromptPart | None:
         """The first part of a turn as a later prompt will have it that sends the answer's text again.

@@ -121,6 +121,8 @@ class Fleet:
 
     def up(self, server: str) -> None:
         """Mark the replicas of a server as up, and assume that they store nothing."""
+        if not self.ready:
+            self.sent.clear()  # no path is left that an order could continue
         for replica in self._of(server):
             if not replica.up:
                 replica.sent.clear()

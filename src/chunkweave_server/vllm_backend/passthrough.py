@@ -325,7 +325,7 @@ class PassedThrough(Response):
                     await error.response(self._request.scope, self._request.receive, send)
                     return True
                 if path.startswith(_RESETS):
-                    replica.sent.clear()
+                    self._fleet.forget(replica, None)
                 headers = [*handed_back(reply.headers), *self._also]
                 await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
                 begun, streams = True, reply.headers.get("content-type", "").startswith("text/event-stream")
