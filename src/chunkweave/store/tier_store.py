@@ -294,9 +294,9 @@ class SegmentStore(Generic[PayloadT]):
         leaving: list[Claim] = []
         with _given_up_on_error([claim]), _given_up_on_error(leaving):
             stored = self._reserve(claim, leaving)
+            self._delete_evicted(leaving)
             if stored is not None:
                 return stored
-            self._delete_evicted(leaving)
             try:
                 self.tier.put(record, payload)
             except Exception:
