@@ -1,6 +1,6 @@
 """LangChain's stuff chain, unmodified: documents that come again are reused, in any order.
 
-Server: chunkweave serve --model smollm2 --find-chunks --method cacheblend --set exact_pieces=short,numbers,code
+Server: chunkweave serve --model smollm2 --find-chunks --method cacheblend
 Client: pip install langchain-classic langchain-openai
 """
 

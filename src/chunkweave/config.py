@@ -1,7 +1,6 @@
 """Frozen configurations, checked on construction, and pure functions that resolve "auto"."""
 
 import re
-from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil, inf
@@ -204,56 +203,15 @@ class StoreConfig(SettingsGroup):
             raise UsageError("remote_url must be a URL such as redis://host:6379 or s3://bucket/path")
 
 
-class PieceKind(StrEnum):
-    """Kinds of pieces of a prompt whose chunks were found by `prompt.find_chunks`."""
-
-    PASSAGE = "passage"
-    """At least 48 tokens of ordinary sentences."""
-    SYSTEM = "system"
-    """Text of a system message."""
-    SHORT = "short"
-    """Fewer than 48 tokens."""
-    NUMBERS = "numbers"
-    """Many digits: tables, lists of figures."""
-    CODE = "code"
-    """Many signs: code, JSON, markup."""
-    RESULTS = "results"
-    """Ordinary sentences in a tool's result: what is copied out of them into the next call must be right."""
-    QUESTION = "question"
-    """The end of the last user message."""
-    CONTROL = "control"
-    """Tokens of the chat template."""
-
-
 @dataclass(frozen=True, slots=True)
 class FindConfig(SettingsGroup, places=SERVERS | {Place.CONNECTOR}):
-    """Chunks found in prompts that name none. Pieces of a kind in `exact_pieces` are never woven.
-
-    Raises:
-        UsageError: no such kind.
-    """
+    """Chunks found in prompts that name none."""
 
     find_chunks: bool = setting(
         False,
         "Find chunks in prompts that name none.",
         places=SERVERS | {Place.CONNECTOR, Place.REQUEST},
     )
-    exact_pieces: tuple[str, ...] = setting(
-        ("system", "short", "numbers", "code", "results"),
-        "Found text that is never woven: system, short, numbers, code, results (of tools), or none.",
-    )
-
-    def __post_init__(self) -> None:
-        SettingsGroup.__post_init__(self)
-        kinds = ("system", "short", "numbers", "code", "results", "none")
-        if wrong := [kind for kind in self.exact_pieces if kind not in kinds]:
-            raise UsageError(f"exact_pieces takes {', '.join(kinds)}, not {wrong[0]!r}")
-
-    @property
-    def exact_kinds(self) -> Set[PieceKind]:
-        """Kinds of pieces that are never woven."""
-        always = {PieceKind.QUESTION, PieceKind.CONTROL}
-        return always.union(PieceKind(kind) for kind in self.exact_pieces if kind != "none")
 
 
 class AttentionKernel(StrEnum):

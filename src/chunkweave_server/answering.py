@@ -77,12 +77,10 @@ class RunningAnswer:
         meta: RequestMeta,
         slot: ExitStack,
         salt: str,
-        chunks: Iterable[Chunk],
         cache: CacheUse,
     ) -> None:
+        self.salt = salt
         self._cache = cache
-        self._salt = salt
-        self._texts = frozenset(chunk.text for chunk in chunks)
         self.end: AnswerEnd | None = None
         self.ended = asyncio.Event()
         self._answering = answering
@@ -122,10 +120,6 @@ class RunningAnswer:
         """Name of the tenant that sent the request."""
         return self._meta.tenant
 
-    def uses(self, salt: str, texts: frozenset[str]) -> bool:
-        """Whether it may store KV of one of `texts` under `salt`. Equal texts under another salt do not count."""
-        return self._salt == salt and not self._texts.isdisjoint(texts)
-
     def abort(self) -> None:
         """Abort the request in the backend; the reader of the answer gets an error."""
         if self.answer is not None:
@@ -155,7 +149,7 @@ class RunningAnswer:
         for counts in (self._answering.counts[self._meta.tenant], self._answering.counts_of_all):
             counts.add(end.report)
         if self._answering.improving.on and self._cache is CacheUse.USE:
-            self._answering.improving.served(self._meta.tenant, self._salt, end)
+            self._answering.improving.served(self._meta.tenant, self.salt, end)
         self._answering.observer.answered(self._meta, end.report, finish_reason=end.finish_reason)
 
 
@@ -224,11 +218,11 @@ class Answering:
         salt = tenant.salt(cache_salt)
         if not gone:
             return Forgotten()
-        used_before = self._using(salt, gone)  # a request that ends during the removal may store its chunk after it
+        used_before = self._under(salt)  # a request that ends during the removal may store its chunk after it
         try:
             return await self._backend.cache.forget(tenant.name, sorted(gone), salt)
         finally:
-            if using := used_before | self._using(salt, gone):
+            if using := used_before | self._under(salt):
                 sweep = asyncio.create_task(self._forget_after(using, sorted(gone), salt, tenant))
                 self._sweeps.add(sweep)
                 sweep.add_done_callback(self._sweeps.discard)
@@ -297,15 +291,11 @@ class Answering:
             self._note(answer)
             return answer
 
-        def running_over(chunks: Iterable[Chunk]) -> RunningAnswer:
-            return RunningAnswer(self, meta, slot, salt, chunks, CacheUse(reuse.cache))
-
+        running = RunningAnswer(self, meta, slot, salt, CacheUse(reuse.cache))
         if reuse.corpus is not None:
-            return await self._started_from_corpus(tenant, reuse.corpus, body, submit, running_over)
-        chunks = chunks_of(body.documents)
-        running = running_over(chunks)
+            return await self._started_from_corpus(tenant, reuse.corpus, body, submit, running)
         with self._starts(running):
-            running.answer = await submit(chunks, speculative=False)
+            running.answer = await submit(chunks_of(body.documents), speculative=False)
         return running
 
     async def _started_from_corpus(
@@ -314,7 +304,7 @@ class Answering:
         corpus: str,
         body: CompletionBody,
         submit: Callable[..., Awaitable[PendingAnswer[Event]]],
-        running_over: Callable[[Iterable[Chunk]], RunningAnswer],
+        running: RunningAnswer,
     ) -> RunningAnswer:
         """Start an answer over the nearest chunks of a corpus; prefill may begin before the search has ended."""
 
@@ -328,7 +318,6 @@ class Answering:
         speculation = self.retriever.question(submit_found, by_set=by_set)
         try:
             found = await self._retrieve(tenant, corpus, body.question.text, body, speculation)
-            running = running_over(chunk.chunk for chunk in found.chunks)
             running.retrieval = _Retrieval(found, speculation)
             with self._starts(running):
                 if (started := await speculation.final(found.chunks)) is None:
@@ -390,8 +379,9 @@ class Answering:
             del self._submitted[ended]
         self._submitted[answer] = None
 
-    def _using(self, salt: str, texts: frozenset[str]) -> set[RunningAnswer]:
-        return {answer for answer in (*self._starting, *self.running) if answer.uses(salt, texts)}
+    def _under(self, salt: str) -> set[RunningAnswer]:
+        """The running answers that may store KV of a removed text: it may be anywhere in their messages."""
+        return {answer for answer in (*self._starting, *self.running) if answer.salt == salt}
 
     async def _forget_after(
         self, using: Iterable[RunningAnswer], texts: Sequence[str], salt: str, tenant: Tenant

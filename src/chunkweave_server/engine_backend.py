@@ -26,12 +26,13 @@ from chunkweave.ordering.arrangement import COUNTS_FILE
 from chunkweave.prompt.builder import PromptLimit
 from chunkweave.prompt.contexts import ContextPool
 from chunkweave.prompt.find_chunks import ChunkFinder, TokenTable
-from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
+from chunkweave.prompt.parts import Prompt, PromptPart
 from chunkweave.prompt.rendering import rendered_chat
 from chunkweave.prompt.request import Request
+from chunkweave.prompt.runs import RunIndex
 from chunkweave.prompt.template import INSTRUCTION, calls_in_template
 from chunkweave.scheduling.shadow import ShadowMonitor
-from chunkweave.store.records import SegmentRecord
+from chunkweave.store.records import EarlierRuns, RemovedTexts, SegmentRecord
 from chunkweave.types import Chunk, ChunkId, Context
 from chunkweave.weaving.stores import eviction_order
 from chunkweave_server.backend import (
@@ -169,7 +170,7 @@ class EngineBackend:
             speculative=speculative,
             tenant=submission.tenant,
             answers=submission.body.n,
-            found=finds,
+            finder=self._make_finder() if finds else None,
         )
         assert self._threads is not None, "it has started"
         stream = await self._threads.run(submission.tenant, work, undo=AnswerStream.aclose)
@@ -216,14 +217,16 @@ class EngineBackend:
             continued=request.continued,
             limit=limit,
         )
-        opening = (part for part in built.parts if part.kind in (PartKind.START, PartKind.SYSTEM))
-        return builder.recut(built.token_ids, finder, cache_salt=salt, system_tokens=sum(map(len, opening)))
+        return builder.recut(built.token_ids, finder, cache_salt=salt)
 
     def _make_finder(self) -> ChunkFinder:
         with self._finding:
             if self._finder is None:
                 table = TokenTable.of(self.engine.loaded.tokenizer)
-                self._finder = ChunkFinder(table, self._settings.finding.exact_kinds)
+                store = self.engine.store
+                runs = RunIndex(lambda chunk: store.chunk_tokens(chunk) > 0)
+                self._finder = ChunkFinder(table, runs, earlier=EarlierRuns(store.records()))
+                self.cache.finder = self._finder
             return self._finder
 
     @property
@@ -245,6 +248,7 @@ class EngineCache:
 
     def __init__(self, engine: Engine, batching: AsyncEngine, threads: TenantThreads, settings: Settings) -> None:
         self.improving = Improver(settings.improving, engine.preparer, self)
+        self.finder: ChunkFinder | None = None
         self._engine = engine
         self._batching = batching
         self._threads = threads
@@ -333,7 +337,9 @@ class EngineCache:
 
     async def forget(self, tenant: str, texts: Sequence[str], salt: str) -> Forgotten:
         """Remove the KV of chunks in a thread, while the engine steps: the store is thread-safe."""
-        ids = await self._ids([Chunk(text) for text in texts], salt, tenant)
+        parts = await storable_parts(self._engine.preparer, self._threads, tenant, [*map(Chunk, texts)], salt)
+        ids = list(dict.fromkeys(part.id for part in parts if part.id is not None))
+        held = self._engine.removed_texts([part.token_ids for part in parts], salt)
         self._warmings.removed(ids)
         await self.improving.removed(ids)
         with suppress(RequestAbortedError):  # the engine has stopped
@@ -342,7 +348,7 @@ class EngineCache:
             await asyncio.wrap_future(self._batching.between_steps(forget))
         readers: list[SegmentRecord] = []
         try:
-            removed = await self._threads.run(tenant, lambda: self._forget(ids, readers))
+            removed = await self._threads.run(tenant, lambda: self._forget(ids, held, readers))
         finally:
             for record in (reader for reader in readers if reader.contexts):
                 self.improving.has_mean(tenant, salt, "", record)
@@ -354,6 +360,8 @@ class EngineCache:
         segments = len(self._engine.store)
         await self.improving.cleared()
         self._engine.runner.means.forget(None)
+        if self.finder is not None:
+            self.finder.clear()
         await in_thread(self._engine.store.clear)
         return segments
 
@@ -363,19 +371,16 @@ class EngineCache:
         counts = {"store": asdict(store.stats), "engine": asdict(self._batching.stats)}
         return {**counts, "eviction": {"engine": eviction_order(store)}, **self.improving.stats()}
 
-    def _forget(self, ids: Sequence[ChunkId], readers: list[SegmentRecord]) -> int:
+    def _forget(self, ids: Sequence[ChunkId], texts: RemovedTexts, readers: list[SegmentRecord]) -> int:
         """Remove chunks and the segments computed from them. Appends the records of the latter to `readers`."""
+        if self.finder is not None:
+            ids = (*ids, *self.finder.forget(texts.are_in))
         store = self._engine.store
         gone = frozenset(ids)
         if self.improving.on:
             remaining = (record for record in store.records() if record.chunk_id not in gone)
             readers.extend(record for record in remaining if not gone.isdisjoint(record.sources))
-        return store.forget_chunks(ids)
-
-    async def _ids(self, chunks: Sequence[Chunk], salt: str, tenant: str) -> list[ChunkId]:
-        """The ids of chunks, each once, without chunks that fit no context: they are never stored."""
-        parts = await storable_parts(self._engine.preparer, self._threads, tenant, chunks, salt)
-        return list(dict.fromkeys(part.id for part in parts if part.id is not None))
+        return store.forget_chunks(ids, texts)
 
 
 async def _end(stream: AnswerStream | None) -> None:

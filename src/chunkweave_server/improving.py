@@ -161,10 +161,10 @@ class KnownChunks:
             self._changes[salt] += part.id not in counts
             counts[part.id] += 1
         self._chunks.move_to_end(key)
-        entry = self._chunks[key]
+        known_chunk = self._chunks[key]
         while self._tokens > self._most_tokens and len(self._chunks) > 1:
             self._forget(next(iter(self._chunks.values())))
-        return entry
+        return known_chunk
 
     def remove(self, chunks: Collection[ChunkId]) -> None:
         """Forget chunks, at all places."""

@@ -27,7 +27,6 @@ CONNECTOR = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {
         "find_chunks": True,
-        "exact_pieces": ["short", "numbers", "code"],
         "method": f"cacheblend:ratio={RECOMPUTED}",
         "host_budget": "1GiB",
     },

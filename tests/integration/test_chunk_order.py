@@ -82,7 +82,9 @@ def test_exact_paths_are_kept_once_their_chunks_are_asked_for_often_enough(model
         rare = ask(engine, CHUNKS)
         assert [chunk.kv_source for chunk in rare.report.chunks] == [*["prefix-exact"] * 3, "computed", "computed"]
         kept = {record.source for record in engine.store.records()}
-        assert kept == {"", "history", "pilots", "turn"}, "the system part, what was promoted, and an answer behind it"
+        assert kept == {"system", "history", "pilots", "turn"}, (
+            "the system part, what was promoted, and an answer behind it"
+        )
         engine.generate(QUESTION, CHUNKS[2:], max_new_tokens=2)
         assert {"ferry", "fish"} <= {record.source for record in engine.store.records()}, "fixed order: as it comes"
 

@@ -31,7 +31,7 @@ from chunkweave.calibration.summaries import FidelitySample, summarize_fidelity
 from chunkweave.errors import UsageError
 from chunkweave.models.gguf import SMOLLM2_PIP, smollm2_file
 from chunkweave.planning.method import make_method
-from chunkweave.prompt.parts import Prompt
+from chunkweave.prompt.parts import PartKind, Prompt
 from tests.integration.command_line import json_of, refusal, text_files
 from tests.toys import toy_model
 
@@ -189,7 +189,7 @@ def test_chunks_behind_the_instruction_or_from_earlier_requests_are_what_is_reus
         config = _config(warm=warm, free=0)
         tasks = make_tasks(engine, EXAMPLES, EXAMPLES[:1], config)
         _measured(engine, tasks, config)
-        chunks = [record for record in engine.store.records() if record.source]
+        chunks = [record for record in engine.store.records() if record.source != "system"]
         assert {len(record.context) for record in chunks} == {context}
         assert len(chunks) == len(NAMES)
 
@@ -212,7 +212,7 @@ def test_chunks_come_from_so_many_requests_with_others(count, shares, monkeypatc
     prefilled = []
     monkeypatch.setattr(prompts, "prefill_and_store", lambda _, prompt: prefilled.append(prompt))
     prepare(engine, tasks, 0, config.warm)
-    requests = [[part.source for part in prompt.parts if part.source] for prompt in prefilled]
+    requests = [[part.source for part in prompt.parts if part.kind is PartKind.CHUNK] for prompt in prefilled]
     assert all(len(request) == len(set(request)) == len(NAMES) for request in requests), "filled up with others"
     own = [[name for name in request if name in NAMES] for request in requests]
     assert sorted(map(len, own)) == shares

@@ -197,8 +197,8 @@ def test_what_a_request_computes_while_its_document_is_removed_is_removed_too(no
     store = notes.engine.store
     real = store.forget_chunks
 
-    def forget(chunks):
-        forgotten.append(real(chunks))
+    def forget(*removed):
+        forgotten.append(real(*removed))
         return forgotten[-1]
 
     monkeypatch.setattr(store, "forget_chunks", forget)

@@ -12,6 +12,7 @@ from chunkweave.config import FindConfig, StoreConfig
 from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import Quality
 from chunkweave.plugins import METHODS, ORDERINGS, POLICIES
+from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.settings import Place, settings_at
 from tests.integration.command_line import invoke
 from tests.unit.test_settings import COMMANDS
@@ -92,18 +93,17 @@ def test_commands_with_many_options_have_them_in_panels():
         assert len(command.params) < 16 or len(panels) > 2, name
 
 
-SETTINGS = settings_at(FindConfig, Place.ENGINE) | settings_at(StoreConfig, Place.ENGINE)
+GROUPS = (FindConfig, StoreConfig, BatchingConfig)
+SETTINGS = {name: where for group in GROUPS for name, where in settings_at(group, Place.ENGINE).items()}
 
 
 def given(*assignments: str, **flags: Any) -> dict[str, Any]:
     return given_settings(SETTINGS, {"assignments": list(assignments), **flags})
 
 
-@pytest.mark.parametrize(
-    "assignments", [["exact_pieces=short,numbers"], ["exact-pieces=short", "exact_pieces=numbers"]]
-)
+@pytest.mark.parametrize("assignments", [["tenant_weight=a:1,b:2"], ["tenant-weight=a:1", "tenant_weight=b:2"]])
 def test_a_list_may_be_repeated_or_separated_by_commas(assignments):
-    assert given(*assignments) == {"exact_pieces": ("short", "numbers")}
+    assert given(*assignments) == {"tenant_weight": ("a:1", "b:2")}
 
 
 def test_settings_are_read_from_flags_and_from_set():

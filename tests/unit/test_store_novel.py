@@ -119,10 +119,10 @@ def test_of_an_exact_part_only_the_exact_prefix_is_found():
     store = store_of()
     one, other = record_of("one"), record_of("other", context=(ChunkId("one"),))
     put(store, one, other)
-    parts = [PromptPart(PartKind.CHUNK, record.token_ids, record.chunk_id, exact_only=True) for record in (one, other)]
+    parts = [PromptPart(PartKind.CHUNK, record.token_ids, record.chunk_id, in_place=True) for record in (one, other)]
     found = store.lookup(Prompt(tuple(parts))).parts
     assert [entry.exact is not None for entry in found] == [True, True]
     found = store.lookup(Prompt((parts[1],))).parts
     assert (found[0].exact, found[0].variants) == (None, ())
-    found = store.lookup(Prompt((replace(parts[1], exact_only=False),))).parts
+    found = store.lookup(Prompt((replace(parts[1], in_place=False),))).parts
     assert found[0].variants

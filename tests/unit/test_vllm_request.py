@@ -19,6 +19,7 @@ from chunkweave.plugins import METHODS
 from chunkweave.prompt.contexts import MOST_CONTEXTS, MeanShare
 from chunkweave.prompt.find_chunks import ChunkFinder
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, neutral_id
+from chunkweave.prompt.runs import RunIndex
 from chunkweave.types import Span
 from chunkweave.vllm.request import REQUEST_FIELDS, Defaults, from_wire, promotion_params, to_wire, with_found_chunks
 from tests.unit.test_calibration_record import make_record
@@ -255,7 +256,7 @@ FOUND_IDS = list(range(3, 1003))
 
 
 def found(params, ids=FOUND_IDS):
-    finder = ChunkFinder(None, frozenset())
+    finder = ChunkFinder(None, RunIndex(lambda chunk: True))
     return with_found_chunks(params, ids, finder, fingerprint="model", salt="", start=(1,), defaults=Defaults())
 
 
@@ -263,7 +264,7 @@ def test_chunks_are_found_in_a_prompt_that_names_none():
     request = found({"method": "cacheblend:ratio=0.3"})
     assert request.prompt.token_ids == tuple(FOUND_IDS)
     assert (request.method, request.reuse.recompute_ratio, request.raisable) == ("cacheblend", 0.3, False)
-    assert all(part.exact_only for part in request.stored_parts())
+    assert all(part.in_place for part in request.stored_parts())
     assert found({}, ids=FOUND_IDS[:20]) is None
     assert not found({"cache": "use"}).reads_only
     only_read = found({"cache": "read"})

@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import contextmanager
 from importlib.resources import files
+from random import Random
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer
 
 from chunkweave.prompt.parts import neutral_passages
 from chunkweave_server.vllm_backend.process import free_port
+from tests.prompt_shapes import drawn_documents, drawn_shape, rotations
 from tests.vllm.environment import ENVIRONMENT, ROOT
 
 READER = str(files("chunkweave") / "assets" / "reader")
@@ -126,15 +128,31 @@ def test_passages_of_a_plain_completion_are_reused_in_another_order(url):
     assert taken(again) > 0.8
 
 
-def test_passages_of_a_chat_are_reused_and_system_prompts_are_exact(url):
-    for order in (1, -1):
-        report = chat(url, [{"role": "user", "content": rag(PASSAGES[5:10][::order])}])
-    assert taken(report) > 0.8
-    for order in (1, -1):
-        system = "\n\n".join(("Answer from this.", *PASSAGES[10:14][::order]))
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": "Who paid?"}]
-        report = chat(url, messages)
-    assert report["reused_tokens"] == 0
+@pytest.mark.parametrize("number", range(6))
+def test_documents_in_drawn_shapes_are_reused_from_the_second_request_on(url, number):
+    rng = Random(number)
+    tokenizer = AutoTokenizer.from_pretrained(READER)
+    shape = drawn_shape(rng)
+    documents = drawn_documents(rng, 4, lambda text: len(tokenizer.encode(text)), most=150)
+    written = sum(len(tokenizer.encode(document)) for document in documents)
+    for turn, order in enumerate(rotations(documents, 4)):
+        report = chat(url, shape.messages(order, f"Who said so on day {turn}, and why?"))
+        exact = report["prefix_exact_tokens"]
+        assert (
+            not turn or shape.as_json or exact + report["reused_tokens"] + report["recomputed_tokens"] >= 0.7 * written
+        )
+
+
+def test_a_text_is_removed_from_prompts_that_never_named_it(url):
+    tokenizer = AutoTokenizer.from_pretrained(READER)
+    for salt in ("quill", "reed"):
+        complete(url, rag(PASSAGES[10:13]), cache_salt=salt)
+    command = {"forget": {"chunks": [tokenizer.encode(PASSAGES[11], add_special_tokens=False)]}}
+    removed = complete(url, "Remove it.", cache_salt="quill", kv_transfer_params={"chunkweave": command})
+    assert removed["removed"] > 0
+    moved = {salt: complete(url, rag(PASSAGES[12:9:-1]), cache_salt=salt) for salt in ("quill", "reed")}
+    assert taken(moved["quill"]) == 0
+    assert taken(moved["reed"]) > 0.7
 
 
 def test_tenants_with_the_same_text_share_nothing(url):

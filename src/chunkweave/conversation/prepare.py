@@ -19,7 +19,8 @@ from chunkweave.planning.method import ReuseMethod, prefer_least_read
 from chunkweave.planning.method_choice import EXACT_METHODS, Kept, MethodChooser, MethodRequest
 from chunkweave.prompt.builder import PromptBuilder, PromptLimit
 from chunkweave.prompt.contexts import ContextPool, ContextRule, MeanShare, fitted
-from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, mean_id
+from chunkweave.prompt.find_chunks import ChunkFinder, with_usable_views
+from chunkweave.prompt.parts import Prompt, PromptPart, mean_id
 from chunkweave.prompt.request import Request
 from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.records import SegmentRecord
@@ -32,7 +33,8 @@ class PreparedRequest(WeaveRequest):
     """A client's request with its prompt, chosen method, and maximum number of generated tokens (`room`).
 
     `reuse_method` makes its plan. `not_sent` are chunks that are not sent again because earlier messages brought them.
-    With `continues` its answer is stored for a later prompt that continues the conversation.
+    With `continues` its answer is stored for a later prompt that continues the conversation. Its parts were found by a
+    `finder`, or named by the client (None).
     """
 
     request: Request
@@ -41,6 +43,7 @@ class PreparedRequest(WeaveRequest):
     arranged: Arranged
     not_sent: tuple[PromptPart, ...] = ()
     continues: bool = False
+    finder: ChunkFinder | None = None
 
     def sampled_as(self, index: int) -> "PreparedRequest":
         """The same request for another answer; with a seed, each of them has its own."""
@@ -93,13 +96,13 @@ class RequestPreparer:
         most_tokens: int | None = None,
         speculative: bool = False,
         build: Build | None = None,
-        found: bool = False,
+        finder: ChunkFinder | None = None,
     ) -> PreparedRequest:
         """Prepare a request before anything is computed, and count it as requested.
 
         A `speculative` request is counted once it is confirmed. A prompt with far more than `most_tokens` is refused
-        before it is wholly tokenized. `build` replaces the builder's usual prompt. If its chunks were `found`, they are
-        neither reordered nor counted.
+        before it is wholly tokenized. `build` replaces the builder's usual prompt. Chunks that a `finder` found in
+        it are neither reordered nor counted.
 
         Raises:
             UsageError: an empty question or chunk, an unknown order, or a method_request that cannot be met.
@@ -116,7 +119,13 @@ class RequestPreparer:
         room = min(request.sampling.max_new_tokens, prompt.room_in(self.context_tokens))  # may refuse: before counting
         stores = request.cache is CacheUse.USE
         counted = stores and not speculative
-        arranged = Arranged(prompt) if found else self._arrange(prompt, order, request.tenant, counted=counted)
+        if finder is not None and stores:
+            self.builder.add_to(finder, prompt, cache_salt=request.cache_salt)
+        if finder is not None:
+            prompt = with_usable_views(prompt, weaves=choice.method not in EXACT_METHODS, stores=stores)
+        arranged = (
+            Arranged(prompt) if finder is not None else self._arrange(prompt, order, request.tenant, counted=counted)
+        )
         return PreparedRequest(
             arranged.prompt,
             choice,
@@ -129,7 +138,8 @@ class RequestPreparer:
             room=room,
             arranged=arranged,
             not_sent=not_sent,
-            continues=stores and not found and not request.continued,
+            continues=stores and (finder is not None or not request.continued),
+            finder=finder,
         )
 
     def prepare_beforehand(
@@ -273,12 +283,12 @@ class RequestPreparer:
         with self._arranging:
             self.arranger.save(path)
 
-    def answered_turn(self, prepared: PreparedRequest, answer: str) -> PromptPart | None:
+    def answered_turn(self, prepared: PreparedRequest, answer: str, answer_ids: Sequence[int]) -> PromptPart | None:
         """The part of a later prompt that has a request's question and its answer; None if it is not to be stored."""
-        question = prepared.prompt.parts[-1]
-        if not prepared.continues or question.kind is not PartKind.QUESTION:
+        if not prepared.continues:
             return None
-        return self.builder.answered_turn(question, answer, cache_salt=prepared.request.cache_salt)
+        salt = prepared.request.cache_salt
+        return self.builder.answered_turn(prepared.prompt, answer, answer_ids, finder=prepared.finder, cache_salt=salt)
 
     def answered(self, prepared: PreparedRequest) -> None:
         """Note that a request was answered; a later one may send its messages again."""

@@ -11,7 +11,7 @@ from chunkweave.planning.adaptive_methods import promoted_length
 from chunkweave.planning.method import reads_question
 from chunkweave.planning.method_choice import EXACT_METHODS, FIELD, Kept, MethodChoice
 from chunkweave.prompt.contexts import MeanShare
-from chunkweave.prompt.parts import PartKind, Prompt
+from chunkweave.prompt.parts import PartKind, Prompt, RunView
 from chunkweave.types import ChunkId, Context, Span
 
 
@@ -19,14 +19,17 @@ from chunkweave.types import ChunkId, Context, Span
 class StoredPart:
     """A part that a store can hold: its id and tokens, its position, and the ids of the parts before it.
 
-    Of an `exact_only` part only a segment on the exact prefix is reused.
+    The other fields are those of `PromptPart`.
     """
 
     id: ChunkId
     token_ids: tuple[int, ...]
     span: Span
     context: Context
-    exact_only: bool = False
+    in_place: bool = False
+    view: RunView | None = None
+    source: str = ""
+    novel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,8 @@ class WeaveRequest:
         prompt = self.prompt
         for part, span, context in zip(prompt.parts, prompt.spans(), prompt.contexts(), strict=True):
             if part.id is not None:
-                yield StoredPart(part.id, part.token_ids, span, context, part.exact_only)
+                properties = (part.in_place, part.view, part.source, part.novel)
+                yield StoredPart(part.id, part.token_ids, span, context, *properties)
 
     def kept_parts(self, is_exact: Callable[[StoredPart], bool]) -> list[StoredPart]:
         """The parts that may be stored: with an exact method, chunks on the promoted exact path only.

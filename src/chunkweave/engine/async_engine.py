@@ -24,6 +24,7 @@ from chunkweave.engine.scheduler import BatchingStats
 from chunkweave.errors import RequestAbortedError, UnknownRequestError, UsageError
 from chunkweave.planning.method_choice import MethodOptions, MethodRequest
 from chunkweave.prompt.contexts import ContextPool
+from chunkweave.prompt.find_chunks import ChunkFinder
 from chunkweave.prompt.request import Request
 from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.queue import TenantWeights
@@ -230,7 +231,7 @@ class AsyncEngine:
         tenant: str = "",
         answers: int = 1,
         build: Build | None = None,
-        found: bool = False,
+        finder: ChunkFinder | None = None,
         **options: Unpack[MethodOptions],
     ) -> AnswerStream:
         """Queue a request; returns the stream of its answer at once.
@@ -239,7 +240,7 @@ class AsyncEngine:
         event loop that reads the stream (None: the running one). Pass it to call this from another thread: the prompt
         is tokenized before this returns, which takes time for a long one.
 
-        `found`: `build` finds the chunks in the prompt (`prompt.find_chunks`).
+        `finder`: the one by which `build` finds the chunks in the prompt (`prompt.find_chunks`).
 
         After `deadline_s` seconds (None: the configured deadline) the request ends with `DeadlineError`. A
         `speculative` request runs only when nothing else does, and delays others by at most one layer until it is
@@ -265,7 +266,7 @@ class AsyncEngine:
         method_request = method_request or MethodRequest.of(**options)
         most = self._core.most_tokens
         prepared = self._preparer.prepare(
-            request, method_request, most_tokens=most, speculative=speculative, build=build, found=found
+            request, method_request, most_tokens=most, speculative=speculative, build=build, finder=finder
         )
         fitting = self._core.fitting(prepared)
         ends_s = None if limit_s is None else arrived_s + limit_s

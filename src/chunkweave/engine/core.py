@@ -471,10 +471,10 @@ class BatchingCore:
 
     def _store_turn(self, request: RequestState, decode: DecodeState) -> None:
         """Store an answer for a later prompt that continues the conversation, if it will have the same token ids."""
-        if request.speculative or not request.prepared.kept.kv:
+        if request.speculative or not request.prepared.kept.kv or decode.prefilled_again:
             return
         try:
-            turn = self._preparer.answered_turn(request.prepared, decode.text)
+            turn = self._preparer.answered_turn(request.prepared, decode.text, decode.token_ids)
             if turn is None:
                 return
             known_ids = (*request.prepared.prompt.parts[-1].token_ids, *decode.token_ids[:-1])

@@ -163,6 +163,8 @@ class DecodeState:
         evict them.
         """
         self.prefilled = prefilled
+        self.prefilled_again = False
+        """Whether its KV is not that of the first prefill's plan."""
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._prepared = prepared
@@ -296,6 +298,7 @@ class DecodeState:
     def continue_with(self, prefilled: Prefilled) -> None:
         """Continue with the cache of a second prefill, after preemption; the report stays that of the first."""
         self.prefilled = replace(self.prefilled, cache=prefilled.cache)
+        self.prefilled_again = True
 
     def finish(self) -> str:
         """The text that was held back, once generation has ended."""

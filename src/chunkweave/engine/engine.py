@@ -30,11 +30,12 @@ from chunkweave.planning.cost import MEASURED_BY_ENGINE, CostModel, given_cost_m
 from chunkweave.planning.method_choice import MethodChooser, MethodOptions, MethodRequest, Why, checked_method
 from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.prompt.contexts import ContextPool, rule_of
-from chunkweave.prompt.parts import neutral_passages
+from chunkweave.prompt.parts import chunk_salt, neutral_passages
 from chunkweave.prompt.request import Request
 from chunkweave.prompt.template import PromptTemplate, template_for
 from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
+from chunkweave.store.records import RemovedTexts
 from chunkweave.store.shared_folder import require_writable
 from chunkweave.store.store import TieredStore
 from chunkweave.tiers.device import Staging
@@ -387,11 +388,16 @@ class Engine:
             UsageError: an empty chunk.
             NotRemovedError: some copies could not be removed; all others were.
         """
-        ids = frozenset(
-            part.id for part in (self.builder.chunk_part(chunk, cache_salt=cache_salt) for chunk in chunks) if part.id
-        )
+        parts = [self.builder.chunk_part(chunk, cache_salt=cache_salt) for chunk in chunks]
+        ids = frozenset(part.id for part in parts if part.id)
         self.runner.means.forget(ids)
-        return self.store.forget_chunks(ids)
+        return self.store.forget_chunks(ids, self.removed_texts([part.token_ids for part in parts], cache_salt))
+
+    def removed_texts(self, texts: Sequence[tuple[int, ...]], cache_salt: str) -> RemovedTexts:
+        """What recognizes stored parts of prompts that hold one of these texts, given as token ids."""
+        start = self.builder.tokenizer.start_ids
+        salts = tuple(chunk_salt(cache_salt, first, start) for first in (start, ()))
+        return RemovedTexts(tuple(texts), (self.loaded.fingerprint,), salts)
 
     def check_shadows(self) -> None:
         """Compare the answers that `shadow` sampled with full prefill, one by one; call it when idle.

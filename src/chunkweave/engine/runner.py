@@ -306,6 +306,8 @@ class Runner:
         if exact and self.store.tree.at(context) is None:
             return False
         start = prompt.spans()[-1].start
+        if prefilled.cache.capacity < start + len(turn):
+            return False  # of several answers, one that ended without a copy of the prompt's KV
         kv = prefilled.cache.rows(Span(start, start + len(turn)))
         record = SegmentRecord.of(
             turn.id,
@@ -313,7 +315,7 @@ class Runner:
             turn.token_ids,
             exact=exact,
             nbytes=kv.nbytes,
-            source=str(turn.kind),
+            source=turn.source or str(turn.kind),
             owner=prefilled.owner,
             read=all_read(read.difference(context)),
             novel=True,

@@ -85,6 +85,16 @@ class SegmentSource(Protocol):
         """
 
 
+def cut_of(source: SegmentSource, start: int, stop: int) -> SegmentKV | None:
+    """A copy of a segment's tokens from `start` up to `stop`, in the memory that it is in; None: it cannot be read."""
+    try:
+        num_layers = source.nbytes // max(1, source.layer(0).nbytes)
+        layers = [source.layer(index)[:, start:stop] for index in range(num_layers)]
+    except SegmentLost:
+        return None
+    return SegmentKV(torch.stack(layers), None if source.keys_at is None else source.keys_at + start)
+
+
 Shape = tuple[int, ...]
 
 

@@ -395,8 +395,6 @@ def without(lookup: PromptLookup, segments: Collection[SegmentId]) -> PromptLook
     for entry in lookup.parts:
         variants = tuple(record for record in entry.variants if record.id not in segments)
         exact = entry.exact if entry.exact is not None and entry.exact.id not in segments and unbroken else None
-        if entry.part.exact_only and exact is None:
-            variants = ()
         unbroken = unbroken and (entry.part.id is None or exact is not None)
         parts.append(replace(entry, exact=exact, variants=variants))
     return PromptLookup(tuple(parts))

@@ -192,9 +192,7 @@ class PromptBuilder:
         token_ids = (*self.tokenizer.start_ids, *self._encode(text, "the prompt", limit))
         return self.recut(token_ids, finder, cache_salt=cache_salt)
 
-    def recut(
-        self, token_ids: Sequence[int], finder: ChunkFinder, *, cache_salt: str = "", system_tokens: int = 0
-    ) -> Prompt:
+    def recut(self, token_ids: Sequence[int], finder: ChunkFinder, *, cache_salt: str = "") -> Prompt:
         """The prompt with these tokens, in parts that `finder` finds; see `ChunkFinder.prompt`.
 
         Raises:
@@ -202,9 +200,11 @@ class PromptBuilder:
         """
         if not token_ids:
             raise UsageError("the prompt is empty")
-        start = self.tokenizer.start_ids
-        fingerprint = self._fingerprint
-        return finder.prompt(token_ids, start, fingerprint=fingerprint, salt=cache_salt, system_tokens=system_tokens)
+        return finder.prompt(token_ids, self.tokenizer.start_ids, fingerprint=self._fingerprint, salt=cache_salt)
+
+    def add_to(self, finder: ChunkFinder, prompt: Prompt, *, cache_salt: str = "") -> None:
+        """Let `finder` find the parts of a prompt in later ones."""
+        finder.add(prompt, self.tokenizer.start_ids, fingerprint=self._fingerprint, salt=cache_salt)
 
     def chunk_part(
         self,
@@ -281,7 +281,10 @@ class PromptBuilder:
         token_ids = (*self._head_ids, *text_ids, *self._lead_ids)
         if not token_ids:
             return self._start
-        return (*self._start, _counted(self._stored(PartKind.SYSTEM, token_ids, cache_salt), limit))
+        return (
+            *self._start,
+            _counted(self._stored(PartKind.SYSTEM, token_ids, cache_salt, str(PartKind.SYSTEM)), limit),
+        )
 
     def chunk_parts(
         self, chunks: Sequence[Chunk | str], *, cache_salt: str = "", limit: PromptLimit | None = None
@@ -346,15 +349,31 @@ class PromptBuilder:
             UsageError: the model's chat template does not support a second turn.
         """
         token_ids = (*question.token_ids, *answer_ids)
-        turn = self._stored(PartKind.TURN, token_ids[:-1], cache_salt)
+        turn = self._stored(PartKind.TURN, token_ids[:-1], cache_salt, str(PartKind.TURN))
         end = self._stored(PartKind.TURN, (token_ids[-1], *self.turn_break_ids), cache_salt, "end of turn")
-        return turn, replace(end, exact_only=True)
+        return turn, replace(end, in_place=True)
 
-    def answered_turn(self, question: PromptPart, answer: str, *, cache_salt: str = "") -> PromptPart | None:
-        """The first part of a turn as a later prompt will have it that sends the answer's text again.
+    def answered_turn(
+        self,
+        prompt: Prompt,
+        answer: str,
+        answer_ids: Sequence[int],
+        *,
+        finder: ChunkFinder | None = None,
+        cache_salt: str = "",
+    ) -> PromptPart | None:
+        """The part of a later prompt that has a prompt's question and its answer.
 
-        None if the model's chat template does not support a second turn.
+        With a `finder` the later prompt may differ from it at any place; else it is as a later prompt will have it that
+        sends the answer's text again. None if there is no question, or the model's chat template does not support a
+        second turn.
         """
+        question = prompt.parts[-1]
+        if question.kind is not PartKind.QUESTION:
+            return None
+        if finder is not None:
+            start = self.tokenizer.start_ids
+            return finder.answered(prompt, answer_ids, start, fingerprint=self._fingerprint, salt=cache_salt)
         if self._template.turn_break == "" or not answer.strip():
             return None
         return self.turn_parts(question, self.answer_ids(answer.strip()), cache_salt=cache_salt)[0]
@@ -365,7 +384,7 @@ class PromptBuilder:
         """A turn given as text; the generated answer may have had other token ids."""
         if not isinstance(answer, str):
             turn = self._question(question, "an earlier question", limit, answer)
-            return (_counted(self._stored(PartKind.TURN, turn.token_ids, cache_salt), limit),)
+            return (_counted(self._stored(PartKind.TURN, turn.token_ids, cache_salt, str(PartKind.TURN)), limit),)
         question_part = self._question(question, "an earlier question", limit)
         if limit is not None:
             limit.check(self.tokenizer, answer, "an earlier answer")

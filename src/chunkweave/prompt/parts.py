@@ -36,20 +36,35 @@ class PartKind(StrEnum):
 _PLACES = {PartKind.START: 0, PartKind.SYSTEM: 1, PartKind.CHUNK: 2, PartKind.TURN: 2, PartKind.QUESTION: 3}
 
 
+FOUND = "found in the prompt"
+NEW = "new in the prompt"
+"""Sources of parts of prompts that name no chunks: of earlier text, and of text that is stored for later prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """Where a part's tokens are within a stored run: from `offset` on in the chunk `run`."""
+
+    run: ChunkId
+    offset: int
+
+
 @dataclass(frozen=True, slots=True)
 class PromptPart:
     """One part: its token ids and, for parts that are stored, its id.
 
-    `id` is None exactly for parts that are never stored (START, QUESTION). Of an `exact_only` part only a segment on
-    the exact prefix is reused. A `novel` part was found in a prompt (`find_chunks`) and not seen before.
+    `id` is None exactly for parts that are never stored (START, QUESTION). Of an `in_place` part only a segment is
+    reused that was wholly computed behind the same parts. A `novel` part was found in a prompt (`find_chunks`) and not
+    seen before. A part with a `view` may be cut out of a stored run.
     """
 
     kind: PartKind
     token_ids: tuple[int, ...]
     id: ChunkId | None = None
     source: str = ""
-    exact_only: bool = field(default=False, compare=False)
+    in_place: bool = field(default=False, compare=False)
     novel: bool = field(default=False, compare=False)
+    view: RunView | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if (self.id is None) != (self.kind in (PartKind.START, PartKind.QUESTION)):
@@ -149,6 +164,7 @@ def chunk_salt(salt: str, first: Sequence[int], start: tuple[int, ...]) -> str:
     A context does not include START, so a chunk after other leading tokens gets another id instead: it is no exact
     prefix here.
     """
+    salt = salt.replace("\0", "\0\0")  # so that no salt ends like one with a start
     return salt if tuple(first) == start else f"{salt}\0start:{','.join(map(str, first))}"
 
 

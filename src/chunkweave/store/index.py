@@ -73,12 +73,13 @@ def look_up(
     """The lookup of `prompt`, given the ids of its exact path and a function that returns the variants of a part.
 
     `path` has one id for each part that has one, in prompt order; it may end early. The exact prefix continues while
-    the part has an exact variant with the id at that position.
+    the part has an exact variant with the id at that position. Of an `in_place` part only the variant of this context
+    counts, if all its KV was computed in it.
     """
     remaining = iter(path)
     unbroken = True
     parts: list[PartLookup] = []
-    for part, span in zip(prompt.parts, prompt.spans(), strict=True):
+    for part, span, context in zip(prompt.parts, prompt.spans(), prompt.contexts(), strict=True):
         if part.id is None:
             parts.append(PartLookup(part, span))
             continue
@@ -86,8 +87,9 @@ def look_up(
         wanted = next(remaining, None) if unbroken else None
         exact = next((record for record in variants if record.id == wanted and record.exact), None)
         unbroken = exact is not None
-        if part.exact_only:
-            variants = () if exact is None else (exact,)
+        if part.in_place:
+            here = segment_id(part.id, context)
+            variants = tuple(record for record in variants if record.id == here and not record.generation)
         parts.append(PartLookup(part, span, exact, variants))
     return PromptLookup(tuple(parts))
 

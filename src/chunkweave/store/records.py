@@ -2,14 +2,18 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import exp, isfinite
 from typing import Self
 
-from chunkweave.prompt.parts import is_mean, is_neutral, mean_id
+import numpy as np
+import numpy.typing as npt
+
+from chunkweave.prompt.parts import FOUND, NEW, PartKind, PromptPart, chunk_id, is_mean, is_neutral, mean_id
+from chunkweave.prompt.runs import GRAM, Ids, gram_hashes
 from chunkweave.types import MOST_SOURCE_CHARACTERS, ChunkId, Context, SegmentId
 
 LEAST_CCI = 0.5
@@ -59,6 +63,29 @@ class AttentionProfile:
     def tokens(self) -> int:
         """Tokens of the segment."""
         return len(self.outward)
+
+    def cut(self, start: int, stop: int, run: ChunkId) -> "AttentionProfile":
+        """The profile of the tokens from `start` up to `stop`, behind the beginning of their `run`.
+
+        Masses are shared out evenly: `inter` and `sink` by tokens, `intra` by pairs of tokens, of which those with the
+        beginning become mass on `run`.
+        """
+        tokens = stop - start
+        share = tokens / self.tokens
+        pairs = self.intra / self.tokens**2
+        profile = replace(
+            self,
+            inter=tuple(mass * share for mass in self.inter),
+            intra=pairs * tokens**2,
+            sink=self.sink * share,
+            outward=self.outward[start:stop],
+        )
+        if not start:
+            return profile
+        on_run = pairs * 2 * start * tokens  # intra pairs of n tokens are half of n squared, these are all
+        return replace(
+            profile, chunks=(*self.chunks, run), lengths=(*self.lengths, start), inter=(*profile.inter, on_run)
+        )
 
     @cached_property
     def mass_on(self) -> Mapping[ChunkId, float]:
@@ -234,6 +261,32 @@ class SegmentRecord:
             read=tuple(sorted({*read}.difference(*contexts))),
         )
 
+    def cut(self, part: PromptPart, offset: int) -> Self:
+        """The record of its tokens from `offset` on as the chunk of `part`.
+
+        The beginning of a run is as exact as the run. What follows is behind a beginning that is no part of a prompt:
+        an id that no chunk has takes its place, the run is among the `read` ids, and the record is not exact.
+        """
+        assert part.id is not None, "a part of a run has an id"
+        behind = (_beginning_id(self.chunk_id, offset),) if offset else ()
+        contexts = tuple(sorted((*context, *behind) for context in self.contexts))
+        context = (mean_id(contexts),) if contexts else (*self.context, *behind)
+        attention = self.attention
+        return replace(
+            self,
+            id=segment_id(part.id, context),
+            chunk_id=part.id,
+            context=context,
+            token_ids=part.token_ids,
+            source=part.source,
+            exact=self.exact and not offset,
+            nbytes=self.nbytes * len(part) // len(self),
+            attention=attention and attention.cut(offset, offset + len(part), self.chunk_id),
+            contexts=contexts,
+            read=tuple(sorted({*self.read, self.chunk_id})) if offset else self.read,
+            novel=False,
+        )
+
     @property
     def sources(self) -> frozenset[ChunkId]:
         """All ids that its KV depends on, without the chunk itself."""
@@ -283,6 +336,94 @@ class SegmentRecord:
         return len(self.token_ids)
 
 
+_EDGE = 2
+
+
+@dataclass(frozen=True)
+class RemovedTexts:
+    """Recognizes stored parts of prompts that hold one of some texts, wherever it is in them.
+
+    These are parts that no client named: earlier text found in prompts, system prompts and turns. A part holds a text
+    if they have 31 consecutive `token_ids` in common, or of a shorter text all but those at its ends, which may merge
+    with its neighbours. Ids are those of chunks of the `fingerprints` under the `salts`: other tenants' parts count for
+    nothing.
+    """
+
+    texts: tuple[tuple[int, ...], ...]
+    fingerprints: tuple[str, ...]
+    salts: tuple[str, ...]
+
+    def __call__(self, record: "SegmentRecord") -> bool:
+        """Whether a stored segment holds one of the texts."""
+        return record.source in _UNNAMED and self.are_in(record.chunk_id, record.token_ids)
+
+    def are_in(self, chunk: ChunkId, token_ids: Sequence[int] | Ids) -> bool:
+        """Whether the part `chunk` with these ids holds one of the texts."""
+        ids = np.asarray(token_ids, np.int32)
+        if not (np.isin(_grams(ids), self._anchors).any() or any(text in ids.tobytes() for text in self._short)):
+            return False
+        numbers = ids.tolist()
+        return any(
+            chunk_id(fingerprint, salt, numbers) == chunk for fingerprint in self.fingerprints for salt in self.salts
+        )
+
+    @cached_property
+    def _anchors(self) -> npt.NDArray[np.uint64]:
+        """Of each text every 16th gram: one is in any 31 consecutive ids of it."""
+        long = [np.asarray(ids, np.int32) for ids in self.texts if len(ids) >= 2 * GRAM]
+        return np.concatenate([np.zeros(0, np.uint64), *(_grams(ids)[::GRAM] for ids in long)])
+
+    @cached_property
+    def _short(self) -> list[bytes]:
+        """The bytes of shorter texts, without their ends."""
+        short = (ids[_EDGE:-_EDGE] if len(ids) > 2 * _EDGE else ids for ids in self.texts if len(ids) < 2 * GRAM)
+        return [np.asarray(ids, np.int32).tobytes() for ids in short]
+
+
+def _grams(ids: Ids) -> npt.NDArray[np.uint64]:
+    return gram_hashes(ids.astype(np.uint64)) if len(ids) >= GRAM else np.zeros(0, np.uint64)
+
+
+_MOST_EARLIER = 1 << 20
+
+
+class EarlierRuns:
+    """What was found in prompts before this process began, by fingerprint and salt. Each record is given out once.
+
+    Every new salt is compared with all records that are left, so they have at most `_MOST_EARLIER` tokens.
+    """
+
+    def __init__(self, records: Iterable["SegmentRecord"]) -> None:
+        found = (record for record in records if record.source in _UNNAMED)
+        self._records = []
+        tokens = 0
+        for record in found:
+            tokens += len(record)
+            if tokens > _MOST_EARLIER:
+                break
+            self._records.append(record)
+
+    def __call__(self, fingerprint: str, salt: str) -> Iterator[Sequence[tuple[ChunkId, tuple[int, ...]]]]:
+        """The paths of exact segments, and other segments alone."""
+        own = [record for record in self._records if chunk_id(fingerprint, salt, record.token_ids) == record.chunk_id]
+        if not own:
+            return
+        ids = {record.chunk_id: record.token_ids for record in own}
+        self._records = [record for record in self._records if record.chunk_id not in ids]
+        for record in own:
+            path = record.path if record.exact and ids.keys() >= {*record.context} else (record.chunk_id,)
+            yield [(chunk, ids[chunk]) for chunk in path]
+
+
+_UNNAMED = (FOUND, NEW, *map(str, (PartKind.SYSTEM, PartKind.TURN)))
+"""Sources of parts that no client named."""
+
+
+def _beginning_id(run: ChunkId, tokens: int) -> ChunkId:
+    """The id that takes the place of a run's first tokens in a context."""
+    return ChunkId(hashlib.blake2b(f"{run} {tokens}".encode(), digest_size=16).hexdigest())
+
+
 MOST_READ = 256
 """Maximum number of `read` ids in a record. Chains of woven prompts depend on ever more chunks."""
 
@@ -292,8 +433,9 @@ ANYTHING = ChunkId(b"any!".hex() + "0" * 24)
 
 def all_read(chunks: Iterable[ChunkId]) -> frozenset[ChunkId]:
     """`chunks` as a record lists them: `ANYTHING` if there are more than `MOST_READ`."""
-    read_ids = frozenset(chunks)
-    return read_ids if len(read_ids) <= MOST_READ and ANYTHING not in read_ids else frozenset({ANYTHING})
+    dependencies = frozenset(chunks)
+    known = len(dependencies) <= MOST_READ and ANYTHING not in dependencies
+    return dependencies if known else frozenset({ANYTHING})
 
 
 def union(*groups: Iterable[SegmentRecord]) -> tuple[SegmentRecord, ...]:
@@ -388,6 +530,10 @@ class Ages:
     def born(self, segment: SegmentId) -> None:
         """Note that a segment was computed now."""
         self._born_s[segment] = self._clock()
+
+    def copied(self, segment: SegmentId, copy: SegmentId) -> None:
+        """Note that `copy` is as old as `segment`."""
+        self._born_s[copy] = self._since_s(segment)
 
     def expired(self, segments: Iterable[SegmentId], now_s: float | None = None) -> list[SegmentId]:
         """Those of `segments` that exceed the time to live."""

@@ -10,13 +10,14 @@ from functools import partial
 from typing import Generic
 
 from chunkweave.errors import ChunkweaveError, NotRemovedError, StoreError, UsageError
-from chunkweave.prompt.parts import Prompt, PromptPart
+from chunkweave.prompt.parts import Prompt, PromptPart, RunView
 from chunkweave.store.index import PromptLookup, RequestUse, StoreFollower, TieredLease, look_up
 from chunkweave.store.level import BackgroundWriter, Level, VariantKeeper, VariantLimits, Write
 from chunkweave.store.prefix_trie import KnowledgeTree
 from chunkweave.store.records import (
     Ages,
     Removal,
+    RemovedTexts,
     SegmentRecord,
     Sightings,
     TieredStats,
@@ -62,6 +63,7 @@ class TieredStore(Generic[PayloadT]):
         clock: Callable[[], float] = time.time,
         writer: BackgroundWriter[PayloadT] | None = None,
         replicas: int = 0,
+        cut: Callable[[PayloadT, int, int], PayloadT | None] | None = None,
     ) -> None:
         """A hierarchy of `levels`, which only this store may use from now on.
 
@@ -75,6 +77,8 @@ class TieredStore(Generic[PayloadT]):
             writer: writes to the slow levels; a new one if None. The store closes it.
             replicas: how many of the hottest upper nodes of the fastest memory are copied to the next one (RAGCache
                 §6).
+            cut: copies the tokens from one offset up to another out of a payload, or returns None if that cannot be
+                read. Without it, parts are not cut out of runs.
 
         Raises:
             UsageError: no level in memory, two levels of one name, a slow level before a fast one, an admission below
@@ -107,6 +111,7 @@ class TieredStore(Generic[PayloadT]):
             faster = [level.store for level in self._memory[:index]]
             level.store.above = partial(_held_by_any, faster)
         self._replicas = replicas if len(self._memory) > 1 else 0
+        self._cut = cut
         self._requests = 0
 
     @property
@@ -214,6 +219,7 @@ class TieredStore(Generic[PayloadT]):
         """
         path = _path_of(prompt)
         self._probe(path)
+        self._cut_views(prompt)
         expired: set[SegmentId] = set()
         lookup = look_up(prompt, tuple(path), lambda part: self._variants(part, expired))
         self._expire(expired)
@@ -349,16 +355,21 @@ class TieredStore(Generic[PayloadT]):
         """
         return sum(removal.removed for _, removal in self._withdraw(doomed, among))
 
-    def forget_chunks(self, chunks: Iterable[ChunkId]) -> int:
+    def forget_chunks(self, chunks: Iterable[ChunkId], texts: RemovedTexts | None = None) -> int:
         """Drop all variants of `chunks`, and all segments whose KV depends on one of them (`SegmentRecord.sources`).
 
-        Includes all levels, pinned or not; returns the number of copies.
+        With `texts` the chunks that hold one of them are such chunks too. Includes all levels, pinned or not; returns
+        the number of copies.
 
         Raises:
             NotRemovedError: a copy is still there, or may be. All others were dropped.
         """
         gone = frozenset(chunks)
-        return self._remove_all(lambda record: record.depends_on(gone))
+        if texts is None:
+            return self._remove_all(lambda record: record.depends_on(gone))
+        stored = (*self.records(), *self._writer.records())
+        gone = gone.union(record.chunk_id for record in stored if texts(record))
+        return self._remove_all(lambda record: record.depends_on(gone) or texts(record))
 
     def drop_first_passes(self, chunks: Collection[ChunkId], *, alone: bool = False) -> int:
         """Remove the first-pass segments of those of `chunks` that have a stored mean.
@@ -462,6 +473,44 @@ class TieredStore(Generic[PayloadT]):
         with self._lock:
             expired.update(self._ages.expired(record.id for record in variants))
         return tuple(record for record in variants if record.id not in expired)
+
+    def _cut_views(self, prompt: Prompt) -> None:
+        """Store the parts of a prompt that are in runs, as they are there. The runs stay.
+
+        The beginning of a run that is stored behind the same parts comes first: it is as good as the run. Of other runs
+        one segment is enough, a mean if there is one.
+        """
+        if self._cut is None or all(part.view is None for part in prompt.parts):
+            return
+        for part, context in zip(prompt.parts, prompt.contexts(), strict=True):
+            view = part.view
+            if part.id is None or view is None or segment_id(part.id, context) in self:
+                continue
+            here = self.record(segment_id(view.run, context)) if not view.offset else None
+            if here is None and (part.in_place or self.chunk_tokens(part.id)):
+                continue
+            others = union(*(level.store.records_of(view.run) for level in self.levels))
+            run = here or next((record for record in others if record.contexts), next(iter(others), None))
+            if run is not None and run.token_ids[view.offset : view.offset + len(part)] == part.token_ids:
+                self._cut_out(part, view, run)
+
+    def _cut_out(self, part: PromptPart, view: RunView, run: SegmentRecord) -> None:
+        cut = run.cut(part, view.offset)
+        with (
+            nullcontext(True) if self._keeper is None else self._keeper.place_for(cut) as placed,
+            self._moving() as quiet,
+        ):
+            if not placed or self._cut is None or (self._ages is not None and self._ages.expired([run.id])):
+                return
+            whole = self.get(run.id, exact=run.exact)
+            payload = None if whole is None else self._cut(whole, view.offset, view.offset + len(part))
+            if payload is not None and any(level.try_insert(cut, payload, quiet) for level in self._memory):
+                if self._ages is not None:
+                    self._ages.copied(run.id, cut.id)
+                if cut.exact:
+                    self._drop_inexact(cut.id)
+        if whole is not None and payload is None:
+            self.drop_damaged(run.id)
 
     def _expire(self, expired: set[SegmentId]) -> None:
         if expired:

@@ -90,7 +90,7 @@ class ChunkweaveConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 waits=PartWaits(Pace(most_tokens, self._settings.step_tokens), most_s=LOAD_TIMEOUT_S),
                 events=events is not None and events.enable_kv_cache_events,
                 finds=self._settings.finding.find_chunks,
-                make_finder=partial(finder_of, vllm_config.model_config, self._settings.finding.exact_kinds),
+                make_finder=partial(finder_of, vllm_config.model_config),
             )
 
     @property

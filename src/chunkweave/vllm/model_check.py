@@ -7,7 +7,7 @@ back, rotated to another position and written, equals what vLLM computes at that
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
-from chunkweave.config import PieceKind, StoreConfig
+from chunkweave.config import StoreConfig
 from chunkweave.errors import ModelError, UnsupportedModelError
 from chunkweave.kv.request_cache import Placement
 from chunkweave.kv.segment import RawCodec, SegmentKV
@@ -26,6 +26,7 @@ from chunkweave.planning.cost import CostModel, measured_quickly
 from chunkweave.planning.plan import KVSource, PartPlan, Pass, Plan, Watch
 from chunkweave.prompt.find_chunks import ChunkFinder, TokenTable
 from chunkweave.prompt.parts import PartKind, PromptPart
+from chunkweave.prompt.runs import RunIndex
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from chunkweave.settings import GIB
 from chunkweave.types import ChunkId, SegmentId, Span
@@ -304,14 +305,14 @@ def _check_all_active(layers: StockLayers, blocks: RequestBlocks, ids: torch.Ten
     expected = layers.paged.read(last, slots).clone()
     span = Span(0, len(ids))
     part = PromptPart(PartKind.QUESTION, tuple(ids.tolist()))
-    ways = {
+    passes = {
         "the layers driven one by one": Pass((span,)),
         "the layers' modules with attention that is watched": Pass((span,), watch=Watch(span, (0, last))),
     }
-    for way, pass_ in ways.items():
-        plan = Plan("full", (PartPlan(part, span, KVSource.COMPUTED),), (pass_,))
+    for description, plan_pass in passes.items():
+        plan = Plan("full", (PartPlan(part, span, KVSource.COMPUTED),), (plan_pass,))
         WeaveJob(layers, blocks, plan, (), part.token_ids, first=0, stop=len(ids)).run()
-        _compare(f"with every token computed, {way}", layers, expected, layers.paged.read(last, slots))
+        _compare(f"with every token computed, {description}", layers, expected, layers.paged.read(last, slots))
 
 
 def _check_shift(layers: StockLayers, tables: list[RequestBlocks], ids: torch.Tensor) -> None:
@@ -422,11 +423,11 @@ def usual_start(model: ModelConfig) -> tuple[int, ...]:
     return named if tokenizer is None else tokenizer.start_ids
 
 
-def finder_of(model: ModelConfig, exact: Set[PieceKind]) -> ChunkFinder:
+def finder_of(model: ModelConfig, runs: RunIndex) -> ChunkFinder:
     """Finds chunks in the model's prompts, with a table of its tokenizer if it can be read."""
     tokenizer = _tokenizer(model)
     if tokenizer is not None:
-        return ChunkFinder(TokenTable.of(tokenizer), exact)
+        return ChunkFinder(TokenTable.of(tokenizer), runs)
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     token_fields = [getattr(model.hf_text_config, name, None) for name in names]
     control = {
@@ -435,7 +436,7 @@ def finder_of(model: ModelConfig, exact: Set[PieceKind]) -> ChunkFinder:
         for token in (field_value if isinstance(field_value, list) else [field_value])
         if token is not None
     }
-    return ChunkFinder(None, exact, control=control)
+    return ChunkFinder(None, runs, control=control)
 
 
 def _tokenizer(model: ModelConfig) -> HuggingFaceTokenizer | None:

@@ -62,4 +62,14 @@ class PartCopy:
         kv = SegmentKV(self._kv, part.span.start if self._as_they_are else None)
         exact = part.span.stop <= exact_to
         read = frozenset() if exact else all_read(read.difference(part.context))
-        return SegmentRecord.of(part.id, part.context, part.token_ids, exact=exact, nbytes=kv.nbytes, read=read), kv
+        record = SegmentRecord.of(
+            part.id,
+            part.context,
+            part.token_ids,
+            exact=exact,
+            nbytes=kv.nbytes,
+            source=part.source,
+            read=read,
+            novel=part.novel,
+        )
+        return record, kv

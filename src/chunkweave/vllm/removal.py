@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from chunkweave.errors import NotRemovedError, UsageError
 from chunkweave.planning.method_choice import checked_whole, refuse_unknown_keys
 from chunkweave.prompt.parts import chunk_id, chunk_salt
-from chunkweave.store.records import SegmentRecord
+from chunkweave.store.records import RemovedTexts, SegmentRecord
 from chunkweave.types import ChunkId
 
 logger = logging.getLogger("vllm.chunkweave")
@@ -30,14 +30,16 @@ _TOKEN_BITS = 32
 class RemovalOrder:
     """Scheduler to workers: remove what is stored of `chunks` (None: everything), on every tier.
 
-    From now on nothing computed by the running `requests` is stored, because they use what is removed. With
-    `first_passes` only segments computed after neutral passages are removed.
+    With `texts` what holds one of them is removed too. From now on nothing computed by the running `requests` is
+    stored, because they use what is removed. With `first_passes` only segments computed after neutral passages are
+    removed.
     """
 
     request_id: str
     chunks: frozenset[ChunkId] | None
     requests: frozenset[str] = frozenset()
     first_passes: bool = False
+    texts: RemovedTexts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +117,29 @@ def named_chunks(value: Mapping[str, Any], *, fingerprint: str, salt: str, start
     Raises:
         UsageError: the message says which field is wrong.
     """
+    ids_of_chunks = _chunk_ids(value)
+    first = _tokens(value["start"], "start") if "start" in value else start
+    salt = chunk_salt(salt, first, start)
+    return [chunk_id(fingerprint, salt, ids) for ids in ids_of_chunks]
+
+
+def removed_texts(
+    value: Mapping[str, Any], *, fingerprints: Iterable[str], salt: str, start: tuple[int, ...]
+) -> RemovedTexts:
+    """What recognizes the chunks that a command names within parts of prompts that no client named.
+
+    Raises:
+        UsageError: the message says which field is wrong.
+    """
+    salts = tuple(chunk_salt(salt, first, start) for first in (start, ()))
+    return RemovedTexts(tuple(_chunk_ids(value)), tuple(fingerprints), salts)
+
+
+def _chunk_ids(value: Mapping[str, Any]) -> list[tuple[int, ...]]:
     chunks = value.get("chunks")
     if not isinstance(chunks, list | tuple) or not chunks:
         raise UsageError("chunks must be a list of lists of token ids")
-    first = _tokens(value["start"], "start") if "start" in value else start
-    salt = chunk_salt(salt, first, start)
-    return [chunk_id(fingerprint, salt, _tokens(ids, "chunks")) for ids in chunks]
+    return [_tokens(ids, "chunks") for ids in chunks]
 
 
 def _tokens(value: Any, name: str) -> tuple[int, ...]:
@@ -170,7 +189,7 @@ class RemovableStore(Protocol):
     def __len__(self) -> int:
         """Number of stored segments."""
 
-    def forget_chunks(self, chunks: Iterable[ChunkId]) -> int:
+    def forget_chunks(self, chunks: Iterable[ChunkId], texts: RemovedTexts | None = None) -> int:
         """See `TieredStore`."""
 
     def remove_where(self, doomed: Callable[[SegmentRecord], bool]) -> int:
@@ -209,7 +228,7 @@ class StoreRemovals:
             return self._store.remove_where(lambda record: record.neutral and record.chunk_id in chunks)
         self._forget_pending(chunks)
         if chunks is not None:
-            return self._store.forget_chunks(chunks)
+            return self._store.forget_chunks(chunks, order.texts)
         segments_before = len(self._store)
         self._store.clear()
         return segments_before

@@ -13,6 +13,7 @@ from chunkweave.ordering.arrangement import Promotion
 from chunkweave.planning.adaptive_methods import ContextMethod
 from chunkweave.planning.calibration import CalibrationRecord
 from chunkweave.planning.method_choice import (
+    EXACT_METHODS,
     FIELD,
     Kept,
     MethodChooser,
@@ -23,7 +24,7 @@ from chunkweave.planning.method_choice import (
     refuse_unknown_keys,
 )
 from chunkweave.prompt.contexts import MOST_CONTEXTS, MeanShare
-from chunkweave.prompt.find_chunks import ChunkFinder
+from chunkweave.prompt.find_chunks import ChunkFinder, with_usable_views
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart, chunk_id, chunk_salt, is_neutral, neutral_id
 from chunkweave.types import CacheUse, ChunkId, Span
 
@@ -126,7 +127,13 @@ def with_found_chunks(
         raise UsageError(f"{', '.join(unknown)} cannot be given with {FIND}")
     options = _options(params, salt, defaults)
     prompt = finder.prompt(token_ids, start, fingerprint=fingerprint, salt=salt)
-    return None if all(part.id is None for part in prompt.parts) else WeaveRequest(prompt, **options)
+    if all(part.id is None for part in prompt.parts):
+        return None
+    stores = not options["reads_only"]
+    if stores:
+        finder.add(prompt, start, fingerprint=fingerprint, salt=salt)
+    weaves = options["choice"].method not in EXACT_METHODS
+    return WeaveRequest(with_usable_views(prompt, weaves=weaves, stores=stores), **options)
 
 
 def _options(params: Mapping[str, Any], salt: str, defaults: Defaults) -> dict[str, Any]:
@@ -207,7 +214,7 @@ def _chunks_of(prompt: Prompt) -> list[tuple[ChunkId, Span]]:
     """The chunks and turns of a prompt as vLLM stores them: the end of a turn belongs to the turn."""
     chunks: list[tuple[ChunkId, Span]] = []
     for part, span in zip(prompt.parts, prompt.spans(), strict=True):
-        if part.kind is PartKind.TURN and part.exact_only:
+        if part.kind is PartKind.TURN and part.in_place:
             chunk, turn = chunks.pop()
             chunks.append((chunk, Span(turn.start, span.stop)))
         elif part.kind in _STORED_KINDS and part.id is not None:

@@ -13,14 +13,13 @@ names the plan's inputs, so that approximate KV is found only by equal requests.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, takewhile
 from typing import Any
 from uuid import uuid4
 
-from chunkweave.config import PieceKind
 from chunkweave.conversation.answer import PrefillReport
 from chunkweave.conversation.weave_request import StoredPart, WeaveRequest
 from chunkweave.errors import UsageError
@@ -28,9 +27,10 @@ from chunkweave.planning.method import asks_again, reuses_nothing
 from chunkweave.planning.method_choice import EXACT_METHODS, FIELD, checked_flag, refuse_unknown_keys
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.find_chunks import ChunkFinder
+from chunkweave.prompt.runs import RunIndex
 from chunkweave.scheduling.in_progress import Wanted
 from chunkweave.store.prefix_trie import PathMatch
-from chunkweave.store.records import segment_id
+from chunkweave.store.records import RemovedTexts, segment_id
 from chunkweave.types import ChunkId, SegmentId, Span
 from chunkweave.vllm.block_hashes import keep_apart
 from chunkweave.vllm.block_owners import BlockOwners
@@ -48,7 +48,15 @@ from chunkweave.vllm.orders import (
     WeaveOrder,
     report_fields,
 )
-from chunkweave.vllm.removal import FIRST_PASSES, FORGET, RemovalAnswers, RemovalOrder, Removed, removed_chunks
+from chunkweave.vllm.removal import (
+    FIRST_PASSES,
+    FORGET,
+    RemovalAnswers,
+    RemovalOrder,
+    Removed,
+    removed_chunks,
+    removed_texts,
+)
 from chunkweave.vllm.request import FIND, Defaults, from_wire, reads_only_of, with_found_chunks
 from chunkweave.vllm.store_events import StoredMirror
 from chunkweave.vllm.waiting import Computation, PartToStore, PartWaits
@@ -85,7 +93,8 @@ class _Tracked:
     first time: after preemption the cached tokens are its own. Positions below `saved` need no saving. `in_flight`:
     workers write into its blocks; `failed`: they could not. `adapter` is the number of its LoRA adapter. `counted`:
     workers count it, or no client requested it. `lookups` is the number of workers whose remote lookup has not ended.
-    `parts` are those that can be stored, in order; `segments` are their ids if exact. Blocks below position `shared`
+    `parts` are those that can be stored, in order; `segments` are their ids if exact, `begun` those of exact
+    segments that begin with them. Blocks below position `shared`
     are exact and shared with others. `saving` are the numbers of save orders that still read its blocks. `outdated`: it
     uses removed KV, so nothing of it is stored.
     """
@@ -93,6 +102,7 @@ class _Tracked:
     request: WeaveRequest
     parts: tuple[StoredPart, ...] = field(init=False)
     segments: tuple[SegmentId, ...] = field(init=False)
+    begun: tuple[SegmentId | None, ...] = field(init=False)
     shared: int = 0
     local: int = 0
     found: int | None = None
@@ -110,6 +120,7 @@ class _Tracked:
     def __post_init__(self) -> None:
         self.parts = tuple(self.request.stored_parts())
         self.segments = tuple(segment_id(part.id, part.context) for part in self.parts)
+        self.begun = tuple(_begun(part) for part in self.parts)
         self.counted = not self.request.counts_as_request
 
     @property
@@ -120,6 +131,11 @@ class _Tracked:
     def behind_exact(self) -> bool:
         """Whether everything found in vLLM's own cache is exact."""
         return self.local <= self.shared
+
+    def count_exact(self, mirror: StoredMirror) -> int:
+        """Number of leading parts that are stored exactly, or are the beginning of a run that is."""
+        pairs = zip(self.segments, self.begun, strict=True)
+        return sum(1 for _ in takewhile(lambda pair: any(key in mirror for key in pair if key is not None), pairs))
 
     def missing(self, part: StoredPart) -> int:
         """Number of a part's tokens that are not in vLLM's own cache."""
@@ -150,7 +166,7 @@ class _StoredOf:
 
     def match(self, keys: Iterable[ChunkId]) -> PathMatch:  # noqa: ARG002  (they are the request's own)
         """The length of the stored part of its exact path."""
-        nodes = sum(1 for _ in takewhile(self.mirror.__contains__, self.tracked.segments))
+        nodes = self.tracked.count_exact(self.mirror)
         return PathMatch(nodes, sum(map(self.tracked.missing, self.tracked.parts[:nodes])))
 
     def chunk_tokens(self, chunk: ChunkId) -> int:
@@ -173,7 +189,7 @@ class ConnectorScheduler:
         waits: PartWaits | None = None,
         events: bool = False,
         finds: bool = False,
-        make_finder: Callable[[], ChunkFinder] | None = None,
+        make_finder: Callable[[RunIndex], ChunkFinder] | None = None,
     ) -> None:
         """`fingerprint` is the model's, part of every chunk id; `start` is the beginning of prompts, see `from_wire`.
 
@@ -215,8 +231,9 @@ class ConnectorScheduler:
         """Reports of woven blocks in vLLM's own cache, by their salt."""
         self._positions = 0
         self._finds = finds
-        self._make_finder = make_finder or partial(ChunkFinder, None, frozenset[PieceKind]())
-        self._finder = self._make_finder() if finds else None
+        self._make_finder = make_finder or partial(ChunkFinder, None)
+        self._runs = RunIndex(self._stored.__contains__)
+        self._finder = self._make_finder(self._runs) if finds else None
 
     def reset(self) -> None:
         """Make all KV unusable, in the stores and in vLLM's own cache, because the weights may be replaced.
@@ -334,7 +351,7 @@ class ConnectorScheduler:
             if finds and not _is_plain(request):
                 raise UsageError(f"{FIND} needs a prompt of tokens that may be read from a cache")
             if finds:
-                self._finder = self._finder or self._make_finder()
+                self._finder = self._finder or self._make_finder(self._runs)
                 read = partial(with_found_chunks, finder=self._finder)
         woven = read(
             params,
@@ -420,7 +437,7 @@ class ConnectorScheduler:
             span = part.span
             woven = external_tokens and local < span.stop <= stop
             if woven:
-                weave_tokens += len(span) * (ratio if part.id in self._stored and not part.exact_only else 1)
+                weave_tokens += len(span) * (ratio if self._is_stored(part) and not part.in_place else 1)
             saved = span.start >= local if woven else span.stop > max(tracked.saved_to, stop if external_tokens else 0)
             if saved and number < stored_to:
                 parts.append(PartToStore(part.id, part.context, span.stop, exact))
@@ -509,24 +526,33 @@ class ConnectorScheduler:
             UsageError: the command is wrong.
         """
         refuse_unknown_keys(params, {FORGET})
-        salt, keys = request.cache_salt or "", (self._key(request, model) for model in {self._named, self._fingerprint})
-        named = [removed_chunks(params[FORGET], fingerprint=key, salt=salt, start=self._start) for key in keys]
+        command = params[FORGET]
+        salt = request.cache_salt or ""
+        keys = [self._key(request, model) for model in {self._named, self._fingerprint}]
+        named = [removed_chunks(command, fingerprint=key, salt=salt, start=self._start) for key in keys]
         chunks = None if named[0] is None else frozenset[ChunkId]().union(*filter(None, named))
-        first_passes = checked_flag(params[FORGET].get(FIRST_PASSES, False), FIRST_PASSES)
+        first_passes = checked_flag(command.get(FIRST_PASSES, False), FIRST_PASSES)
+        texts: RemovedTexts | None = None
+        if chunks is not None and not first_passes:
+            texts = removed_texts(command, fingerprints=keys, salt=salt, start=self._start)
+            chunks |= self._runs.forget(texts.are_in)
         concerned = set()
         for request_id, tracked in () if first_passes else self._requests.items():
-            if chunks is None or any(part.id in chunks for part in tracked.parts):
+            if chunks is None or any(_is_removed(part, chunks, texts) for part in tracked.parts):
                 tracked.outdated = True
                 concerned.add(request_id)
                 self._waits.withhold(request_id)
         if chunks is None:
+            self._runs.clear()
             self._forgotten = None
         elif self._forgotten is not None and not first_passes:
             self._forgotten.add(salt)
         silent = self._ranks - self._stores if self._lasting and not first_passes else 0
         removed = Removed(unasked=("disk or remote tier of a worker that weaves nothing",) if silent else ())
         self._removals.begin(request.request_id, self._stores, removed)
-        self._orders.removals.append(RemovalOrder(request.request_id, chunks, frozenset(concerned), first_passes))
+        self._orders.removals.append(
+            RemovalOrder(request.request_id, chunks, frozenset(concerned), first_passes, texts)
+        )
 
     def _unreported(self, tracked: _Tracked) -> PrefillReport:
         """The report of a request that no worker wove: vLLM computed what its own cache did not have.
@@ -581,23 +607,27 @@ class ConnectorScheduler:
         parts = tracked.parts
         if reuses_nothing(request.choice.made) or not self._weaves:
             return 0
-        exact = sum(1 for _ in takewhile(self._stored.__contains__, tracked.segments))
+        exact = tracked.count_exact(self._stored)
         captured = request.kept.profiles or request.mean is not None
         if captured and (exact < len(parts) or not tracked.exact_method):
             return min(parts[-1].span.stop, most)
         if tracked.exact_method:
             stop = min(parts[exact - 1].span.stop if exact else 0, most)
             return stop - stop % int(self._manager.coordinator.scheduler_block_size)
-        usable = [part for part in parts[exact:] if part.id in self._stored and not part.exact_only]
+        usable = [part for part in parts[exact:] if self._is_stored(part) and not part.in_place]
         return min(max((part.span.stop for part in (*parts[:exact], *usable)), default=0), most)
+
+    def _is_stored(self, part: StoredPart) -> bool:
+        """Whether anything is stored of a part's chunk, or of a run that it can be cut out of."""
+        return part.id in self._stored or (part.view is not None and part.view.run in self._stored)
 
     def _exact_stop(self, tracked: _Tracked) -> int:
         """Start of the first part that may be reused approximately: the end of the exact path.
 
         The last part of a mean's context is computed even if it is stored.
         """
-        segments = tracked.segments if tracked.request.mean is None else tracked.segments[:-1]
-        exact = sum(1 for _ in takewhile(self._stored.__contains__, segments))
+        most = len(tracked.parts) - (tracked.request.mean is not None)
+        exact = min(tracked.count_exact(self._stored), most)
         return tracked.parts[exact].span.start if exact < len(tracked.parts) else len(tracked.request.prompt)
 
     def _kept(self, tracked: _Tracked) -> int:
@@ -632,7 +662,7 @@ class ConnectorScheduler:
     def _wanted(self, tracked: _Tracked) -> Iterable[ChunkId | SegmentId]:
         """What is useful of each part: anything of its chunk, or its segment if only that is reused."""
         pairs = zip(tracked.parts, tracked.segments, strict=True)
-        return (segment if tracked.exact_method or part.exact_only else part.id for part, segment in pairs)
+        return (segment if tracked.exact_method or part.in_place else part.id for part, segment in pairs)
 
     def _saves(self, output: Any) -> list[SaveOrder]:
         computed_before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -687,6 +717,15 @@ class ConnectorScheduler:
             tracked = self._requests.get(saving.request_id)
             if tracked is not None:
                 tracked.saving.discard(number)
+
+
+def _begun(part: StoredPart) -> SegmentId | None:
+    """The exact segment of a run that begins with a part, behind the same parts."""
+    return segment_id(part.view.run, part.context) if part.view is not None and not part.view.offset else None
+
+
+def _is_removed(part: StoredPart, chunks: Set[ChunkId], texts: RemovedTexts | None) -> bool:
+    return part.id in chunks or (texts is not None and texts.are_in(part.id, part.token_ids))
 
 
 def _is_plain(request: Any) -> bool:

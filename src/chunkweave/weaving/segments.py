@@ -360,7 +360,7 @@ def parts_to_keep(
     (`_least_recomputed`) and no variant of this context is stored. A variant is cached KV with one pass written over
     it, so a plan of several passes makes none. Which tokens a rule will keep is not known yet, so a part is expected to
     get its proportional share. A part that gets more by chance is not stored: tracking every part would cost more than
-    that saves. Nor is an `exact_only` part behind a reused one, since no request would use it.
+    that saves.
     """
     sources = {placement.span: placement.segment for placement in placements}
     fraction = variant_fraction if len(plan.passes) == 1 else None
@@ -368,7 +368,7 @@ def parts_to_keep(
     exact = True
     for part, context in zip(plan.parts, prompt.contexts(), strict=True):
         exact = exact and part.kv_source is not KVSource.REUSED
-        if part.part.id is None or not part.kept or (part.part.exact_only and not exact):
+        if part.part.id is None or not part.kept:
             continue
         if part.kv_source is KVSource.COMPUTED:
             yield part, None

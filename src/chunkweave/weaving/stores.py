@@ -14,7 +14,7 @@ import torch
 
 from chunkweave.config import DTYPES_ON_CPU, StoreConfig
 from chunkweave.errors import DocumentError
-from chunkweave.kv.segment import SegmentKV, SegmentSource
+from chunkweave.kv.segment import SegmentKV, SegmentSource, cut_of
 from chunkweave.planning.cost import CostModel, cost_model_path, stored_cost_model
 from chunkweave.prompt.parts import chunk_id
 from chunkweave.store.eviction import PrefillSeconds, make_policy, weighs_cost
@@ -173,6 +173,7 @@ def open_store(
         limits=VariantLimits(config.max_variants, config.max_instances),
         writer=writer,
         replicas=config.replicated_nodes,
+        cut=cut_of,
     )
     store.expire()
     return store
