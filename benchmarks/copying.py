@@ -7,9 +7,7 @@ random order, each about another place with one detail, and asks for that of one
 the same kind, so that a wrong one is at hand. The beginning of the answer is given (of a tool's result the call, by
 `tool_choice`). A case is right if the answer has the detail, character for character. Each case is asked twice: woven,
 and with the method `full` and `cache` `off`, which computes the same tokens. Documents were sent before in other
-prompts. Kinds of text that are not woven by default (`tool`, `table`, `json`) are asked of a second server that does
-(`exact_pieces=system`).
-A run that is started again with the same `--out` keeps its cases.
+prompts. A run that is started again with the same `--out` keeps its cases.
 """
 
 import argparse
@@ -190,16 +188,14 @@ def measure(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[di
     method = {"quality": args.quality} if args.method is None else {"method": args.method}
     url = f"http://127.0.0.1:{args.port}"
     kinds_of = [kind for kind in KINDS if kind in args.kinds], [kind for kind in EXCLUDED if kind in args.kinds]
-    for kinds, count, flags in zip(
-        kinds_of, (args.cases, args.excluded), ("", "--set exact_pieces=system"), strict=True
-    ):
+    for kinds, count in zip(kinds_of, (args.cases, args.excluded), strict=True):
         if not kinds:
             continue
         before, made = cases(args, kinds, count // len(kinds))
         left = [case for case in made if (case.kind, case.number) not in known]
         if not left:
             continue
-        command = f"{args.serve} --model {args.model} --port {args.port} --find-chunks {flags}"
+        command = f"{args.serve} --model {args.model} --port {args.port} --find-chunks"
         with (
             tempfile.TemporaryDirectory() as folder,
             serving(command, url, ready_path="/ready", log=Path(folder) / "log"),

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from random import Random
@@ -31,7 +32,7 @@ from server_process import serving
 from transformers import AutoTokenizer
 
 from chunkweave.calibration.summaries import ratio_interval
-from chunkweave.config import FindConfig, StoreConfig
+from chunkweave.config import StoreConfig
 from chunkweave.engine.engine import Engine
 from chunkweave.models.gguf import checkpoint_folder
 from chunkweave.planning.method import make_method
@@ -39,7 +40,7 @@ from chunkweave.planning.method_choice import FIELD, MethodChooser, MethodReques
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.find_chunks import ChunkFinder, TokenTable
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
-from chunkweave.prompt.rendering import Rendered
+from chunkweave.prompt.runs import RunIndex
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer, TextTokenizer
 
 QUESTION = "Which of these places was opened first, and who leads it today?"
@@ -91,8 +92,8 @@ class Prompts:
 
     def __init__(self, engine: Engine) -> None:
         self._builder = engine.builder
-        table, exact = TokenTable.of(engine.loaded.tokenizer), FindConfig().exact_kinds
-        self._finder, self._uncounted = (ChunkFinder(table, exact) for _ in range(2))
+        table = TokenTable.of(engine.loaded.tokenizer)
+        self._finder = ChunkFinder(table, RunIndex(lambda chunk: engine.store.chunk_tokens(chunk) > 0))
 
     def marks(self, asked: Asked) -> Prompt:
         """The prompt of a request that names its documents."""
@@ -102,17 +103,18 @@ class Prompts:
         """The prompt of a request that is one message."""
         return self.found_in(asked.message)
 
-    def found_in(self, text: str, finder: ChunkFinder | None = None) -> Prompt:
-        """The prompt of a message, whose pieces `finder` counts as seen."""
-        rendered = self._builder.tokenizer.render_chat([{"role": "user", "content": text}])
-        return self._builder.plain(Rendered(rendered or text), finder or self._finder)
+    def found_in(self, text: str) -> Prompt:
+        """The prompt of a message, which is stored to be found again."""
+        return self._builder.recut(self._ids(text), self._finder)
 
     def plain(self, text: str) -> Prompt:
-        """The same tokens, of which nothing is stored, found or counted."""
-        prompt = self.found_in(text, self._uncounted)
-        start = prompt.parts[:1] if prompt.parts[0].kind is PartKind.START else ()
-        asked = prompt.token_ids[sum(map(len, start)) :]
-        return Prompt((*start, PromptPart(PartKind.QUESTION, asked)))
+        """The same tokens, of which nothing is stored or found."""
+        return Prompt((PromptPart(PartKind.QUESTION, self._ids(text)),))
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        tokenizer = self._builder.tokenizer
+        rendered = tokenizer.render_chat([{"role": "user", "content": text}])
+        return tuple(tokenizer.encode(rendered or text, control_tokens=True))
 
 
 def served(engine: Engine, prompt: Prompt, method: Any) -> tuple[torch.Tensor, int, float]:
@@ -127,10 +129,8 @@ def served(engine: Engine, prompt: Prompt, method: Any) -> tuple[torch.Tensor, i
 
 def divergences(engine: Engine, prompt: Prompt, woven: torch.Tensor) -> tuple[float, float]:
     """KL of the next token's distribution after full prefill from that after weaving, and after full reuse."""
-    full, reused = (
-        engine.runner.prefill(prompt, make_method(name), capture=False, asked=False).logits.float().log_softmax(-1)
-        for name in ("full", "full-reuse")
-    )
+    prefill = partial(engine.runner.prefill, prompt, capture=False, counts_as_request=False)
+    full, reused = (prefill(make_method(name)).logits.float().log_softmax(-1) for name in ("full", "full-reuse"))
     kl, most = (float((full.exp() * (full - one)).sum()) for one in (woven, reused))
     return kl, most
 
