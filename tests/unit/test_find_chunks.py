@@ -271,6 +271,16 @@ def test_what_stands_at_the_end_is_the_question():
     assert prompt_of([], finder()).parts == ()
 
 
+@pytest.mark.parametrize("begun", ["", "It is led by"])
+def test_text_before_the_last_message_is_stored_and_the_message_is_the_question(begun):
+    """Documents in a system message, and a short question: also if the answer's beginning is given."""
+    chat = [{"role": "system", "content": PASSAGES[0]}, {"role": "user", "content": "Who leads it?"}]
+    ids = [*chatml().encode(chatml().render_chat(chat), control_tokens=True), *chatml().encode(begun)]
+    *_, new, question = prompt_of(ids, finder(chatml())).parts
+    assert PASSAGES[0] in chatml().decode(new.token_ids)
+    assert chatml().decode(question.token_ids).startswith("Who leads it?")
+
+
 @pytest.mark.parametrize("tokenizer", [chatml(), llama(), bundled(), mistral(), sentencepiece()])
 def test_woven_parts_cross_no_control_token(tokenizer):
     rng = random.Random(11)

@@ -89,7 +89,9 @@ def test_a_part_is_cut_out_of_a_run_with_what_is_known_of_it():
         if record.attention is not None:
             of_run = record.attention
             profile = found.attention
-            assert profile.outward == of_run.outward[offset : offset + len(part)]
+            added = [new - old for new, old in zip(profile.outward, of_run.outward[offset:], strict=False)]
+            assert added == pytest.approx([added[0]] * len(part))
+            assert (added[0] > 0) == bool(offset), "the run's beginning is before it, so no token weighs nothing"
             assert profile.intra_per_pair == pytest.approx(of_run.intra_per_pair)
             assert profile.sink == pytest.approx(of_run.sink * len(part) / len(record))
             assert profile.cci >= of_run.cci - 1e-9, "its run's beginning is before it"

@@ -185,8 +185,8 @@ class ChunkFinder:
         """The prompt with these tokens: parts that were found, new text, and the QUESTION.
 
         Ids are those of chunks of the model with this `fingerprint`, whose prompts begin with `start`. The QUESTION is
-        what follows the last match, of new text at most `QUESTION_TOKENS` before the header of the answer. `add` the
-        prompt if it is stored, so that its text is found again.
+        what follows the last match, of new text at most `QUESTION_TOKENS` of the last message before the header of the
+        answer. `add` the prompt if it is stored, so that its text is found again.
         """
         first = len(start) if tuple(token_ids[: len(start)]) == start else 0
         salt = chunk_salt(salt, token_ids[:first], start)
@@ -259,9 +259,9 @@ class ChunkFinder:
                 yield Span(done, match.span.start), None
             yield match.span, match
             done = match.span.stop
-        new = Span(done, header - QUESTION_TOKENS) if header - QUESTION_TOKENS > done else Span(done, done)
-        if len(new) >= LEAST:
-            yield new, None
+        asked = max(header - QUESTION_TOKENS, text.last_message)
+        if asked - done >= LEAST:
+            yield Span(done, asked), None
 
     @property
     def _roleless(self) -> bool:
@@ -295,6 +295,8 @@ class _TokenText:
         self._table = table
         self._size = len(ids)
         self._results = np.zeros(self._size, bool)
+        self.last_message = 0
+        """Where the text of the last message of the user begins; 0 if roles are unknown."""
         if table is None:
             self._is_control = np.isin(ids, control)
         else:
@@ -308,7 +310,8 @@ class _TokenText:
     @property
     def header_start(self) -> int:
         """Where the template's text before the answer begins; at least one token is behind it."""
-        texts = np.flatnonzero(~self._is_control[: self._size - 1])
+        beside = self._is_control if self._table is None else self._is_control | ((self._bits & _BLANK) > 0)
+        texts = np.flatnonzero(~beside[: self._size - 1])
         return int(texts[-1]) + 1 if len(texts) else 0
 
     def stays_in_place(self, span: Span) -> bool:
@@ -344,6 +347,7 @@ class _TokenText:
         events.sort()
         for (_, stop, role), (after, _, _) in pairwise([*events, (self._size, 0, "")]):
             self._results[stop:after] = role.startswith(_RESULT)
+            self.last_message = stop if role == "user" else self.last_message
 
 
 def _changes(flags: Flags) -> Flags:

@@ -68,7 +68,7 @@ class AttentionProfile:
         """The profile of the tokens from `start` up to `stop`, behind the beginning of their `run`.
 
         Masses are shared out evenly: `inter` and `sink` by tokens, `intra` by pairs of tokens, of which those with the
-        beginning become mass on `run`.
+        beginning become mass on `run`, the same of each token.
         """
         tokens = stop - start
         share = tokens / self.tokens
@@ -84,7 +84,11 @@ class AttentionProfile:
             return profile
         on_run = pairs * 2 * start * tokens  # intra pairs of n tokens are half of n squared, these are all
         return replace(
-            profile, chunks=(*self.chunks, run), lengths=(*self.lengths, start), inter=(*profile.inter, on_run)
+            profile,
+            chunks=(*self.chunks, run),
+            lengths=(*self.lengths, start),
+            inter=(*profile.inter, on_run),
+            outward=tuple(mass + on_run / tokens for mass in profile.outward),
         )
 
     @cached_property
