@@ -11,10 +11,10 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 QUESTION = "Who was the first harbour master?"
 
 
-def passages(count: int) -> list[Document]:
+def passages(count: int, names: tuple[str, ...] = ("1-history", "4-staff", "5-storms")) -> list[Document]:
     """Passages of at most 1,000 characters, about 200 tokens, of the bundled notes on a harbour."""
     folder = files("chunkweave") / "assets" / "documents"
-    notes = [(folder / f"{name}.md").read_text(encoding="utf-8") for name in ("1-history", "4-staff", "5-storms")]
+    notes = [(folder / f"{name}.md").read_text(encoding="utf-8") for name in names]
     return RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=0).create_documents(notes)[:count]
 
 
