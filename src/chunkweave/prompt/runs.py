@@ -330,11 +330,11 @@ class RunIndex:
         for reach in _REACHES:
             kept = np.maximum(kept[:-reach], kept[reach:])
         positions = np.flatnonzero(keys == kept[:grams])
-        # Of equal ones that follow each other, as in text that repeats itself, one in each window is enough.
-        begins = np.append(True, (np.diff(positions) >= GRAM) | (keys[positions[1:]] != keys[positions[:-1]]))
-        distances = positions - positions[np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))]
-        windows = distances // GRAM
-        positions = positions[begins | np.append(True, windows[1:] != windows[:-1])]
+        if len(positions) * 4 > grams:  # text that repeats itself: of equal ones in a window one is enough
+            begins = np.append(True, (np.diff(positions) >= GRAM) | (keys[positions[1:]] != keys[positions[:-1]]))
+            distances = positions - positions[np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))]
+            windows = distances // GRAM
+            positions = positions[begins | np.append(True, windows[1:] != windows[:-1])]
         return positions, keys[positions]
 
     def _insert(self, keys: Hashes, number: int, positions: npt.NDArray[np.int64], *, most: int) -> None:
