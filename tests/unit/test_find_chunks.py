@@ -282,6 +282,19 @@ def test_text_before_the_last_message_is_stored_and_the_message_is_the_question(
 
 
 @pytest.mark.parametrize("tokenizer", [chatml(), llama(), bundled(), mistral(), sentencepiece()])
+@pytest.mark.parametrize("text", ["", " ", "\n\n"])
+def test_a_prompt_that_ends_with_an_empty_message_keeps_its_tokens_and_has_a_question(tokenizer, text):
+    turns = [("user", PASSAGES[0]), ("assistant", PASSAGES[1]), ("user", text)]
+    rendered = tokenizer.render_chat([{"role": role, "content": content} for role, content in turns])
+    ids = tokenizer.encode(rendered, control_tokens=True)
+    own = finder(tokenizer)
+    for cut in range(len(ids) - 12, len(ids) + 1):
+        prompt = prompt_of(ids[:cut], own, start=tokenizer.start_ids)
+        assert list(prompt.token_ids) == list(ids[:cut])
+        assert prompt.parts[-1].kind is PartKind.QUESTION
+
+
+@pytest.mark.parametrize("tokenizer", [chatml(), llama(), bundled(), mistral(), sentencepiece()])
 def test_woven_parts_cross_no_control_token(tokenizer):
     rng = random.Random(11)
     own = finder(tokenizer)

@@ -259,7 +259,7 @@ class ChunkFinder:
                 yield Span(done, match.span.start), None
             yield match.span, match
             done = match.span.stop
-        asked = max(header - QUESTION_TOKENS, text.last_message)
+        asked = min(header, max(header - QUESTION_TOKENS, text.last_message))
         if asked - done >= LEAST:
             yield Span(done, asked), None
 

@@ -118,7 +118,7 @@ class RunIndex:
     @property
     def tokens(self) -> int:
         """Ids of all runs."""
-        return self._tokens
+        return self._tokens - _RUN_TOKENS * len(self._runs)
 
     @property
     def nbytes(self) -> int:
