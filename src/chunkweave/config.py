@@ -52,6 +52,15 @@ class Backend(StrEnum):
     """vLLM servers, with the connector of this package."""
 
 
+class Choice(StrEnum):
+    """How a request that names no method is answered, where one is calibrated."""
+
+    CHEAPEST = "cheapest"
+    """By it, or exactly where that is expected to be no later; measured times and earlier requests decide."""
+    FIXED = "fixed"
+    """Always by it: equal prompts over equal stores are answered in the same way, whatever the load."""
+
+
 class Weights(StrEnum):
     """The memory format of the weights of linear layers."""
 
@@ -147,6 +156,12 @@ class RequestDefaults(SettingsGroup, places=REQUESTS):
         "fixed",
         "Order of chunks: fixed, as given; free, reordered to maximize reuse (changes the prompt).",
         places=PROGRAMS | {Place.REQUEST},
+    )
+    choice: Choice = setting(
+        Choice.CHEAPEST,
+        "Where a method is calibrated: cheapest, exact prefixes or full prefill if they are expected to be no later; "
+        "fixed, never, so that answers do not depend on measured times.",
+        places=frozenset({Place.ENGINE}),
     )
 
 
@@ -376,7 +391,8 @@ class ReuseConfig:
     attend to, `query` is for the method of that name, `seed` for random choices. A request changes them by settings
     after the method's name: `cacheblend:ratio=0.3`, `query:whole:late:stored`.
 
-    `capture` belongs to no method: it says what a prefill stores for later requests.
+    `capture` belongs to no method: it says what a prefill stores for later requests. `choice` is about requests that
+    name none.
 
     >>> from chunkweave import Engine
     >>> with Engine.load("reader", method="cacheblend:ratio=0.3") as engine:
@@ -392,6 +408,7 @@ class ReuseConfig:
     focus: bool = True
     query: QueryConfig = QueryConfig()
     capture: CaptureConfig = CaptureConfig()
+    choice: Choice = Choice.CHEAPEST
 
     def __post_init__(self) -> None:
         if not 0 <= self.recompute_ratio <= 1:

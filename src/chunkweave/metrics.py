@@ -72,8 +72,8 @@ class ReuseReport:
     """Tokens by KV source and time by phase of one answer; every answer has one.
 
     `method` is the requested or chosen one, `effective_method` what it amounted to (see that function). `why` says how
-    it was chosen (`exact`, `calibrated`, `target not reached`, `asked for`, `switched off`), `parameters` holds all its
-    parameters; the recompute ratio is the loading controller's if that raised it.
+    it was chosen (`exact`, `calibrated`, `no gain`, `target not reached`, `asked for`, `switched off`), `parameters`
+    holds all its parameters; the recompute ratio is the loading controller's if that raised it.
 
     `prefix_exact_tokens + reused_tokens + recomputed_tokens + computed_tokens == prompt_tokens`. `engine_cached_tokens`
     of the first were in vLLM's own prefix cache; 0 in our engine. `recompute_fraction` is the sum over layers of
@@ -94,6 +94,9 @@ class ReuseReport:
 
     In a conversation, `history_tokens` are tokens of earlier turns. `chunks_not_sent` (`tokens_not_sent`) were already
     in the context.
+
+    `expected_s` are the seconds that `woven` and `exact` were expected to take (`weave_s` is the actual time), if the
+    cheaper one was chosen and times are known.
 
     Of `draft_tokens` (prompt lookup decoding, our engine only) `accepted_tokens` are in the answer; each saved a step.
 
@@ -139,6 +142,7 @@ class ReuseReport:
     stopped_at_layer: int | None = None
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    expected_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_by_source(self) -> dict[str, int]:

@@ -394,7 +394,7 @@ def engine_options(settings: Settings) -> EngineOptions:
         "store": settings.store,
         "method": settings.requests.method,
         "quality": settings.requests.quality,
-        "reuse": ReuseConfig(capture=settings.capture),
+        "reuse": ReuseConfig(capture=settings.capture, choice=settings.requests.choice),
         "order": settings.requests.order or "",
         "ordering": settings.ordering,
         "shadow": settings.shadow,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from chunkweave import Chunk, Engine, Request, ReuseConfig, SamplingParams, StoreConfig
-from chunkweave.config import CaptureConfig
+from chunkweave.config import CaptureConfig, Choice
 from chunkweave.errors import PromptTooLongError, UnknownMethodError, UsageError
 from chunkweave.planning.calibration import BOUNDS, CalibrationRecord, CurvePoint, choose_target
 from chunkweave.planning.cost import CostModel
@@ -194,7 +194,8 @@ def calibration(model, method: str, value: float) -> CalibrationRecord:
 
 
 def test_reports_say_which_method_answered_how_it_was_set_and_why(model):
-    engine = Engine(model, calibration=calibration(model, "epic", 0.5))
+    reuse = ReuseConfig(choice=Choice.FIXED)
+    engine = Engine(model, calibration=calibration(model, "epic", 0.5), reuse=reuse)
     engine.precompute(CHUNKS)
     request = Request(QUESTION, CHUNKS, sampling=SamplingParams(max_new_tokens=1))
 

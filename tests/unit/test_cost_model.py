@@ -14,13 +14,14 @@ from chunkweave.planning.adaptive_methods import LoadAwareMethod
 from chunkweave.planning.cost import (
     CostModel,
     Loading,
+    PrefillCosts,
     measured_quickly,
     preload_depth,
     ratio_that_hides,
     too_slow,
 )
 from chunkweave.planning.method import make_method, without
-from chunkweave.planning.plan import Plan
+from chunkweave.planning.plan import Pass, Plan
 from chunkweave.prompt.parts import PartKind, PromptPart, chunk_id
 from chunkweave.store.index import PartLookup, PromptLookup
 from chunkweave.store.records import AttentionProfile, SegmentRecord
@@ -254,3 +255,71 @@ def test_a_quick_profile_measures_what_its_time_allows_and_a_whole_table():
     assert profile(10_000, 0.0)[0].new_tokens == (16,)
     assert profile(7, 9.0)[0].new_tokens == (7,)
     assert profile(100, 9.0)[0].cached_tokens == (0,), "64 behind 64 do not fit"
+
+
+# --- the cheaper of weaving and an exact prefix
+
+
+def woven_and_exact(tokens: int, recomputed: int, passes: int, stored: int = 0) -> tuple[Plan, Plan, PromptLookup]:
+    """Three chunks of `tokens` tokens before a question: woven in `passes` passes, and after `stored` exact ones."""
+    parts = []
+    for number in range(3):
+        ids = tuple(range(tokens * number, tokens * (number + 1)))
+        record = SegmentRecord.of(chunk_id("f", "", ids), (), ids, exact=True, nbytes=1)
+        part = PromptPart(PartKind.CHUNK, ids, record.chunk_id)
+        span = Span(ids[0], ids[-1] + 1)
+        parts.append(PartLookup(part, span, record if number < stored else None, (record,)))
+    lookup = PromptLookup((*parts, PartLookup(PromptPart(PartKind.QUESTION, (1,)), Span(3 * tokens, 3 * tokens + 1))))
+    woven = make_method("epic", ReuseConfig(recomputed / tokens)).plan(lookup, GEOMETRY)
+    question = Pass((lookup.parts[-1].span,))
+    woven = replace(woven, passes=(*[question] * (passes - 1), *woven.passes))
+    return woven, make_method("prefix").plan(lookup, GEOMETRY), lookup
+
+
+SHAPES = st.integers(1, 400).flatmap(
+    lambda tokens: st.tuples(st.just(tokens), st.integers(0, tokens), st.integers(1, 4), st.integers(0, 2))
+)
+
+
+@given(shape=SHAPES, rates=st.lists(st.tuples(st.booleans(), st.floats(1e-6, 1e-2)), max_size=20))
+def test_of_two_ways_the_one_expected_to_be_cheaper_is_taken(shape, rates):
+    costs = PrefillCosts(GEOMETRY)
+    woven, exact, lookup = woven_and_exact(*shape)
+    for weaves, rate in rates:
+        costs.ran(woven if weaves else exact, rate)
+    chosen = costs.cheaper(woven, exact, lookup)
+    expected = chosen.expected
+    assert chosen.no_gain == (expected.exact <= expected.woven)
+    assert expected.measured == bool(rates)
+    assert chosen.method == ("prefix" if chosen.no_gain else "epic")
+
+
+@given(shape=SHAPES, times=st.integers(1, 40))
+def test_a_path_that_comes_back_costs_at_most_twice_the_best(shape, times):
+    """Ski rental: storing the path pays once; until then each request weaves."""
+    costs = PrefillCosts(GEOMETRY)
+    woven, exact, lookup = woven_and_exact(*shape)
+    spent = 0.0
+    for number in range(times):
+        chosen = costs.cheaper(woven, exact, lookup)
+        costs.ran(chosen, None)
+        expected = chosen.expected
+        if chosen.no_gain:
+            spent += expected.exact + (times - 1 - number) * expected.stored
+            break
+        spent += expected.woven
+    best = min(times * expected.woven, expected.exact + (times - 1) * expected.stored)
+    assert spent <= 2 * best + expected.woven
+
+
+def test_a_method_that_measured_slower_is_tried_again_once_in_a_hundred_requests():
+    costs = PrefillCosts(GEOMETRY)
+    woven, exact, lookup = woven_and_exact(100, 10, 1)
+    costs.ran(exact, 1.0)
+    for _ in range(9):
+        costs.ran(woven, 100.0)
+    taken = [not costs.cheaper(woven, exact, lookup).no_gain for _ in range(400)]
+    assert sum(taken) == 4
+    for _ in range(9):
+        costs.ran(woven, 0.1)
+    assert not costs.cheaper(woven, exact, lookup).no_gain

@@ -21,7 +21,7 @@ from chunkweave.cli.console import (
     token_line,
 )
 from chunkweave.cli.corpus import TopK, retrieve
-from chunkweave.cli.fitting import Room, over_documents, over_found
+from chunkweave.cli.fitting import AskedOver, Room, over_documents, over_found
 from chunkweave.cli.options import (
     DocumentOptions,
     MethodOptions,
@@ -139,7 +139,9 @@ def ask(
             over = over_found(room, question_texts, retrieved_chunks, top_k)
         every = list(dict.fromkeys(chunk for asked_over in over for chunk in asked_over.chunks))
         warn_if_unreadable(engine, model, every)
-        if precompute:
+        if precompute and how.default and _same_path(over, order):
+            stderr().print("every question is over the same documents in one order: the first one computes them")
+        elif precompute:
             precompute_chunks(engine, every)
         answers = [
             answer_aloud(engine, replace(base, question=question, chunks=asked_over.chunks), output, explain=explain)
@@ -150,6 +152,12 @@ def ask(
         if asked_over.retrieved is not None:
             fields["retrieved"] = [chunk.as_dict() for chunk in asked_over.retrieved]
     output.finish({"model": model.name, "answers": answer_dicts})
+
+
+def _same_path(over: Sequence[AskedOver], order: ChunkOrder) -> bool:
+    """Whether all of several questions are over the same chunks in one order, so that exact prefixes reuse all."""
+    first, *others = [asked_over.chunks for asked_over in over]
+    return bool(others) and order is ChunkOrder.FIXED and all(chunks == first for chunks in others)
 
 
 def _hint(engine: "Engine", model: ModelOptions, how: MethodOptions, *, over_nothing: bool) -> None:

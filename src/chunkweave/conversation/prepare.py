@@ -14,7 +14,7 @@ from chunkweave.errors import PromptTooLongError
 from chunkweave.ordering.arrangement import Arranged, Arranger
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.planning.adaptive_methods import ContextMethod, FirstPassMethod, method_for
-from chunkweave.planning.cost import Loading
+from chunkweave.planning.cost import Loading, PrefillCosts
 from chunkweave.planning.method import ReuseMethod, prefer_least_read
 from chunkweave.planning.method_choice import EXACT_METHODS, Kept, MethodChooser, MethodRequest
 from chunkweave.prompt.builder import PromptBuilder, PromptLimit
@@ -34,7 +34,7 @@ class PreparedRequest(WeaveRequest):
 
     `reuse_method` makes its plan. `not_sent` are chunks that are not sent again because earlier messages brought them.
     With `continues` its answer is stored for a later prompt that continues the conversation. Its parts were found by a
-    `finder`, or named by the client (None).
+    `finder`, or named by the client (None). `costs` are those by which the method may be exact after all.
     """
 
     request: Request
@@ -44,6 +44,7 @@ class PreparedRequest(WeaveRequest):
     not_sent: tuple[PromptPart, ...] = ()
     continues: bool = False
     finder: ChunkFinder | None = None
+    costs: PrefillCosts | None = None
 
     def sampled_as(self, index: int) -> "PreparedRequest":
         """The same request for another answer; with a seed, each of them has its own."""
@@ -55,7 +56,7 @@ class PreparedRequest(WeaveRequest):
         """The method for a plan while nothing else is computed: its ratio may be raised to hide `loading`."""
         if loading is None or not self.raisable:
             return self.reuse_method
-        return method_for(self.choice, self.promotion, loading)
+        return method_for(self.choice, self.promotion, loading, self.costs)
 
     @property
     def weaves(self) -> bool:
@@ -72,7 +73,8 @@ class RequestPreparer:
     `neutral_tokens` of the neutral `passages` or, with a `rule`, in contexts of their own corpus. `order` is the
     default for requests.
 
-    A backend that computes KV itself has a `store`. `shadow`, if given, may replace the chosen method by the exact one.
+    A backend that computes KV itself has a `store`, and the `costs` of its prefills, by which a calibrated method may
+    give way to an exact one. `shadow`, if given, may replace the chosen method by the exact one.
     """
 
     builder: PromptBuilder
@@ -86,6 +88,7 @@ class RequestPreparer:
     order: ChunkOrder = ChunkOrder.FIXED
     store: TieredStore[Any] | None = None
     shadow: ShadowMonitor | None = None
+    costs: PrefillCosts | None = None
     _arranging: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def prepare(
@@ -134,7 +137,8 @@ class RequestPreparer:
             raisable=not method_request.sets_budget,
             reads_only=request.cache is CacheUse.READ,
             request=request,
-            reuse_method=method_for(choice, arranged.promotion, None),
+            reuse_method=method_for(choice, arranged.promotion, None, self.costs),
+            costs=self.costs,
             room=room,
             arranged=arranged,
             not_sent=not_sent,

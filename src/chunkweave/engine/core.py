@@ -401,8 +401,10 @@ class BatchingCore:
             self._advance(request, prefilled.logits[None])
             return
         decode = DecodeState(request.prepared, prefilled, self._preparer.builder.tokenizer, self._runner.store)
-        approximate = any(part.kv_source is KVSource.REUSED for part in prefilled.plan.parts)
-        request.plan = prefilled.plan if approximate else None
+        plan = prefilled.plan
+        if self._preparer.costs is not None:
+            self._preparer.costs.ran(plan, prefilled.weave_s if prefilled.alone else None)
+        request.plan = plan if plan.expected is not None or plan.spans(KVSource.REUSED) else None
         decode.advance(prefilled.logits)
         request.decode, request.first_token_s = decode, self._clock()
         self._show(request)

@@ -13,7 +13,7 @@ from chunkweave.engine.prefill import Prefilled
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.metrics import ReuseReport
 from chunkweave.ordering.arrangement import Arranged
-from chunkweave.planning.method_choice import MethodChoice
+from chunkweave.planning.method_choice import EXACT_METHOD, MethodChoice, Why
 from chunkweave.planning.outcome import (
     full_prefill_flops,
     prefill_flops,
@@ -339,6 +339,10 @@ def make_report(
     """
     plan = prefilled.plan
     tiers = tiers or {}
+    if choice is not None and plan.no_gain:
+        choice = MethodChoice(EXACT_METHOD, choice.reuse, Why.NO_GAIN)
+    expected = plan.expected
+    measured = expected is not None and expected.measured
     prefill = PrefillReport.of_plan(
         plan,
         parameters={} if choice is None else choice.parameters_raised(plan.raised_to),
@@ -363,4 +367,5 @@ def make_report(
         full_prefill_flops=full_prefill_flops(geometry, plan.prompt_tokens),
         lost_segments=prefilled.lost_segments,
         loaded_fraction=plan.loaded_fraction(geometry.windows),
+        expected_s={"woven": expected.woven, "exact": expected.exact} if expected and measured else {},
     )

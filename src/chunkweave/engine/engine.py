@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TypedDict, Unpack
 
-from chunkweave.config import ComputeConfig, ReuseConfig, SamplingParams, StoreConfig
+from chunkweave.config import Choice, ComputeConfig, ReuseConfig, SamplingParams, StoreConfig
 from chunkweave.conversation.answer import Answer, StreamEvent
 from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
 from chunkweave.conversation.turns import TurnBuilder
@@ -26,7 +26,13 @@ from chunkweave.models.loading import LoadedModel, faster_dtype, load_folder, lo
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
 from chunkweave.planning.calibration import CalibrationRecord, Quality, stored_calibration
-from chunkweave.planning.cost import MEASURED_BY_ENGINE, CostModel, given_cost_model, stored_cost_model
+from chunkweave.planning.cost import (
+    MEASURED_BY_ENGINE,
+    CostModel,
+    PrefillCosts,
+    given_cost_model,
+    stored_cost_model,
+)
 from chunkweave.planning.method_choice import MethodChooser, MethodOptions, MethodRequest, Why, checked_method
 from chunkweave.prompt.builder import PromptBuilder
 from chunkweave.prompt.contexts import ContextPool, rule_of
@@ -174,6 +180,7 @@ class Engine:
             usual_order,
             store,
             self.shadow,
+            PrefillCosts(loaded.model.geometry) if self._reuse.choice is Choice.CHEAPEST else None,
         )
         self.parts = CoreParts(self.preparer, self.runner, self.shadow_checks)
 

@@ -43,7 +43,7 @@ class Prefilled:
     `captures` are the parts whose KV can be stored, `attention` what their tokens attended to, if requested. `loaded`
     are segments read from a slower tier. `lost_segments` were planned but could not be read. `owner` is the tenant.
     `lease` keeps the segments that were found from being evicted (RAGCache §5.1); None once new segments are stored.
-    `mean` names the mean that the last part contributes to.
+    `mean` names the mean that the last part contributes to. It was `alone` if no step had other requests' tokens.
     """
 
     prompt: Prompt
@@ -64,6 +64,7 @@ class Prefilled:
     owner: str = ""
     lease: TieredLease | None = None
     mean: MeanShare | None = None
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +115,7 @@ class _Progress:
     recomputed: tuple[Span, ...] = ()
     stop: Stop | None = None
     evidence: torch.Tensor | None = None
+    alone: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -242,12 +244,18 @@ class PrefillJob:
         self._progress.weave_s += time.perf_counter() - started
         return rows
 
-    def take(self, rows: ActiveRows, logits: torch.Tensor | None, *, weave_s: float, load_s: float) -> None:
-        """Record a finished step: its rows, its times in seconds, and for the last step its `logits` `[vocab]`."""
+    def take(
+        self, rows: ActiveRows, logits: torch.Tensor | None, *, weave_s: float, load_s: float, alone: bool = True
+    ) -> None:
+        """Record a finished step: its rows, its times in seconds, and for the last step its `logits` `[vocab]`.
+
+        `alone`: no other request was in it.
+        """
         pass_ = self._steps.popleft().pass_
         so_far = self._progress
         so_far.weave_s += weave_s
         so_far.load_s += load_s
+        so_far.alone &= alone
         so_far.work += rows.work
         so_far.stop, so_far.evidence = rows.stop or so_far.stop, rows.evidence
         fixed = self.plan.computed_tokens_of(pass_)
@@ -400,6 +408,7 @@ class PrefillJob:
             owner=self._options.owner,
             lease=self._sources.keep_lease(),
             mean=self._options.mean,
+            alone=self._progress.alone,
         )
 
 

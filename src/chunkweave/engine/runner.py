@@ -191,7 +191,9 @@ class Runner:
         answers = iter(logits[answering:])
         for job, rows in pieces:
             answer_logits = next(answers) if rows.answers else None
-            job.take(rows, answer_logits, weave_s=ended - made - times.load_s, load_s=times.load_s)
+            weave_s = ended - made - times.load_s
+            alone = not decoding and len(pieces) == 1
+            job.take(rows, answer_logits, weave_s=weave_s, load_s=times.load_s, alone=alone)
         return logits[:answering]
 
     def _left(self, job: PrefillJob, rows: ActiveRows, run: PassRun, times: LoopTimes, since_s: float) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from chunkweave.config import ReuseConfig
 from chunkweave.ordering.arrangement import Promotion
-from chunkweave.planning.cost import Loading, LoadingChoice, ratio_that_hides
+from chunkweave.planning.cost import Loading, LoadingChoice, PrefillCosts, ratio_that_hides
 from chunkweave.planning.method import (
     ReuseMethod,
     make_method,
@@ -15,15 +15,19 @@ from chunkweave.planning.method import (
     reuse_every_hit,
     reuse_exact_prefix,
 )
-from chunkweave.planning.method_choice import EXACT_METHODS, MethodChoice
+from chunkweave.planning.method_choice import EXACT_METHOD, EXACT_METHODS, MethodChoice, Why
 from chunkweave.planning.plan import KVSource, PartPlan, Plan
 from chunkweave.prompt.parts import PartKind
 from chunkweave.store.index import PromptLookup
 from chunkweave.types import ChunkId, Geometry
 
 
-def method_for(choice: MethodChoice, promotion: Promotion, loading: Loading | None) -> ReuseMethod:
+def method_for(
+    choice: MethodChoice, promotion: Promotion, loading: Loading | None, costs: PrefillCosts | None = None
+) -> ReuseMethod:
     """The method that makes a request's plan when it is admitted, for both backends.
+
+    With `costs` a method that the client did not name gives way to the exact one where it is expected to be no sooner.
 
     Exact prefixes grow as `promotion` says. With `loading`, the loading controller may raise the method's ratio. Pass
     None if the request sets its own budget, or if other requests are pending or running: extra recomputation is free
@@ -32,7 +36,9 @@ def method_for(choice: MethodChoice, promotion: Promotion, loading: Loading | No
     method = choice.made
     if loading is not None:
         method = LoadAwareMethod(choice.method, choice.reuse, loading)
-    return method if promotion == Promotion() else PrefixGrowingMethod(method, promotion)
+    if promotion != Promotion():
+        method = PrefixGrowingMethod(method, promotion)
+    return method if costs is None or choice.why is not Why.CALIBRATED else CheaperMethod(method, costs)
 
 
 class FirstPassMethod:
@@ -146,6 +152,23 @@ class PrefixGrowingMethod:
         plan = self._method.plan(lookup, geometry)
         promoted = self._promotion.kept
         return plan if promoted is None else admitting(plan, lookup, promoted)
+
+
+class CheaperMethod:
+    """A weaving method, or the exact one where that is expected to be no later."""
+
+    def __init__(self, method: ReuseMethod, costs: PrefillCosts) -> None:
+        self.name = method.name
+        self.budget = method.budget
+        self._method = method
+        self._costs = costs
+
+    def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
+        """The wrapped method's plan, or that of the exact prefix; `expected` is set if these differ."""
+        woven = self._method.plan(lookup, geometry)
+        if not woven.spans(KVSource.REUSED):
+            return woven
+        return self._costs.cheaper(woven, one_pass(EXACT_METHOD, reuse_exact_prefix(lookup)), lookup)
 
 
 def promoted_length(hot: Sequence[bool], stored: int) -> int:

@@ -4,14 +4,19 @@ import json
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 from chunkweave.errors import DocumentError, UnknownMethodError, UsageError
+from chunkweave.planning.outcome import LayerWork, layer_flops
+from chunkweave.planning.plan import Expected, KVSource, Pass, Plan
 from chunkweave.store.index import PromptLookup
+from chunkweave.store.records import segment_id
 from chunkweave.types import Geometry, SegmentId, Span
 
 logger = logging.getLogger(__name__)
@@ -326,3 +331,104 @@ def too_slow(lookup: PromptLookup, loading: Loading) -> frozenset[SegmentId]:
         for record in {*entry.variants, *([entry.exact] if entry.exact else [])}
         if not loading.pays(record.id, entry.span)
     )
+
+
+_PASS_TOKENS = 25.0
+"""What a pass costs besides its tokens, in tokens: reading the weights, and Python between the layers."""
+_PLACED_TOKENS = 0.03
+"""What rotating and copying one stored token costs, in computed tokens. Both are of SmolLM2 on one core; the rates of
+`PrefillCosts` correct them.
+"""
+
+
+def prefill_work(passes: Iterable[Pass], geometry: Geometry, *, placed: int, prompt_tokens: int) -> float:
+    """The work of passes over a prompt with `placed` stored tokens, as tokens through all layers without attention.
+
+    Attention to one key counts by its FLOPs. Windows of layers are ignored, and which candidates will be active is
+    unknown: they count as in the middle of the prompt.
+    """
+    layers = geometry.num_layers
+    key = layer_flops(geometry, LayerWork(0, 0, 0, 1)) / layer_flops(geometry, LayerWork(1, 1, 1, 0))
+    work = _PLACED_TOKENS * placed
+    for pass_ in passes:
+        depth = layers if pass_.depth is None else pass_.depth
+        candidates = sum(map(pass_.candidates_at, range(depth))) / layers
+        keys = sum(len(span) * (span.start + span.stop) / 2 for span in pass_.required) * depth / layers
+        work += (pass_.required_tokens + _PASS_TOKENS) * depth / layers + candidates
+        work += key * (keys + candidates * prompt_tokens / 2)
+    return work
+
+
+_LATEST = 9
+"""Prefills over which a method's rate is the median."""
+_TRIED_EVERY = 100
+_MOST_PATHS = 10_000
+"""Paths whose forgone savings are remembered, the latest."""
+
+
+class PrefillCosts:
+    """What prefills are expected to cost, corrected by what they took; and what it cost that a path is not stored.
+
+    A method's rate, in seconds per token of `prefill_work`, is the median of its latest prefills. Before a method has
+    run, it has the rate of another one. Owned by the thread that runs the model.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+        self._rates: dict[str, deque[float]] = {}
+        self._forgone: OrderedDict[SegmentId, float] = OrderedDict()
+        self._passed_over = 0
+
+    def cheaper(self, woven: Plan, exact: Plan, lookup: PromptLookup) -> Plan:
+        """The plan that is expected to be sooner, of one that weaves and an exact one; `expected` is set.
+
+        The exact one is also returned if its path was computed again so often that storing it would have been cheaper
+        (ski rental: once the cost of not having it reaches what it costs, at most twice the optimum is paid). If only
+        the learned rates speak against weaving, one request in 100 weaves, so that they are corrected.
+        """
+        work = self._work(woven), self._work(exact)
+        ids = [entry.part.id for entry in lookup.parts if entry.part.id is not None]
+        new = tuple(entry.span for entry in lookup.parts if entry.part.id is None)
+        rate = self._rate(exact.method)
+        expected = Expected(
+            woven=work[0] * self._rate(woven.method),
+            exact=work[1] * rate,
+            stored=rate * self._work_of([Pass(new)], exact.prompt_tokens, sum(map(len, new))),
+            path=segment_id(ids[-1], tuple(ids[:-1])),
+            measured=bool(self._rates),
+        )
+        gain = expected.exact - expected.woven
+        if gain > 0:
+            weaves = self._forgone.get(expected.path, 0.0) < gain
+        else:
+            doubted = work[0] < work[1]
+            self._passed_over += doubted
+            weaves = doubted and self._passed_over % _TRIED_EVERY == 0
+        return replace(woven if weaves else exact, expected=expected)
+
+    def ran(self, plan: Plan, seconds: float | None) -> None:
+        """Count an executed plan. `seconds` is the time of its passes; None if other requests shared them."""
+        expected = plan.expected
+        if expected is not None and plan.no_gain:
+            self._forgone.pop(expected.path, None)
+        elif expected is not None:
+            more = max(0.0, expected.woven - expected.stored)
+            self._forgone[expected.path] = self._forgone.pop(expected.path, 0.0) + more
+            if len(self._forgone) > _MOST_PATHS:
+                self._forgone.popitem(last=False)
+        if seconds is None or seconds <= 0:
+            return
+        if not self._rates:
+            self._forgone.clear()  # they were in tokens until now
+        self._rates.setdefault(plan.method, deque(maxlen=_LATEST)).append(seconds / self._work(plan))
+
+    def _work(self, plan: Plan) -> float:
+        return self._work_of(plan.passes, plan.prompt_tokens, plan.tokens(KVSource.COMPUTED))
+
+    def _work_of(self, passes: Iterable[Pass], prompt_tokens: int, new_tokens: int) -> float:
+        return prefill_work(passes, self._geometry, placed=prompt_tokens - new_tokens, prompt_tokens=prompt_tokens)
+
+    def _rate(self, method: str) -> float:
+        """Seconds per token of work; 1 while nothing was measured."""
+        rates = self._rates.get(method) or next(iter(self._rates.values()), (1.0,))
+        return median(rates)

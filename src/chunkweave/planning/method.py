@@ -130,7 +130,7 @@ def make_method(name: str, config: ReuseConfig | None = None, plugins: Plugins =
     return method
 
 
-_PARAMETERS = {parameter.name for parameter in fields(ReuseConfig)} - {"capture"}
+_PARAMETERS = {parameter.name for parameter in fields(ReuseConfig)} - {"capture", "choice"}
 
 
 def parameter_of(name: str, plugins: Plugins = METHODS) -> str | None:

@@ -44,6 +44,8 @@ class Why(StrEnum):
     """At calibration no method met the bounds of the requested quality, so the answer is exact."""
     CALIBRATED = "calibrated"
     ASKED_FOR = "asked for"
+    NO_GAIN = "no gain"
+    """An approximate method was chosen, but it was expected to be no sooner than the exact one."""
     SWITCHED_OFF = "switched off"
     """An approximate method was chosen, but shadow checks found that it deviates too far (`scheduling.shadow`)."""
 

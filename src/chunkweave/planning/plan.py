@@ -189,20 +189,42 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
+class Expected:
+    """What two ways to one prompt's KV are expected to cost: `woven`, and computed after its `exact` prefix.
+
+    `stored` is the cost if the KV of all its stored parts were exact, which ends with the segment `path`. Costs are in
+    seconds if `measured`, else in tokens (`planning.cost.PrefillCosts`).
+    """
+
+    woven: float
+    exact: float
+    stored: float
+    path: SegmentId
+    measured: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The KV sources of all parts, and the passes that complete the prompt's KV cache.
 
-    `raised_to` is the method's budget if the loading controller raised it above the configured value.
+    `raised_to` is the method's budget if the loading controller raised it above the configured value. `expected` is set
+    if the plan was the cheaper of two.
     """
 
     method: str
     parts: tuple[PartPlan, ...]
     passes: tuple[Pass, ...]
     raised_to: float | None = None
+    expected: Expected | None = None
 
     @property
     def prompt_tokens(self) -> int:
         return self.parts[-1].span.stop if self.parts else 0
+
+    @property
+    def no_gain(self) -> bool:
+        """Whether it is exact because weaving was expected to be no sooner."""
+        return self.expected is not None and not self.spans(KVSource.REUSED)
 
     def head_share(self, num_layers: int) -> float:
         """Share of the layers that must be loaded and watched before the recomputing pass can start."""
