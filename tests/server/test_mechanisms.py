@@ -6,7 +6,9 @@ from threading import Event
 import pytest
 
 from chunkweave.errors import UsageError
+from chunkweave.planning.calibration import record_path, save_record
 from chunkweave.planning.cost import CostModel
+from tests.integration.test_engine import calibration
 from tests.server.conftest import engine_of, later, report_of, settings_of, wait_until
 from tests.server.test_front_prefill_ahead import confirmed, slow_corpus, speculations
 
@@ -26,6 +28,27 @@ def ask(client, *documents, messages=None, **reuse):
 def exact(report) -> int:
     """How many chunks were an exact prefix."""
     return sum(chunk["kv_source"] == "prefix-exact" for chunk in report["chunks"] if chunk["rank"] is not None)
+
+
+@pytest.mark.parametrize("choice", ["cheapest", "fixed"])
+def test_documents_that_come_back_in_one_order_become_an_exact_prefix(serve, tmp_path, choice):
+    """Under a calibrated method too, which alone would weave them for ever; how soon depends on what they cost."""
+    loaded = serve().engine.loaded
+    path = record_path(tmp_path, None, loaded.fingerprint)
+    path.parent.mkdir()
+    save_record(path, calibration(loaded, "epic", 0.5))
+    client = serve(cache_dir=tmp_path, choice=choice)
+    documents = [FERRY, CHOIR, TOWER]
+    reports = [report_of(client.ask(documents=documents[::-1], max_tokens=1))]
+    reports += [report_of(client.ask(documents=documents, max_tokens=1)) for _ in range(30)]
+    reused = [report for report in reports if report["reused_tokens"]]
+    if choice == "fixed":
+        assert {report["why"] for report in reports} == {"calibrated"}
+        assert len(reused) == 30
+    else:
+        assert {report["why"] for report in reports} <= {"calibrated", "no gain"}
+        assert exact(reports[-1]) == 3
+        assert len(reused) < 30
 
 
 def test_a_cap_on_all_instances_holds_all_chunks_together(serve):
