@@ -287,7 +287,7 @@ def test_of_two_ways_the_one_expected_to_be_cheaper_is_taken(shape, rates):
     woven, exact, lookup = woven_and_exact(*shape)
     for weaves, rate in rates:
         costs.ran(woven if weaves else exact, rate)
-    chosen = costs.cheaper(woven, exact, lookup)
+    chosen = costs.cheaper(woven, exact, lookup, stores=False)
     expected = chosen.expected
     assert chosen.no_gain == (expected.exact <= expected.woven)
     assert expected.measured == bool(rates)
@@ -301,7 +301,7 @@ def test_a_path_that_comes_back_costs_at_most_twice_the_best(shape, times):
     woven, exact, lookup = woven_and_exact(*shape)
     spent = 0.0
     for number in range(times):
-        chosen = costs.cheaper(woven, exact, lookup)
+        chosen = costs.cheaper(woven, exact, lookup, stores=True)
         costs.ran(chosen, None)
         expected = chosen.expected
         if chosen.no_gain:
@@ -312,14 +312,23 @@ def test_a_path_that_comes_back_costs_at_most_twice_the_best(shape, times):
     assert spent <= 2 * best + expected.woven
 
 
+def test_what_is_not_stored_is_never_paid_for():
+    costs = PrefillCosts(GEOMETRY)
+    woven, exact, lookup = woven_and_exact(100, 30, 1)
+    for stores in (*[False] * 20, True):
+        chosen = costs.cheaper(woven, exact, lookup, stores=stores)
+        costs.ran(chosen, None)
+        assert chosen.no_gain == stores
+
+
 def test_a_method_that_measured_slower_is_tried_again_once_in_a_hundred_requests():
     costs = PrefillCosts(GEOMETRY)
     woven, exact, lookup = woven_and_exact(100, 10, 1)
     costs.ran(exact, 1.0)
     for _ in range(9):
         costs.ran(woven, 100.0)
-    taken = [not costs.cheaper(woven, exact, lookup).no_gain for _ in range(400)]
+    taken = [not costs.cheaper(woven, exact, lookup, stores=True).no_gain for _ in range(400)]
     assert sum(taken) == 4
     for _ in range(9):
         costs.ran(woven, 0.1)
-    assert not costs.cheaper(woven, exact, lookup).no_gain
+    assert not costs.cheaper(woven, exact, lookup, stores=True).no_gain

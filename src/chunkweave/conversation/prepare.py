@@ -56,7 +56,7 @@ class PreparedRequest(WeaveRequest):
         """The method for a plan while nothing else is computed: its ratio may be raised to hide `loading`."""
         if loading is None or not self.raisable:
             return self.reuse_method
-        return method_for(self.choice, self.promotion, loading, self.costs)
+        return method_for(self.choice, self.promotion, loading, self.costs, stores=self.kept.kv)
 
     @property
     def weaves(self) -> bool:
@@ -137,7 +137,7 @@ class RequestPreparer:
             raisable=not method_request.sets_budget,
             reads_only=request.cache is CacheUse.READ,
             request=request,
-            reuse_method=method_for(choice, arranged.promotion, None, self.costs),
+            reuse_method=method_for(choice, arranged.promotion, None, self.costs, stores=stores),
             costs=self.costs,
             room=room,
             arranged=arranged,

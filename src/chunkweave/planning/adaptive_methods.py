@@ -23,11 +23,17 @@ from chunkweave.types import ChunkId, Geometry
 
 
 def method_for(
-    choice: MethodChoice, promotion: Promotion, loading: Loading | None, costs: PrefillCosts | None = None
+    choice: MethodChoice,
+    promotion: Promotion,
+    loading: Loading | None,
+    costs: PrefillCosts | None = None,
+    *,
+    stores: bool = True,
 ) -> ReuseMethod:
     """The method that makes a request's plan when it is admitted, for both backends.
 
-    With `costs` a method that the client did not name gives way to the exact one where it is expected to be no sooner.
+    With `costs` a method that the client did not name gives way to the exact one where it is expected to be no sooner,
+    or, if the request `stores` what it computes, where its path comes back.
 
     Exact prefixes grow as `promotion` says. With `loading`, the loading controller may raise the method's ratio. Pass
     None if the request sets its own budget, or if other requests are pending or running: extra recomputation is free
@@ -38,7 +44,9 @@ def method_for(
         method = LoadAwareMethod(choice.method, choice.reuse, loading)
     if promotion != Promotion():
         method = PrefixGrowingMethod(method, promotion)
-    return method if costs is None or choice.why is not Why.CALIBRATED else CheaperMethod(method, costs)
+    if costs is None or choice.why is not Why.CALIBRATED:
+        return method
+    return CheaperMethod(method, costs, stores=stores and promotion.kept is None)
 
 
 class FirstPassMethod:
@@ -155,20 +163,22 @@ class PrefixGrowingMethod:
 
 
 class CheaperMethod:
-    """A weaving method, or the exact one where that is expected to be no later."""
+    """A weaving method, or the exact one where that is expected to be no later (`PrefillCosts.cheaper`)."""
 
-    def __init__(self, method: ReuseMethod, costs: PrefillCosts) -> None:
+    def __init__(self, method: ReuseMethod, costs: PrefillCosts, *, stores: bool) -> None:
         self.name = method.name
         self.budget = method.budget
         self._method = method
         self._costs = costs
+        self._stores = stores
 
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
         """The wrapped method's plan, or that of the exact prefix; `expected` is set if these differ."""
         woven = self._method.plan(lookup, geometry)
         if not woven.spans(KVSource.REUSED):
             return woven
-        return self._costs.cheaper(woven, one_pass(EXACT_METHOD, reuse_exact_prefix(lookup)), lookup)
+        exact = one_pass(EXACT_METHOD, reuse_exact_prefix(lookup))
+        return self._costs.cheaper(woven, exact, lookup, stores=self._stores)
 
 
 def promoted_length(hot: Sequence[bool], stored: int) -> int:

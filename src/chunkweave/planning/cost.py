@@ -379,12 +379,13 @@ class PrefillCosts:
         self._forgone: OrderedDict[SegmentId, float] = OrderedDict()
         self._passed_over = 0
 
-    def cheaper(self, woven: Plan, exact: Plan, lookup: PromptLookup) -> Plan:
+    def cheaper(self, woven: Plan, exact: Plan, lookup: PromptLookup, *, stores: bool) -> Plan:
         """The plan that is expected to be sooner, of one that weaves and an exact one; `expected` is set.
 
-        The exact one is also returned if its path was computed again so often that storing it would have been cheaper
-        (ski rental: once the cost of not having it reaches what it costs, at most twice the optimum is paid). If only
-        the learned rates speak against weaving, one request in 100 weaves, so that they are corrected.
+        If it `stores` its whole path, the exact one is also returned if that path was woven so often that storing it
+        would have been cheaper (ski rental: once the cost of not having it reaches what it costs, at most twice the
+        optimum is paid). If only the learned rates speak against weaving, one request in 100 weaves, so that they are
+        corrected.
         """
         work = self._work(woven), self._work(exact)
         ids = [entry.part.id for entry in lookup.parts if entry.part.id is not None]
@@ -399,7 +400,7 @@ class PrefillCosts:
         )
         gain = expected.exact - expected.woven
         if gain > 0:
-            weaves = self._forgone.get(expected.path, 0.0) < gain
+            weaves = not stores or self._forgone.get(expected.path, 0.0) < gain
         else:
             doubted = work[0] < work[1]
             self._passed_over += doubted
