@@ -5,7 +5,7 @@ Run: python examples/ten_lines.py
 
 from chunkweave import Chunk, Engine
 
-engine = Engine.load("smollm2", method="cacheblend")  # by default such short texts are computed: it is as soon
+engine = Engine.load("smollm2", method="cacheblend")  # the default computes texts this short
 tower = Chunk("The Gerfern Tower has 230 steps. Paul Tirwright built it in 1874.", source="tower")
 choir = Chunk("The Selmond Choir has 112 singers. It is led by Otto Gunmark.", source="choir")
 engine.precompute([tower, choir])

@@ -72,8 +72,8 @@ class ReuseReport:
     """Tokens by KV source and time by phase of one answer; every answer has one.
 
     `method` is the requested or chosen one, `effective_method` what it amounted to (see that function). `why` says how
-    it was chosen (`exact`, `calibrated`, `no gain`, `target not reached`, `asked for`, `switched off`), `parameters`
-    holds all its parameters; the recompute ratio is the loading controller's if that raised it.
+    it was chosen (`exact`, `calibrated`, `no gain`, `path recurs`, `target not reached`, `asked for`, `switched off`),
+    `parameters` holds all its parameters; the recompute ratio is the loading controller's if that raised it.
 
     `prefix_exact_tokens + reused_tokens + recomputed_tokens + computed_tokens == prompt_tokens`. `engine_cached_tokens`
     of the first were in vLLM's own prefix cache; 0 in our engine. `recompute_fraction` is the sum over layers of

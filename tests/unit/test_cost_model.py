@@ -289,9 +289,9 @@ def test_of_two_ways_the_one_expected_to_be_cheaper_is_taken(shape, rates):
         costs.ran(woven if weaves else exact, rate)
     chosen = costs.cheaper(woven, exact, lookup, stores=False)
     expected = chosen.expected
-    assert chosen.no_gain == (expected.exact <= expected.woven)
+    assert chosen.gave_way == (expected.exact <= expected.woven)
     assert expected.measured == bool(rates)
-    assert chosen.method == ("prefix" if chosen.no_gain else "epic")
+    assert chosen.method == ("prefix" if chosen.gave_way else "epic")
 
 
 @given(shape=SHAPES, times=st.integers(1, 40))
@@ -304,7 +304,7 @@ def test_a_path_that_comes_back_costs_at_most_twice_the_best(shape, times):
         chosen = costs.cheaper(woven, exact, lookup, stores=True)
         costs.ran(chosen, None)
         expected = chosen.expected
-        if chosen.no_gain:
+        if chosen.gave_way:
             spent += expected.exact + (times - 1 - number) * expected.stored
             break
         spent += expected.woven
@@ -318,17 +318,44 @@ def test_what_is_not_stored_is_never_paid_for():
     for stores in (*[False] * 20, True):
         chosen = costs.cheaper(woven, exact, lookup, stores=stores)
         costs.ran(chosen, None)
-        assert chosen.no_gain == stores
+        assert chosen.gave_way == stores
 
 
 def test_a_method_that_measured_slower_is_tried_again_once_in_a_hundred_requests():
     costs = PrefillCosts(GEOMETRY)
     woven, exact, lookup = woven_and_exact(100, 10, 1)
-    costs.ran(exact, 1.0)
+    for _ in range(3):
+        costs.ran(exact, 1.0)
     for _ in range(9):
         costs.ran(woven, 100.0)
-    taken = [not costs.cheaper(woven, exact, lookup, stores=True).no_gain for _ in range(400)]
+    taken = [not costs.cheaper(woven, exact, lookup, stores=True).gave_way for _ in range(400)]
     assert sum(taken) == 4
     for _ in range(9):
         costs.ran(woven, 0.1)
-    assert not costs.cheaper(woven, exact, lookup, stores=True).no_gain
+    assert not costs.cheaper(woven, exact, lookup, stores=True).gave_way
+
+
+@given(slow=st.floats(1.0, 1e6), full_prefills=st.integers(0, 9))
+def test_exact_prefills_say_nothing_of_weaving_by_whatever_method(slow, full_prefills):
+    """A method that found nothing to reuse has computed as `prefix` does."""
+    woven, exact, lookup = woven_and_exact(100, 10, 1)
+    costs = PrefillCosts(GEOMETRY)
+    for _ in range(3):
+        costs.ran(exact, 1.0)
+    for _ in range(full_prefills):
+        costs.ran(replace(exact, method="epic"), slow)
+    before = PrefillCosts(GEOMETRY).cheaper(woven, exact, lookup, stores=True).expected
+    expected = costs.cheaper(woven, exact, lookup, stores=True).expected
+    assert expected.woven / expected.exact == pytest.approx(before.woven / before.exact)
+
+
+@given(slow=st.floats(1.0, 1e6), weaves=st.integers(0, 9))
+def test_a_slow_first_prefill_decides_nothing(slow, weaves):
+    woven, exact, lookup = woven_and_exact(100, 10, 1)
+    costs = PrefillCosts(GEOMETRY)
+    before = costs.cheaper(woven, exact, lookup, stores=True).expected
+    costs.ran(exact, slow)
+    for _ in range(weaves):
+        costs.ran(woven, 0.1)
+    expected = costs.cheaper(woven, exact, lookup, stores=True).expected
+    assert expected.woven / expected.exact == pytest.approx(before.woven / before.exact)

@@ -339,9 +339,10 @@ def make_report(
     """
     plan = prefilled.plan
     tiers = tiers or {}
-    if choice is not None and plan.no_gain:
-        choice = MethodChoice(EXACT_METHOD, choice.reuse, Why.NO_GAIN)
     expected = plan.expected
+    if choice is not None and expected is not None and plan.gave_way:
+        why = Why.RECURS if expected.woven < expected.exact else Why.NO_GAIN
+        choice = MethodChoice(EXACT_METHOD, choice.reuse, why)
     measured = expected is not None and expected.measured
     prefill = PrefillReport.of_plan(
         plan,

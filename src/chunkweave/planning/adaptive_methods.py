@@ -163,7 +163,10 @@ class PrefixGrowingMethod:
 
 
 class CheaperMethod:
-    """A weaving method, or the exact one where that is expected to be no later (`PrefillCosts.cheaper`)."""
+    """A weaving method, or the exact one where that is expected to be no later (`PrefillCosts.cheaper`).
+
+    Its plans depend on what was measured before, so ranks that plan for themselves cannot use it.
+    """
 
     def __init__(self, method: ReuseMethod, costs: PrefillCosts, *, stores: bool) -> None:
         self.name = method.name

@@ -360,7 +360,8 @@ def prefill_work(passes: Iterable[Pass], geometry: Geometry, *, placed: int, pro
 
 
 _LATEST = 9
-"""Prefills over which a method's rate is the median."""
+"""Prefills over which a rate is the median."""
+_LEAST_MEASURED = 3
 _TRIED_EVERY = 100
 _MOST_PATHS = 10_000
 """Paths whose forgone savings are remembered, the latest."""
@@ -369,13 +370,14 @@ _MOST_PATHS = 10_000
 class PrefillCosts:
     """What prefills are expected to cost, corrected by what they took; and what it cost that a path is not stored.
 
-    A method's rate, in seconds per token of `prefill_work`, is the median of its latest prefills. Before a method has
-    run, it has the rate of another one. Owned by the thread that runs the model.
+    The rate of a weaving method, or of exact prefills by any method, is the median of its latest seconds per token of
+    `prefill_work`. Two ways are compared by their rates once both ran often enough; until then by work alone, because
+    a first prefill is slow. Owned by the thread that runs the model.
     """
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
-        self._rates: dict[str, deque[float]] = {}
+        self._rates: dict[str, deque[float]] = {}  # by weaving method; "" of exact prefills
         self._forgone: OrderedDict[SegmentId, float] = OrderedDict()
         self._passed_over = 0
 
@@ -390,11 +392,11 @@ class PrefillCosts:
         work = self._work(woven), self._work(exact)
         ids = [entry.part.id for entry in lookup.parts if entry.part.id is not None]
         new = tuple(entry.span for entry in lookup.parts if entry.part.id is None)
-        rate = self._rate(exact.method)
+        rates = self._rates_of(woven)
         expected = Expected(
-            woven=work[0] * self._rate(woven.method),
-            exact=work[1] * rate,
-            stored=rate * self._work_of([Pass(new)], exact.prompt_tokens, sum(map(len, new))),
+            woven=work[0] * rates[0],
+            exact=work[1] * rates[1],
+            stored=rates[1] * self._work_of([Pass(new)], exact.prompt_tokens, sum(map(len, new))),
             path=segment_id(ids[-1], tuple(ids[:-1])),
             measured=bool(self._rates),
         )
@@ -410,7 +412,7 @@ class PrefillCosts:
     def ran(self, plan: Plan, seconds: float | None) -> None:
         """Count an executed plan. `seconds` is the time of its passes; None if other requests shared them."""
         expected = plan.expected
-        if expected is not None and plan.no_gain:
+        if expected is not None and plan.gave_way:
             self._forgone.pop(expected.path, None)
         elif expected is not None:
             more = max(0.0, expected.woven - expected.stored)
@@ -421,7 +423,8 @@ class PrefillCosts:
             return
         if not self._rates:
             self._forgone.clear()  # they were in tokens until now
-        self._rates.setdefault(plan.method, deque(maxlen=_LATEST)).append(seconds / self._work(plan))
+        way = plan.method if plan.spans(KVSource.REUSED) else ""
+        self._rates.setdefault(way, deque(maxlen=_LATEST)).append(seconds / self._work(plan))
 
     def _work(self, plan: Plan) -> float:
         return self._work_of(plan.passes, plan.prompt_tokens, plan.tokens(KVSource.COMPUTED))
@@ -429,7 +432,10 @@ class PrefillCosts:
     def _work_of(self, passes: Iterable[Pass], prompt_tokens: int, new_tokens: int) -> float:
         return prefill_work(passes, self._geometry, placed=prompt_tokens - new_tokens, prompt_tokens=prompt_tokens)
 
-    def _rate(self, method: str) -> float:
-        """Seconds per token of work; 1 while nothing was measured."""
-        rates = self._rates.get(method) or next(iter(self._rates.values()), (1.0,))
-        return median(rates)
+    def _rates_of(self, woven: Plan) -> tuple[float, float]:
+        """Seconds per token of work, of a weaving plan and of exact ones; 1 while nothing was measured."""
+        ways = [self._rates.get(way, ()) for way in (woven.method, "")]
+        if min(map(len, ways)) >= _LEAST_MEASURED:
+            return median(ways[0]), median(ways[1])
+        every = median([rate for rates in self._rates.values() for rate in rates] or [1.0])
+        return every, every

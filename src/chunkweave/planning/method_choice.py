@@ -46,6 +46,8 @@ class Why(StrEnum):
     ASKED_FOR = "asked for"
     NO_GAIN = "no gain"
     """An approximate method was chosen, but it was expected to be no sooner than the exact one."""
+    RECURS = "path recurs"
+    """An approximate method was chosen, but the same path recurs: it is computed exactly once, and stored."""
     SWITCHED_OFF = "switched off"
     """An approximate method was chosen, but shadow checks found that it deviates too far (`scheduling.shadow`)."""
 

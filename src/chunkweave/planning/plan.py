@@ -222,8 +222,8 @@ class Plan:
         return self.parts[-1].span.stop if self.parts else 0
 
     @property
-    def no_gain(self) -> bool:
-        """Whether it is exact because weaving was expected to be no sooner."""
+    def gave_way(self) -> bool:
+        """Whether it is exact in place of one that weaves."""
         return self.expected is not None and not self.spans(KVSource.REUSED)
 
     def head_share(self, num_layers: int) -> float:
