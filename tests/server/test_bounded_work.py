@@ -124,12 +124,14 @@ class Neighbour:
     def __init__(self, url: str) -> None:
         self.times_s: list[float] = []
         self._url = url
+        self._asks = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._ask)
 
     @contextmanager
     def asking(self) -> Iterator["Neighbour"]:
         self._thread.start()
+        self._asks.wait(timeout=60)
         try:
             yield self
         finally:
@@ -140,6 +142,7 @@ class Neighbour:
         body = {"prompt": "When does it leave?", "documents": ["The ferry leaves at nine."], "max_tokens": 2}
         with httpx.Client(base_url=self._url, headers=bearer(KEYS["bolt"]), timeout=60) as client:
             while not self._ended.is_set():
+                self._asks.set()
                 begun_s = time.perf_counter()
                 reply = client.post("/v1/completions", json=body)
                 self.times_s.append(time.perf_counter() - begun_s)
