@@ -20,7 +20,6 @@ from chunkweave.prompt.contexts import ContextPool
 from chunkweave.prompt.parts import Prompt, PromptPart
 from chunkweave.prompt.request import Request as EngineRequest
 from chunkweave.prompt.tokenizer import TextTokenizer
-from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.types import Chunk, ChunkId
 from chunkweave_server.improving import Improver
 from chunkweave_server.metrics import MetricSample
@@ -166,10 +165,6 @@ class Backend(Protocol):
     @property
     def unavailable(self) -> str | None:
         """Why no request can be answered now; None if requests are answered."""
-
-    @property
-    def shadow(self) -> ShadowMonitor | None:
-        """The shadow check of woven answers against full prefill, if it is on."""
 
     @property
     def cache(self) -> CacheCommands:

@@ -31,7 +31,6 @@ from chunkweave.prompt.rendering import rendered_chat
 from chunkweave.prompt.request import Request
 from chunkweave.prompt.runs import RunIndex
 from chunkweave.prompt.template import INSTRUCTION, calls_in_template
-from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.records import EarlierRuns, RemovedTexts, SegmentRecord
 from chunkweave.types import Chunk, ChunkId, Context
 from chunkweave.weaving.stores import eviction_order
@@ -49,7 +48,13 @@ from chunkweave_server.backend import (
 from chunkweave_server.chats import ChatPrompts, details_of
 from chunkweave_server.errors import NOT_READY_AGAIN_S, HttpError
 from chunkweave_server.improving import Improver
-from chunkweave_server.metrics import MetricSample, batching_samples, kernel_samples, store_samples
+from chunkweave_server.metrics import (
+    MetricSample,
+    batching_samples,
+    comparison_samples,
+    kernel_samples,
+    store_samples,
+)
 from chunkweave_server.requests import CompletionBody, PromptBody, refuse_for_engine
 from chunkweave_server.settings import Settings
 from chunkweave_server.structured import BEGIN, Grammars, ParsedAnswer, form_of, with_plain_tools
@@ -85,11 +90,6 @@ class EngineBackend:
         """Set after the engine's thread ended because of a bug."""
         return "the engine has stopped" if self.batching.closed else None
 
-    @property
-    def shadow(self) -> ShadowMonitor | None:
-        """The engine's shadow check, if it has one."""
-        return self.engine.shadow
-
     async def start(self, threads: TenantThreads) -> BackendParts:
         """Load the model and start the batching thread."""
         engine = self.engine = await in_thread(lambda: self._load(self._settings))
@@ -105,7 +105,7 @@ class EngineBackend:
         self._template_has_tools = await in_thread(partial(calls_in_template, engine.loaded.tokenizer, BEGIN))
         return BackendParts(
             engine.loaded.tokenizer,
-            engine.calibration is not None,
+            engine.calibration is not None or engine.comparisons is not None,
             min(engine.loaded.model.geometry.max_positions, self.batching.most_tokens),
             max_prefill_batch=self._settings.fleet.max_prefill_batch or 1,
             speculate=self._settings.fleet.speculate,
@@ -182,6 +182,9 @@ class EngineBackend:
         yield from kernel_samples()
         yield from store_samples(self.engine.store)
         yield from self.cache.improving.samples()
+        if (comparisons := self.engine.comparisons) is not None:
+            counts = {name: getattr(comparisons, name) for name in ("compared", "dropped", "failed")}
+            yield from comparison_samples(comparisons.evidence, counts)
 
     async def metrics(self) -> bytes:
         """Empty: there are no other processes."""
@@ -344,8 +347,7 @@ class EngineCache:
         await self.improving.removed(ids)
         with suppress(RequestAbortedError):  # the engine has stopped
             # What read the chunks has ended by then, and is removed below, or ends before the next step.
-            forget = partial(self._engine.runner.means.forget, frozenset(ids))
-            await asyncio.wrap_future(self._batching.between_steps(forget))
+            await asyncio.wrap_future(self._batching.between_steps(partial(self._forget_in_work, frozenset(ids))))
         readers: list[SegmentRecord] = []
         try:
             removed = await self._threads.run(tenant, lambda: self._forget(ids, held, readers))
@@ -359,7 +361,8 @@ class EngineCache:
         """Remove everything of all tenants; returns the number of removed segments."""
         segments = len(self._engine.store)
         await self.improving.cleared()
-        self._engine.runner.means.forget(None)
+        with suppress(RequestAbortedError):
+            await asyncio.wrap_future(self._batching.between_steps(partial(self._forget_in_work, None)))
         if self.finder is not None:
             self.finder.clear()
         await in_thread(self._engine.store.clear)
@@ -369,7 +372,16 @@ class EngineCache:
         """Statistics of store and engine, the order of eviction, and idle-time work."""
         store = self._engine.store
         counts = {"store": asdict(store.stats), "engine": asdict(self._batching.stats)}
-        return {**counts, "eviction": {"engine": eviction_order(store)}, **self.improving.stats()}
+        learned = {}
+        if (comparisons := self._engine.comparisons) is not None:
+            learned = {"learned": {**comparisons.evidence.shown(), "pending": comparisons.pending}}
+        return {**counts, "eviction": {"engine": eviction_order(store)}, **self.improving.stats(), **learned}
+
+    def _forget_in_work(self, gone: frozenset[ChunkId] | None) -> None:
+        """Forget what unfinished work holds of chunks (None: of all). Called between two steps."""
+        self._engine.runner.means.forget(gone)
+        if self._engine.comparisons is not None:
+            self._engine.comparisons.drop_all()
 
     def _forget(self, ids: Sequence[ChunkId], texts: RemovedTexts, readers: list[SegmentRecord]) -> int:
         """Remove chunks and the segments computed from them. Appends the records of the latter to `readers`."""
@@ -397,7 +409,7 @@ def engine_options(settings: Settings) -> EngineOptions:
         "reuse": ReuseConfig(capture=settings.capture, choice=settings.requests.choice),
         "order": settings.requests.order or "",
         "ordering": settings.ordering,
-        "shadow": settings.shadow,
+        "compare": settings.improving.compare,
         "compute": settings.compute,
     }
 

@@ -12,8 +12,9 @@ from prometheus_client.registry import Collector
 from chunkweave.errors import DeadlineError, QueueFullError, RequestAbortedError, UsageError
 from chunkweave.metrics import ReuseReport
 from chunkweave.models.kernels.compiles import KERNEL_COMPILES
+from chunkweave.planning.calibration import Quality
+from chunkweave.planning.evidence import Evidence
 from chunkweave.retrieval.speculation import SpeculationCounts
-from chunkweave.scheduling.shadow import ShadowMonitor
 
 if TYPE_CHECKING:  # the vLLM backend must not import torch
     from chunkweave.engine.scheduler import BatchingStats
@@ -144,21 +145,27 @@ def counted_samples(counts: Mapping[str, Any]) -> Iterator[MetricSample]:
         yield by_tier(f"remote_{field}", field, meaning, remotes)
 
 
-def shadow_samples(monitor: ShadowMonitor) -> Iterator[MetricSample]:
-    """Divergence of woven answers from full prefill, as checked so far."""
-    stats = monitor.stats
-    results = {"checked": stats.checked, "dropped": stats.dropped, "failed": stats.failed}
-    yield _gauge("weaving_enabled", "1; 0 after shadow checks have switched approximate reuse off.", stats.weaving)
-    yield _counter("weaving_switch_offs", "How often shadow checks switched approximate reuse off.", stats.switched_off)
-    yield _counter("woven_answers", "Answers with chunks reused approximately.", stats.woven)
-    yield MetricSample("shadow_checks", "Woven answers sampled, by result of their check.", results, "result", True)
-    yield _counter("shadow_agreements", "Checks whose first token equals that of full prefill.", stats.agreed)
-    yield _counter("shadow_compared_tokens", "Answer tokens compared with full prefill's.", stats.compared_tokens)
-    yield _counter("shadow_same_tokens", "Of these, tokens before the first that differs.", stats.same_tokens)
-    divergence = {"mean": stats.mean_kl, "p99": stats.p99_kl, "window": stats.window_kl}
-    meaning = "KL divergence of the first token from full prefill, nats: over 1000 checks, and the guard's window."
-    yield MetricSample("shadow_divergence", meaning, divergence, "statistic")
-    yield _gauge("shadow_window_agreement", "Share of the guard's window that agreed.", stats.window_agreement)
+def comparison_samples(evidence: Evidence, counts: Mapping[str, int]) -> Iterator[MetricSample]:
+    """Results of comparing answers with full prefill, and what they decided. `counts`: answers by what became of
+    them.
+    """
+    serves = evidence.decision(Quality.BALANCED) is not None
+    yield _gauge("weaving_enabled", "1; 0 while no reuse but exact prefixes may answer balanced requests.", serves)
+    yield _counter(
+        "weaving_switch_offs", "How often a method was taken back because answers drifted.", evidence.taken_back
+    )
+    yield MetricSample("comparisons", "Answers for comparison, by what became of them.", counts, "result", True)
+    means = evidence.means()
+    for name, field, meaning in (
+        ("compared_answers", 0, "Answers compared with full prefill since the method was last taken back."),
+        ("comparison_agreement", 1, "Share of their tokens that are full prefill's most likely ones."),
+        ("comparison_divergence", 2, "Mean KL divergence of their tokens from full prefill, nats."),
+    ):
+        yield MetricSample(name, meaning, {method: values[field] for method, values in means.items()}, "compared")
+    expected = evidence.progress(Quality.BALANCED).expected
+    yield _gauge(
+        "comparisons_expected", "About how many answers must be compared for a decision on balanced.", expected
+    )
 
 
 def speculation_samples(counts: SpeculationCounts) -> Iterator[MetricSample]:

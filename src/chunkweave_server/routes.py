@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
-from math import ceil, isfinite
+from math import ceil
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
@@ -21,7 +20,6 @@ from chunkweave.retrieval.documents import MOST_DOCUMENTS, CorpusDocument, check
 from chunkweave.retrieval.indexes import IndexKind, usual_top_k
 from chunkweave.retrieval.reading import documents_of, rows_of, without_repeated
 from chunkweave.retrieval.retrievers import RetrievedChunk
-from chunkweave.scheduling.shadow import ShadowMonitor, ShadowStats
 from chunkweave.types import Chunk
 from chunkweave_server.answering import RunningAnswer
 from chunkweave_server.backend import Forgotten
@@ -413,33 +411,6 @@ async def metrics(parts: ReadyParts, tenant: OfTenant) -> Response:
     """Metrics in Prometheus's text format. If the server has API keys, an admin's key is needed."""
     _require_admin(tenant)
     return Response(await parts.metrics(), media_type=CONTENT_TYPE)
-
-
-@operation.get("/v1/shadow", responses=error_responses(403, 404, 503))
-async def shadow(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
-    """Results of the shadow checks of woven answers against full prefill. For admins."""
-    return _shown(_monitor(parts, tenant).stats)
-
-
-@operation.post("/v1/shadow/switch-on", responses=error_responses(403, 404, 503))
-async def switch_on(parts: ReadyParts, tenant: OfTenant) -> dict[str, Any]:
-    """Switch weaving on again after shadow checks have switched it off. For admins."""
-    monitor = _monitor(parts, tenant)
-    monitor.switch_on()
-    return _shown(monitor.stats)
-
-
-def _shown(stats: ShadowStats) -> dict[str, Any]:
-    """As JSON values; an infinite divergence is null."""
-    fields = asdict(stats).items()
-    return {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in fields}
-
-
-def _monitor(parts: Parts, tenant: Tenant) -> ShadowMonitor:
-    _require_admin(tenant)
-    if parts.backend.shadow is None:
-        raise HttpError(404, "answers are not checked: the server was started without shadow_every")
-    return parts.backend.shadow
 
 
 def _require_admin(tenant: Tenant) -> None:

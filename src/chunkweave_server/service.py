@@ -17,7 +17,7 @@ from chunkweave_server.answering import Answering
 from chunkweave_server.backend import Backend, BackendParts, Stage
 from chunkweave_server.corpora import Corpora
 from chunkweave_server.errors import NOT_READY_AGAIN_S, HttpError
-from chunkweave_server.metrics import ServerMetrics, shadow_samples, speculation_samples
+from chunkweave_server.metrics import ServerMetrics, speculation_samples
 from chunkweave_server.observability import Observer, open_traces
 from chunkweave_server.settings import ANY_HOST, Settings
 from chunkweave_server.tenants import ANONYMOUS, KeyRing, TenantLimits
@@ -174,8 +174,6 @@ class Service:
     def _observer(self) -> Observer:
         watch = self.settings.watch
         samples = [self.backend.samples, lambda: speculation_samples(self._speculations())]
-        if (monitor := self.backend.shadow) is not None:
-            samples.append(lambda: shadow_samples(monitor))
         tenants = [tenant.name for tenant in self.keys.tenants] if watch.tenant_metrics else None
         metrics = ServerMetrics(self.backend.name, samples, tenants=tenants)
         return Observer(metrics, open_traces(watch.otlp_endpoint))

@@ -33,7 +33,6 @@ from chunkweave.retrieval.indexes import IndexConfig, IndexKind
 from chunkweave.scheduling.budget import BatchingConfig
 from chunkweave.scheduling.queue import TenantWeights
 from chunkweave.scheduling.routing import ROUTING, USUAL_ROUTING, Router
-from chunkweave.scheduling.shadow import ShadowConfig
 from chunkweave.settings import (
     SERVERS,
     Place,
@@ -163,6 +162,9 @@ class ImprovingSettings(SettingsGroup, places=SERVERS):
         "Share of idle time, 0 to 1, to compute means of chunks that have none or an outdated one; 0: off.",
         most=1,
     )
+    compare: bool = setting(
+        True, "Whether to compare answers with full prefill, to learn which methods keep a quality's bounds."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +250,6 @@ class Settings:
     ordering: OrderingConfig
     finding: FindConfig
     batching: BatchingConfig
-    shadow: ShadowConfig
     weave: WeaveConfig
     fleet: FleetSettings
     listen: ListenSettings
@@ -268,8 +269,6 @@ class Settings:
             Quality.parse(self.requests.quality)
         if self.improving.improve_share and self.capture.contexts == ContextSource.BUNDLED:
             raise UsageError("improve_share computes chunks behind other chunks: it needs contexts corpus, not bundled")
-        if self.shadow.min_agreement is not None and self.shadow.every is None:
-            raise UsageError("shadow_min_agreement is for shadow checks: set shadow_every too")
         if self.model.adapter is not None and self.fleet.upstream:
             raise UsageError("adapter is for vLLM servers that are started here: give those of upstream --lora-modules")
 

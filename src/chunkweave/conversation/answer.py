@@ -385,7 +385,7 @@ def build_report(
     chunks = _chunk_reports(arranged, prefill)
     return ReuseReport(
         method=method,
-        why="" if choice is None else str(choice.why),
+        why="" if choice is None else choice.reason,
         parameters=prefill.parameters,
         prompt_tokens=len(prompt),
         new_tokens=new_tokens,

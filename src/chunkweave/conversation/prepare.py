@@ -22,7 +22,6 @@ from chunkweave.prompt.contexts import ContextPool, ContextRule, MeanShare, fitt
 from chunkweave.prompt.find_chunks import ChunkFinder, with_usable_views
 from chunkweave.prompt.parts import Prompt, PromptPart, mean_id
 from chunkweave.prompt.request import Request
-from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.store.records import SegmentRecord
 from chunkweave.store.store import TieredStore
 from chunkweave.types import CacheUse, Chunk, ChunkId
@@ -34,7 +33,8 @@ class PreparedRequest(WeaveRequest):
 
     `reuse_method` makes its plan. `not_sent` are chunks that are not sent again because earlier messages brought them.
     With `continues` its answer is stored for a later prompt that continues the conversation. Its parts were found by a
-    `finder`, or named by the client (None). `costs` are those by which the method may be exact after all.
+    `finder`, or named by the client (None). `costs` are those by which the method may be exact after all. `weavable` is
+    the prompt with all views of stored text that were found in it, if some of them are of no use to this request.
     """
 
     request: Request
@@ -45,6 +45,7 @@ class PreparedRequest(WeaveRequest):
     continues: bool = False
     finder: ChunkFinder | None = None
     costs: PrefillCosts | None = None
+    weavable: Prompt | None = None
 
     def sampled_as(self, index: int) -> "PreparedRequest":
         """The same request for another answer; with a seed, each of them has its own."""
@@ -74,7 +75,7 @@ class RequestPreparer:
     default for requests.
 
     A backend that computes KV itself has a `store`, and the `costs` of its prefills, by which a calibrated method may
-    give way to an exact one. `shadow`, if given, may replace the chosen method by the exact one.
+    give way to an exact one.
     """
 
     builder: PromptBuilder
@@ -87,7 +88,6 @@ class RequestPreparer:
     rule: ContextRule | None = None
     order: ChunkOrder = ChunkOrder.FIXED
     store: TieredStore[Any] | None = None
-    shadow: ShadowMonitor | None = None
     costs: PrefillCosts | None = None
     _arranging: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -114,9 +114,7 @@ class RequestPreparer:
         order = self.order if request.order is None else ChunkOrder.parse(request.order)
         if request.cache is CacheUse.OFF:
             method_request = MethodRequest.of("full")
-        choice = self.chooser.choose(method_request)
-        if self.shadow is not None:
-            choice = self.shadow.allowed(choice)
+        choice = self.chooser.choose(method_request, request.tenant)
         most = min(self.context_tokens, most_tokens or self.context_tokens)
         request, prompt, not_sent = self.turn_builder.build(request, build or self._built, most)
         room = min(request.sampling.max_new_tokens, prompt.room_in(self.context_tokens))  # may refuse: before counting
@@ -124,6 +122,7 @@ class RequestPreparer:
         counted = stores and not speculative
         if finder is not None and stores:
             self.builder.add_to(finder, prompt, cache_salt=request.cache_salt)
+        weavable = prompt if finder is not None and stores else None
         if finder is not None:
             prompt = with_usable_views(prompt, weaves=choice.method not in EXACT_METHODS, stores=stores)
         arranged = (
@@ -144,6 +143,7 @@ class RequestPreparer:
             not_sent=not_sent,
             continues=stores and (finder is not None or not request.continued),
             finder=finder,
+            weavable=weavable,
         )
 
     def prepare_beforehand(

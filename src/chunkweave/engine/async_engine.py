@@ -163,7 +163,7 @@ class AsyncEngine:
         if self._config.tenant_weight:
             engine.store.share_by(self._weights.share)
         self._preparer = engine.preparer
-        self._checks = engine.shadow_checks
+        self._comparisons = engine.comparisons
         self._store = engine.store
         self._core = BatchingCore(
             engine.parts, self._config, interrupt=lambda: self._urgent, arrived=lambda: self._arrived
@@ -202,8 +202,8 @@ class AsyncEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is pending or running, background work and shadow checks included."""
-        return not self._open and not self._core.can_check
+        """Whether no request is pending or running, background work and comparisons included."""
+        return not self._open and not self._core.can_compare
 
     @property
     def closed(self) -> bool:
@@ -463,8 +463,8 @@ class AsyncEngine:
                     self._commands.popleft()()
                 if self._core.busy:
                     self._core.step()
-                if self._core.can_check and not self._commands:
-                    self._core.check_shadow()
+                if self._core.can_compare and not self._commands:
+                    self._core.compare()
         except Exception:  # an internal error: end all streams, so that none waits for ever
             logger.exception("the batching engine stopped")
         with self._changed:
@@ -474,11 +474,12 @@ class AsyncEngine:
             errand.cancel()
         for number, entry in list(self._open.items()):
             self._deliver(entry.stream, RequestAbortedError(f"request {number} ended with the engine"))
-        if self._checks is not None:
-            self._checks.close()
+        if self._comparisons is not None:
+            self._comparisons.drop_all()
+            self._comparisons.save()
 
     def _wait_for_work(self) -> bool:
         """Wait until there is work; returns False if the thread must stop."""
         with self._changed:
-            self._changed.wait_for(lambda: self._commands or self._core.busy or self._core.can_check or self._closing)
+            self._changed.wait_for(lambda: self._commands or self._core.busy or self._core.can_compare or self._closing)
             return not self._closing

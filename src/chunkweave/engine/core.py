@@ -10,12 +10,12 @@ import torch
 
 from chunkweave.conversation.answer import Durations, StreamEvent
 from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
+from chunkweave.engine.comparisons import Comparisons
 from chunkweave.engine.decode import DecodeState
 from chunkweave.engine.prefill import PrefillJob, PrefillOptions
 from chunkweave.engine.request_state import RequestState, RequestStatus
 from chunkweave.engine.runner import Decoding, Runner
 from chunkweave.engine.scheduler import BatchingStats, Scheduler, StepGroup
-from chunkweave.engine.shadow import ShadowChecks
 from chunkweave.errors import (
     AnswerFormError,
     ChunkweaveError,
@@ -43,11 +43,11 @@ _NOTHING = torch.empty(0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CoreParts:
-    """The components that an engine's step loops share. Woven answers are offered to `checks`, which outlive a loop."""
+    """The components that an engine's step loops share. Answers are offered to `comparisons`, which outlive a loop."""
 
     preparer: RequestPreparer
     runner: Runner
-    checks: ShadowChecks | None = None
+    comparisons: Comparisons | None = None
     costs: StepCosts = field(default_factory=StepCosts)
 
 
@@ -87,7 +87,7 @@ class BatchingCore:
         self._clock = clock
         self._interrupt = interrupt
         self._arrived = arrived
-        self._checks = parts.checks
+        self._comparisons = parts.comparisons
         self._costs = parts.costs
         self._scheduler = Scheduler(self._runner.store, config, preempting=self._preempting, clock=clock)
         self._planner = self._scheduler.planner
@@ -102,10 +102,9 @@ class BatchingCore:
         return bool(self._scheduler.requests)
 
     @property
-    def can_check(self) -> bool:
-        """Whether a shadow check is pending and few enough requests are active."""
-        checks = self._checks
-        return checks is not None and bool(checks) and len(self._scheduler.requests) <= checks.beside
+    def can_compare(self) -> bool:
+        """Whether a comparison is pending and no request is."""
+        return bool(self._comparisons) and not self._scheduler.requests
 
     @property
     def stats(self) -> BatchingStats:
@@ -209,10 +208,10 @@ class BatchingCore:
             if not (number and group.by_layers and self._planner.late()):
                 self._guarded(group.requests, partial(self._compute, group))
 
-    def check_shadow(self) -> None:
-        """Run one piece of a pending shadow check, if any. A failure affects no request."""
-        if self._checks is not None:
-            self._checks.step(self.pool)
+    def compare(self) -> None:
+        """Run one piece of a pending comparison, if any. A failure affects no request."""
+        if self._comparisons is not None:
+            self._comparisons.step(self.pool, self._interrupt)
 
     def check(self) -> None:
         """Audit requests, blocks and caches.
@@ -467,9 +466,9 @@ class BatchingCore:
         answer = decode.answer(self._runner.model.geometry, durations)
         self._count(finished=1)
         self._end(request, StreamEvent(rest, answer, decode.prefilled.prompt, logprobs=decode.take_logprobs()))
-        alone = request.siblings is None or request.siblings.first is request
-        if self._checks is not None and request.prepared.mean is None and alone:
-            self._checks.offer(decode, greedy=request.prepared.request.sampling.greedy)
+        first = request.siblings is None or request.siblings.first is request
+        if self._comparisons is not None and first and not request.speculative:
+            self._comparisons.offer(request.prepared, decode)
 
     def _store_turn(self, request: RequestState, decode: DecodeState) -> None:
         """Store an answer for a later prompt that continues the conversation, if it will have the same token ids."""

@@ -14,18 +14,18 @@ from chunkweave.config import Choice, ComputeConfig, ReuseConfig, SamplingParams
 from chunkweave.conversation.answer import Answer, StreamEvent
 from chunkweave.conversation.prepare import PreparedRequest, RequestPreparer
 from chunkweave.conversation.turns import TurnBuilder
+from chunkweave.engine.comparisons import Comparisons
 from chunkweave.engine.core import BatchingCore, CoreParts
 from chunkweave.engine.prefill import PrefillOptions
 from chunkweave.engine.profiling import quick_profile
 from chunkweave.engine.request_state import RequestState
 from chunkweave.engine.runner import Runner
-from chunkweave.engine.shadow import ShadowChecks
 from chunkweave.errors import UsageError
 from chunkweave.kv.segment import SegmentSource
 from chunkweave.models.loading import LoadedModel, faster_dtype, load_folder, load_shape
 from chunkweave.ordering.arrangement import Arranger
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, make_ordering
-from chunkweave.planning.calibration import CalibrationRecord, Quality, stored_calibration
+from chunkweave.planning.calibration import EVIDENCE_FILE, CalibrationRecord, Quality, stored_calibration
 from chunkweave.planning.cost import (
     MEASURED_BY_ENGINE,
     CostModel,
@@ -40,7 +40,6 @@ from chunkweave.prompt.parts import chunk_salt, neutral_passages
 from chunkweave.prompt.request import Request
 from chunkweave.prompt.template import PromptTemplate, template_for
 from chunkweave.scheduling.budget import BatchingConfig
-from chunkweave.scheduling.shadow import ShadowConfig, ShadowMonitor
 from chunkweave.store.records import RemovedTexts
 from chunkweave.store.shared_folder import require_writable
 from chunkweave.store.store import TieredStore
@@ -62,7 +61,7 @@ class EngineOptions(TypedDict, total=False):
     ordering: OrderingConfig | None
     calibration: CalibrationRecord | None
     template: PromptTemplate | None
-    shadow: ShadowConfig | None
+    compare: bool
     compute: ComputeConfig | None
 
 
@@ -110,7 +109,7 @@ class Engine:
         ordering: OrderingConfig | None = None,
         calibration: CalibrationRecord | None = None,
         template: PromptTemplate | None = None,
-        shadow: ShadowConfig | None = None,
+        compare: bool = False,
         compute: ComputeConfig | None = None,
     ) -> None:
         """Make an engine around a loaded model.
@@ -129,7 +128,9 @@ class Engine:
             calibration: the record that resolves quality targets; None = from the cache folder, the model's, or
                 shipped.
             template: prompt layout; None = the tokenizer's chat template, or a plain one.
-            shadow: how often woven answers are compared with full prefill; None = never.
+            compare: whether answers are compared with the exact way in idle time (`run_comparisons`), to learn which
+                methods keep a quality's bounds; until then requests of a quality, and those that name nothing, are
+                answered exactly, unless a record names a method.
             compute: how the model runs on its device; None = the Triton kernel on CUDA where it runs.
 
         Raises:
@@ -146,7 +147,12 @@ class Engine:
         passages = neutral_passages(self._reuse.capture.neutral_file, loaded.folder)
         cache_dir = _cache_dir(store)
         self._chooser = _open_chooser(
-            loaded, MethodRequest.of(method, quality), self._reuse, calibration=calibration, cache_dir=cache_dir
+            loaded,
+            MethodRequest.of(method, quality),
+            self._reuse,
+            calibration=calibration,
+            cache_dir=cache_dir,
+            compare=compare,
         )
         self._owns_store = not isinstance(store, TieredStore)
         cost: CostModel | None = None
@@ -165,8 +171,9 @@ class Engine:
         self.runner = Runner(
             loaded.model, store, cost=cost, capture=self._reuse.capture, compute=compute, staging=staging
         )
-        self.shadow = None if shadow is None or shadow.every is None else ShadowMonitor(shadow)
-        self.shadow_checks = None if self.shadow is None else ShadowChecks(self.runner, self.shadow)
+        evidence = self._chooser.evidence
+        kept_in = None if cache_dir is None else cache_dir / loaded.fingerprint / EVIDENCE_FILE
+        self.comparisons = None if evidence is None else Comparisons(self.runner, self._chooser, evidence, kept_in)
         context_tokens = loaded.model.geometry.max_positions
         self.preparer = RequestPreparer(
             self.builder,
@@ -179,10 +186,9 @@ class Engine:
             rule_of(self._reuse.capture),
             usual_order,
             store,
-            self.shadow,
             PrefillCosts(loaded.model.geometry) if self._reuse.choice is Choice.CHEAPEST else None,
         )
-        self.parts = CoreParts(self.preparer, self.runner, self.shadow_checks)
+        self.parts = CoreParts(self.preparer, self.runner, self.comparisons)
 
     @classmethod
     def load(
@@ -398,6 +404,8 @@ class Engine:
         parts = [self.builder.chunk_part(chunk, cache_salt=cache_salt) for chunk in chunks]
         ids = frozenset(part.id for part in parts if part.id)
         self.runner.means.forget(ids)
+        if self.comparisons is not None:
+            self.comparisons.drop_all()
         return self.store.forget_chunks(ids, self.removed_texts([part.token_ids for part in parts], cache_salt))
 
     def removed_texts(self, texts: Sequence[tuple[int, ...]], cache_salt: str) -> RemovedTexts:
@@ -406,13 +414,14 @@ class Engine:
         salts = tuple(chunk_salt(cache_salt, first, start) for first in (start, ()))
         return RemovedTexts(tuple(texts), (self.loaded.fingerprint,), salts)
 
-    def check_shadows(self) -> None:
-        """Compare the answers that `shadow` sampled with full prefill, one by one; call it when idle.
+    def run_comparisons(self) -> None:
+        """Compare answered prompts with the exact way; call it when idle. What is learned decides for later requests.
 
-        Results are in `shadow.stats`; they may switch weaving off.
+        An engine in a server does this by itself (`AsyncEngine`).
         """
-        if self.shadow_checks is not None:
-            self.shadow_checks.run()
+        if self.comparisons is not None:
+            self.comparisons.run()
+            self.comparisons.save()
 
     @contextmanager
     def _core(self) -> Iterator[BatchingCore]:
@@ -431,6 +440,7 @@ def _open_chooser(
     *,
     calibration: CalibrationRecord | None,
     cache_dir: Path | None,
+    compare: bool,
 ) -> MethodChooser:
     """The method chooser for a model; `method_request` applies to requests that name nothing.
 
@@ -451,6 +461,7 @@ def _open_chooser(
     chooser = MethodChooser(
         method_request, reuse, record, f"chunkweave calibrate {where}", loaded.model.geometry.num_layers
     )
+    chooser = chooser.comparing() if compare else chooser
     usual = chooser.choose_usual()
     if record is None and usual.why is Why.EXACT:
         logger.info(

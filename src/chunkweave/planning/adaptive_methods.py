@@ -44,7 +44,7 @@ def method_for(
         method = LoadAwareMethod(choice.method, choice.reuse, loading)
     if promotion != Promotion():
         method = PrefixGrowingMethod(method, promotion)
-    if costs is None or choice.why is not Why.CALIBRATED:
+    if costs is None or choice.why not in (Why.CALIBRATED, Why.LEARNED):
         return method
     return CheaperMethod(method, costs, stores=stores and promotion.kept is None)
 

@@ -266,6 +266,8 @@ def rising_fit(values: Sequence[float]) -> list[float]:
 
 
 CALIBRATION_FILE = "chunkweave-calibration.json"
+EVIDENCE_FILE = "evidence.json"
+"""What a server learned from comparisons (`planning.evidence`)."""
 PARTIAL_FILE = "chunkweave-calibration.partial.jsonl"
 """Exists beside the record while a calibration is unfinished."""
 
@@ -388,4 +390,6 @@ def existing_records(path: Path) -> tuple[CalibrationRecord, ...]:
         return ()
 
 
-OWN_FILES = frozenset({COST_FILE, MEASURED_BY_ENGINE, MEASURED_BY_VLLM, CALIBRATION_FILE, PARTIAL_FILE, COUNTS_FILE})
+OWN_FILES = frozenset(
+    {COST_FILE, MEASURED_BY_ENGINE, MEASURED_BY_VLLM, CALIBRATION_FILE, EVIDENCE_FILE, PARTIAL_FILE, COUNTS_FILE}
+)

@@ -1,14 +1,15 @@
 """Choice of a request's method: the one it names, the calibrated one, or the exact one."""
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypedDict
 
 from chunkweave.config import QueryConfig, ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError, unknown_names
 from chunkweave.planning.calibration import CalibrationRecord, Quality
+from chunkweave.planning.evidence import LEARNED, Evidence, Progress
 from chunkweave.planning.method import (
     ALPHA,
     RATIO,
@@ -48,8 +49,12 @@ class Why(StrEnum):
     """An approximate method was chosen, but it was expected to be no sooner than the exact one."""
     RECURS = "path recurs"
     """An approximate method was chosen, but the same path recurs: it is computed exactly once, and stored."""
+    LEARNED = "learned"
+    """Comparisons with full prefill found it within the bounds of the requested quality (`planning.evidence`)."""
+    LEARNING = "learning"
+    """Not enough answers were compared yet, so the answer is exact."""
     SWITCHED_OFF = "switched off"
-    """An approximate method was chosen, but shadow checks found that it deviates too far (`scheduling.shadow`)."""
+    """Comparisons found answers of this kind outside the bounds, so the answer is exact."""
 
 
 class MethodOptions(TypedDict, total=False):
@@ -91,6 +96,7 @@ class MethodChoice:
     """A method with its settings, its configuration, and why it was chosen.
 
     `spec` is the text that names it, `reuse` the configuration with the text's settings, `made` the method itself.
+    `progress` says how far comparisons are, if the answer is exact until they end.
 
     Raises:
         UnknownMethodError: no such method.
@@ -100,6 +106,7 @@ class MethodChoice:
     spec: str
     reuse: ReuseConfig
     why: Why
+    progress: Progress | None = field(default=None, compare=False)
     made: ReuseMethod = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -109,6 +116,18 @@ class MethodChoice:
     def method(self) -> str:
         """The method's name, without settings."""
         return method_named(self.spec)
+
+    @property
+    def reason(self) -> str:
+        """Why it was chosen, for reports."""
+        if self.why is not Why.LEARNING or self.progress is None:
+            return str(self.why)
+        return f"{self.why} {self.progress.answers} of about {self.progress.expected}"
+
+    @property
+    def learns(self) -> bool:
+        """Whether comparisons of the answer may decide for other requests: no method and no exactness was asked for."""
+        return self.why in (Why.CALIBRATED, Why.LEARNED, Why.LEARNING, Why.SWITCHED_OFF)
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -130,10 +149,6 @@ class MethodChoice:
         if self.method in EXACT_METHODS:
             return None
         return 0.0 if self.made.budget is None else self.reuse.recompute_ratio
-
-    def made_exact(self) -> "MethodChoice":
-        """The choice while approximate reuse is switched off; unchanged if it is exact."""
-        return self if self.method in EXACT_METHODS else MethodChoice(EXACT_METHOD, self.reuse, Why.SWITCHED_OFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +179,7 @@ class MethodChooser:
 
     `usual` applies to calls that name neither method nor quality, `reuse` holds what the settings of a named method
     change, `record` is the calibration record (None: there is none, and `how_to_calibrate` is the command to make one).
+    `evidence`, if answers are compared, decides for requests of a quality.
     Layers that a method names are checked against the model's `num_layers`, if known.
     """
 
@@ -172,15 +188,17 @@ class MethodChooser:
     record: CalibrationRecord | None = None
     how_to_calibrate: str = "chunkweave calibrate"
     num_layers: int | None = None
+    evidence: Evidence | None = None
 
-    def choose(self, request: MethodRequest) -> MethodChoice:
-        """The choice for a request.
+    def choose(self, request: MethodRequest, tenant: str = "") -> MethodChoice:
+        """The choice for a tenant's request.
 
-        A target resolves to the record's method and settings; if no method reached it, to the exact method. Without
-        method and target, it is `balanced` if there is a record, else exact.
+        A target resolves to the method that comparisons found to reach it, or to the record's; if there is none, to the
+        exact method. Without method and target, it is `balanced` if there is a record or answers are compared, else
+        exact.
 
         Raises:
-            UsageError: a target without a record; both a method and a quality; settings that the method does not have;
+            UsageError: a target without either; both a method and a quality; settings that the method does not have;
                 a value out of range; a layer that the model does not have.
         """
         method = request.method
@@ -192,12 +210,32 @@ class MethodChooser:
             if quality is not None:
                 raise UsageError(f"quality {quality.value!r} and method {method!r} are both given: give one of them")
             return self._named(method, Why.ASKED_FOR)
-        if quality is Quality.EXACT or (quality is None and self.record is None):
+        if quality is Quality.EXACT or (quality is None and self.record is None and self.evidence is None):
             return MethodChoice(EXACT_METHOD, self.reuse, Why.EXACT)
+        if self.evidence is not None:
+            return self._by_evidence(self.evidence, quality or Quality.BALANCED, tenant)
         calibrated = self._calibrated(quality)
         if calibrated is None:
             return MethodChoice(EXACT_METHOD, self.reuse, Why.OUT_OF_REACH)
         return self._named(calibrated, Why.CALIBRATED)
+
+    def comparing(self, methods: Sequence[str] = LEARNED) -> "MethodChooser":
+        """The same, with evidence on `methods` and on those of the record, which may serve until it speaks against
+        them.
+        """
+        priors = {} if self.record is None else {quality: self.record.spec(quality) for quality in self.record.targets}
+        specs = {*methods, *filter(None, priors.values())}
+        shares = {spec: self._named(spec, Why.LEARNED).recomputed_share or 0.0 for spec in sorted(specs)}
+        return replace(self, evidence=Evidence(sorted(shares, key=lambda spec: -shares[spec]), priors))
+
+    def _by_evidence(self, evidence: Evidence, quality: Quality, tenant: str) -> MethodChoice:
+        decision = evidence.decision(quality, tenant)
+        if decision is not None:
+            return self._named(decision.method, Why.CALIBRATED if decision.prior else Why.LEARNED)
+        vetoed = evidence.drifted(quality) or evidence.decision(quality) is not None
+        unproven = Why.LEARNING if evidence.learns else Why.OUT_OF_REACH
+        why = Why.SWITCHED_OFF if vetoed else unproven
+        return MethodChoice(EXACT_METHOD, self.reuse, why, evidence.progress(quality))
 
     def _named(self, spec: str, why: Why) -> MethodChoice:
         """The choice of a named method, with settings after its name."""

@@ -1,1 +1,1 @@
-"""Request scheduling: serving order, step budgets, routing, and shadow checks. Nothing here imports torch."""
+"""Request scheduling: serving order, step budgets, and routing. Nothing here imports torch."""

@@ -18,6 +18,7 @@ from chunkweave.types import CacheUse
 from chunkweave.vllm.request import to_wire
 from chunkweave_server.backend import Submission
 from chunkweave_server.errors import HttpError
+from chunkweave_server.vllm_backend.comparisons import VllmComparisons
 from chunkweave_server.vllm_backend.fleet import Fleet, Placed, Replica, ReplicaBusyError
 from chunkweave_server.vllm_backend.parsing import AnswerForms, AnswerParser
 from chunkweave_server.vllm_backend.reports import (
@@ -26,7 +27,6 @@ from chunkweave_server.vllm_backend.reports import (
     reuse_report,
     shown_report,
 )
-from chunkweave_server.vllm_backend.shadow import VllmShadow
 from chunkweave_server.vllm_backend.upstream import UpstreamFailedError, UpstreamLostError, failed_reply
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class AnswerContext:
     preparer: RequestPreparer
     fleet: Fleet
     inbox: ReportInbox | None
-    shadow: VllmShadow | None
+    comparisons: VllmComparisons | None
     deadline_s: float | None
     first_token_s: float | None = None
     retries: int = 0
@@ -250,7 +250,7 @@ class VllmAnswer:
         return replica
 
     async def _conclude(self, placed: Placed, report_id: str | None) -> AnswerEnd:
-        """End a complete answer: wait for its report, update fleet, conversation and shadow check."""
+        """End a complete answer: wait for its report, update fleet, conversation and comparisons."""
         context = self._context
         choice = self._whole.choices[0]
         reported = None
@@ -268,8 +268,8 @@ class VllmAnswer:
         report_fields = {**shown_report(report, prefill, reported), "replica": placed.replica.name}
         finish_reason = str(choice.get("finish_reason") or "stop")
         self._answered = True
-        if context.shadow is not None and report.reused_tokens:
-            context.shadow.offer(self._prepared.prompt, self._body, choice)
+        if context.comparisons is not None and report.reused_tokens:
+            context.comparisons.offer(self._prepared, self._body, choice)
         return AnswerEnd(
             report, report_fields, prefill.cached_tokens, finish_reason, self._prefilled_s, self._prepared.prompt
         )

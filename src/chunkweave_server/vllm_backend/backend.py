@@ -18,17 +18,17 @@ from chunkweave.prompt.contexts import rule_of
 from chunkweave.prompt.parts import neutral_passages
 from chunkweave.prompt.template import template_for
 from chunkweave.prompt.tokenizer import TextTokenizer
-from chunkweave.scheduling.shadow import ShadowMonitor
 from chunkweave.vllm.report_socket import REPLICA, VARIABLE
 from chunkweave_server.backend import BackendParts, Stage, Submission
 from chunkweave_server.chats import ChatPrompts, details_of
 from chunkweave_server.errors import HttpError
-from chunkweave_server.metrics import MetricSample, counted_samples
+from chunkweave_server.metrics import MetricSample, comparison_samples, counted_samples
 from chunkweave_server.requests import ChatBody, CompletionBody
 from chunkweave_server.settings import Settings
 from chunkweave_server.threads import TenantThreads, in_thread
 from chunkweave_server.vllm_backend.answer import AnswerContext, VllmAnswer
 from chunkweave_server.vllm_backend.cache import VllmCache
+from chunkweave_server.vllm_backend.comparisons import VllmComparisons
 from chunkweave_server.vllm_backend.fleet import Fleet, NoReplicaError, Replica, fleet_samples, labelled
 from chunkweave_server.vllm_backend.parsing import PARSE, TOOL_FLAGS, is_forced
 from chunkweave_server.vllm_backend.passthrough import Passthrough
@@ -36,7 +36,6 @@ from chunkweave_server.vllm_backend.prepare import chooser_for, load_tokenizer
 from chunkweave_server.vllm_backend.process import Parsers, VllmFlags, VllmProcess
 from chunkweave_server.vllm_backend.removal import FleetRemovals, RemovalJournal
 from chunkweave_server.vllm_backend.reports import ReportInbox
-from chunkweave_server.vllm_backend.shadow import VllmShadow
 from chunkweave_server.vllm_backend.upstream import Upstream, UpstreamLostError
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,6 @@ class VllmBackend:
         self.first_stage = Stage.STARTING_VLLM
         model = None if flags.adapter is None else self.name  # vLLM's default is the model without the adapter
         self.passthrough = Passthrough(self._started_fleet, model=model, finds=settings.finding.find_chunks)
-        self.shadow: ShadowMonitor | None = None
         self.context: AnswerContext
         self.cache: VllmCache
         self.fleet: Fleet | None = None
@@ -118,13 +116,13 @@ class VllmBackend:
         most_tokens = await self._upstreams[0].most_tokens() or _USUAL_CONTEXT
         if not self.processes and await self._upstreams[0].serves(PARSE):
             self._parsers = Parsers(tools=True)  # only a response shows whether it has a tool parser
-        shadowing = self._settings.shadow
-        self.shadow = None if shadowing.every is None else ShadowMonitor(shadowing)
         preparer = await in_thread(partial(self._preparer, tokenizer, most_tokens, passages, fleet))
-        shadow = None if self.shadow is None else VllmShadow(self.shadow, fleet)
+        evidence = preparer.chooser.evidence
+        comparisons = None if evidence is None else VllmComparisons(evidence, fleet)
         self._chats = ChatPrompts(preparer.builder, self.name, f"front:{self.name}")
         deadline_s = self._settings.batching.deadline_s
-        self.context = AnswerContext(preparer, fleet, self._inbox, shadow, deadline_s, settings.first_token_timeout_s)
+        first_token_s = settings.first_token_timeout_s
+        self.context = AnswerContext(preparer, fleet, self._inbox, comparisons, deadline_s, first_token_s)
         self.cache = VllmCache(self.context, removals, threads, self._settings.improving, model=self.name)
         self.cache.improving.start()
         self.fleet = fleet
@@ -140,12 +138,12 @@ class VllmBackend:
         )
 
     async def stop(self) -> None:
-        """Stop idle-time work and shadow checks, then the vLLM servers."""
+        """Stop idle-time work and comparisons, then the vLLM servers."""
         if self.fleet is not None:
             await self.cache.improving.close()
             await in_thread(partial(self.context.preparer.save_counts, self._counts_file))
-        if self.fleet is not None and self.context.shadow is not None:
-            await self.context.shadow.close()
+        if self.fleet is not None and self.context.comparisons is not None:
+            await self.context.comparisons.close()
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
@@ -177,6 +175,8 @@ class VllmBackend:
         yield from fleet_samples(self.context.fleet, self.processes, self.context.retries)
         yield from self._removals.samples()
         yield from self.cache.improving.samples()
+        if (comparisons := self.context.comparisons) is not None:
+            yield from comparison_samples(comparisons.evidence, comparisons.counts)
         if self._inbox is not None and (counts := self._inbox.store_counts()) is not None:
             yield from counted_samples(counts)
 
@@ -246,9 +246,10 @@ class VllmBackend:
         if prepared.request.cache_salt:
             upstream["cache_salt"] = prepared.request.cache_salt
         logprobs = body.alternatives
-        shadow = self.context.shadow
-        if shadow is not None and prepared.weaves:
-            logprobs = max(logprobs or 0, shadow.alternatives)
+        comparisons = self.context.comparisons
+        compared = None if comparisons is None else comparisons.alternatives(prepared)
+        if compared is not None:
+            logprobs = max(logprobs or 0, compared)
             if body.alternatives is None:
                 upstream["return_tokens_as_token_ids"] = True
         return upstream if logprobs is None else {**upstream, "logprobs": logprobs}
@@ -326,6 +327,9 @@ class VllmBackend:
             dtype=self._flags.value("--dtype"),
             adapter=self._flags.adapter,
         )
+        record = chooser.record
+        if settings.improving.compare and record is not None and any(map(record.spec, record.targets)):
+            chooser = chooser.comparing(())
         preparer = RequestPreparer(
             builder,
             chooser,
@@ -336,7 +340,6 @@ class VllmBackend:
             neutral_tokens=settings.capture.neutral_tokens,
             rule=rule_of(settings.capture),
             order=ChunkOrder.parse(usual.order or ""),
-            shadow=self.shadow,
         )
         preparer.load_counts(self._counts_file)
         return preparer

@@ -82,10 +82,10 @@ class VllmCache:
     def idle(self) -> bool:
         """Whether a vLLM server is up and no request runs or waits in this server."""
         fleet = self._context.fleet
-        shadow = self._context.shadow
+        comparisons = self._context.comparisons
         handed = any(replica.handed_through for replica in fleet.replicas)
-        checking = shadow is not None and shadow.busy
-        return fleet.ready and not (fleet.running or fleet.waiting or handed or checking or self._warmings)
+        comparing = comparisons is not None and comparisons.pending > 0
+        return fleet.ready and not (fleet.running or fleet.waiting or handed or comparing or self._warmings)
 
     @property
     def most_tokens(self) -> int | None:
@@ -142,6 +142,7 @@ class VllmCache:
         ids = frozenset(part.id for part in parts if part.id is not None)
         self._warmings.removed(ids)
         await self.improving.removed(ids)
+        await self._drop_comparisons()
         try:
             removed = await to_its_end(self._removals.remove(removal, ids))
         finally:
@@ -151,11 +152,13 @@ class VllmCache:
     async def clear(self) -> int:
         """Remove everything of all tenants from all replicas; returns the number of removed segments."""
         await self.improving.cleared()
+        await self._drop_comparisons()
         return await to_its_end(self._removals.remove(EVERYTHING))
 
     def stats(self) -> Mapping[str, Any]:
         """Statistics of the replicas, the last reported order of eviction in their workers, and why some are off."""
         inbox = self._context.inbox
+        comparisons = self._context.comparisons
         return {
             "eviction": {} if inbox is None else dict(inbox.eviction),
             "off": {} if inbox is None else dict(inbox.off),
@@ -172,7 +175,16 @@ class VllmCache:
                 for replica in self._context.fleet.replicas
             ],
             **self.improving.stats(),
+            **(
+                {}
+                if comparisons is None
+                else {"learned": {**comparisons.evidence.shown(), "pending": comparisons.pending}}
+            ),
         }
+
+    async def _drop_comparisons(self) -> None:
+        if self._context.comparisons is not None:
+            await self._context.comparisons.drop_all()
 
 
 class _Warming:
