@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     check_writable(arguments.out)
-    config = OrderingConfig("tree-greedy", arguments.window)
+    config = OrderingConfig("frequency", arguments.window)
     rows = []
     for skew in SKEWS:
         workloads = workloads_of(arguments, skew, 10 * arguments.warm_up + arguments.requests)

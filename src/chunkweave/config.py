@@ -490,11 +490,6 @@ class SamplingParams:
         if any(not text for text in self.stop):
             raise UsageError("a stop text must not be empty")
 
-    @property
-    def greedy(self) -> bool:
-        """Whether every token is the most likely one."""
-        return self.temperature == 0.0
-
 
 def resolve_device(device: str, *, cuda_available: bool) -> str:
     """Resolve `auto` to `cuda` if available, else `cpu`; any other value is returned unchanged.

@@ -113,7 +113,6 @@ ORDERINGS = Plugins(
     {
         "frequency": "chunkweave.ordering.ordering:FrequencyOrder",
         "original": "chunkweave.ordering.ordering:OriginalOrder",
-        "tree-greedy": "chunkweave.ordering.ordering:TreeGreedyOrder",
     },
 )
 POLICIES = Plugins(

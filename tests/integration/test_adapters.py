@@ -86,7 +86,7 @@ def test_an_engine_answers_with_it_and_is_called_and_keyed_by_it(base, weights, 
     engines = [Engine.load(base, adapter=one, dtype="float32") for one in (None, *adapters)]
     assert len({engine.generate(**ask).token_ids for engine in engines}) == 3
     assert len({engine.loaded.fingerprint for engine in engines}) == 3
-    assert [engine.model_name for engine in engines] == ["base", "base+one", "base+two"]
+    assert [engine.loaded.name for engine in engines] == ["base", "base+one", "base+two"]
 
 
 def test_the_fingerprint_is_that_of_the_base_where_there_is_no_adapter(base, weights, tmp_path):

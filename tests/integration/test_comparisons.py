@@ -119,12 +119,6 @@ def test_comparing_tells_and_asks_the_store_nothing():
     assert engine.store.stats == before
 
 
-@pytest.fixture
-def sure(monkeypatch) -> None:
-    """Decisions after few answers, so that a test need not ask hundreds of times."""
-    monkeypatch.setattr("chunkweave.planning.evidence.LEVEL", 0.9)
-
-
 def decide(engine: Engine, agreement: float, count: int = 400, **others: float) -> None:
     """What many comparisons would have said of `METHOD`."""
     for _ in range(count):

@@ -20,8 +20,8 @@ from chunkweave.errors import (
     RequestAbortedError,
     RequestFailedError,
 )
+from chunkweave.planning.evidence import Compared
 from chunkweave.retrieval.speculation import Speculation
-from chunkweave.scheduling.shadow import ShadowConfig
 from chunkweave.store.level import Level
 from chunkweave.store.store import TieredStore
 from chunkweave.store.tier_store import SegmentStore
@@ -33,9 +33,9 @@ from chunkweave_server.metrics import (
     Outcome,
     ServerMetrics,
     batching_samples,
+    comparison_samples,
     kernel_samples,
     outcome_of,
-    shadow_samples,
     speculation_samples,
     store_samples,
 )
@@ -70,7 +70,7 @@ def assert_shown(samples: Samples, labels: dict[str, str], **values: float) -> N
 @pytest.fixture(scope="module")
 def served():
     """Some requests of two methods, their reports, and what was exposed after them and in their midst."""
-    engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3), shadow=ShadowConfig(every=2))
+    engine = Engine(toy_model("llama"), reuse=ReuseConfig(recompute_ratio=0.3), compare=True)
     engine.precompute(STORED)
     reports = []
 
@@ -80,7 +80,7 @@ def served():
             [
                 lambda: batching_samples(batching.stats),
                 lambda: store_samples(engine.store),
-                lambda: shadow_samples(engine.shadow),
+                lambda: compared_samples(engine),
             ],
         )
         before = scrape(metrics)
@@ -94,7 +94,6 @@ def served():
             answer = await batching.submit(request, method=method).answer()
             metrics.observe(answer.report, finish_reason=answer.finish_reason)
             reports.append(answer)
-        await until(lambda: engine.shadow.stats.checked == engine.shadow.stats.sampled)
         long = [batching.submit(Request(f"{n}?", (), sampling=SamplingParams(200))) for n in range(3)]
         await until(lambda: batching.stats.running == 2)
         midst = scrape(metrics)
@@ -179,15 +178,27 @@ def test_the_store_is_shown_by_tier(served):
     assert value(samples, "store_lookups_total", result="hit") == stats.hits
 
 
-def test_the_shadow_check_is_shown(served):
+def compared_samples(engine: Engine):
+    comparisons = engine.comparisons
+    counts = {"compared": comparisons.compared, "dropped": comparisons.dropped, "failed": comparisons.failed}
+    return comparison_samples(comparisons.evidence, counts)
+
+
+def test_what_comparisons_say_is_shown(served):
     engine, _, metrics, _, _ = served
-    samples, stats = scrape(metrics), engine.shadow.stats
-    assert (stats.woven, stats.checked) == (2, 1)
-    assert_shown(samples, {}, woven_answers_total=2, shadow_agreements_total=stats.agreed, weaving_enabled=1)
-    assert_shown(samples, {"result": "checked"}, shadow_checks_total=1)
-    assert_shown(samples, {"statistic": "mean"}, shadow_divergence=stats.mean_kl)
-    engine.shadow.switch_off("a test")
-    assert_shown(scrape(metrics), {}, weaving_enabled=0, weaving_switch_offs_total=1)
+    evidence = engine.comparisons.evidence
+    method = evidence.methods[0]
+    assert_shown(scrape(metrics), {}, weaving_enabled=0, weaving_switch_offs_total=0, comparisons_expected=300)
+    for _ in range(400):
+        evidence.take({method: Compared(0.99, 0.02)})
+    samples = scrape(metrics)
+    assert_shown(samples, {}, weaving_enabled=1)
+    assert_shown(samples, {"compared": method}, compared_answers=400, comparison_agreement=0.99)
+    assert_shown(samples, {"compared": method}, comparison_divergence=0.02)
+    for _ in range(100):
+        evidence.take({method: Compared(0.5, 0.02)})
+    assert_shown(scrape(metrics), {}, weaving_enabled=0)
+    assert value(scrape(metrics), "weaving_switch_offs_total") > 0
 
 
 def test_outcomes_are_counted_once_each(served):
@@ -311,7 +322,7 @@ def everything(served, dead_remote) -> Samples:
             lambda: batching_samples(BatchingStats()),
             kernel_samples,
             lambda: store_samples(engine.store),
-            lambda: shadow_samples(engine.shadow),
+            lambda: compared_samples(engine),
             lambda: speculation_samples(speculation.counts),
             improver.samples,
         ],

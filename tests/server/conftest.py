@@ -21,6 +21,7 @@ from chunkweave import Engine, ReuseConfig, StoreConfig
 from chunkweave.config import Backend as BackendName
 from chunkweave.engine.runner import Runner
 from chunkweave.models.loading import bundled_tokenizer
+from chunkweave.planning.calibration import shipped_records
 from chunkweave.prompt.tokenizer import HuggingFaceTokenizer
 from chunkweave_server.app import create_app
 from chunkweave_server.backend import Stage
@@ -45,7 +46,6 @@ def toy_engine(store: StoreConfig | None = None, settings: Settings | None = Non
 
 
 CONSTANTS = {
-    "shadow": {"shadow_window": "window", "shadow_max_divergence": "max_divergence"},
     "capture": {
         "capture": "profile",
         **{name: name for name in ("variant_generations", "variant_fraction")},
@@ -377,3 +377,11 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
     while not condition():
         assert time.monotonic() < ends, "waited in vain"
         time.sleep(0.005)
+
+
+@pytest.fixture
+def compared(monkeypatch) -> None:
+    """The model has a record, so that requests of no method weave, and one in two of them is compared."""
+    record = next(record for record in shipped_records() if record.model == "reader")
+    monkeypatch.setattr("chunkweave_server.vllm_backend.prepare._calibration", lambda *_: record)
+    monkeypatch.setattr("chunkweave_server.vllm_backend.comparisons.WOVEN_EVERY", 2)

@@ -53,13 +53,13 @@ def stores(tmp_path: Path) -> dict[str, str]:
     return {"cache_dir": str(tmp_path / "cache"), "remote_url": f"file://{tmp_path / 'remote'}"}
 
 
-def test_behind_vllm(stores, vllm):
+def test_behind_vllm(stores, vllm, compared):
     settings = resolve({"model": "reader", **stores}, {}).settings
     store = open_store(settings.store, "0" * 32, torch.device("cpu"))
     counts = store_counts(store)
     store.close()
     counts["levels"]["host"]["bytes"] = 4096
-    with running_front(vllm, shadow_every=1) as front:
+    with running_front(vllm) as front:
         for rank in range(2):
             vllm.send_counts(f"vllm/{rank}", counts)
         vllm.send_counts("vllm/1", counts)  # later counts take the place of earlier ones

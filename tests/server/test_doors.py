@@ -18,8 +18,6 @@ WITHOUT_KEY = {
 OF_BACKEND = {"engine": {("GET", "/openapi.json")}, "vllm": {("GET", "/ping")}}
 FOR_ADMINS = {
     ("GET", "/metrics"),
-    ("GET", "/v1/shadow"),
-    ("POST", "/v1/shadow/switch-on"),
 }
 OF_VLLM_FOR_ADMINS = {
     ("GET", "/is_paused"),

@@ -69,11 +69,13 @@ def test_log_probabilities_of_a_chat_look_like_a_chats(front):
     assert [one["token"] for one in first["top_logprobs"]] == [" x", " y"], "the likeliest, of which it is none"
 
 
-@pytest.mark.parametrize("front", [{"shadow_every": 1}], indirect=True)
-def test_a_completion_has_no_more_alternatives_than_it_asked_for(front):
-    body = {"prompt": "When?", "documents": DOCUMENTS, "max_tokens": 1, "logprobs": 1, "chunkweave": WEAVE}
-    logprobs = front.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
-    assert logprobs["top_logprobs"] == [{" w0": -3.5, " x": -0.1}]
+def test_a_completion_has_no_more_alternatives_than_it_asked_for(vllm, compared):
+    body = {"prompt": "When?", "documents": DOCUMENTS, "max_tokens": 1, "logprobs": 1}
+    with running_front(vllm) as front:
+        for _ in range(2):
+            logprobs = front.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+            assert logprobs["top_logprobs"] == [{" w0": -3.5, " x": -0.1}]
+    assert any(body.get("logprobs") == 20 for body in vllm.seen)
 
 
 def test_what_says_nothing_of_documents_is_handed_through_untouched(front, vllm):
@@ -522,20 +524,28 @@ def test_what_vllms_own_prefix_cache_found_is_a_tier_of_its_own(front, vllm):
     assert front.metric("cache_hits_total", tier="vllm") == 32 - begins
 
 
-def test_one_in_so_many_woven_answers_is_checked_against_full_prefill(vllm):
-    with running_front(vllm, shadow_every=2) as front:
+def test_one_in_so_many_woven_answers_is_compared_with_full_prefill(vllm, compared):
+    with running_front(vllm) as front:
         for _ in range(5):
-            told = front.ask(documents=DOCUMENTS, chunkweave=WEAVE, temperature=0).json()
-            assert told["choices"][0]["logprobs"] is None
-        wait_until(lambda: front.get("/v1/shadow").json()["checked"] == 2)
-        checks = [body for body in vllm.seen if "kv_transfer_params" not in body]
-        assert len(checks) == 2
-        assert len({body["cache_salt"] for body in checks}) == 2
-        stats = front.get("/v1/shadow").json()
-        assert (stats["woven"], stats["agreed"], stats["same_tokens"]) == (4, 2, 8)
+            answer = front.ask(documents=DOCUMENTS, temperature=0).json()
+            assert answer["choices"][0]["logprobs"] is None
+            assert answer["chunkweave"]["why"] == "calibrated"
+        wait_until(lambda: front.metric("comparisons_total", result="compared") == 2)
+        comparisons = [body for body in vllm.seen if "kv_transfer_params" not in body]
+        assert len({body["cache_salt"] for body in comparisons}) == 2
+        assert sum(body.get("logprobs") is not None for body in vllm.seen) == 4, "two answers, and two comparisons"
+        [(answers, agreement)] = {
+            (method["answers"], method["agreement"])
+            for method in front.get("/v1/cache").json()["learned"]["methods"].values()
+        }
+        assert (answers, agreement) == (2, 1.0)
+        for _ in range(4):
+            front.ask(documents=DOCUMENTS, chunkweave=WEAVE)
+        assert front.get("/v1/cache").json()["learned"]["pending"] == 0, "a named method is not judged"
 
 
-def test_what_strays_too_far_switches_weaving_off(vllm):
+@pytest.mark.parametrize("compare", [True, False])
+def test_answers_that_drift_switch_weaving_off(vllm, compared, compare):
     def strayed(body):
         if "kv_transfer_params" in body:
             return None
@@ -545,13 +555,33 @@ def test_what_strays_too_far_switches_weaving_off(vllm):
         return PlainTextResponse(f"data: {data}\n\ndata: [DONE]\n\n", media_type="text/event-stream")
 
     vllm.behave = strayed
-    with running_front(vllm, shadow_every=1, shadow_window=1, shadow_min_agreement=0.9) as front:
+    with running_front(vllm, compare=compare) as front:
+        whys = []
+        for number in range(16):
+            whys.append(front.ask(documents=DOCUMENTS).json()["chunkweave"]["why"])
+            if number % 2:
+                wait_until(lambda: not (front.get("/v1/cache").json().get("learned") or {}).get("pending"))
+        assert whys[0] == "calibrated"
+        assert whys[-1] == ("switched off" if compare else "calibrated")
+        assert params_of(vllm.seen[-1]).get("method", "prefix").startswith("prefix") is compare
+        assert front.ask(documents=DOCUMENTS, chunkweave=WEAVE).json()["chunkweave"]["why"] == "asked for"
+
+
+def test_a_removal_drops_comparisons_that_wait(vllm, compared):
+    held = threading.Event()
+
+    def late(body):
+        if "kv_transfer_params" not in body:
+            held.wait(20)
+
+    vllm.behave = late
+    with running_front(vllm) as front:
         for _ in range(2):
-            front.ask(documents=DOCUMENTS, chunkweave=WEAVE)
-        wait_until(lambda: not front.get("/v1/shadow").json()["weaving"])
-        front.ask(documents=DOCUMENTS, chunkweave=WEAVE)
-        assert params_of(vllm.seen[-1])["method"] == "prefix"
-        assert front.post("/v1/shadow/switch-on").json()["weaving"]
+            front.ask(documents=DOCUMENTS)
+        wait_until(lambda: front.get("/v1/cache").json()["learned"]["pending"] == 1)
+        front.post("/v1/cache/clear", json={"documents": DOCUMENTS})
+        assert front.get("/v1/cache").json()["learned"]["pending"] == 0
+        held.set()
 
 
 @pytest.mark.parametrize("neutral_tokens", [0, 400])

@@ -87,7 +87,6 @@ def test_yaml_says_the_same_as_toml(tmp_path: Path, file: Path):
         ("corpus = [1]", "corpus"),
         ("allow_anonymous = 1", "allow_anonymous"),
         ('model = "a"\nshape = "b"', "either"),
-        ("shadow_min_agreement = 0.5", "shadow_every"),
         ("ttl_s = 5", "did you mean ttl"),
         ("graceful = 0", "graceful"),
         ("[table]", "table"),

@@ -108,11 +108,11 @@ def test_the_first_token_does_not_tell_what_others_asked(tenants: Client):
 def test_tokenizing_does_not_tell_either(tenants: Client):
     tenants.ask(documents=[LONG], key=KEYS["acme"])
     builder = tenants.engine.builder
-    held = builder._cache.held_tokens
+    held = builder._cache._held_tokens
     tenants.ask(documents=[LONG], key=KEYS["acme"])
-    assert builder._cache.held_tokens == held
+    assert builder._cache._held_tokens == held
     tenants.ask(documents=[LONG], key=KEYS["bolt"])
-    assert builder._cache.held_tokens == 2 * held
+    assert builder._cache._held_tokens == 2 * held
 
 
 def test_corpora_are_a_tenants_own(tenants: Client):

@@ -1,9 +1,12 @@
-"""What a running server tells of itself: metrics, log lines with request ids, shadow checks."""
+"""What a running server tells of itself: metrics, log lines with request ids, comparisons."""
 
 import logging
+import re
+import time
 
 import pytest
 
+from chunkweave.planning.evidence import Compared
 from tests.server.conftest import ADMIN_KEY, KEYS, Client, Serve, bearer, key_ring, wait_until
 
 DOCUMENTS = ["The ferry leaves at seven, at noon and at six.", "Pilots board ships two miles west of the lighthouse."]
@@ -44,22 +47,48 @@ def test_a_stream_that_is_left_counts_as_aborted(client):
 
 
 @pytest.mark.backend("engine")
-def test_woven_answers_are_checked_and_weaving_can_be_switched_on_again(serve: Serve):
-    client = serve(shadow_every=1, shadow_window=1, shadow_max_divergence=1e-9)
-    weave = {"method": "full-reuse"}
-    client.warm(*DOCUMENTS)
-    client.ask(documents=DOCUMENTS, chunkweave=weave)
-    wait_until(lambda: client.get("/v1/shadow").json()["checked"] == 1)
-    told = client.get("/v1/shadow").json()
-    assert told["weaving"] is False
-    answer = client.ask(documents=DOCUMENTS, chunkweave=weave).json()["chunkweave"]
-    assert (answer["method"], answer["why"]) == ("prefix", "switched off")
-    assert client.post("/v1/shadow/switch-on").json()["weaving"] is True
-    assert client.ask(documents=DOCUMENTS, chunkweave=weave).json()["chunkweave"]["method"] == "full-reuse"
+def test_answers_are_compared_until_weaving_is_learned(serve: Serve):
+    """A server without a record: exact answers with their documents in changing order, compared in idle time."""
+    client = serve()
+    texts = [f"Page {number} of the guide to the harbour: " + " ".join(DOCUMENTS) * 3 for number in range(4)]
+    for number in range(4):
+        report = client.ask(documents=texts[number:] + texts[:number]).json()["chunkweave"]
+        assert report["method"] == "prefix"
+        assert re.fullmatch(r"learning \d+ of about \d+", report["why"])
+    wait_until(lambda: client.get("/v1/cache").json()["learned"]["pending"] == 0)
+    assert client.metric("comparisons_total", result="compared") > 0
+    assert client.metric("weaving_enabled") == 0
+    evidence = client.service.backend.engine.comparisons.evidence
+    [cheapest] = evidence.methods[-1:]
+    for _ in range(400):
+        evidence.take({method: Compared(0.99, 0.01) for method in evidence.methods})
+    learned = client.get("/v1/cache").json()["learned"]
+    assert (learned["balanced"]["method"], learned["balanced"]["rests_on"]) == (cheapest, "comparisons")
+    assert client.metric("weaving_enabled") == 1
+    assert client.ask(documents=texts[::-1]).json()["chunkweave"]["why"] in ("learned", "no gain", "path recurs")
+    assert client.ask(documents=texts, chunkweave={"quality": "exact"}).json()["chunkweave"]["why"] == "exact"
 
 
-def test_without_checks_there_is_nothing_to_tell(client):
-    assert client.get("/v1/shadow").status_code == 404
+@pytest.mark.backend("engine")
+def test_it_can_be_switched_off(serve: Serve):
+    client = serve(compare=False)
+    assert client.ask(documents=DOCUMENTS).json()["chunkweave"]["why"] == "exact"
+    assert "learned" not in client.get("/v1/cache").json()
+    assert client.ask(documents=DOCUMENTS, chunkweave={"quality": "balanced"}).status_code == 400
+
+
+@pytest.mark.backend("engine")
+def test_a_removal_drops_what_waits_to_be_compared(serve: Serve):
+    client = serve()
+    comparisons = client.service.backend.engine.comparisons
+    client.ask(documents=DOCUMENTS)
+    comparisons.step = lambda *_: time.sleep(0.01)
+    client.ask(documents=DOCUMENTS[::-1])
+    for body in ({"documents": DOCUMENTS}, {"everything": True}):
+        assert comparisons.pending
+        assert client.post("/v1/cache/clear", json=body).status_code == 200
+        assert not comparisons.pending
+        client.ask(documents=DOCUMENTS)
 
 
 RANDOM_LETTERS = " ".join(["qzxvkjw", "pfqzgx", "wvxkqj", "zzqpxv"] * 5)

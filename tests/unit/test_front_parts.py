@@ -22,10 +22,10 @@ from chunkweave.planning.plan import KVSource
 from chunkweave.types import spans_of
 from chunkweave.vllm.report_socket import CountsSender, ReportSender
 from chunkweave_server.settings import FleetSettings, resolve
+from chunkweave_server.vllm_backend.comparisons import compare
 from chunkweave_server.vllm_backend.fleet import labelled
 from chunkweave_server.vllm_backend.process import VllmFlags, VllmProcess, VllmStartError
 from chunkweave_server.vllm_backend.reports import ReportInbox
-from chunkweave_server.vllm_backend.shadow import compare
 
 ID = "0123456789abcdef" * 2
 
@@ -159,11 +159,11 @@ def test_samples_of_one_metric_stand_together_under_one_description():
 def test_divergence_of_the_likeliest_tokens():
     half = {"a": math.log(0.5), "b": math.log(0.5)}
     skewed = {"a": math.log(0.9), "b": math.log(0.1)}
-    found = compare(half, skewed, [1, 2, 3], [1, 2, 4])
+    found = compare(half, skewed)
     assert found.kl == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1), abs=1e-6)
-    assert (found.same_tokens, found.compared_tokens) == (2, 3)
-    assert not compare({"a": -0.1}, {"b": -0.1}, [], []).agrees
-    assert compare({"a": -0.1}, {"b": -0.1}, [], []).kl > 1
+    assert found.agreement == 1.0
+    assert compare({"a": -0.1}, {"b": -0.1}).agreement == 0.0
+    assert compare({"a": -0.1}, {"b": -0.1}).kl > 1
 
 
 def drawn_report(rng: random.Random) -> PrefillReport:

@@ -7,7 +7,6 @@ import signal
 import openai
 import pytest
 
-from tests.server.conftest import wait_until
 from tests.vllm.fronts import PASSAGES, FrontProcess, ask, front_process, killed_under_load, streamed, told
 
 
@@ -64,9 +63,8 @@ def restarts(front: FrontProcess) -> float:
     return float(count)
 
 
-def test_two_servers_that_are_checked_in_idle_time_and_one_dies(tmp_path):
-    checked = re.compile('shadow_checks_total{model_name="reader",result="checked"} [1-9]')
-    with front_process(tmp_path, "--replicas", "2", "--set", "shadow_every=2") as front:
+def test_two_servers_and_one_dies(tmp_path):
+    with front_process(tmp_path, "--replicas", "2") as front:
         homes = [
             {ask(front.client, [passage] * 2).model_extra["chunkweave"]["replica"] for _ in range(3)}
             for passage in PASSAGES
@@ -75,7 +73,6 @@ def test_two_servers_that_are_checked_in_idle_time_and_one_dies(tmp_path):
         assert len(set().union(*homes)) == 2, "both work"
         for _ in range(2):
             ask(front.client, PASSAGES[::-1])
-        wait_until(lambda: checked.search(front.get("/metrics")) is not None, 60)
         os.kill(front.servers()[0], signal.SIGKILL)
         answers = [ask(front.client, [passage]) for passage in PASSAGES * 3]
         assert all(one.choices[0].message.content for one in answers)

@@ -206,7 +206,7 @@ def analyze(
     orderings: Annotated[
         str,
         typer.Option(help=f"Chunk orders, separated by commas. There are: {ORDERINGS.listed}."),
-    ] = "original,frequency,tree-greedy",
+    ] = "original,frequency",
     top_k: Annotated[int | None, typer.Option(min=1, help="Maximum chunks of each request.")] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = None,
     window: Annotated[int, typer.Option(min=1, help="Number of requests over which chunks are counted.")] = 1000,

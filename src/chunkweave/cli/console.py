@@ -22,6 +22,7 @@ from rich.table import Table
 
 from chunkweave.errors import UsageError
 from chunkweave.metrics import ReuseReport
+from chunkweave.store.shared_folder import replace_file
 
 RowT = TypeVar("RowT")
 
@@ -337,12 +338,9 @@ def write_text(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():  # a pipe or /dev/stdout: nothing to replace
         path.write_text(text, encoding="utf-8")
         return
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        replace_file(path, text)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
 
 

@@ -261,11 +261,6 @@ class Engine:
         self.close()
 
     @property
-    def model_name(self) -> str:
-        """Folder or shape name of the model."""
-        return self.loaded.name
-
-    @property
     def calibration(self) -> CalibrationRecord | None:
         """The record that resolves quality targets; None if this model was not calibrated."""
         return self._chooser.record

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from chunkweave.store.shared_folder import replace_file
+
 logger = logging.getLogger(__name__)
 
 KV_LAYOUT = "layers,2,tokens,kv_heads,head_dim;keys-before-rope;v1"
@@ -110,8 +112,6 @@ def _write_memo(memo: dict[str, str]) -> None:
     path = memo_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(memo), encoding="utf-8")
-        temporary.replace(path)
+        replace_file(path, json.dumps(memo))
     except OSError as error:
         logger.info("weight hashes cannot be cached (%s): the next load reads the files again", error)

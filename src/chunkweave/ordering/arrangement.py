@@ -14,6 +14,7 @@ from chunkweave.errors import StoreError, UsageError
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig, Unordered, make_ordering
 from chunkweave.prompt.parts import PartKind, Prompt, PromptPart
 from chunkweave.store.prefix_trie import KnowledgeTree
+from chunkweave.store.shared_folder import replace_file
 from chunkweave.types import ChunkId
 
 logger = logging.getLogger(__name__)
@@ -185,11 +186,9 @@ class Arranger:
         if path is None or not self._counted:
             return
         counted = {tenant: list(history.latest) for tenant, history in self._counted.items()}
-        partial = path.with_name(f".{path.name}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps({"format": FORMAT, "requests": counted}), encoding="utf-8")
-            partial.replace(path)
+            replace_file(path, json.dumps({"format": FORMAT, "requests": counted}))
         except OSError as error:
             logger.warning("request counts cannot be stored: %s", error)
 

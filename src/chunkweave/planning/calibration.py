@@ -19,6 +19,7 @@ from chunkweave.ordering.arrangement import COUNTS_FILE
 from chunkweave.planning.cost import COST_FILE, MEASURED_BY_ENGINE, MEASURED_BY_VLLM
 from chunkweave.planning.method import changed, method_named, settings_changes, with_budget
 from chunkweave.plugins import METHODS
+from chunkweave.store.shared_folder import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -364,12 +365,9 @@ def save_record(path: Path, record: CalibrationRecord) -> None:
         stored for stored in stored_records if stored.fingerprint != record.fingerprint and stored.dtype != record.dtype
     ]
     data = {"format": _FORMAT, "records": [stored.as_dict() for stored in (*remaining, record)]}
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(path)
+        replace_file(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
 
 

@@ -17,6 +17,7 @@ from chunkweave.planning.outcome import LayerWork, layer_flops
 from chunkweave.planning.plan import Expected, KVSource, Pass, Plan
 from chunkweave.store.index import PromptLookup
 from chunkweave.store.records import segment_id
+from chunkweave.store.shared_folder import replace_file
 from chunkweave.types import Geometry, SegmentId, Span
 
 logger = logging.getLogger(__name__)
@@ -74,9 +75,7 @@ class CostModel:
 
     def save(self, path: Path) -> None:
         """Write as JSON, atomically."""
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
+        replace_file(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Self:

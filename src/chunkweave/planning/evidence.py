@@ -16,7 +16,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from chunkweave.errors import UsageError
 from chunkweave.planning.calibration import BOUNDS, Bounds, Quality
+from chunkweave.store.shared_folder import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -148,10 +150,9 @@ class _Case:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A method that may serve, how many answers it rests on, and whether that is a `prior` (a calibration record)."""
+    """A method that may serve, and whether that rests on a `prior` alone (a calibration record)."""
 
     method: str
-    answers: int
     prior: bool
 
 
@@ -180,7 +181,6 @@ class Evidence:
     methods: Sequence[str]
     priors: Mapping[Quality, str | None] = field(default_factory=dict)
     bounds: Mapping[Quality, Bounds] = field(default_factory=lambda: BOUNDS)
-    level: float = LEVEL
 
     def __post_init__(self) -> None:
         self._lock = Lock()
@@ -199,13 +199,14 @@ class Evidence:
         with self._lock:
             self._rounds += 1
             others = self._by_tenant.total() - self._by_tenant[tenant]
-            pooled = others < _LEAST_OTHERS or self._by_tenant[tenant] <= others
+            alone = others < _LEAST_OTHERS
+            pooled = alone or self._by_tenant[tenant] <= others
             self._by_tenant[tenant] += pooled
             for (quality, method), case in self._cases.items():
                 if method in compared:
                     values = compared[method].values
                     vetoed = self._veto(tenant, quality, method, values)
-                    if pooled and not vetoed:
+                    if pooled and (alone or not vetoed):
                         self._judge(quality, method, case, values)
 
     def decision(self, quality: Quality, tenant: str = "") -> Decision | None:
@@ -217,7 +218,7 @@ class Evidence:
                     continue
                 vetoes = self._vetoes.get((tenant, quality, method), ())
                 if not any(detector.alarmed for detector in vetoes):
-                    return Decision(method, case.answers, not case.proven)
+                    return Decision(method, not case.proven)
         return None
 
     @property
@@ -248,43 +249,6 @@ class Evidence:
         expected = _EXPECTED if share <= 0 or answers < _HOPELESS_AFTER else answers / share
         return Progress(answers, max(answers + 1, round(expected / 10) * 10))
 
-    def as_dict(self) -> dict[str, Any]:
-        """The state, as JSON values; `restore` reads it."""
-        with self._lock:
-            return {
-                "taken_back": self.taken_back,
-                "tenants": dict(self._by_tenant),
-                "cases": [
-                    {"quality": str(quality), "method": method, **asdict(case)}
-                    for (quality, method), case in self._cases.items()
-                ],
-            }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from an earlier process's state. Cases of other methods or bounds are ignored.
-
-        Raises:
-            LookupError, TypeError, ValueError: it is no such state; nothing has changed.
-        """
-        restored = {}
-        for entry in state["cases"]:
-            key = Quality.parse(entry["quality"]), entry["method"]
-            case = _Case(
-                tuple(BettingTest(**test) for test in entry["tests"]),
-                tuple(DriftDetector(**detector) for detector in entry["detectors"]),
-                bool(entry["proven"]),
-                drifted=bool(entry["drifted"]),
-            )
-            known = self._cases.get(key)
-            if known is not None and [test.bound for test in known.tests] == [test.bound for test in case.tests]:
-                case.prior = known.prior
-                restored[key] = case
-        by_tenant = Counter({str(tenant): int(count) for tenant, count in state["tenants"].items()})
-        taken_back = int(state["taken_back"])
-        with self._lock:
-            self._cases |= restored
-            self._by_tenant, self.taken_back = by_tenant, taken_back
-
     def means(self) -> dict[str, tuple[int, float, float]]:
         """By method the number of compared answers, their mean agreement, and their mean divergence in nats."""
         with self._lock:
@@ -307,23 +271,45 @@ class Evidence:
         return {**qualities, "methods": measured, "taken_back": self.taken_back}
 
     def load(self, path: Path | None) -> None:
-        """Continue from a file that `save` wrote; a missing one changes nothing, a damaged one is logged."""
+        """Continue from a file that `save` wrote; a missing one changes nothing, a damaged one is logged.
+
+        Cases of methods or bounds that are not its own are ignored.
+        """
         if path is None or not path.exists():
             return
+        restored = {}
         try:
-            self.restore(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, LookupError, TypeError, ValueError) as error:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            for entry in state["cases"]:
+                known = self._cases.get((Quality.parse(entry["quality"]), entry["method"]))
+                tests = tuple(BettingTest(**test) for test in entry["tests"])
+                if known is None or [test.bound for test in tests] != [test.bound for test in known.tests]:
+                    continue
+                detectors = tuple(DriftDetector(**detector) for detector in entry["detectors"])
+                restored[Quality.parse(entry["quality"]), entry["method"]] = _Case(
+                    tests, detectors, bool(entry["proven"]), known.prior, bool(entry["drifted"])
+                )
+            by_tenant = Counter({str(tenant): int(count) for tenant, count in state["tenants"].items()})
+            self.taken_back = int(state["taken_back"])
+        except (OSError, LookupError, TypeError, ValueError, AttributeError, UsageError) as error:
             logger.warning("%s cannot be read (%r): comparisons begin anew", path, error)
+            return
+        with self._lock:
+            self._cases |= restored
+            self._by_tenant = by_tenant
 
     def save(self, path: Path | None) -> None:
-        """Write the state atomically; an error is logged."""
+        """Write the state atomically, for `load`; an error is logged."""
         if path is None:
             return
-        partial = path.with_name(f".{path.name}.partial")
+        with self._lock:
+            cases = [
+                {"quality": quality, "method": name, **asdict(case)} for (quality, name), case in self._cases.items()
+            ]
+            state = {"taken_back": self.taken_back, "tenants": dict(self._by_tenant), "cases": cases}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(self.as_dict()), encoding="utf-8")
-            partial.replace(path)
+            replace_file(path, json.dumps(state), 0o600)
         except OSError as error:
             logger.warning("%s cannot be written: %s", path, error.strerror or error)
 
@@ -349,7 +335,7 @@ class Evidence:
         """The cases that are not proven, each with the logarithm of the capital that proves it."""
         level = 0.0
         for method in self.methods:
-            level += self.level / len(self.methods)
+            level += LEVEL / len(self.methods)
             case = self._cases[quality, method]
             if not case.proven:
                 yield case, -log(level)

@@ -339,11 +339,6 @@ class TokenCache:
     def __len__(self) -> int:
         return len(self._ids_by_text)
 
-    @property
-    def held_tokens(self) -> int:
-        """Number of cached ids."""
-        return self._held_tokens
-
 
 def _key(text: str, salt: str) -> bytes:
     salted, encoded = (part.encode("utf-8", "surrogatepass") for part in (salt, text))

@@ -142,22 +142,10 @@ class TreePlace(Generic[KeyT]):
     def __init__(self, node: TrieNode[KeyT, _Tiers]) -> None:
         self._node = node
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the node alone; 0 at the root."""
-        return self._node.value.tokens if self._node.value is not None else 0
-
     def child(self, key: KeyT) -> "TreePlace[KeyT] | None":
         """The stored child for `key`, or None."""
         node = self._node.children.get(key)
         return TreePlace(node) if node is not None and node.value else None
-
-    def children_among(self, keys: Iterable[KeyT]) -> list[tuple[KeyT, "TreePlace[KeyT]"]]:
-        """The stored children whose keys are in `keys`, in the order of `keys`."""
-        nodes = self._node.children
-        if not nodes:
-            return []
-        return [(key, TreePlace(node)) for key in keys if (node := nodes.get(key)) is not None and node.value]
 
 
 class KnowledgeTree(Generic[KeyT]):

@@ -210,23 +210,37 @@ def _removed(path: Path) -> _Removed:
         raise DocumentError(f"{path} cannot be read ({error}); repair or remove it") from error
 
 
+def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file atomically and durably: a reader, also after a crash, sees the old content or the new one.
+
+    `mode` limits who may read it, as the process's mask does.
+
+    Raises:
+        OSError: it cannot be written; the old content is there.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(file, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(file)
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):  # a folder that has become read-only lets nothing be removed either
+            partial.unlink(missing_ok=True)
+        raise
+
+
 def _replace(path: Path, data: Mapping[str, Any]) -> None:
-    """Replace a file atomically.
+    """Replace a file of this folder.
 
     Raises:
         DocumentError: it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(file, "w", encoding="utf-8") as stream:
-            stream.write(json.dumps({"format": _FORMAT, **data}) + "\n")
-            stream.flush()
-            os.fsync(file)
-        partial.replace(path)
+        replace_file(path, json.dumps({"format": _FORMAT, **data}) + "\n", 0o600)
     except OSError as error:
-        with suppress(OSError):  # a folder that has become read-only lets nothing be removed either
-            partial.unlink(missing_ok=True)
         raise DocumentError(f"{path} cannot be written: {error}") from error
 
 

@@ -47,11 +47,10 @@ class VllmComparisons:
     is not reused. Distributions are compared over the most likely tokens; all other tokens count as one.
     """
 
-    def __init__(self, evidence: Evidence, fleet: Fleet, *, every: int = WOVEN_EVERY) -> None:
+    def __init__(self, evidence: Evidence, fleet: Fleet) -> None:
         """Nothing is pending. Sets `fleet.on_idle`."""
         self.evidence = evidence
         self.counts = Counter({"compared": 0, "dropped": 0, "failed": 0})
-        self._every = every
         self._woven = 0
         self._fleet = fleet
         self._pending: deque[_Woven] = deque()
@@ -68,7 +67,7 @@ class VllmComparisons:
         if not (prepared.choice.learns and prepared.weaves) or prepared.request.cache is not CacheUse.USE:
             return None
         self._woven += 1
-        return None if self._woven % self._every else _ALTERNATIVES
+        return None if self._woven % WOVEN_EVERY else _ALTERNATIVES
 
     def offer(self, prepared: PreparedRequest, body: Mapping[str, Any], choice: Choice) -> None:
         """Queue a woven answer if it has the alternatives. Drops it if the queue is full."""

@@ -7,8 +7,6 @@ import asyncio
 import itertools
 import json
 import logging
-import os
-import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 
 from chunkweave.errors import NotRemovedError, UsageError
 from chunkweave.planning.method_choice import FIELD
-from chunkweave.store.shared_folder import sync_folder
+from chunkweave.store.shared_folder import replace_file, sync_folder
 from chunkweave.types import ChunkId
 from chunkweave.vllm.removal import Removed, removal_params
 from chunkweave_server.errors import HttpError
@@ -158,18 +156,8 @@ def _replace(path: Path, pending: Mapping[str, Collection[Removal]]) -> None:
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     data = {key: [asdict(removal) for removal in removals] for key, removals in pending.items()}
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    try:
-        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(file, "w", encoding="utf-8") as stream:
-            json.dump({"format": _FORMAT, "pending": data}, stream)
-            stream.flush()
-            os.fsync(file)
-        partial.replace(path)
-        sync_folder(path.parent)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    replace_file(path, json.dumps({"format": _FORMAT, "pending": data}), 0o600)
+    sync_folder(path.parent)
 
 
 _COMMAND_TOKENS = 1 << 15
