@@ -365,20 +365,16 @@ class DeviationFactor(StrEnum):
 class QueryConfig:
     """Settings of the method `query`: how it reads the question's attention.
 
-    The attention of the question's last `tail` tokens (None: all) is read in `layers` and multiplied by `factor`. With
-    2 `rounds`, half the budget is spent first; then the attention is read again to spend the other half.
+    The attention of the question's last `tail` tokens (None: all) is read in `layers` and multiplied by `factor`.
     """
 
     tail: int | None = 1
     layers: WatchedLayers = WatchedLayers.ALL
     factor: DeviationFactor = DeviationFactor.NONE
-    rounds: int = 1
 
     def __post_init__(self) -> None:
         if self.tail is not None and self.tail < 1:
             raise UsageError(f"at least one token of the question must be watched, not {self.tail}")
-        if self.rounds not in (1, 2):
-            raise UsageError(f"rounds must be 1 or 2, not {self.rounds}")
 
 
 @dataclass(frozen=True, slots=True)

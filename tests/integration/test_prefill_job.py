@@ -28,7 +28,6 @@ METHODS = {
     "random": {},
     "cachecraft": {},
     "query": {"query": QueryConfig()},
-    "query-two-rounds": {"query": QueryConfig(rounds=2)},
 }
 
 
@@ -62,7 +61,7 @@ def rows_of(prefilled: Prefilled, stop: int) -> torch.Tensor:
 @settings(max_examples=6, deadline=None)
 @given(tokens=st.lists(st.integers(1, 60), min_size=1, max_size=4))
 def test_slices_give_what_one_pass_gives(bench, name, step, tokens):
-    method = bench_method(name.removesuffix("-two-rounds"), (), ReuseConfig(0.3, **METHODS[name]))
+    method = bench_method(name, (), ReuseConfig(0.3, **METHODS[name]))
     prompt = make_prompt(SIZES, system=6, order=(2, 0, 3, 1))
     whole = bench.runner.prefill(prompt, method, new_tokens=16)
     parts = sliced(bench, prompt, method, tokens, step)

@@ -149,18 +149,6 @@ def test_a_missing_chunk_is_hidden_from_the_first_pass(llama):
     assert {work.kept_tokens for work in woven.work[:4]} == {computed - len(missing)}
 
 
-def test_the_second_round_asks_the_tokens_that_the_first_has_fixed(llama):
-    prompt = llama.precompute(make_prompt(SIZES, system=6))
-    watched = {"layers": (0, 1, 2)}
-    first = llama.runner.prefill(prompt, watching(QueryConfig(), watched), new_tokens=16)
-    woven = llama.runner.prefill(prompt, watching(QueryConfig(rounds=2), watched, ratio=0.2), new_tokens=16)
-    weights = explicit_attention(llama, first)
-    read = torch.stack([weights[layer] for layer in (0, 1, 2)])[:, :, -1].amax(1).sum(0)
-    left = [position for position in candidates_of(woven.plan) if position not in recomputed(first)]
-    assert recomputed(woven) == sorted([*recomputed(first), *best(read, left, ceil(0.2 * 80) - 8)])
-    assert woven.recompute_work == llama.loaded.model.geometry.num_layers * ceil(0.2 * 80)
-
-
 def test_its_work_is_a_question_and_the_chosen_tokens(bench):
     """No dense layer: the recomputed share of work is the ratio itself, and the first pass ends where it is watched."""
     prompt = bench.precompute(make_prompt(SIZES))

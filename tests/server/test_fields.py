@@ -35,7 +35,7 @@ SETTINGS = {
     "full": (),
     "full-reuse": (),
     "prefix": (),
-    "query": ("ratio=0.9", "whole:late", "two-rounds"),
+    "query": ("ratio=0.9", "whole:late"),
     "query-whole": ("ratio=0.9",),
     "query:whole:late:stored": ("ratio=0.9",),
 }
@@ -165,7 +165,7 @@ def test_the_calibrated_form_can_be_requested_and_be_the_servers_own(serve, form
         if form == "query-whole":
             assert (report["method"], report["parameters"].keys()) == ("query-whole", {"recompute_ratio"})
         else:
-            query = {"tail": None, "layers": "late", "factor": "stored", "rounds": 1}
+            query = {"tail": None, "layers": "late", "factor": "stored"}
             assert (report["method"], report["parameters"]["query"]) == ("query", query)
 
 

@@ -344,7 +344,7 @@ BLEND_AT_4 = {"recompute_ratio": 0.4, "check_layers": [2, 3]}
 CRAFT_AT_1 = {"alpha": 1.0, "focus": True}
 CRAFT_AT_HALF, CRAFT_OWN = ({"alpha": alpha, "focus": True} for alpha in (0.5, 2.5))
 NO_FOCUS = {"alpha": 0.5, "focus": False}
-QUERY_WHOLE = {"recompute_ratio": 0.4, "query": {"tail": None, "layers": "late", "factor": "stored", "rounds": 1}}
+QUERY_WHOLE = {"recompute_ratio": 0.4, "query": {"tail": None, "layers": "late", "factor": "stored"}}
 
 
 @pytest.mark.parametrize(

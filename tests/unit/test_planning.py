@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chunkweave.config import DeviationFactor, QueryConfig, ReuseConfig
 from chunkweave.errors import UnknownMethodError, UsageError
-from chunkweave.planning.method import asks_again, make_method, needs_profiles, reads_question
+from chunkweave.planning.method import make_method, needs_profiles, reads_question
 from chunkweave.planning.methods.cacheblend import filter_ratios
 from chunkweave.planning.outcome import LayerWork, full_prefill_flops, layer_flops
 from chunkweave.planning.plan import KeepTop, KVSource, PartPlan, Pass, Plan, RecomputeScore, StopUnfocused
@@ -128,8 +128,6 @@ def test_a_method_is_called_as_it_is_found(name):
         ),
         (reads_question, ReuseConfig(), {"cachecraft", "query", "query-whole"}),
         (reads_question, ReuseConfig(focus=False), {"query", "query-whole"}),
-        (asks_again, ReuseConfig(), set()),
-        (asks_again, ReuseConfig(query=QueryConfig(rounds=2)), {"query"}),
     ],
 )
 def test_methods_declare_what_they_need(declared, config, names):

@@ -140,33 +140,20 @@ def test_without_any_profile_the_weights_are_equal():
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),
     ratio=st.floats(0.01, 1.0),
-    rounds=st.sampled_from((1, 2)),
     factor=st.sampled_from(DeviationFactor),
     data=st.data(),
 )
-def test_the_budget_is_spent_and_no_more(sizes, ratio, rounds, factor, data):
+def test_the_budget_is_spent_and_no_more(sizes, ratio, factor, data):
     stored = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
-    made = plan(make_lookup(sizes, stored=stored), ratio, rounds=rounds, factor=factor)
+    made = plan(make_lookup(sizes, stored=stored), ratio, factor=factor)
     reused = made.tokens(KVSource.REUSED)
     always = len(made.reused_among(positions(made.passes[-1].required)))
     chosen = sum(pass_.candidates_at(GEOMETRY.num_layers - 1) for pass_ in made.passes if pass_.start is not None)
     assert always + chosen == ceil(ratio * reused)
-    assert len(made.passes) <= 1 + rounds
+    assert len(made.passes) <= 2
 
 
-def test_two_rounds_ask_again_about_the_other_half():
-    watching, first, second = plan(STORED, rounds=2).passes
-    assert (first.start.count, second.start.count) == (4, 4)
-    assert first.watch == watching.watch
-    assert second.watch is None
-    assert first.depth is None
-
-
-def test_a_budget_of_one_token_is_one_round():
-    assert len(plan(make_lookup((5,), stored=(0,)), ratio=0.1, rounds=2).passes) == 2
-
-
-@pytest.mark.parametrize("query", [{"tail": 0}, {"rounds": 3}])
+@pytest.mark.parametrize("query", [{"tail": 0}])
 def test_what_makes_no_sense_is_refused(query):
     with pytest.raises(UsageError):
         QueryConfig(**query)

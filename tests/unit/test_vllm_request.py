@@ -361,7 +361,7 @@ SPECS = [
     *METHODS.names,
     "cacheblend:ratio=0.3:layers=1+4",
     "cachecraft:alpha=2.0:no-focus",
-    "query:whole:late:two-rounds:ratio=0.05",
+    "query:whole:late:ratio=0.05",
 ]
 FLAGS = ("raisable", "counts_as_request", "reads_only")
 
@@ -517,7 +517,7 @@ def test_a_calibration_record_says_what_a_quality_means(server, params, method, 
     request = read({"chunks": [[3, 6]], **params}, defaults=Defaults.from_config(server, CALIBRATED))
     assert (request.method, request.choice.why) == (method, why)
     if why is Why.CALIBRATED:
-        query = {"tail": 1, "layers": "all", "factor": "none", "rounds": 1}
+        query = {"tail": 1, "layers": "all", "factor": "none"}
         found = {"query": {"recompute_ratio": 0.1, "query": query}, "cachecraft": {"alpha": 0.5, "focus": True}}
         assert request.choice.parameters == found[method]
 

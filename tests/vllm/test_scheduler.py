@@ -635,16 +635,6 @@ def test_full_waits_for_no_lookup_and_keeps_nothing_where_it_alone_answers(usual
     assert (bool(orders.lookups), bool(orders.saves)) == (False, keeps)
 
 
-def test_what_is_recomputed_in_two_rounds_shares_no_blocks_at_all(side):
-    def salt(name, method):
-        request = by(method, name=name)
-        side.add(request)
-        return request.cache_salt
-
-    assert salt("a", "query") == salt("b", "query")
-    assert salt("c", "query:two-rounds") != salt("d", "query:two-rounds")
-
-
 def test_a_request_that_is_not_woven_counts_when_it_first_gets_blocks(side):
     for request in (FakeRequest(CHUNKS), FakeRequest({**CHUNKS, "counts_as_request": False}, name="b")):
         assert begun(side, request, 48) == 0

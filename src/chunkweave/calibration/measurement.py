@@ -57,7 +57,7 @@ class CalibrationConfig:
 
     Each method is measured at every value of its parameter, from cheap to expensive. The whole curve is needed: eq. 13
     of Cache-Craft takes its least acceptable point, and with noise the first point that passes is random. `methods` are
-    specifications as in benchmarks (`query:two-rounds`); one with a value (`epic@0.3`) is measured only at that value.
+    specifications as in benchmarks (`query:whole`); one with a value (`epic@0.3`) is measured only at that value.
     Every method is measured over chunks warmed in each way of `warm`; methods with
     alpha also over `alpha_warm`, since their scores compare a chunk's neighbours with its context.
 

@@ -27,7 +27,7 @@ Methods = Annotated[
     str,
     typer.Option(
         help="Reuse methods, separated by commas; `full` and `full-reuse` are always added. Settings follow a colon, "
-        f"the value of a single method an @: `query:two-rounds@0.05`. There are: {METHODS.listed}."
+        f"the value of a single method an @: `query:whole@0.05`. There are: {METHODS.listed}."
     ),
 ]
 Free = Annotated[int, typer.Option(min=0, help="Questions that every method also answers freely, for `same` and F1.")]

@@ -200,7 +200,7 @@ class _TargetOptions:
     methods: Annotated[
         str,
         typer.Option(
-            help="Methods to choose from, separated by commas, with settings after a colon: `query:two-rounds`. "
+            help="Methods to choose from, separated by commas, with settings after a colon: `query:whole`. "
             f"There are: {METHODS.listed}."
         ),
     ] = ",".join(CANDIDATES)

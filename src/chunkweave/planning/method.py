@@ -90,7 +90,7 @@ _SETTINGS: Mapping[str, MethodSettings] = {
 class ReuseMethod(Protocol):
     """Decides which parts of a prompt are read from the store, and which tokens are computed at which layers.
 
-    A method may also have `needs_profiles`, `reuses_nothing`, `reads_question` and `asks_again`, each as a class
+    A method may also have `needs_profiles`, `reuses_nothing` and `reads_question`, each as a class
     attribute or, if it depends on the configuration, as a property; the default is False. The functions of these names
     explain them.
 
@@ -203,7 +203,7 @@ def about_method(name: str, plugins: Plugins = METHODS) -> str:
 
 
 def method_named(spec: str) -> str:
-    """The method name in a specification such as `query:two-rounds`."""
+    """The method name in a specification such as `query:whole`."""
     return spec.partition(":")[0]
 
 
@@ -354,18 +354,6 @@ def reads_question(method: ReuseMethod) -> bool:
     (True, False)
     """
     return bool(getattr(method, "reads_question", False))
-
-
-def asks_again(method: ReuseMethod) -> bool:
-    """Whether the question is read again after a first round of recomputation, whose tokens are then final.
-
-    Tokens of the first round saw KV before the second round, so computing them again over the finished KV would give
-    another result.
-
-    >>> asks_again(make_method("query"))
-    False
-    """
-    return bool(getattr(method, "asks_again", False))
 
 
 def needs_profiles(method: ReuseMethod) -> bool:

@@ -23,7 +23,7 @@ from uuid import uuid4
 from chunkweave.conversation.answer import PrefillReport
 from chunkweave.conversation.weave_request import StoredPart, WeaveRequest
 from chunkweave.errors import UsageError
-from chunkweave.planning.method import asks_again, reuses_nothing
+from chunkweave.planning.method import reuses_nothing
 from chunkweave.planning.method_choice import EXACT_METHODS, FIELD, checked_flag, refuse_unknown_keys
 from chunkweave.planning.plan import KVSource
 from chunkweave.prompt.find_chunks import ChunkFinder
@@ -322,7 +322,7 @@ class ConnectorScheduler:
         exact = nothing or tracked.exact_method
         tracked.shared = len(woven.prompt) if exact else 0
         own_salt = f"{woven.salt}|{uuid4().hex}"
-        if nothing or woven.reads_only or asks_again(woven.choice.made) or (long and not exact):
+        if nothing or woven.reads_only or (long and not exact):
             keep_apart(request, own_salt)
         elif not exact:
             tracked.shared = self._exact_stop(tracked)

@@ -48,7 +48,6 @@ class QueryAware:
         "third": {"query": {"layers": WatchedLayers.FIRST_THIRD}},
         "no-factor": {"query": {"factor": DeviationFactor.NONE}},
         "stored": {"query": {"factor": DeviationFactor.STORED}},
-        "two-rounds": {"query": {"rounds": 2}},
     }
     reads_question = True
 
@@ -61,13 +60,8 @@ class QueryAware:
         """True if attention to the old context is part of the evidence."""
         return self._query.factor is DeviationFactor.STORED
 
-    @property
-    def asks_again(self) -> bool:
-        """True with two rounds."""
-        return self._query.rounds > 1
-
     def plan(self, lookup: PromptLookup, geometry: Geometry) -> Plan:
-        """A pass that watches the question, and one or two over what it read; a single pass if there is no choice."""
+        """A pass that watches the question, and one over what it read; a single pass if there is no choice."""
         parts = reuse_every_hit(lookup, prefer_mean)
         candidates = reused_spans(parts)
         total = sum(len(span) for span in candidates)
@@ -84,12 +78,7 @@ class QueryAware:
         seen = tuple(p.span for p in parts if p.kv_source is KVSource.COMPUTED and p.part.kind not in _LATER)
         watching = Pass(joined(seen), watch=watch, depth=layers[-1] + 1, hidden=missing)
         weights = _weights(parts, _profiles(parts, lookup)) if self.needs_profiles else ()
-        again = budget // 2 if self.asks_again else 0
-        first = Pass(required_spans(parts), candidates, start=TopBy(budget - again, weights))
-        if not again:
-            return Plan(self.name, parts, (watching, first))
-        second = replace(first, start=TopBy(again, weights))
-        return Plan(self.name, parts, (watching, replace(first, watch=watch), second))
+        return Plan(self.name, parts, (watching, Pass(required_spans(parts), candidates, start=TopBy(budget, weights))))
 
 
 class QueryWhole(QueryAware):
