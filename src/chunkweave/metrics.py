@@ -1,7 +1,9 @@
 """Metrics of one request: tokens by KV source and time by phase."""
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
 from chunkweave.types import ChunkId, SegmentId, Span
@@ -36,8 +38,8 @@ class ChunkReport:
 def parameter_text(value: Any) -> str:
     """A value of `ReuseReport.parameters` as display text.
 
-    >>> parameter_text(0.15), parameter_text(True), parameter_text([1, 2]), parameter_text({"tail": None, "rounds": 1})
-    ('0.15', 'on', '1 2', 'tail all, rounds 1')
+    >>> parameter_text(0.15), parameter_text(True), parameter_text([1, 2]), parameter_text({"tail": None, "top": 1})
+    ('0.15', 'on', '1 2', 'tail all, top 1')
     """
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {parameter_text(field_value)}" for name, field_value in value.items())
@@ -184,50 +186,53 @@ class ReuseReport:
         return {**asdict(self), "effective_method": self.effective_method, "flops_limit": self.flops_limit}
 
 
+_LATEST = 9
 _MOSTLY = 0.8
 """Share of full prefill's work from which a prefill says what full prefill takes."""
 
 
-@dataclass(slots=True)
-class FullEstimate:
-    """What full prefill takes here at least, and the time that reuse has saved at least, from the reports added.
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Seconds by which a first token came sooner than with full prefill, which would have taken `full_s`."""
 
-    `seconds_per_work` is the least that a request took after the queue per unit of work, of those that computed most of
-    their prompt; None before the first. The others shared the machine with more requests. Work is counted in FLOPs;
-    where these are not known, in computed tokens. Requests that reused nothing save nothing.
+    seconds: float
+    full_s: float
+
+    @property
+    def share(self) -> float:
+        """The saved share of full prefill's time; negative if reuse was later."""
+        return self.seconds / self.full_s if self.full_s else 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """As JSON values, for reports."""
+        return {"saved_s": round(self.seconds, 4), "saved_share": round(self.share, 4)}
+
+
+@dataclass(slots=True)
+class Savings:
+    """What reuse saves against the same backend without stored KV, by the times of prompts that were mostly computed.
+
+    Full prefill's rate is the median of their latest seconds per unit of work, after the queue. Work is counted in
+    FLOPs; where these are not known (over vLLM), in computed tokens, without those in vLLM's own prefix cache.
     """
 
-    seconds_per_work: float | None = None
-    reusing_full_work: float = 0.0
-    reusing_s: float = 0.0
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=_LATEST))
 
-    def add(self, report: ReuseReport) -> None:
-        """Count one answer."""
+    def add(self, report: ReuseReport) -> Saved | None:
+        """Count one answer; returns what it saved, nothing if it reused nothing. None while the rate is unknown."""
         work, full_work = _work(report)
         prefill_s = report.ttft_s - report.queue_s
         if full_work and work >= _MOSTLY * full_work:
-            rate = prefill_s / work
-            self.seconds_per_work = rate if self.seconds_per_work is None else min(rate, self.seconds_per_work)
-        if report.tokens_not_computed:
-            self.reusing_full_work += full_work
-            self.reusing_s += prefill_s
-
-    def ttft_s(self, report: ReuseReport) -> float | None:
-        """Least seconds to the first token with full prefill; None while no request computed most of its prompt."""
-        if self.seconds_per_work is None:
+            self.rates.append(prefill_s / work)
+        if not self.rates:
             return None
-        return report.queue_s + self.seconds_per_work * _work(report)[1]
-
-    @property
-    def saved_s(self) -> float | None:
-        """Seconds by which first tokens came sooner than with full prefill, at least; None where `ttft_s` is."""
-        if self.seconds_per_work is None:
-            return None
-        return max(0.0, self.seconds_per_work * self.reusing_full_work - self.reusing_s)
+        full_s = median(self.rates) * full_work
+        return Saved(full_s - prefill_s if work < full_work else 0.0, full_s)
 
 
 def _work(report: ReuseReport) -> tuple[float, float]:
     """Of a prefill as it was, and of full prefill."""
     if report.full_prefill_flops:
         return report.prefill_flops, report.full_prefill_flops
-    return float(report.computed_tokens + report.recomputed_tokens), float(report.prompt_tokens)
+    tokens = report.prompt_tokens - report.engine_cached_tokens
+    return float(report.computed_tokens + report.recomputed_tokens), float(tokens)

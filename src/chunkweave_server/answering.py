@@ -12,6 +12,7 @@ from typing import Any, Self
 from chunkweave.config import SamplingParams
 from chunkweave.conversation.answer import AnswerEnd, Choice, PendingAnswer, WholeChoices
 from chunkweave.errors import ChunkweaveError, NotRemovedError
+from chunkweave.metrics import Savings
 from chunkweave.models.gguf import READER_CANNOT_READ, READER_TOKENS_A_WORD
 from chunkweave.ordering.ordering import ChunkOrder
 from chunkweave.prompt.builder import PromptLimit
@@ -144,13 +145,16 @@ class RunningAnswer:
             end = replace(end, shown={**end.shown, **self.retrieval.shown(end.prefilled_s)})
         if self._cache is not CacheUse.USE:
             end = replace(end, shown={**end.shown, "cache": self._cache})
+        saved = self._answering.savings.add(end.report)
+        if saved is not None:
+            end = replace(end, shown={**end.shown, **saved.as_dict()})
         self.end = end
         self._observed = True
         for counts in (self._answering.counts[self._meta.tenant], self._answering.counts_of_all):
-            counts.add(end.report)
+            counts.add(end.report, saved)
         if self._answering.improving.on and self._cache is CacheUse.USE:
             self._answering.improving.served(self._meta.tenant, self.salt, end)
-        self._answering.observer.answered(self._meta, end.report, finish_reason=end.finish_reason)
+        self._answering.observer.answered(self._meta, end.report, finish_reason=end.finish_reason, saved=saved)
 
 
 class Answering:
@@ -167,6 +171,7 @@ class Answering:
     ) -> None:
         self.counts: dict[str, TenantCounts] = defaultdict(TenantCounts)
         self.counts_of_all = TenantCounts()
+        self.savings = Savings()
         self.running: dict[RunningAnswer, None] = {}
         self.observer = observer
         self.retriever = Retriever(self._pending, speculate=parts.speculate, max_prefill_batch=parts.max_prefill_batch)

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from chunkweave.errors import DeadlineError, QueueFullError, RequestAbortedError, UsageError
-from chunkweave.metrics import ReuseReport
+from chunkweave.metrics import ReuseReport, Saved
 from chunkweave.models.kernels.compiles import KERNEL_COMPILES
 from chunkweave.planning.calibration import Quality
 from chunkweave.planning.evidence import Evidence
@@ -220,6 +220,7 @@ _COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "generation_tokens": ("Tokens of answers.", ("tenant",)),
     "cache_queries": ("Tokens of instructions and chunks looked up in the store.", ()),
     "cache_hits": ("Of these, tokens taken from the store.", ("tier",)),
+    "prefill_seconds": ("Seconds to first tokens, after the queue: actual, and by full prefill.", ("way",)),
     "request_lost_segments": ("Segments that were lost or late when a request read them.", ()),
 }
 
@@ -292,8 +293,8 @@ class ServerMetrics:
         }
         self.registry.register(SampleCollector(model, samples))
 
-    def observe(self, report: ReuseReport, *, finish_reason: str, tenant: str = "") -> None:
-        """Count a request with a complete answer."""
+    def observe(self, report: ReuseReport, *, finish_reason: str, tenant: str = "", saved: Saved | None = None) -> None:
+        """Count a request with a complete answer; what it `saved` may be unknown."""
         method = report.method
         answer_tokens = report.new_tokens
         self._observe("time_to_first_token_seconds", report.ttft_s, tenant=tenant, method=method)
@@ -313,6 +314,9 @@ class ServerMetrics:
         self._count("generation_tokens", answer_tokens, tenant=tenant)
         self._count("request_success", 1, finished_reason=finish_reason)
         self._count("request_lost_segments", report.lost_segments)
+        if saved is not None:
+            self._count("prefill_seconds", saved.full_s, way="full")
+            self._count("prefill_seconds", max(0.0, saved.full_s - saved.seconds), way="actual")
         self._count("cache_queries", report.looked_up_tokens)
         for tier, tokens in report.hits.items():
             self._count("cache_hits", tokens, tier=tier)

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
 from chunkweave.errors import install_extra
-from chunkweave.metrics import ReuseReport
+from chunkweave.metrics import ReuseReport, Saved
 from chunkweave_server.errors import HttpError
 from chunkweave_server.metrics import Outcome, ServerMetrics, outcome_of
 from chunkweave_server.settings import LogForm
@@ -243,7 +243,8 @@ MOST_UNANSWERED = 50
 
 @dataclass(frozen=True, slots=True)
 class RecentRequest:
-    """An ended request, without its texts and the names of its parts. `report` is None without an answer.
+    """An ended request, without its texts and the names of its parts. `report` is None without an answer, `saved` if
+    it is not known.
 
     `key` is random, since a number would reveal the number of other requests. `ended_s` is a Unix time. `error` is the
     status and code of a refusal, else the error's class.
@@ -255,6 +256,7 @@ class RecentRequest:
     report: ReuseReport | None = None
     finish_reason: str = ""
     error: str = ""
+    saved: Saved | None = None
     ended_s: float = field(default_factory=time.time)
     key: str = field(default_factory=lambda: secrets.token_hex(8))
 
@@ -269,10 +271,12 @@ class RecentRequests:
         self._answered: deque[RecentRequest] = deque(maxlen=MOST)
         self._unanswered: deque[RecentRequest] = deque(maxlen=MOST_UNANSWERED)
 
-    def answered(self, request_id: str, tenant: str, report: ReuseReport, *, finish_reason: str = "") -> None:
-        """Keep a request with a complete answer."""
+    def answered(
+        self, request_id: str, tenant: str, report: ReuseReport, *, finish_reason: str = "", saved: Saved | None = None
+    ) -> None:
+        """Keep a request with a complete answer; what it `saved` may be unknown."""
         report = replace(report, chunks=())
-        self._answered.append(RecentRequest(request_id, tenant, Outcome.FINISHED, report, finish_reason))
+        self._answered.append(RecentRequest(request_id, tenant, Outcome.FINISHED, report, finish_reason, saved=saved))
 
     def unanswered(self, request_id: str, tenant: str, outcome: str, error: BaseException | None) -> None:
         """Keep a request without a complete answer. `error` is None if the client closed the connection."""
@@ -308,14 +312,16 @@ class Observer:
         self.recent = RecentRequests()
         self._traces = traces
 
-    def answered(self, meta: RequestMeta, report: ReuseReport, *, finish_reason: str) -> None:
-        """The request has its complete answer."""
-        self.metrics.observe(report, finish_reason=finish_reason, tenant=meta.tenant)
+    def answered(
+        self, meta: RequestMeta, report: ReuseReport, *, finish_reason: str, saved: Saved | None = None
+    ) -> None:
+        """The request has its complete answer; what it `saved` may be unknown."""
+        self.metrics.observe(report, finish_reason=finish_reason, tenant=meta.tenant, saved=saved)
         if self._traces is not None:
             self._traces.record(
                 report, request_id=meta.request_id, finish_reason=finish_reason, traceparent=meta.traceparent
             )
-        self.recent.answered(meta.request_id, meta.tenant, report, finish_reason=finish_reason)
+        self.recent.answered(meta.request_id, meta.tenant, report, finish_reason=finish_reason, saved=saved)
         log_request(Outcome.FINISHED, report, finish_reason=finish_reason)
 
     def failed(self, meta: RequestMeta, error: BaseException) -> None:

@@ -16,7 +16,6 @@ from fastapi.responses import JSONResponse, Response
 
 import chunkweave
 from chunkweave.errors import UsageError
-from chunkweave.metrics import FullEstimate
 from chunkweave.planning.method import about_method, parameters_of
 from chunkweave.plugins import METHODS
 from chunkweave_server.errors import Responses, error_responses
@@ -99,15 +98,15 @@ async def list_requests(
         "running": running,
         "waiting": waiting,
         "totals": totals.as_dict(),
-        "data": [_summary(request, tenant, totals.full) for request in answered[:limit]],
-        "unanswered": [_summary(request, tenant, totals.full) for request in unanswered[:limit]],
+        "data": [_summary(request, tenant) for request in answered[:limit]],
+        "unanswered": [_summary(request, tenant) for request in unanswered[:limit]],
     }
     if tenant.admin:
         body["stored"] = await in_thread(lambda: _stored(parts))
     return JSONResponse(body)
 
 
-def _summary(request: RecentRequest, tenant: Tenant, full: FullEstimate) -> dict[str, Any]:
+def _summary(request: RecentRequest, tenant: Tenant) -> dict[str, Any]:
     owner = {"tenant": request.tenant} if tenant.admin and not tenant.anonymous else {}
     ended = {"request_id": request.id, **owner, "ended_s": request.ended_s, "outcome": str(request.outcome)}
     report = request.report
@@ -124,7 +123,8 @@ def _summary(request: RecentRequest, tenant: Tenant, full: FullEstimate) -> dict
         "looked_up_tokens": report.looked_up_tokens,
         "hits": dict(report.hits),
         "ttft_s": report.ttft_s,
-        "full_ttft_s": full.ttft_s(report),
+        "full_ttft_s": None if request.saved is None else report.queue_s + request.saved.full_s,
+        "saved_s": None if request.saved is None else request.saved.seconds,
     }
 
 

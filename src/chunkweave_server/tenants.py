@@ -9,13 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from chunkweave.errors import UsageError
-from chunkweave.metrics import FullEstimate, ReuseReport
+from chunkweave.metrics import ReuseReport, Saved
 from chunkweave_server.errors import HttpError
 from chunkweave_server.settings import LimitSettings
 
@@ -282,7 +282,10 @@ class TenantLimits:
 
 @dataclass(slots=True)
 class TenantCounts:
-    """Totals of one tenant's answers since the server started, in tokens, and an estimate of full prefill's times."""
+    """Totals of one tenant's answers since the server started, in tokens, and the time that reuse saved.
+
+    `full_s` is what full prefill would have taken for the answers whose savings are known.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -292,19 +295,22 @@ class TenantCounts:
     computed_tokens: int = 0
     answer_tokens: int = 0
     tokens_not_computed: int = 0
-    full: FullEstimate = field(default_factory=FullEstimate)
+    full_s: float = 0.0
+    time_saved_s: float = 0.0
 
-    def add(self, report: ReuseReport) -> None:
-        """Count one answer."""
+    def add(self, report: ReuseReport, saved: Saved | None) -> None:
+        """Count one answer, and what it `saved` if this is known."""
         self.requests += 1
         self.answer_tokens += report.new_tokens
         self.tokens_not_computed += report.tokens_not_computed
         for name in ("prompt", "prefix_exact", "reused", "recomputed", "computed"):
             tokens = f"{name}_tokens"
             setattr(self, tokens, getattr(self, tokens) + getattr(report, tokens))
-        self.full.add(report)
+        if saved is not None:
+            self.full_s += saved.full_s
+            self.time_saved_s += saved.seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON values. `time_saved_s` is a lower bound; null while it cannot be estimated."""
-        counts = {name: value for name, value in asdict(self).items() if name != "full"}
-        return {**counts, "time_saved_s": self.full.saved_s}
+        """As JSON values. `time_saved_s`, and its share of full prefill's time, are null while they are not known."""
+        saved = (self.time_saved_s, self.time_saved_s / self.full_s) if self.full_s else (None, None)
+        return {**asdict(self), "time_saved_s": saved[0], "saved_share": saved[1]}

@@ -128,7 +128,13 @@ def test_totals_count_what_reuse_saved_and_status_has_the_same(client):
     assert totals["prompt_tokens"] == sum(one["prompt_tokens"] for one in reports)
     expected = sum(one["prefix_exact_tokens"] + one["reused_tokens"] for one in reports)
     assert totals["tokens_not_computed"] == expected > 0
-    assert totals["time_saved_s"] >= 0
+    assert totals["time_saved_s"] == pytest.approx(sum(one["saved_s"] for one in reports), abs=1e-3)
+    assert totals["saved_share"] == pytest.approx(totals["time_saved_s"] / totals["full_s"])
+    rows = seen(client, "requests")["data"]
+    assert [row["saved_s"] for row in rows] == pytest.approx([one["saved_s"] for one in reports[::-1]], abs=1e-4)
+    actual, full = (client.metric("prefill_seconds_total", way=way) for way in ("actual", "full"))
+    assert full == pytest.approx(totals["full_s"])
+    assert full - actual == pytest.approx(totals["time_saved_s"], abs=1e-6)
     cache = seen(client, "cache")
     assert cache["tenant"] == cache["all_tenants"] == totals
 

@@ -32,7 +32,7 @@ from chunkweave.cli.options import (
 )
 from chunkweave.config import RequestDefaults, SamplingParams, StoreConfig
 from chunkweave.errors import UsageError
-from chunkweave.metrics import ChunkReport, ReuseReport, parameter_text
+from chunkweave.metrics import ChunkReport, ReuseReport, Saved, Savings, parameter_text
 from chunkweave.models.gguf import READER_CANNOT_READ, READER_TOKENS_A_WORD, is_bundled_reader
 from chunkweave.ordering.ordering import ChunkOrder, OrderingConfig
 from chunkweave.planning.plan import KVSource
@@ -151,7 +151,15 @@ def ask(
     for fields, asked_over in zip(answer_dicts, over, strict=True):
         if asked_over.retrieved is not None:
             fields["retrieved"] = [chunk.as_dict() for chunk in asked_over.retrieved]
-    output.finish({"model": model.name, "answers": answer_dicts})
+    savings = Savings()
+    saved = [savings.add(answer.report) for answer in answers]
+    known = [one for one in saved if one is not None]
+    total = Saved(sum(one.seconds for one in known), sum(one.full_s for one in known))
+    if known and len(answers) > 1:
+        output.show(
+            f"saved {total.seconds:.1f} s of the {total.full_s:.1f} s that full prefill takes ({total.share:.0%})"
+        )
+    output.finish({"model": model.name, "answers": answer_dicts, **(total.as_dict() if known else {})})
 
 
 def _same_path(over: Sequence[AskedOver], order: ChunkOrder) -> bool:

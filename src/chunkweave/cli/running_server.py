@@ -178,7 +178,11 @@ def _why(answer: bytes) -> str:
 def _count(name: str, value: float | None) -> tuple[str, str]:
     """A table row for a counter since the server's start."""
     if name == "time_saved_s":
-        return "time saved", "not known yet" if value is None else f"at least {value:,.1f} s"
+        return "time saved", "not known yet" if value is None else f"{value:,.1f} s"
+    if name == "saved_share":
+        return "of full prefill's time", "not known yet" if value is None else f"{value:.0%}"
+    if name == "full_s":
+        return "full prefill's time", f"{value:,.1f} s"
     return name.replace("_", " "), f"{value:,}"
 
 
