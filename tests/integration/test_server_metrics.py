@@ -20,6 +20,7 @@ from chunkweave.errors import (
     RequestAbortedError,
     RequestFailedError,
 )
+from chunkweave.metrics import Saved
 from chunkweave.planning.evidence import Compared
 from chunkweave.retrieval.speculation import Speculation
 from chunkweave.store.level import Level
@@ -328,7 +329,7 @@ def everything(served, dead_remote) -> Samples:
         ],
     )
     for answer in answers:
-        metrics.observe(answer.report, finish_reason=answer.finish_reason)
+        metrics.observe(answer.report, finish_reason=answer.finish_reason, saved=Saved(1.0, 2.0))
     return scrape(metrics) | scrape(ServerMetrics("toy", [lambda: store_samples(dead_remote)]))
 
 
