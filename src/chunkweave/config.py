@@ -462,8 +462,8 @@ class SamplingParams:
     Answers match the `grammar`, if one is given.
 
     >>> from chunkweave import SamplingParams
-    >>> SamplingParams(max_new_tokens=32).greedy, SamplingParams(temperature=0.7, top_p=0.9, seed=1).greedy
-    (True, False)
+    >>> SamplingParams(max_new_tokens=32).temperature, SamplingParams(temperature=0.7, top_p=0.9, seed=1).temperature
+    (0.0, 0.7)
     """
 
     max_new_tokens: int = 128

@@ -425,7 +425,7 @@ def smollm2() -> Path:
 @pytest.mark.slow
 def test_smollm2_answers(smollm2):
     with Engine.load("smollm2") as engine:
-        assert engine.model_name == "smollm2"
+        assert engine.loaded.name == "smollm2"
         assert engine.loaded.folder == dequantized_folder(smollm2)
         assert "Paris" in engine.generate("What is the capital of France?", max_new_tokens=12).text
         tokenizer = engine.loaded.tokenizer

@@ -43,7 +43,7 @@ def test_a_saved_checkpoint_answers_like_the_model_it_was_saved_from(family, tmp
     original = Engine(toy_model(family))
     ask = {"question": "Who?", "chunks": ["One.", "Two."], "max_new_tokens": 8}
     assert loaded.generate(**ask).token_ids == original.generate(**ask).token_ids
-    assert loaded.model_name == family
+    assert loaded.loaded.name == family
 
 
 def test_no_bars_where_there_is_no_terminal(tmp_path, capfd):
@@ -79,7 +79,7 @@ def test_a_hub_name_loads_from_the_hubs_cache(tmp_path, monkeypatch):
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("c" * 40, encoding="utf-8")
     engine = Engine.load("maker/tiny")
-    assert (engine.model_name, engine.loaded.folder) == ("tiny", folder)
+    assert (engine.loaded.name, engine.loaded.folder) == ("tiny", folder)
 
 
 def test_a_missing_folder(tmp_path):

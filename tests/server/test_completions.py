@@ -202,7 +202,6 @@ def test_sampling_follows_seed_stop_and_limits(client: Client):
         ({"chunkweave": {"method": "cachecraft:alpha=-1"}}, "alpha"),
         ({"chunkweave": {"method": "cachecraft:alpha=much"}}, "alpha"),
         ({"chunkweave": {"quality": "nice"}}, "nice"),
-        ({"chunkweave": {"quality": "fast"}}, "not calibrated"),
         ({"chunkweave": {"quality": "exact", "method": "cacheblend"}}, "both given"),
         ({"chunkweave": {"ratio": 0.1}}, "ratio"),
         ({"chunkweave": {"order": "random"}}, "order"),

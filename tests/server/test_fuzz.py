@@ -68,7 +68,7 @@ def check(response: httpx.Response | schemathesis.Response) -> None:
 
 
 def test_there_is_an_operation_for_every_endpoint():
-    assert len(OPERATIONS) == 25
+    assert len(OPERATIONS) == 23
     assert {"POST /v1/chat/completions", "DELETE /v1/corpora/{name}/documents/{document}"} <= set(OPERATIONS)
 
 

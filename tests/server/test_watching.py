@@ -55,8 +55,7 @@ def test_answers_are_compared_until_weaving_is_learned(serve: Serve):
         report = client.ask(documents=texts[number:] + texts[:number]).json()["chunkweave"]
         assert report["method"] == "prefix"
         assert re.fullmatch(r"learning \d+ of about \d+", report["why"])
-    wait_until(lambda: client.get("/v1/cache").json()["learned"]["pending"] == 0)
-    assert client.metric("comparisons_total", result="compared") > 0
+    wait_until(lambda: client.metric("comparisons_total", result="compared") > 0)
     assert client.metric("weaving_enabled") == 0
     evidence = client.service.backend.engine.comparisons.evidence
     [cheapest] = evidence.methods[-1:]
@@ -69,12 +68,12 @@ def test_answers_are_compared_until_weaving_is_learned(serve: Serve):
     assert client.ask(documents=texts, chunkweave={"quality": "exact"}).json()["chunkweave"]["why"] == "exact"
 
 
-@pytest.mark.backend("engine")
 def test_it_can_be_switched_off(serve: Serve):
     client = serve(compare=False)
     assert client.ask(documents=DOCUMENTS).json()["chunkweave"]["why"] == "exact"
     assert "learned" not in client.get("/v1/cache").json()
-    assert client.ask(documents=DOCUMENTS, chunkweave={"quality": "balanced"}).status_code == 400
+    refused = client.ask(documents=DOCUMENTS, chunkweave={"quality": "balanced"})
+    assert (refused.status_code, "not calibrated" in refused.text) == (400, True)
 
 
 @pytest.mark.backend("engine")
@@ -85,7 +84,7 @@ def test_a_removal_drops_what_waits_to_be_compared(serve: Serve):
     comparisons.step = lambda *_: time.sleep(0.01)
     client.ask(documents=DOCUMENTS[::-1])
     for body in ({"documents": DOCUMENTS}, {"everything": True}):
-        assert comparisons.pending
+        wait_until(lambda: comparisons.pending > 0)
         assert client.post("/v1/cache/clear", json=body).status_code == 200
         assert not comparisons.pending
         client.ask(documents=DOCUMENTS)

@@ -195,7 +195,7 @@ def test_the_cache_forgets_the_least_recently_used() -> None:
     cache.put("a", (7,))
     cache.put("long", tuple(range(6)))
     assert cache.get("long") is None
-    assert (len(cache), cache.held_tokens) == (2, 3)
+    assert (len(cache), cache._held_tokens) == (2, 3)
 
 
 @pytest.mark.parametrize("tokenizer", FAMILIES, ids=["bundled", "llama", "chatml", "mistral", "plain"])
@@ -255,7 +255,7 @@ def test_of_too_many_chunks_the_last_ones_are_not_tokenized() -> None:
     chunks = [f"{number} " + "The ferry leaves at seven. " * 100 for number in range(50)]
     with pytest.raises(PromptTooLongError, match=r"before chunk \d+ have \d+ tokens, but at most 1000 fit"):
         builder.build("Why?", chunks, limit=PromptLimit(1000))
-    assert builder._cache.held_tokens < 3000
+    assert builder._cache._held_tokens < 3000
     assert len(builder.build("Why?", [chunks[0]] * 50, limit=PromptLimit(1000))) > 2000, "its own length says more"
 
 
