@@ -261,8 +261,8 @@ class Evidence:
         for quality in self.bounds:
             decided = self.decision(quality)
             rests = {} if decided is None else {"rests_on": "calibration" if decided.prior else "comparisons"}
-            method = None if decided is None else decided.method
-            qualities[str(quality)] = {"method": method, **rests, **asdict(self.progress(quality))}
+            progress = asdict(self.progress(quality)) if decided is None else {}
+            qualities[str(quality)] = {"method": None if decided is None else decided.method, **rests, **progress}
         measured = {
             method: {"answers": answers, "agreement": round(agreement, 4), "kl": round(kl, 4)}
             for method, (answers, agreement, kl) in self.means().items()
@@ -332,10 +332,13 @@ class Evidence:
                 case.drifted &= not case.proven
 
     def _needed(self, quality: Quality) -> Iterator[tuple[_Case, float]]:
-        """The cases that are not proven, each with the logarithm of the capital that proves it."""
+        """The cases that are not proven, each with the logarithm of the capital that proves it.
+
+        Each method has half of the level that those before it have left: a cheaper one is hardly better.
+        """
         level = 0.0
-        for method in self.methods:
-            level += LEVEL / len(self.methods)
+        for place, method in enumerate(self.methods):
+            level += LEVEL / 2 ** min(place + 1, len(self.methods) - 1)
             case = self._cases[quality, method]
             if not case.proven:
                 yield case, -log(level)
