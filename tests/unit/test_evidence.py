@@ -140,6 +140,10 @@ def test_progress_says_how_many_are_expected():
     progress = evidence.progress(BALANCED)
     assert progress.answers == 100
     assert 100 < progress.expected < 400
+    assert evidence.progress_for(BALANCED, "") == progress
+    evidence.take({"a": Compared(1.0, 0.0)}, "other")
+    for tenant in ("", "other", "third"):
+        assert evidence.progress_for(BALANCED, tenant) is None, "it would count requests of other tenants"
 
 
 def test_the_state_survives_a_restart_and_damage_does_not_matter(tmp_path, caplog):

@@ -83,8 +83,7 @@ class Comparisons:
         self._chooser = chooser
         self._woven = 0
         self._pending: deque[Answered] = deque()
-        self._running: Generator[None, None, dict[str, Compared]] | None = None
-        self._answered: Answered | None = None
+        self._running: Generator[None, None, tuple[dict[str, Compared], str]] | None = None
         self._pool: BlockPool | None = None
         self._interrupt: Callable[[], bool] | None = None
 
@@ -136,7 +135,7 @@ class Comparisons:
             assert self._running is not None, "a comparison has begun"
             next(self._running)
         except StopIteration as ended:
-            self._take(ended.value)
+            self._take(*ended.value)
         except SegmentLost:
             self._drop_running()
         except Exception:  # the boundary between a comparison and the answers
@@ -170,7 +169,7 @@ class Comparisons:
         if pool is not None and not pool.lend(tokens, self._drop_running):
             self.dropped += 1
             return False
-        self._answered, self._pool = answered, pool
+        self._pool = pool
         self._running = self._compare(answered)
         return True
 
@@ -179,28 +178,26 @@ class Comparisons:
         self.dropped += self._running is not None
         self._end()
 
-    def _take(self, results: dict[str, Compared]) -> None:
-        answered = self._answered
-        assert answered is not None, "it was compared"
+    def _take(self, results: dict[str, Compared], tenant: str) -> None:
         self._end()
         if results:
             self.compared += 1
-            self.evidence.take(results, answered.tenant)
+            self.evidence.take(results, tenant)
             if self.compared % SAVED_EVERY == 0:
                 self.save()
         else:
             self.dropped += 1
 
     def _end(self) -> None:
-        running, self._running, self._answered = self._running, None, None
+        running, self._running = self._running, None
         if running is not None:
             running.close()
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.give_back()
 
-    def _compare(self, answered: Answered) -> Generator[None, None, dict[str, Compared]]:
-        """Compare one prompt, piece by piece; returns nothing if weaving would not have saved anything."""
+    def _compare(self, answered: Answered) -> Generator[None, None, tuple[dict[str, Compared], str]]:
+        """Compare one prompt, piece by piece; returns no results if weaving would not have saved anything."""
         lookup = self._runner.store.lookup(answered.prompt)
         before = _as_asked(lookup, answered)
         geometry = self._runner.model.geometry
@@ -211,12 +208,12 @@ class Comparisons:
             if plan.tokens(KVSource.REUSED) and _work(plan, self._runner) < exact_work:
                 plans[spec] = plan
         if not plans:
-            return {}
+            return {}, answered.tenant
         expected = yield from self._logits(answered, one_pass(EXACT_METHOD, reuse_exact_prefix(lookup)))
         results = {}
         for spec, plan in plans.items():
             results[spec] = compare(expected, (yield from self._logits(answered, plan)))
-        return results
+        return results, answered.tenant
 
     def _logits(self, answered: Answered, plan: Plan) -> Generator[None, None, torch.Tensor]:
         """The logits `[tokens, vocab]` of an answer's tokens, behind its prompt computed by a plan."""

@@ -241,6 +241,11 @@ class Evidence:
                 if every or not all(self._cases[quality, method].hopeless for quality in self.bounds)
             ]
 
+    def progress_for(self, quality: Quality, tenant: str) -> Progress | None:
+        """`progress`, if all answers are this tenant's: otherwise it would count requests of others."""
+        alone = self._by_tenant.total() == self._by_tenant[tenant]
+        return self.progress(quality) if alone else None
+
     def progress(self, quality: Quality) -> Progress:
         """How far the method that is nearest to its proof is."""
         with self._lock:

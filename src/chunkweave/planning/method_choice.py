@@ -235,7 +235,7 @@ class MethodChooser:
         vetoed = evidence.drifted(quality) or evidence.decision(quality) is not None
         unproven = Why.LEARNING if evidence.learns else Why.OUT_OF_REACH
         why = Why.SWITCHED_OFF if vetoed else unproven
-        return MethodChoice(EXACT_METHOD, self.reuse, why, evidence.progress(quality))
+        return MethodChoice(EXACT_METHOD, self.reuse, why, evidence.progress_for(quality, tenant))
 
     def _named(self, spec: str, why: Why) -> MethodChoice:
         """The choice of a named method, with settings after its name."""
