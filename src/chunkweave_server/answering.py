@@ -145,7 +145,7 @@ class RunningAnswer:
             end = replace(end, shown={**end.shown, **self.retrieval.shown(end.prefilled_s)})
         if self._cache is not CacheUse.USE:
             end = replace(end, shown={**end.shown, "cache": self._cache})
-        saved = self._answering.savings.add(end.report)
+        saved = self._answering.savings[self._meta.tenant].add(end.report)
         if saved is not None:
             end = replace(end, shown={**end.shown, **saved.as_dict()})
         self.end = end
@@ -171,7 +171,7 @@ class Answering:
     ) -> None:
         self.counts: dict[str, TenantCounts] = defaultdict(TenantCounts)
         self.counts_of_all = TenantCounts()
-        self.savings = Savings()
+        self.savings = defaultdict[str, Savings](Savings)  # no tenant learns how long others' prompts take
         self.running: dict[RunningAnswer, None] = {}
         self.observer = observer
         self.retriever = Retriever(self._pending, speculate=parts.speculate, max_prefill_batch=parts.max_prefill_batch)

@@ -22,7 +22,7 @@ KEYS = {name: f"{name}-key-that-is-long-enough" for name in (*TENANTS, "ops")}
 ADMIN = "ops"
 _TIMEOUT_S = 120.0
 _URL = re.compile(r"on (http://127\.0\.0\.1:\d+)")
-_TIMES = ("_s", "created", "id")
+_TIMES = ("_s", "created", "id", "saved_share")
 """How names end that say when, how long, or which of many equal requests."""
 
 
